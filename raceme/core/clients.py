@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from bisect import bisect_left, insort
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -361,23 +361,16 @@ class Fleet:
     sizes: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # Derived from the sizes, and told only once: no state.
+        # Derived from the fields, or told only once: no state.
         self._ordered = sorted(self.sizes.values())
         self._capped: set[str] = set()
-        self._greetings = {message_id: node for node, message_id in self.greeted.items()}
+        self.open_greetings = {message_id: node for node, message_id in self.greeted.items()}
+        """Ids of the greetings without an answer, to their nodes."""
 
     def greet(self, node_id: int, message_id: str) -> None:
         """Note that a node was greeted."""
         self.greeted[node_id] = message_id
-        self._greetings[message_id] = node_id
-
-    def greeted_by(self, message_id: str) -> int | None:
-        """Return the node whose greeting is open under this id, if there is one."""
-        return self._greetings.get(message_id)
-
-    def open_greetings(self) -> Collection[str]:
-        """Return the ids of the greetings without an answer."""
-        return self._greetings.keys()
+        self.open_greetings[message_id] = node_id
 
     def heard(self, client: str, examples: int) -> None:
         """Note how many examples a client says it has."""
@@ -426,7 +419,7 @@ class Fleet:
         for client in left:
             self.clients[client].node_id = None
         self.by_node, self.greeted, self.refused = {}, {}, {}
-        self._greetings = {}
+        self.open_greetings = {}
         return left
 
     def changes(
@@ -527,7 +520,7 @@ class Fleet:
     def _close_greeting(self, node_id: int) -> None:
         message_id = self.greeted.pop(node_id, None)
         if message_id is not None:
-            del self._greetings[message_id]
+            del self.open_greetings[message_id]
 
     def online(self) -> list[Client]:
         """Return the clients that are online, in order of greeting."""

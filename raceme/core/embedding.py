@@ -105,10 +105,6 @@ class ClientEmbedding:
         else:
             self._bases[task] = self._mixed(models, weights)
 
-    def awaits(self, task: int) -> bool:
-        """Return whether it is kept what a task started from."""
-        return task in self._bases
-
     def take(self, task: int, client: str, cluster: int, vector: Vector) -> None:
         """Take in the model of a client; `cluster` is the one that it has chosen of several."""
         base = self._bases.get(task)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from logging import getLogger
 
 import numpy as np
@@ -230,7 +229,9 @@ class Evaluator:
     ttl : float
         Time to live of the messages, in seconds.
     testers : Callable
-        Returns who tests on the present data, given who is online.
+        Returns the clients that test on the present data, of those online.
+    report : Callable
+        Called with the report of each evaluation that is over.
     """
 
     def __init__(
@@ -245,10 +246,11 @@ class Evaluator:
         central: EvaluateFn | None,
         ttl: float,
         testers: Callable[[Sequence[Client]], Sequence[Client]],
+        report: Callable[[Report], None],
     ) -> None:
         self._method, self._grid, self._clock, self._ttl = method, grid, clock, ttl
         self._packer, self._steps, self._config = packer, steps, config
-        self._central, self._testers = central, testers
+        self._central, self._testers, self._report = central, testers, report
         self._progress = method.progress
         # The models of the moment, which may move on before a client is free: by the kind of
         # evaluation and client those of clusters, one for each cell, and models that a client alone
@@ -258,8 +260,8 @@ class Evaluator:
 
     # Beginning and ending.
 
-    def begin(self) -> Iterator[Report]:
-        """Begin an evaluation on the present data; where it costs no time, yield its report."""
+    def begin(self) -> None:
+        """Begin an evaluation on the present data; where it costs no time, report it."""
         method, progress = self._method, self._progress
         progress.evaluated_at = progress.updates
         progress.evaluated_round = method.scheduling.rounds or 0
@@ -268,46 +270,46 @@ class Evaluator:
         cells = {client: {PRESENT: method.clusters.main(client)} for client in testers}
         progress.evaluation = self._evaluation(cells)
         self._evaluate_centrally()
-        yield from self._ask_first(progress.evaluation)
+        self._ask_first(progress.evaluation)
 
-    def look_at_steps(self) -> Iterator[Report]:
-        """Begin an evaluation on all steps if one of them is over; yield what is known at once."""
+    def look_at_steps(self) -> None:
+        """Begin an evaluation on all steps if one of them is over."""
         if ended := self._steps.ended():
-            yield from self._begin_of_steps(ended, ahead=True)
+            self._begin_of_steps(ended, ahead=True)
 
-    def finish(self, another: bool) -> Iterator[Report]:
-        """End with what the clients answer soon; yield the reports that come of it.
+    def finish(self, another: bool) -> None:
+        """End with what the clients answer soon, and report it.
 
         Parameters
         ----------
         another : bool
             The models have changed since the last evaluation began: one more is due.
         """
-        yield from self._end(self._progress.evaluation)
+        self._end(self._progress.evaluation)
         if another:
-            yield from self.begin()
-            yield from self._end(self._progress.evaluation)
-        yield from self._end(self._progress.task_evaluation)
+            self.begin()
+            self._end(self._progress.evaluation)
+        self._end(self._progress.task_evaluation)
         if last := self._steps.unfinished():
-            yield from self._begin_of_steps(last, ahead=False)
-            yield from self._end(self._progress.task_evaluation)
+            self._begin_of_steps(last, ahead=False)
+            self._end(self._progress.task_evaluation)
 
-    def close_if_over(self) -> Iterator[Report]:
-        """Yield the reports of evaluations to which no client is left to answer."""
+    def close_if_over(self) -> None:
+        """Report the evaluations to which no client is left to answer."""
         for evaluation in self._progress.evaluations:
             if evaluation.is_over:
-                yield from self._close(evaluation)
+                self._close(evaluation)
 
     def forget(self) -> None:
         """Forget all tests under way: their messages are lost."""
         self._progress.evaluation = self._progress.task_evaluation = None
 
-    def _begin_of_steps(self, last: Mapping[str, int], ahead: bool) -> Iterator[Report]:
+    def _begin_of_steps(self, last: Mapping[str, int], ahead: bool) -> None:
         """Begin an evaluation on each step up to the last one of each client, and one ahead."""
         method, progress = self._method, self._progress
         if progress.task_evaluation is not None:
             # Another step is over before slow devices have answered: they will not, now.
-            yield from self._close(progress.task_evaluation)
+            self._close(progress.task_evaluation)
         progress.tasks_tested_at = progress.updates
         cells = {
             client: {
@@ -316,7 +318,7 @@ class Evaluator:
             for client, step in last.items()
         }
         progress.task_evaluation = self._evaluation(cells, of_steps=True, ahead=ahead)
-        yield from self._ask_first(progress.task_evaluation)
+        self._ask_first(progress.task_evaluation)
 
     def _evaluation(
         self, cells: dict[str, dict[int, int]], of_steps: bool = False, ahead: bool = False
@@ -325,8 +327,8 @@ class Evaluator:
         waiting = dict.fromkeys(cells, True)
         return Evaluation(now, updates, len(clusters), cells, of_steps, ahead, waiting)
 
-    def _end(self, evaluation: Evaluation | None) -> Iterator[Report]:
-        """Ask all clients that are left, busy or not, wait a while, and yield the reports."""
+    def _end(self, evaluation: Evaluation | None) -> None:
+        """Ask all clients that are left, busy or not, wait a while, and report."""
         if evaluation is None:
             return
         until = self._clock.now() + min(_LAST_SECONDS, self._ttl)
@@ -336,9 +338,9 @@ class Evaluator:
             for reply in self._clock.wait(evaluation.open.keys(), until):
                 client = evaluation.open.pop(reply.metadata.reply_to_message_id)
                 self._take_scores(evaluation, client, reply)
-        yield from self._close(evaluation)
+        self._close(evaluation)
 
-    def _close(self, evaluation: Evaluation) -> Iterator[Report]:
+    def _close(self, evaluation: Evaluation) -> None:
         self._records.pop(evaluation.of_steps, None)
         if evaluation.of_steps:
             self._progress.task_evaluation = None
@@ -349,13 +351,9 @@ class Evaluator:
                 self._method.result.evaluate_metrics_clientapp[report.updates] = MetricRecord(
                     {report.measure.name: report.accuracy, names.LOSS: report.loss}
                 )
-            yield report
+            self._report(report)
 
     # Asking.
-
-    def open_ids(self) -> Collection[str]:
-        """Return the ids of messages without an answer."""
-        return Together(*(evaluation.open.keys() for evaluation in self._progress.evaluations))
 
     def ask(self, idle: Idle) -> None:
         """Ask the clients that have time and have not been asked yet."""
@@ -367,7 +365,7 @@ class Evaluator:
                 elif self._method.scheduling.invited(client):
                     self._push(evaluation, client)
 
-    def _ask_first(self, evaluation: Evaluation) -> Iterator[Report]:
+    def _ask_first(self, evaluation: Evaluation) -> None:
         """Ask all clients where that costs no time: as many at a time as there is memory for.
 
         Elsewhere keep the models of this moment until each client is free.
@@ -386,7 +384,7 @@ class Evaluator:
                     client = by_node.get(reply.metadata.src_node_id)
                     if client is not None:
                         self._take_scores(evaluation, client, reply)
-        yield from self.close_if_over()
+        self.close_if_over()
 
     def _push(self, evaluation: Evaluation, client: str) -> bool:
         """Ask one client; return whether the grid took the message."""
@@ -453,17 +451,23 @@ class Evaluator:
 
     # Taking answers.
 
-    def take_in(self, message_id: str, reply: Message, idle: Idle) -> Iterator[Report]:
-        """Take a client's answer, and let it be idle; yield the reports if it was the last."""
+    def take_in(self, message_id: str, reply: Message, idle: Idle) -> bool:
+        """Take a client's answer and let it be idle; return False for a reply to another message.
+
+        The evaluation is reported if this answer was the last one.
+        """
         progress = self._progress
-        evaluation = next(each for each in progress.evaluations if message_id in each.open)
+        awaiting = (each for each in progress.evaluations if message_id in each.open)
+        if (evaluation := next(awaiting, None)) is None:
+            return False
         client = evaluation.open.pop(message_id)
         # One that holds an invitation has answered meanwhile, and holds it still.
         works = any(task.client == client for task in progress.in_flight.values())
         if not works and progress.fleet.clients[client].node_id is not None:
             idle.add(client)
         self._take_scores(evaluation, client, reply)
-        yield from self.close_if_over()
+        self.close_if_over()
+        return True
 
     def drop(self, client: str) -> None:
         """Wait no more for a client that is gone."""
@@ -564,30 +568,3 @@ def mean_metrics(measured: Sequence[tuple[Mapping[str, object], float]]) -> Metr
         elif len(lists) == len(values) and len({len(value) for value in lists}) == 1:
             means[name] = [mean(column) for column in zip(*lists, strict=True)]
     return means
-
-
-# -----------------------------------------------------------------------------
-# Several collections seen as one, without a copy of any.
-# -----------------------------------------------------------------------------
-
-
-class Together(Collection[str]):
-    """What is in any of some collections that have nothing in common.
-
-    Parameters
-    ----------
-    *parts : Collection[str]
-        The collections; what changes in them shows here.
-    """
-
-    def __init__(self, *parts: Collection[str]) -> None:
-        self._parts = parts
-
-    def __contains__(self, item: object) -> bool:
-        return any(item in part for part in self._parts)
-
-    def __iter__(self) -> Iterator[str]:
-        return chain.from_iterable(self._parts)
-
-    def __len__(self) -> int:
-        return sum(map(len, self._parts))

@@ -1,17 +1,18 @@
 """The loop: everything that is not the algorithm, for every method alike.
 
-It greets clients, gives them work, checks replies, counts updates, notices who comes and goes,
-gives up what is lost, evaluates on schedule and stops. It holds a method and asks it: who works
-now, and what becomes of what came back.
+It greets clients, gives them work, checks replies, counts updates, notices clients that come and
+go, gives up what is lost, evaluates on schedule and stops. It holds a method and asks it which
+clients work now, and what becomes of what came back.
 """
 
 from __future__ import annotations
 
 import math
 import time as clock
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
-from logging import INFO, getLogger
+from itertools import chain
+from logging import getLogger
 from typing import Any
 
 import numpy as np
@@ -20,27 +21,11 @@ from flwr.serverapp import Grid
 
 from raceme.core import events
 from raceme.core import messages as names
-from raceme.core.clients import Client, Fleet, ForeignIdError, Identities, Idle, OnTrust
+from raceme.core.clients import ForeignIdError, Identities, Idle, OnTrust
 from raceme.core.clusters import NonFiniteModelError
 from raceme.core.errors import unknown_name
-from raceme.core.evaluation import EvaluateFn, Evaluator, Packer, Report, Together
-from raceme.core.events import (
-    AnswerTaken,
-    ClientJoined,
-    Ending,
-    UpdateApplied,
-    UpdateJudged,
-    UpdateRejected,
-    Verdict,
-)
-from raceme.core.messages import (
-    ACCURACY_AFTER,
-    ACCURACY_BEFORE,
-    FINISHED_AT,
-    SAMPLE_PASSES,
-    STARTED_AT,
-    count_of,
-)
+from raceme.core.evaluation import EvaluateFn, Evaluator, Packer, Report
+from raceme.core.events import Ending, Verdict
 from raceme.core.progress import Plan, Steps
 from raceme.core.requests import (
     SETTINGS,
@@ -52,357 +37,41 @@ from raceme.core.requests import (
     Update,
     read_reply,
 )
-from raceme.core.scheduling import Scheduler, SelectionContext
+from raceme.core.scheduling import SelectionContext
 from raceme.core.strategy import Method, StopCheck
 from raceme.core.timeline import Foreseeing, push, timeline_of
 
-# -----------------------------------------------------------------------------
-# Requests on their way out: the message to a client, and what is remembered of it.
-# -----------------------------------------------------------------------------
+log = getLogger("raceme")
 
+AT_REST = "at rest: nobody's loss rises, and no data will change"
 
 _MESSAGE_TYPES = {
     names.EVALUATE: MessageType.EVALUATE,
     names.LABEL_COUNTS: MessageType.QUERY,
 }
 """Flower's type of the messages of a kind of work; all others take a device's time: training."""
-
-
-class Outgoing:
-    """Makes messages of work.
-
-    Parameters
-    ----------
-    method : Method
-        Whose work it is.
-    packer : Packer
-        Makes records of models.
-    steps : Steps
-        Knows at which step clients' data are.
-    train_config : ConfigRecord
-        The run's settings for local training.
-    ttl : float
-        Time to live of the messages, in seconds.
-    """
-
-    def __init__(
-        self,
-        method: Method,
-        packer: Packer,
-        steps: Steps,
-        train_config: ConfigRecord,
-        ttl: float,
-    ) -> None:
-        self._method, self._packer, self._steps = method, packer, steps
-        self._train_config, self._ttl = train_config, ttl
-
-    def message(self, work: Request, now: float) -> tuple[Message, InFlight]:
-        """Make the message of some work, with what its reply has to echo, and number the task.
-
-        Raises
-        ------
-        ValueError
-            The client is away: a mistake of the method's.
-        UserError
-            A setting of the request is not known.
-        """
-        method, progress = self._method, self._method.progress
-        client = progress.fleet.clients[work.client]
-        if client.node_id is None:
-            raise ValueError(f"{type(method).__name__} has work for '{work.client}', who is away")
-        self._check_settings(work)
-        records, size, versions = self._models(work)
-        main = method.clusters.main(work.client)
-        cluster = next(iter(versions)) if len(versions) == 1 else main
-        step = self._steps.of(work.client)
-        size += sum(record.count_bytes() for record in work.arrays.values())
-        task = InFlight(
-            number=progress.tasks,
-            client=work.client,
-            cluster=cluster,
-            version=method.models[cluster].version,
-            updates=progress.updates,
-            sent_at=now,
-            bytes_down=0 if work.is_held else size,
-            candidates=versions,
-            kind=work.kind,
-            step=step or 0,
-            phase=work.phase or work.kind,
-        )
-        progress.tasks += 1
-        policy = method.scheduling.settings(work)
-        settings: dict[str, Any] = {**self._train_config, **policy, **work.settings}
-        if names.ROUND not in settings:
-            settings |= {names.TASK: task.number, names.VERSION: task.version}
-        if work.kind != names.TRAIN:
-            settings[names.KIND] = work.kind
-        if step is not None:
-            settings[names.STEP] = step
-        former = progress.trained_steps.get(work.client) if method.needs.exchange else None
-        if settings.get(names.SCORED) and former is not None:
-            settings[names.FORMER_STEP] = former
-        content = RecordDict({**records, **work.arrays, names.CONFIG: ConfigRecord(settings)})
-        kind = _MESSAGE_TYPES.get(work.kind, MessageType.TRAIN)
-        return Message(content, client.node_id, kind, ttl=self._ttl), task
-
-    def _check_settings(self, work: Request) -> None:
-        """Raise UserError for a setting that no client reads: it would be ignored silently."""
-        own = self._method.needs.settings
-        if own is None:
-            return
-        known = SETTINGS | own | self._train_config.keys()
-        for name in sorted(work.settings.keys() - known):
-            raise unknown_name(
-                f"setting in a request of {type(self._method).__name__}", name, known
-            )
-
-    def _models(self, work: Request) -> tuple[dict[str, ArrayRecord], int, dict[int, int]]:
-        """Return the models that travel, their size, and the versions of named ones by cluster."""
-        models = self._method.models
-        if work.models is None:
-            weights = self._method.placement(work.client)
-            record, size = self._packer.serve(models, weights)
-            return {names.ARRAYS: record}, size, {}
-        versions = {cluster: models[cluster].version for cluster in work.models}
-        records, size = self._packer.pack_some(models, work.models, work.kind != names.TRAIN)
-        return records, size, versions
-
-
-# -----------------------------------------------------------------------------
-# What the loop reports of clients, updates and answers, and what a run leaves.
-# -----------------------------------------------------------------------------
-
-
-log = getLogger("raceme")
-
-
-def joined(time: float, client: Client, returned: bool) -> ClientJoined:
-    """Report a client that answered its greeting."""
-    assert client.node_id is not None, "a client that answered is online"
-    return ClientJoined(
-        time, client.client_id, client.node_id, client.num_examples, client.group, returned
-    )
-
-
-def applied_update(
-    time: float,
-    seq: int,
-    update: Update,
-    applied: Outcome,
-    exchanges: bool,
-    highest_score: float,
-) -> UpdateApplied:
-    """Report what became of a valid update.
-
-    Parameters
-    ----------
-    time : float
-        When it arrived.
-    seq : int
-        Its number.
-    update : Update
-        It.
-    applied : Outcome
-        What the method did with it.
-    exchanges : bool
-        Whether models really travel; without it there is no traffic to report.
-    highest_score : float
-        Up to which a score that the client states can be meant.
-    """
-    task = update.task
-    before, after = (
-        score if 0 <= score <= highest_score and math.isfinite(score) else None
-        for score in (update.metrics.get(n, math.nan) for n in (ACCURACY_BEFORE, ACCURACY_AFTER))
-    )
-    return UpdateApplied(
-        seq=seq,
-        time=time,
-        client=task.client,
-        cluster=applied.cluster,
-        base_version=task.version,
-        staleness=applied.staleness,
-        weight=applied.weight,
-        dispatched_at=task.sent_at,
-        train_loss=update.train_loss,
-        bytes_down=task.bytes_down if exchanges else 0,
-        bytes_up=update.bytes_up if exchanges else 0,
-        started_at=_run_time(update.metrics.get(STARTED_AT, math.nan), time),
-        finished_at=_run_time(update.metrics.get(FINISHED_AT, math.nan), time),
-        step=task.step,
-        accuracy_before=before,
-        accuracy_after=after,
-        passes=count_of(update.metrics.get(SAMPLE_PASSES)),
-        mixture=update.mixture,
-        phase=task.phase or task.kind,
-        cpu_seconds=update.cost.cpu_seconds,
-        joules=update.cost.joules,
-    )
-
-
-def answer_taken(time: float, answer: Answer, exchanges: bool) -> AnswerTaken:
-    """Report a valid answer to work that was not training.
-
-    Parameters
-    ----------
-    time : float
-        When it arrived.
-    answer : Answer
-        It.
-    exchanges : bool
-        Whether models really travel; without it there is no traffic to report.
-    """
-    task = answer.task
-    return AnswerTaken(
-        time=time,
-        client=task.client,
-        kind=task.kind,
-        phase=task.phase or task.kind,
-        bytes_down=task.bytes_down if exchanges else 0,
-        bytes_up=answer.bytes_up if exchanges else 0,
-    )
-
-
-def fill_result(method: Method, packer: Packer) -> None:
-    """Put models and placements into the result of a run."""
-    result = method.result
-    result.clusters = {
-        cluster: packer.pack(cluster, model)[0] for cluster, model in method.served.items()
-    }
-    if result.clusters:
-        result.arrays = result.clusters[method.clusters.largest()]
-    result.client_clusters = {
-        client: dict(method.placement(client)) for client in method.progress.fleet.clients
-    }
-
-
-def unasked(time: float, reply: Message, by_node: Mapping[int, str]) -> UpdateRejected:
-    """Report a reply that nobody waits for, and say it: it changes nothing.
-
-    Parameters
-    ----------
-    time : float
-        When it arrived.
-    reply : Message
-        It: repeated, sent without being asked for, or come after its task was given up.
-    by_node : Mapping[int, str]
-        Client on each node that is known.
-    """
-    node = reply.metadata.src_node_id
-    client = by_node.get(node, f"node {node}")
-    reason = "nobody waits for it: it was not asked for, is a repetition, or came too late"
-    log.warning("A reply of %s is ignored: %s", client, reason)
-    return UpdateRejected(time, client, reason, time)
-
-
-def _run_time(stated: float, now: float) -> float | None:
-    """Return what a client states on its machine's clock as a time of the run, if it does."""
-    return now - (clock.time() - stated) if math.isfinite(stated) else None
-
-
-# -----------------------------------------------------------------------------
-# Whether a run on virtual time has come to rest: nothing is left that could change anything.
-# -----------------------------------------------------------------------------
-
-
-AT_REST = "at rest: nobody's loss rises, and no data will change"
-
-
-def has_come_to_quiescence(grid: Grid, fleet: Fleet, dispatch: Scheduler, steps: Steps) -> bool:
-    """Return whether no client will ever train again.
-
-    Each is at rest as its data are now, no time is ahead at which data move on, and nobody will
-    come who has never been there. Only a grid that foresees who comes can tell: real devices may
-    come, and have new data, at any time.
-
-    Parameters
-    ----------
-    grid : Grid
-        Any Flower grid.
-    fleet : Fleet
-        The clients.
-    dispatch : Scheduler
-        Who works when.
-    steps : Steps
-        At which step clients' data are, and when time moves them on.
-    """
-    # Asked after every update: most policies say no of the first client.
-    if not all(
-        dispatch.is_quiescent(client, steps.now_of(client)) for client in fleet.by_node.values()
-    ):
-        return False
-    if not fleet.by_node or not isinstance(grid, Foreseeing) or steps.next_time() < math.inf:
-        return False
-    # Some may be there that have not been greeted, or have not answered yet.
-    if not fleet.by_node.keys() | fleet.refused.keys() >= set(grid.get_node_ids()):
-        return False
-    ahead = grid.arrivals_ahead()
-    # Who will be back may be any of those that are away.
-    away = [name for name, client in fleet.clients.items() if ahead and client.node_id is None]
-    return all(ahead.values()) and all(
-        dispatch.is_quiescent(client, steps.now_of(client)) for client in away
-    )
-
-
-# -----------------------------------------------------------------------------
-# Where a run's protection meets its method: updates are judged before the method sees them.
-# -----------------------------------------------------------------------------
-
-
-def judged(method: Method, update: Update, now: float) -> Update:
-    """Return a valid update as the method is to see it; report what was done to it, if anything.
-
-    A client that is excluded counts as gone for the method, so that nobody waits for it to be
-    compared with others; it keeps its cluster, and is tested there as ever.
-
-    Raises
-    ------
-    InvalidReplyError
-        The method is not to see it.
-    """
-    guard = method.protection
-    if not guard.is_on:
-        return update
-    client = update.task.client
-    base = method.bases.of(update.task)
-    delta = np.asarray(update.vector - base)
-    start = float(np.linalg.norm(method.spec.compared(base)))
-
-    def home(name: str) -> int | None:
-        return method.clusters.main(name) if method.clusters.is_placed(name) else None
-
-    awaited = len(method.progress.fleet.by_node) if method.needs.one_model else 0
-    ruling = guard.judge(client, method.spec.compared(delta), start, home, awaited)
-    if ruling.verdict is Verdict.ACCEPTED:
-        return update
-    method.report(
-        UpdateJudged(
-            now, client, ruling.verdict, ruling.measured, ruling.bound, ruling.reason, home(client)
-        )
-    )
-    if client in guard.state.excluded:
-        method.on_leave(client)
-    if ruling.verdict.keeps_out:
-        raise InvalidReplyError(ruling.reason)
-    if ruling.verdict is Verdict.READMITTED:
-        method.on_join(method.progress.fleet.clients[client])
-    if ruling.scale == 1.0:
-        return update
-    vector = np.asarray(base + np.float32(ruling.scale) * delta, np.float32)
-    method.spec.copy_counters(update.vector, vector)
-    return replace(update, vector=vector)
-
-
-# -----------------------------------------------------------------------------
-# The loop: everything that is not the algorithm, for every method alike.
-# -----------------------------------------------------------------------------
-
-
 _FLEET_CHECK_SECONDS = 5.0
 """How often the list of online nodes is looked at while replies keep coming."""
 _GREETING_SECONDS = 60.0
 """How long a node that has come is expected to introduce itself any moment."""
 _REST_SECONDS = (0.0, 1.0, 3.0, 7.0, 15.0, 31.0, 60.0)
 """Pause of a client before it is given work again, after 1, 2, … unusable replies in a row."""
+
+
+class _Union(Collection[str]):
+    """What is in any of some disjoint collections, whose changes show; no copy is made of any."""
+
+    def __init__(self, *parts: Collection[str]) -> None:
+        self._parts = parts
+
+    def __contains__(self, item: object) -> bool:
+        return any(item in part for part in self._parts)
+
+    def __iter__(self) -> Iterator[str]:
+        return chain.from_iterable(self._parts)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._parts))
 
 
 class Loop:
@@ -463,7 +132,7 @@ class Loop:
             observe=self._observe,
             tests_tasks=plan.eval_tasks,
         )
-        self._outgoing = Outgoing(method, self._packer, self._steps, train_config, timeout)
+        self._train_config = train_config
         self._evaluator = Evaluator(
             method,
             grid,
@@ -474,6 +143,7 @@ class Loop:
             central=evaluate_fn,
             ttl=timeout,
             testers=plan.testers,
+            report=self._evaluated,
         )
         self._held: list[events.Event] | None = None
         self._num_updates = 0
@@ -499,9 +169,9 @@ class Loop:
             The grid was brought back together with the method: what was open then still is.
         """
         self._num_updates = num_updates
-        self._method.clusters.report_to(self._clusters_changed)
-        self._method.report = self._observe
-        self._method.step_of = self._steps.of
+        method = self._method
+        method.clusters.report_to(lambda change: self._observe(replace(change, time=self.now())))
+        method.report, method.step_of = self._observe, self._steps.of
         ended_at = None
         try:
             if not nothing_missed:
@@ -514,10 +184,10 @@ class Loop:
         assert self._ending is not None, "the loop ends for a reason"
         ending, reason = self._ending
         updates = self._progress.updates
-        log.log(INFO, "The run ended after %d updates: %s", updates, reason)
+        log.info("The run ended after %d updates: %s", updates, reason)
         ended_at = self.now() if ended_at is None else ended_at
         self._observe(events.RunEnded(ended_at, updates, reason, ending))
-        fill_result(self._method, self._packer)
+        self._fill_result()
 
     def _run(self) -> float:
         """Give work, wait, act on replies, until something ends it; return when that was."""
@@ -548,28 +218,32 @@ class Loop:
                     self._ending = Ending.NO_CLIENTS, "all clients are gone"
                     return alone_since
         ended_at = clock.now()
-        if self._fleet.by_node and not self._stopped():
-            for report in self._evaluator.finish(progress.evaluated_at != progress.updates):
-                self._evaluated(report)
+        # An interrupted run ends now, unless its clock can be held.
+        is_stopped = self._ending is not None and self._ending[0] is Ending.INTERRUPTED
+        if self._fleet.by_node and (clock.free_evaluation or not is_stopped):
+            self._evaluator.finish(progress.evaluated_at != progress.updates)
         return ended_at if clock.is_virtual else clock.now()
 
-    def _stopped(self) -> bool:
-        """Return whether someone wants the run to end now, on a clock that cannot be held."""
-        interrupted = self._ending is not None and self._ending[0] is Ending.INTERRUPTED
-        return interrupted and not self._clock.free_evaluation
+    def _fill_result(self) -> None:
+        """Put models and placements into the result of the run."""
+        method, result = self._method, self._method.result
+        result.clusters = {k: self._packer.pack(k, model)[0] for k, model in method.served.items()}
+        if result.clusters:
+            result.arrays = result.clusters[method.clusters.largest()]
+        result.client_clusters = {
+            client: dict(method.placement(client)) for client in self._fleet.clients
+        }
 
     # When something is due.
 
     def _is_over(self) -> bool:
         """Evaluate if that is due; return whether a limit is reached, and note which."""
         progress = self._progress
-        for due in (self._evaluator.close_if_over(), self._evaluator.look_at_steps()):
-            for report in due:
-                self._evaluated(report)
+        self._evaluator.close_if_over()
+        self._evaluator.look_at_steps()
         if self._evaluation_is_due():
             self._steps.look_before_test()
-            for report in self._evaluator.begin():
-                self._evaluated(report)
+            self._evaluator.begin()
         if self._ending is None:
             # A limit that is reached at the same moment would hide why nothing was learnt.
             rounds = self._method.scheduling.rounds
@@ -577,11 +251,31 @@ class Loop:
                 self._ending = Ending.USELESS_REPLIES, hopeless
             elif limit := self._plan.limit(progress.updates, self._num_updates, self.now(), rounds):
                 self._ending = Ending.LIMIT, limit
-            elif has_come_to_quiescence(
-                self._grid, self._fleet, self._method.scheduling, self._steps
-            ):
+            elif self._is_quiescent():
                 self._ending = Ending.AT_REST, AT_REST
         return self._ending is not None
+
+    def _is_quiescent(self) -> bool:
+        """Return whether no client will ever train again.
+
+        Each is at rest as its data are now, no time is ahead at which data move on, and no client
+        will come that has never been there. Only a grid that foresees arrivals can tell: real
+        devices may come, and have new data, at any time.
+        """
+        fleet, grid, steps = self._fleet, self._grid, self._steps
+        rests = self._method.scheduling.is_quiescent
+        # Asked after every update: most policies say no of the first client.
+        if not all(rests(client, steps.now_of(client)) for client in fleet.by_node.values()):
+            return False
+        if not fleet.by_node or not isinstance(grid, Foreseeing) or steps.next_time() < math.inf:
+            return False
+        # Some may be there that have not been greeted, or have not answered yet.
+        if not fleet.by_node.keys() | fleet.refused.keys() >= set(grid.get_node_ids()):
+            return False
+        ahead = grid.arrivals_ahead()
+        # Any of those that are away may be the one that comes back.
+        away = [name for name, client in fleet.clients.items() if ahead and client.node_id is None]
+        return all(ahead.values()) and all(rests(client, steps.now_of(client)) for client in away)
 
     def _evaluation_is_due(self) -> bool:
         progress = self._progress
@@ -641,8 +335,8 @@ class Loop:
 
     def _awaited(self) -> Collection[str]:
         """Return the ids of all messages without an answer."""
-        asked = self._fleet.open_greetings(), self._evaluator.open_ids()
-        return Together(self._progress.in_flight.keys(), *asked)
+        tests = [evaluation.open for evaluation in self._progress.evaluations]
+        return _Union(self._progress.in_flight, self._fleet.open_greetings, *tests)
 
     # The fleet.
 
@@ -670,8 +364,7 @@ class Loop:
             self._apply(self._method.scheduling.left(client, self.now()))
         for node in arrived:
             greeting = Message(RecordDict(), node, MessageType.QUERY, ttl=self._ttl)
-            message_id = self._push(greeting)
-            if message_id:
+            if message_id := push(self._grid, self._clock, greeting):
                 self._fleet.greet(node, message_id)
                 self._progress.greeted_at = self.now()
 
@@ -699,7 +392,9 @@ class Loop:
             task = self._progress.in_flight.pop(message_id)
             self._refuse(task, "the client went offline with it")
         client.failures, client.ready_at = 0, now
-        self._observe(joined(now, client, returned))
+        self._observe(
+            events.ClientJoined(now, name, node_id, client.num_examples, client.group, returned)
+        )
         self._method.on_join(client)
         self._idle.add(name)
 
@@ -718,8 +413,8 @@ class Loop:
         if places is not None and len(wanted) > places:
             order = rng.permutation(len(wanted))[:places]
             wanted = [wanted[index] for index in order]
-        for made, task in [self._outgoing.message(work, self.now()) for work in wanted]:
-            self._send(made, task)
+        for message, task in [self._message(work) for work in wanted]:
+            self._send(message, task)
 
     def _free_places(self) -> int | None:
         """Return how many more clients may be given work; None stands for all."""
@@ -737,64 +432,184 @@ class Loop:
         self._method.open_task(task)
         self._method.scheduling.sent(task, self.now())
         self._idle.remove(task.client)
-        message_id = self._push(message)
-        if message_id:
+        if message_id := push(self._grid, self._clock, message):
             self._progress.in_flight[message_id] = task
         else:
             self._refuse(task, "the message could not be sent")
 
-    def _push(self, message: Message) -> str | None:
-        """Send one message; None if the grid would not take it."""
-        return push(self._grid, self._clock, message)
+    def _message(self, work: Request) -> tuple[Message, InFlight]:
+        """Make the message of some work, with what its reply has to echo, and number the task.
+
+        Raises
+        ------
+        ValueError
+            The client is away: a mistake of the method's.
+        UserError
+            A setting of the request is not known.
+        """
+        method, progress = self._method, self._progress
+        node_id = self._fleet.clients[work.client].node_id
+        if node_id is None:
+            raise ValueError(f"{type(method).__name__} has work for '{work.client}', who is away")
+        self._check_settings(work)
+        records, size, versions = self._models(work)
+        main = method.clusters.main(work.client)
+        cluster = next(iter(versions)) if len(versions) == 1 else main
+        step = self._steps.of(work.client)
+        size += sum(record.count_bytes() for record in work.arrays.values())
+        task = InFlight(
+            number=progress.tasks,
+            client=work.client,
+            cluster=cluster,
+            version=method.models[cluster].version,
+            updates=progress.updates,
+            sent_at=self.now(),
+            bytes_down=0 if work.is_held else size,
+            candidates=versions,
+            kind=work.kind,
+            step=step or 0,
+            phase=work.phase or work.kind,
+        )
+        progress.tasks += 1
+        policy = method.scheduling.settings(work)
+        settings: dict[str, Any] = {**self._train_config, **policy, **work.settings}
+        if names.ROUND not in settings:
+            settings |= {names.TASK: task.number, names.VERSION: task.version}
+        if work.kind != names.TRAIN:
+            settings[names.KIND] = work.kind
+        if step is not None:
+            settings[names.STEP] = step
+        former = progress.trained_steps.get(work.client) if method.needs.exchange else None
+        if settings.get(names.SCORED) and former is not None:
+            settings[names.FORMER_STEP] = former
+        content = RecordDict({**records, **work.arrays, names.CONFIG: ConfigRecord(settings)})
+        kind = _MESSAGE_TYPES.get(work.kind, MessageType.TRAIN)
+        return Message(content, node_id, kind, ttl=self._ttl), task
+
+    def _check_settings(self, work: Request) -> None:
+        """Raise UserError for a setting that no client reads: it would be ignored silently."""
+        own = self._method.needs.settings
+        if own is None:
+            return
+        known = SETTINGS | own | self._train_config.keys()
+        for name in sorted(work.settings.keys() - known):
+            raise unknown_name(
+                f"setting in a request of {type(self._method).__name__}", name, known
+            )
+
+    def _models(self, work: Request) -> tuple[dict[str, ArrayRecord], int, dict[int, int]]:
+        """Return the models that travel, their size, and the versions of named ones by cluster."""
+        models = self._method.models
+        if work.models is None:
+            record, size = self._packer.serve(models, self._method.placement(work.client))
+            return {names.ARRAYS: record}, size, {}
+        versions = {cluster: models[cluster].version for cluster in work.models}
+        records, size = self._packer.pack_some(models, work.models, work.kind != names.TRAIN)
+        return records, size, versions
 
     # Taking replies in.
 
     def _take_in(self, reply: Message) -> None:
-        """Act on one reply: to a greeting, an evaluation, or work."""
+        """Act on one reply: to work, a greeting or an evaluation."""
         message_id = reply.metadata.reply_to_message_id
-        if (node := self._fleet.greeted_by(message_id)) is not None:
-            self._introduce(node, reply)
-            return
-        if message_id in self._evaluator.open_ids():
-            for report in self._evaluator.take_in(message_id, reply, self._idle):
-                self._evaluated(report)
-            return
-        task = self._progress.in_flight.pop(message_id, None)
-        if task is None:
-            self._progress.rejected += 1
-            self._observe(unasked(self.now(), reply, self._fleet.by_node))
+        if (task := self._progress.in_flight.pop(message_id, None)) is None:
+            if (node := self._fleet.open_greetings.get(message_id)) is not None:
+                self._introduce(node, reply)
+            elif not self._evaluator.take_in(message_id, reply, self._idle):
+                self._ignore(reply)
             return
         try:
             update = read_reply(reply, task, self._method.spec, self.now())
             if isinstance(update, Answer):
                 self._answered(update)
             else:
-                self._accept(judged(self._method, update, self.now()))
+                self._accept(self._judged(update))
         except (InvalidReplyError, NonFiniteModelError) as error:
             self._refuse(task, str(error))
 
+    def _ignore(self, reply: Message) -> None:
+        """Report a reply that no task waits for; it changes nothing."""
+        node, now = reply.metadata.src_node_id, self.now()
+        client = self._fleet.by_node.get(node, f"node {node}")
+        reason = "nobody waits for it: it was not asked for, is a repetition, or came too late"
+        self._progress.rejected += 1
+        log.warning("A reply of %s is ignored: %s", client, reason)
+        self._observe(events.UpdateRejected(now, client, reason, now))
+
+    def _judged(self, update: Update) -> Update:
+        """Return a valid update as the protection lets the method see it; report what it did.
+
+        A client that is excluded counts as gone for the method, so that no other client waits to
+        be compared with it; it keeps its cluster, and is tested there as ever.
+
+        Raises
+        ------
+        InvalidReplyError
+            The method is not to see it.
+        """
+        method, guard = self._method, self._method.protection
+        if not guard.is_on:
+            return update
+        client, spec = update.task.client, method.spec
+        base = method.bases.of(update.task)
+        delta = np.asarray(update.vector - base)
+        start = float(np.linalg.norm(spec.compared(base)))
+
+        def home(name: str) -> int | None:
+            return method.clusters.main(name) if method.clusters.is_placed(name) else None
+
+        awaited = len(self._fleet.by_node) if method.needs.one_model else 0
+        ruling = guard.judge(client, spec.compared(delta), start, home, awaited)
+        verdict, reason = ruling.verdict, ruling.reason
+        if verdict is Verdict.ACCEPTED:
+            return update
+        now, measured, bound = update.arrived_at, ruling.measured, ruling.bound
+        self._observe(
+            events.UpdateJudged(now, client, verdict, measured, bound, reason, home(client))
+        )
+        if client in guard.state.excluded:
+            method.on_leave(client)
+        if verdict.keeps_out:
+            raise InvalidReplyError(reason)
+        if verdict is Verdict.READMITTED:
+            method.on_join(self._fleet.clients[client])
+        if ruling.scale == 1.0:
+            return update
+        vector = np.asarray(base + np.float32(ruling.scale) * delta, np.float32)
+        spec.copy_counters(update.vector, vector)
+        return replace(update, vector=vector)
+
     def _accept(self, update: Update) -> None:
         """Take a valid update, and act on those that the policy releases because of it."""
-        task, now = update.task, self.now()
+        task, progress = update.task, self._progress
         self._fleet.heard(task.client, update.num_examples)
-        self._method.note_embedding(update)
-        released = self._method.scheduling.accept(update, now)
-        self._progress.trained_steps[task.client] = task.step
-        self._progress.rejected_in_a_row = 0
+        if self._method.embedding is not None:
+            self._method.embedding.take(task.number, task.client, task.cluster, update.vector)
+        released = self._method.scheduling.accept(update, update.arrived_at)
+        progress.trained_steps[task.client] = task.step
+        progress.rejected_in_a_row = 0
         self._fleet.clients[task.client].failures = 0
         self._apply(released)
         self._free(task.client)
 
     def _answered(self, answer: Answer) -> None:
         """Hand the method the answer to work that was not training."""
-        task = answer.task
+        task, now = answer.task, self.now()
         self._progress.rejected_in_a_row = 0
         self._fleet.clients[task.client].failures = 0
         self._method.on_answer(answer)
-        self._observe(answer_taken(self.now(), answer, self._method.needs.exchange))
+        down, up = self._traffic(answer)
+        self._observe(
+            events.AnswerTaken(now, task.client, task.kind, task.phase or task.kind, down, up)
+        )
         self._method.close_task(task)
-        self._apply(self._method.scheduling.lost(task, self.now()))
+        self._apply(self._method.scheduling.lost(task, now))
         self._free(task.client)
+
+    def _traffic(self, reply: Update | Answer) -> tuple[int, int]:
+        """Return the bytes down and up of a reply; none where models do not really travel."""
+        exchanges = self._method.needs.exchange
+        return (reply.task.bytes_down, reply.bytes_up) if exchanges else (0, 0)
 
     def _apply(self, updates: Sequence[Update]) -> None:
         """Let the method act on updates together, and report each of them.
@@ -807,32 +622,62 @@ class Loop:
         updates = [self._weighed(update) for update in updates]
         self._held = []
         try:
-            applied = self._method.applied(updates)
+            outcomes = self._method.applied(updates)
         except (InvalidReplyError, NonFiniteModelError) as error:
             held, self._held = self._held, None
             for update in updates:
                 self._refuse(update.task, str(error))
         else:
             held, self._held = self._held, None
-            for update, what in zip(updates, applied, strict=True):
-                client = update.task.client
-                progress.count_update(client)
-                if counters is not None and what.weight and what.cluster in self._method.models:
-                    self._method.models[what.cluster].copy_from(update.vector, counters)
-                self._observe(
-                    applied_update(
-                        update.arrived_at,
-                        progress.updates,
-                        update,
-                        what,
-                        self._method.needs.exchange,
-                        self._plan.highest_score,
-                    )
-                )
+            for update, outcome in zip(updates, outcomes, strict=True):
+                progress.count_update(update.task.client)
+                model = self._method.models.get(outcome.cluster)
+                if counters is not None and outcome.weight and model is not None:
+                    model.copy_from(update.vector, counters)
+                self._observe(self._applied(update, outcome))
                 self._method.close_task(update.task)
         self._packer.keep_only(self._method.models)
         for event in held:
             self._observe(event)
+
+    def _applied(self, update: Update, outcome: Outcome) -> events.UpdateApplied:
+        """Return the report of what became of an update that was counted just now."""
+        task, metrics, time = update.task, update.metrics, update.arrived_at
+        down, up = self._traffic(update)
+
+        def score(name: str) -> float | None:
+            stated = metrics.get(name, math.nan)
+            is_possible = 0 <= stated <= self._plan.highest_score and math.isfinite(stated)
+            return stated if is_possible else None
+
+        def run_time(name: str) -> float | None:
+            # What a client states on its machine's clock, as a time of the run.
+            stated = metrics.get(name, math.nan)
+            return time - (clock.time() - stated) if math.isfinite(stated) else None
+
+        return events.UpdateApplied(
+            seq=self._progress.updates,
+            time=time,
+            client=task.client,
+            cluster=outcome.cluster,
+            base_version=task.version,
+            staleness=outcome.staleness,
+            weight=outcome.weight,
+            dispatched_at=task.sent_at,
+            train_loss=update.train_loss,
+            bytes_down=down,
+            bytes_up=up,
+            started_at=run_time(names.STARTED_AT),
+            finished_at=run_time(names.FINISHED_AT),
+            step=task.step,
+            accuracy_before=score(names.ACCURACY_BEFORE),
+            accuracy_after=score(names.ACCURACY_AFTER),
+            passes=names.count_of(metrics.get(names.SAMPLE_PASSES)),
+            mixture=update.mixture,
+            phase=task.phase or task.kind,
+            cpu_seconds=update.cost.cpu_seconds,
+            joules=update.cost.joules,
+        )
 
     def _weighed(self, update: Update) -> Update:
         """Let no client count as many more examples than the others have."""
@@ -860,10 +705,6 @@ class Loop:
             self._idle.add(client)
 
     # Reports.
-
-    def _clusters_changed(self, change: events.ClustersChanged) -> None:
-        """Pass on a change of clusters with the moment of it."""
-        self._observe(replace(change, time=self.now()))
 
     def _observe(self, event: events.Event) -> None:
         """Report something, after the updates that are just being acted on, if there are any."""

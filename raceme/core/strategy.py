@@ -713,12 +713,6 @@ class Method(Strategy):
     def _keeps_base_of(self, task: InFlight) -> bool:
         return self.needs.bases or (self.protection.is_on and task.kind in TRAINING)
 
-    def note_embedding(self, update: Update) -> None:
-        """Note where a valid update pulls its model, if somebody wants to know."""
-        task = update.task
-        if self.embedding is not None and self.embedding.awaits(task.number):
-            self.embedding.take(task.number, task.client, task.cluster, update.vector)
-
     def received(self, update: Update) -> Update:
         """Return an update with its staleness, its age and its base, as they are now.
 
