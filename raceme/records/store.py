@@ -174,40 +174,39 @@ _INFINITE = {math.inf: "\0inf", -math.inf: "\0-inf"}
 client holds such a letter."""
 
 
-def _plain(value: Any) -> Any:
-    """Return a value as JSON has it; NaN is null."""
-    if value is None or isinstance(value, Enum):
-        return value if value is None else value.value
+def plain(value: Any, infinite: Mapping[float, Any] | None = None) -> Any:
+    """Return a value as JSON has it; NaN is null, infinite numbers what stands for them.
+
+    Parameters
+    ----------
+    value : Any
+        A value of an event: a number of Python's or numpy's, text, an enumeration, a sequence, a
+        mapping or a dataclass.
+    infinite : Mapping[float, Any], optional
+        What stands for each of the two; null by default.
+    """
+    if isinstance(value, Enum):
+        return value.value
     if isinstance(value, float):
-        return float(value) if math.isfinite(value) else _INFINITE.get(value)
-    if isinstance(value, str | int):
+        return float(value) if math.isfinite(value) else (infinite or {}).get(value)
+    if value is None or isinstance(value, str | int):
         return value
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item, infinite) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item, infinite) for item in value]
     if is_dataclass(value):
-        return {item.name: _plain(getattr(value, item.name)) for item in fields(value)}
+        return {item.name: plain(getattr(value, item.name), infinite) for item in fields(value)}
     # A scalar of numpy's.
-    return _plain(value.item())
+    return plain(value.item(), infinite)
 
 
 def _body(event: Event) -> str:
     """Return the fields of an event as JSON, without its time."""
     tree = {item.name: getattr(event, item.name) for item in fields(event) if item.name != "time"}
-    if isinstance(event, events.ClientJoined):
-        # Flower's node ids are random.
-        del tree["node_id"]
-    elif isinstance(event, events.ClaimRefused):
-        # They have 64 bits without a sign, one more than SQLite's numbers.
-        tree["node_id"] = str(event.node_id)
-    elif isinstance(event, Evaluated):
-        steps, groups = tree.pop("steps"), tree.pop("groups")
-        tree["per_client"] = {
-            client: (*score, steps.get(client, 0), groups.get(client))
-            for client, score in event.per_client.items()
-        }
-    text = json.dumps(_plain(tree), ensure_ascii=False, separators=(",", ":"))
+    if change := _WRITTEN.get(type(event)):
+        change(tree)
+    text = json.dumps(plain(tree, _INFINITE), ensure_ascii=False, separators=(",", ":"))
     if "\\u0000" in text:
         text = text.replace('"\\u0000inf"', "9e999").replace('"\\u0000-inf"', "-9e999")
     return text
@@ -223,27 +222,49 @@ def _event(time: float, kind: str, body: str) -> Event:
     """
     try:
         tree, known = json.loads(body), _KINDS[kind]
-        if known is Evaluated:
-            scores = tree["per_client"]
-            tree["steps"] = {client: score[3] for client, score in scores.items() if score[3]}
-            tree["groups"] = {
-                client: score[4] for client, score in scores.items() if score[4] is not None
-            }
-            tree["per_client"] = {client: score[:3] for client, score in scores.items()}
-        elif known is events.Measured:
-            schema = events.MeasureSchema(**tree["schema"])
-            values = {name: _measured(x, schema.per) for name, x in tree["values"].items()}
-            return events.Measured(time, tree["updates"], schema, values)
-        elif known is events.ClientJoined:
-            tree["node_id"] = 0
-        elif known is events.ClaimRefused:
-            tree["node_id"] = int(tree["node_id"])
+        if change := _READ.get(known):
+            change(tree)
         # mypy takes a class for an object without a hash.
         read = _readers(known)  # type: ignore[arg-type]
         event: Event = known(time=time, **{name: read[name](value) for name, value in tree.items()})
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"no {kind} can be read from an event: {error}") from None
     return event
+
+
+def _write_evaluation(tree: dict[str, Any]) -> None:
+    steps, groups = tree.pop("steps"), tree.pop("groups")
+    tree["per_client"] = {
+        client: (*score, steps.get(client, 0), groups.get(client))
+        for client, score in tree["per_client"].items()
+    }
+
+
+def _read_evaluation(tree: dict[str, Any]) -> None:
+    scores = tree["per_client"]
+    tree["steps"] = {client: score[3] for client, score in scores.items() if score[3]}
+    tree["groups"] = {client: score[4] for client, score in scores.items() if score[4] is not None}
+    tree["per_client"] = {client: score[:3] for client, score in scores.items()}
+
+
+def _read_measure(tree: dict[str, Any]) -> None:
+    per = tree["schema"]["per"]
+    tree["values"] = {name: _measured(value, per) for name, value in tree["values"].items()}
+
+
+_WRITTEN: Mapping[type[Any], Callable[[dict[str, Any]], Any]] = {
+    # Flower's node ids are random.
+    events.ClientJoined: lambda tree: tree.pop("node_id"),
+    # They have 64 bits without a sign, one more than SQLite's numbers.
+    events.ClaimRefused: lambda tree: tree.update(node_id=str(tree["node_id"])),
+    Evaluated: _write_evaluation,
+}
+_READ: Mapping[type[Any], Callable[[dict[str, Any]], Any]] = {
+    events.ClientJoined: lambda tree: tree.update(node_id=0),
+    Evaluated: _read_evaluation,
+    events.Measured: _read_measure,
+}
+"""How the stored fields of a kind of event differ from those of the event, and back."""
 
 
 def _measured(value: Any, per: str) -> Any:
@@ -275,6 +296,8 @@ def _reader(hint: Any) -> Callable[[Any], Any]:
     origin, inner = get_origin(hint), get_args(hint)
     if hint is float:
         return _number
+    if hint is int:
+        return int
     if origin in (Union, types.UnionType):
         # None of an optional number stands for itself.
         of = [argument for argument in inner if argument is not type(None)]
@@ -311,6 +334,8 @@ _APPLICATION = 0x52616365
 """SQLite's application id of a run store: "Race" in ASCII."""
 _BATCH = 500
 """Events kept in memory before they are written: what a kill can lose at most."""
+_MILESTONES = (Evaluated, TasksTested, RunEnded)
+"""Kinds of events that are written at once."""
 _SECONDS = 1.0
 """Events are kept in memory no longer than this: whoever watches the run sees them by then."""
 
@@ -380,7 +405,7 @@ class RunStore:
             kind = type(event).__name__
             self._rows.append((self._event, float(event.time), kind, _body(event)))
             is_due = len(self._rows) >= _BATCH
-        if is_due or isinstance(event, Evaluated | TasksTested | RunEnded):
+        if is_due or type(event) in _MILESTONES:
             with suppress(UserError):
                 self.commit()
 

@@ -7,6 +7,7 @@ import shlex
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,13 +24,11 @@ from raceme.core.options import AUTO, Value
 from raceme.records.folder import MODELS
 from raceme.records.positions import read_similarity
 from raceme.records.record import Client, Flags, Floats, Integers, RunRecord, read_run
-from raceme.reporting.artefacts import draw_similarity
-from raceme.reporting.clusters_plot import clusters_figure
+from raceme.reporting.artefacts import figures_of
 from raceme.reporting.console import summary_rows
 from raceme.reporting.dashboard.page import frozen_run
 from raceme.reporting.page import (
     PageTable,
-    Plot,
     Tile,
     number,
     plot,
@@ -37,22 +36,7 @@ from raceme.reporting.page import (
     spread_over,
     versions_table,
 )
-from raceme.reporting.plots import (
-    accuracy_figure,
-    devices_figure,
-    drawn_measures,
-    has_mixtures,
-    has_scores,
-    has_support,
-    has_tasks,
-    idle_figure,
-    measure_figure,
-    mixtures_figure,
-    staleness_figure,
-    support_figure,
-    tasks_figure,
-    uploads_figure,
-)
+from raceme.reporting.plots import staleness_figure
 from raceme.reporting.style import CLOCK, Drift, cluster_colour, drifts
 
 # -----------------------------------------------------------------------------
@@ -673,8 +657,19 @@ def run_page(folder: Path, links: str) -> str:
             f"{folder / 'summary.json'} is not what `raceme run` writes: "
             f"{type(error).__name__} {error}."
         ) from None
-    similarity, without = _similarity(folder, record, str(summary["strategy"]))
-    members = membership(record)
+    similarity, trouble = None, ""
+    try:
+        similarity = read_similarity(folder)
+    except UserError as error:
+        trouble = str(error)
+    figures = figures_of(record, similarity=similarity, target=target, clock=clock)
+    members, name = membership(record), summary["strategy"]
+    if not members:
+        del figures["clusters"]
+    if similarity is None:
+        del figures["similarity"]
+    if len(record.updates.seq) and record.updates.staleness.max() > 0:
+        figures["staleness"] = partial(staleness_figure, {"": record}, height=1.5)
     keys = {name: (key.default, key.help) for name, key in keys_of(config).items()}
     return render(
         "run.html",
@@ -684,38 +679,22 @@ def run_page(folder: Path, links: str) -> str:
         tiles=tiles,
         results=results,
         traffic=_traffic(summary),
-        accuracy=plot(accuracy_figure(record, target=target, clock=clock), record.measure.name),
+        figures={name: plot(draw(), name) for name, draw in figures.items()},
         measure=record.measure,
         evaluations=_evaluations(record),
-        clusters=plot(clusters_figure(record, clock=clock), "clusters") if members else None,
         drifts=drifts_table(record),
         steps=steps_table(record),
-        tasks=plot(tasks_figure(record), "tasks") if has_tasks(record) else None,
         learnt=learnt_table(summary),
         task_matrix=tasks_table(summary),
         cluster_table=clusters_table(record),
         changes=changes_table(record),
         moves=moves_table(record),
         members=members,
-        support=plot(support_figure(record, clock=clock), "support")
-        if has_support(record)
-        else None,
-        similarity=similarity,
-        without_similarity=without,
-        devices=plot(devices_figure(record, clock=clock), "devices"),
+        without_similarity=trouble
+        or f"There is no similarity.npz: {name} did not compare clients in this run.",
         clients=clients_table(record),
         costs=costs_table(record),
-        staleness=_staleness(record),
-        idle=_idle(record),
-        measures=[
-            (
-                record.measured[name][0].schema.title,
-                plot(measure_figure(record, name, clock=clock), f"measure-{name}"),
-            )
-            for name in drawn_measures(record)
-        ],
-        uploads=plot(uploads_figure(record), "uploads") if has_scores(record) else None,
-        mixtures=plot(mixtures_figure(record), "mixtures") if has_mixtures(record) else None,
+        measures=record.drawn_measures,
         protection=str(config.get("protection", "none")),
         verdicts=verdicts_table(record),
         judged_clients=judged_clients_table(record),
@@ -818,29 +797,6 @@ def _evaluations(record: RunRecord) -> PageTable:
         *("loss", "clusters", "clients that answered"),
     )
     return PageTable(title, heads, rows, words=())
-
-
-def _similarity(folder: Path, record: RunRecord, strategy: str) -> tuple[Plot | None, str]:
-    """Return the plot of the similarities, or why there is none."""
-    try:
-        similarity = read_similarity(folder)
-    except UserError as error:
-        return None, str(error)
-    if similarity is not None:
-        return plot(draw_similarity(record, similarity), "similarity"), ""
-    return None, f"There is no similarity.npz: {strategy} did not compare clients in this run."
-
-
-def _staleness(record: RunRecord) -> Plot | None:
-    if not len(record.updates.seq) or record.updates.staleness.max() == 0:
-        return None
-    return plot(staleness_figure({"": record}, height=1.5), "staleness")
-
-
-def _idle(record: RunRecord) -> Plot | None:
-    if not len(record.idle_shares):
-        return None
-    return plot(idle_figure({"": record}), "idle")
 
 
 def _rejections(record: RunRecord) -> PageTable | None:
