@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -30,7 +30,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from raceme.core.errors import UserError
 from raceme.reporting.dashboard.page import ASSETS, live_page, read_asset
-from raceme.reporting.dashboard.source import Watched
+from raceme.reporting.dashboard.source import ComparisonSource, RunSource, Watched
 
 # -----------------------------------------------------------------------------
 # Who may look: browsers on this machine, or with the token, and no page of another site.
@@ -155,16 +155,7 @@ _BREATH_SECONDS = 15.0
 _RETRY_MILLISECONDS = 1000
 
 
-class Source(Protocol):
-    """Something that grows, as pieces of JSON; see `RunSource`."""
-
-    pieces: list[str]
-    generation: int
-    trouble: str
-
-    def poll(self) -> bool:
-        """Read what has come; return whether there is more already."""
-        ...
+Source = RunSource | ComparisonSource
 
 
 class Feed:
@@ -392,16 +383,13 @@ def serve(
     until : Callable
         Returns when it is to end.
     """
-    asyncio.run(_serve(listening, watched, token, until))
+    dashboard = Dashboard(watched.source, listening.getsockname()[0], token)
+    asyncio.run(_serve(dashboard, listening, until))
 
 
 async def _serve(
-    listening: socket.socket,
-    watched: Watched,
-    token: str,
-    until: Callable[[], Coroutine[Any, Any, None]],
+    dashboard: Dashboard, listening: socket.socket, until: Callable[[], Coroutine[Any, Any, None]]
 ) -> None:
-    dashboard = Dashboard(watched.source, listening.getsockname()[0], token)
     config = uvicorn.Config(
         dashboard.app,
         log_level="critical",
@@ -534,22 +522,16 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     with suppress(OSError):
         os.nice(_NICE)
-    told = json.loads(_first_line())
+    # Without a buffer: what follows is waited for by another.
+    with open(0, "rb", buffering=0, closefd=False) as pipe:
+        line = pipe.readline()
+    if not line.endswith(b"\n"):
+        raise SystemExit
+    told = json.loads(line)
     listening = socket.socket(fileno=told["socket"])
     watched = Watched(Path(told["folder"]), told["comparison"])
     with listening:
         serve(listening, watched, told["token"], _until_the_end)
-
-
-def _first_line() -> bytes:
-    """Read byte by byte: what follows is waited for by another."""
-    line = b""
-    while not line.endswith(b"\n"):
-        byte = os.read(0, 1)
-        if not byte:
-            raise SystemExit
-        line += byte
-    return line
 
 
 async def _until_the_end() -> None:
