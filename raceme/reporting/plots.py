@@ -979,16 +979,17 @@ def _draw_node(
     for group, count in known:
         extent = 360.0 * count / sum(number for _, number in known)
         colour = group_colour(group)
-        ring = Wedge(centre, radius, angle - extent, angle, width=radius * _RING, color=colour)
-        ring.set_zorder(2)
-        axes.add_patch(ring)
+        axes.add_patch(
+            Wedge(
+                centre, radius, angle - extent, angle, width=radius * _RING, color=colour, zorder=2
+            )
+        )
         angle -= extent
     colour = cluster_colour(cluster)
     # A cluster without clients keeps its model; it is an outline.
     face = colour if own else "white"
-    disc = Circle(centre, inner, facecolor=face, edgecolor="white" if own else colour, lw=1.2)
-    disc.set_zorder(3)
-    axes.add_patch(disc)
+    edge = "white" if own else colour
+    axes.add_patch(Circle(centre, inner, facecolor=face, edgecolor=edge, lw=1.2, zorder=3))
     x, y = centre
     axes.text(
         x,
