@@ -6,10 +6,9 @@ import json
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, TextIO
 
 import numpy as np
@@ -343,7 +342,7 @@ _LONG = ("per_client", "steps", "groups")
 log = logging.getLogger("raceme")
 
 
-class TraceFile:
+class TraceFile(AbstractContextManager["TraceFile"]):
     """Writes a line for each event; an observer of a run, and a context manager around it.
 
     A full disk does not end a run: the file ends there, and `failure` says why.
@@ -377,15 +376,7 @@ class TraceFile:
         except OSError as error:
             raise UserError(f"Cannot write {path}: {error.strerror}.") from None
 
-    def __enter__(self) -> TraceFile:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         try:
             self._file.close()
         except OSError as failed:

@@ -16,13 +16,12 @@ import sqlite3
 import threading
 import types
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import closing, suppress
+from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache
 from pathlib import Path
 from time import monotonic
-from types import TracebackType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from raceme.core import events
@@ -346,7 +345,7 @@ _INSERT = "INSERT INTO events VALUES (?, ?, ?, ?) ON CONFLICT (event) DO NOTHING
 _Row = tuple[int, float, str, str]
 
 
-class RunStore:
+class RunStore(AbstractContextManager["RunStore"]):
     """The writer of ``run.sqlite``, an observer of the run.
 
     Events are gathered and written in one transaction per 500 events or evaluation, and once a
@@ -459,15 +458,7 @@ class RunStore:
                 with suppress(UserError):
                     self.commit()
 
-    def __enter__(self) -> RunStore:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

@@ -829,7 +829,12 @@ class RunSummary(EventHandler):
         """
         rate = self.updates / wall_time if wall_time > 0 else None
         name, scored = self.measure.name, self.cluster_scores
-        accuracies = {} if scored is None else scored.accuracies
+        of_clusters = {} if scored is None else scored.accuracies
+        accuracies = [point.accuracy for point in self._evaluations]
+        converged, index = None, convergence_index(accuracies, self.measure)
+        if index is not None:
+            reached = self._evaluations[index]
+            converged = {"virtual_time": float(reached.time), "updates": int(reached.updates)}
         return {
             "strategy": strategy,
             "dataset": dataset,
@@ -854,8 +859,8 @@ class RunSummary(EventHandler):
             "clients_answered": self.answered,
             "target": target,
             "time_to_target": time_to_target(self._evaluations, target),
-            "time_to_convergence": self._time_to_convergence(),
-            "unrest": unrest([point.accuracy for point in self._evaluations], self.measure),
+            "time_to_convergence": converged,
+            "unrest": unrest(accuracies, self.measure),
             "clusters": self.clusters,
             "cluster_sizes": {str(k): size for k, size in self.membership.sizes().items()},
             "moves": self.moves,
@@ -868,7 +873,7 @@ class RunSummary(EventHandler):
             "refused_claims": self.refused_claims,
             **self.uploads.result(),
             "cluster_accuracy": None if scored is None else finite(scored.mean),
-            "cluster_accuracies": {str(k): finite(a) for k, a in accuracies.items()} or None,
+            "cluster_accuracies": {str(k): finite(a) for k, a in of_clusters.items()} or None,
             "sample_passes": self.passes,
             **self.measures.result(),
             "versions": {
@@ -879,13 +884,6 @@ class RunSummary(EventHandler):
                 "python": platform.python_version(),
             },
         }
-
-    def _time_to_convergence(self) -> dict[str, float | int] | None:
-        index = convergence_index([point.accuracy for point in self._evaluations], self.measure)
-        if index is None:
-            return None
-        reached = self._evaluations[index]
-        return {"virtual_time": float(reached.time), "updates": int(reached.updates)}
 
     def on_evaluated(self, event: events.Evaluated) -> None:
         """Take note of an evaluation."""
@@ -936,33 +934,6 @@ class RunSummary(EventHandler):
             self._pure_since = None
         elif self._pure_since is None:
             self._pure_since = self.updates
-
-
-def summarise(
-    observed: Iterable[Event],
-    *,
-    strategy: str,
-    dataset: str,
-    seed: int,
-    wall_time: float,
-    target: float | None = None,
-    model: str | None = None,
-) -> dict[str, Any]:
-    """Summarise a run from its events, e.g. those of a run store.
-
-    See :meth:`RunSummary.result` for the other parameters.
-    """
-    run = RunSummary()
-    for event in observed:
-        run.observe(event)
-    return run.result(
-        strategy=strategy,
-        dataset=dataset,
-        seed=seed,
-        wall_time=wall_time,
-        target=target,
-        model=model,
-    )
 
 
 def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
@@ -1041,12 +1012,6 @@ class ProtectionSummary(EventHandler):
         elif event.verdict is Verdict.READMITTED:
             self._excluded.pop(event.client, None)
 
-    @property
-    def _has_judged(self) -> bool:
-        return any(
-            counts[Verdict.SCALED] or counts[Verdict.REFUSED] for counts in self._counts.values()
-        )
-
     def result(self, target: float | None = None) -> dict[str, Any]:
         """Return what the summary of a run has of it; nothing where nobody attacked or was judged.
 
@@ -1055,8 +1020,8 @@ class ProtectionSummary(EventHandler):
         evaluation, and ``honest_time_to_target`` when it first was as good as the target.
         """
         found: dict[str, Any] = {}
-        if self._has_judged:
-            kinds = (Verdict.ACCEPTED, Verdict.SCALED, Verdict.REFUSED)
+        kinds = (Verdict.ACCEPTED, Verdict.SCALED, Verdict.REFUSED)
+        if any(counts[kind] for counts in self._counts.values() for kind in kinds[1:]):
             found["protection"] = {
                 client: {kind.value: counts[kind] for kind in kinds}
                 for client, counts in sorted(self._counts.items())

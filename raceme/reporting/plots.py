@@ -6,7 +6,6 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby, pairwise
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -27,7 +26,7 @@ from raceme.core.events import (
     MeasureSchema,
 )
 from raceme.core.membership import Membership
-from raceme.records.record import ClientEvaluations, Floats, Integers, RunRecord, read_run
+from raceme.records.record import ClientEvaluations, Floats, Integers, RunRecord
 from raceme.records.summary import LONG, FloatArray, TaskAccuracies, Upload, Uploads, shares
 from raceme.reporting.style import (
     CLOCK,
@@ -47,7 +46,6 @@ from raceme.reporting.style import (
     mark_drifts,
     new_figure,
     one_axes,
-    save_figure,
     say_empty,
     series_colour,
     series_line,
@@ -159,31 +157,6 @@ def comparison_figure(
         # Beside the plot: among so many lines there is no room for it.
         axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), title="mean over clients")
     return figure
-
-
-def compare_curves(
-    runs: Mapping[str, RunRecord | Path],
-    path: Path,
-    target: float | None = None,
-    *,
-    title: str = "",
-    clock: str = CLOCK,
-) -> None:
-    """Write a PNG with the accuracy of several runs over time.
-
-    Parameters
-    ----------
-    runs : Mapping[str, RunRecord or Path]
-        Label to run, or to the folder of one.
-    path : Path
-        The PNG to write.
-    target, title, clock
-        As in :func:`accuracy_figure`.
-    """
-    records = {
-        label: read_run(run) if isinstance(run, Path) else run for label, run in runs.items()
-    }
-    save_figure(comparison_figure(records, target=target, title=title, clock=clock), path)
 
 
 def client_band(
@@ -386,7 +359,9 @@ def staleness_figure(records: Mapping[str, RunRecord], *, height: float = 0.55) 
         say_empty(figure.add_subplot(), "no method used a stale update")
         return figure
     figure = new_figure(7.2, 1.0 + height * len(stale))
-    edges = _edges(max(int(values.max()) for values in stale.values()))
+    largest = max(int(values.max()) for values in stale.values())
+    # Bins that double: 0, 1, 2-3, 4-7, …
+    edges = [0, *(2**power for power in range(largest.bit_length() + 1))]
     places = list(records)
     rows = figure.subplots(len(stale), 1, sharex=True, squeeze=False)[:, 0]
     for axes, (label, values) in zip(rows, stale.items(), strict=True):
@@ -394,7 +369,8 @@ def staleness_figure(records: Mapping[str, RunRecord], *, height: float = 0.55) 
     rows[0].set_title("Staleness of the updates")
     last = rows[-1]
     ticks = np.arange(len(edges) - 1)
-    last.set_xticks(ticks, [_span(low, high) for low, high in pairwise(edges)])
+    spans = [str(a) if b - a == 1 else f"{a}-{b - 1}" for a, b in pairwise(edges)]
+    last.set_xticks(ticks, spans)
     last.set_xlabel("newer versions of the model when the update came")
     return figure
 
@@ -420,18 +396,6 @@ def _draw_staleness(
         fontsize=8,
         color=MUTED,
     )
-
-
-def _edges(largest: int) -> list[int]:
-    """Return bounds of bins that double: 0, 1, 2-3, 4-7, …."""
-    edges = [0, 1]
-    while edges[-1] <= largest:
-        edges.append(2 * edges[-1])
-    return edges
-
-
-def _span(low: int, high: int) -> str:
-    return str(low) if high - low == 1 else f"{low}-{high - 1}"
 
 
 # -----------------------------------------------------------------------------

@@ -11,7 +11,6 @@ import pytest
 from fleets import MODEL, grid_of, pulled_app
 from flwr.app import ConfigRecord, Context, Message, MessageType
 from flwr.clientapp import ClientApp
-from runs import ONES, devices, half, of, run
 
 from raceme.core import evaluation, events
 from raceme.core.evaluation import score_from
@@ -22,6 +21,7 @@ from raceme.core.strategy import Needs
 from raceme.simulation import Device, Node, VirtualGrid
 from raceme.strategies import FedAsync, FedAvg, Plan
 from raceme.strategies.cdfl.scheduling import OnRequest, RequestParameters
+from runs import ONES, devices, half, of, run
 
 
 def costly(grid: VirtualGrid) -> VirtualGrid:

@@ -10,7 +10,6 @@ import pytest
 from fleets import MODEL, grid_of, pulled_app, read, write
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from runs import ONES, devices, half, of, run
 
 from raceme.core import events
 from raceme.core.events import Ending
@@ -26,6 +25,7 @@ from raceme.strategies import (
     Plan,
     Standalone,
 )
+from runs import ONES, devices, half, of, run
 
 FOREVER = math.inf
 METHODS = [CASA, FedAsync, FedBuff, Standalone]

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, Context, Message
 from flwr.clientapp import ClientApp
-from runs import of
 
 from raceme import client_app
 from raceme.core import events
@@ -24,6 +23,7 @@ from raceme.simulation import Device, Node, VirtualGrid
 from raceme.strategies import Method
 from raceme.training import models
 from raceme.training.clients import probe_of
+from runs import of
 
 _CLIENTS, _UPDATES = 4, 24
 _ATTACKER = "client-1"

@@ -11,12 +11,12 @@ import pytest
 from fleets import grid_of, pulled_app
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from runs import ONES, devices, half, of, run
 
 from raceme.core import events
 from raceme.core.messages import LARGEST
 from raceme.records.folder import log_file
 from raceme.simulation import VirtualGrid
+from runs import ONES, devices, half, of, run
 
 FORGED = "\x1b[31mred\x1b[0m\n2026-11-23 INFO forged \u202ebackwards \x9b \u2028"
 HUGE = "x" * 30_000_000

@@ -12,7 +12,6 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from fleets import MODEL, grid_of, pulled_app
 from flwr.app import Message
 from flwr.clientapp import ClientApp
-from runs import devices, of
 
 from raceme.core import events
 from raceme.core.clients import BoundToKeys, Fleet, ForeignIdError, NodeInfo, read_device_keys
@@ -21,6 +20,7 @@ from raceme.core.errors import UserError
 from raceme.records.summary import RunSummary
 from raceme.runs.experiment import simulate
 from raceme.strategies import FedAsync
+from runs import devices, of
 
 PUBLIC = [ec.generate_private_key(ec.SECP384R1()).public_key() for _ in range(4)]
 """Keys of devices; c0 has the first."""

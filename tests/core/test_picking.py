@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from fleets import MODEL, grid_of, pulled_app
 from flwr.serverapp import strategy
-from runs import ONES, devices
 
 from raceme.core import events
 from raceme.core.clients import Client
 from raceme.core.scheduling import in_turn, sample
 from raceme.core.strategy import Method
 from raceme.strategies import STRATEGIES, FedAvg, FedAvgParameters, Plan
+from runs import ONES, devices
 
 ROUND_BASED = ("cfl", "fedavg", "fedprox", "fesem", "icfl", "ifca")
 

@@ -13,7 +13,6 @@ from clustered import CENTRES, GROUPS, centre_losses, plain
 from fleets import grid_of, pulled_app, read, write
 from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from runs import of
 from test_resuming import TIMEOUT, whole
 
 from raceme.core import events
@@ -47,6 +46,7 @@ from raceme.strategies import (
     Panicle,
     Plan,
 )
+from runs import of
 
 START = write(np.full(8, 3.0))
 """The initial model: as long as what clients pull it to, so that no first update looks too long."""

@@ -12,7 +12,6 @@ from fleets import MODEL, Change, grid_of, pulled_app, write
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runs import ONES, devices, half, of, run
 
 from raceme.core import events
 from raceme.core.messages import ModelSpec
@@ -22,6 +21,7 @@ from raceme.flower.messages import identify_process, set_message_id
 from raceme.simulation import Device, Node, VirtualGrid
 from raceme.strategies import CASA, FedAsync, FedBuff, Method, Plan, Standalone
 from raceme.strategies.csafl import InWindows
+from runs import ONES, devices, half, of, run
 
 METHODS = [CASA, FedAsync, FedBuff, Standalone]
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from fleets import Change, grid_of, pulled_app
 from flwr.app import Message
-from runs import ONES, devices, half, of, run
 
 from raceme.core import events
 from raceme.core.clusters import Model
@@ -22,6 +21,7 @@ from raceme.records.store import read_events
 from raceme.runs.experiment import build_grid, conduct, resolve, simulate
 from raceme.runs.observers import score_clusters
 from raceme.strategies import FedAsync, Standalone
+from runs import ONES, devices, half, of, run
 
 
 class Mirror(Standalone):

@@ -8,12 +8,12 @@ import pytest
 from fleets import MODEL, Change, grid_of, pulled_app, read, write
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from runs import ONES, devices, of
 
 from raceme.core import events
 from raceme.core.events import Ending
 from raceme.simulation import Device
 from raceme.strategies import FedAvg, FedAvgParameters, FedProx, FedProxParameters, Plan
+from runs import ONES, devices, of
 
 
 def spoiled(partition: int, spoil: Change) -> Change:

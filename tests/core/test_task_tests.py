@@ -12,7 +12,6 @@ import pytest
 from fleets import MODEL, grid_of, pulled_app
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
-from runs import ONES, devices, half, of, run
 
 from raceme.core import events
 from raceme.core.clusters import Clusters, Model, Weights
@@ -23,6 +22,7 @@ from raceme.core.requests import Outcome, Update
 from raceme.datasets.drift import Schedule, Unit
 from raceme.simulation import Device, VirtualGrid
 from raceme.strategies import FedAsync, FedAvg, Method, Plan
+from runs import ONES, devices, half, of, run
 
 
 def reported(

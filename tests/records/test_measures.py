@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fleets import grid_of, pulled_app
-from runs import devices, run
+from summaries import summarise
 
 from raceme.core.config import RunConfig, write_toml
 from raceme.core.events import Event, Measured, MeasureSchema
@@ -23,12 +23,12 @@ from raceme.experiments.tables import to_csv
 from raceme.records.folder import saved_in
 from raceme.records.record import line_of
 from raceme.records.store import RunStore, StoreFollower, read_events
-from raceme.records.summary import summarise
 from raceme.reporting.artefacts import write_all
 from raceme.reporting.console import summary_rows
 from raceme.reporting.dashboard.source import Columns
 from raceme.reporting.run_page import run_page
 from raceme.strategies import FedAsync
+from runs import devices, run
 
 GAP = MeasureSchema("gap", "distance to the start", ("client", "gap"), unit="m", summary="max")
 LOAD = MeasureSchema("load", "updates of a cluster", ("load",), per="cluster", figure="steps")

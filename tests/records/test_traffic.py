@@ -6,17 +6,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from fleets import MODEL, grid_of, pulled_app
-from runs import devices, of, run
+from summaries import summarise
 
 from raceme.core.config import RunConfig
 from raceme.core.events import AnswerTaken, Event, UpdateApplied
 from raceme.core.requests import Request
 from raceme.records.record import read_run
-from raceme.records.summary import summarise
 from raceme.reporting.console import summary_rows
 from raceme.reporting.run_page import run_page
 from raceme.runs.experiment import simulate
 from raceme.strategies import FedAsync, Standalone
+from runs import devices, of, run
 
 UPDATE = UpdateApplied(1, 1.0, "a", 0, 0, 0, 0.5, 0.0, 1.0, 100, 90)
 RUN: list[Event] = [

@@ -14,12 +14,12 @@ from clustered import (
     update,
     with_clients,
 )
-from runs import of
 
 from raceme.core import events
 from raceme.core.clients import Client
 from raceme.core.messages import ModelSpec
 from raceme.strategies import ACE, ACED, ACEDParameters, ACEParameters
+from runs import of
 
 
 def test_the_start_and_two_arrivals_by_hand() -> None:

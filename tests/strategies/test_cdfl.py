@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from clustered import plain
 from fleets import MODEL, grid_of, pulled_app
-from runs import of
 
 from raceme.core import events
 from raceme.core.clients import Client
@@ -21,6 +20,7 @@ from raceme.runs.experiment import simulate
 from raceme.simulation import Device
 from raceme.strategies import CDFL, CDFLParameters, FedSoftAsync, Plan
 from raceme.strategies.cdfl.fedsoft import stated_shares
+from runs import of
 
 
 class Centres:

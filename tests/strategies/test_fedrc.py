@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 import pytest
 from clustered import check_it_can_be_restored, homes, run_on, three_groups, with_clients
-from runs import of
 
 from raceme.core import events
 from raceme.core.clients import Client
@@ -14,6 +13,7 @@ from raceme.strategies import FedRC, FedRCParameters
 from raceme.strategies.fedrc import LABEL_MASSES, LABEL_TABLE, MIXING, TRAIN_WEIGHTED, WEIGHTED_BY
 from raceme.strategies.fedrc.client import responsibilities
 from raceme.strategies.fedrc.strategy import label_table, mixing_of
+from runs import of
 
 
 def made_of(clients: int, k: int = 2) -> FedRC:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from fleets import MODEL, grid_of, pulled_app
-from runs import devices, of
 
 from raceme.core import events
 from raceme.core.errors import UserError
@@ -20,6 +19,7 @@ from raceme.strategies import (
     MultiKrum,
     MultiKrumParameters,
 )
+from runs import devices, of
 
 HONEST = [2.0, 2.3, 2.4, 2.5, 3.0]
 TARGETS = [np.full(8, value) for value in (*HONEST, 20.0)]
