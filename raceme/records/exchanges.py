@@ -1,4 +1,4 @@
-"""What the messages of a simulated fleet tell: who was at work when, who waited, and for whom."""
+"""The messages of a simulated fleet: when devices worked, waited, and for which of the others."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ class Fleet:
         ]
 
     def without_waiting(self) -> float:
-        """Return how long the same number of tasks takes a fleet in which nobody waits, in seconds.
+        """Return how long the same number of tasks takes a fleet without any waiting, in seconds.
 
         Every device that has done one takes one task after the other, as long as it took for its
         own in the mean.

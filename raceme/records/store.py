@@ -336,7 +336,7 @@ _BATCH = 500
 _MILESTONES = (Evaluated, TasksTested, RunEnded)
 """Kinds of events that are written at once."""
 _SECONDS = 1.0
-"""Events are kept in memory no longer than this: whoever watches the run sees them by then."""
+"""Events are kept in memory no longer than this; programs that watch the run see them by then."""
 
 # A row that is there already is left alone: Ctrl-C can come between the end of a transaction and
 # the moment at which the rows in memory are forgotten, and they are then written a second time.
@@ -510,7 +510,7 @@ def _create(path: Path, replace: bool) -> sqlite3.Connection:
         # What writes to it one at a time is two threads.
         connection = sqlite3.connect(path, check_same_thread=False)
         try:
-            # All at once: whoever follows the run sees a store, or an empty file.
+            # All at once: a program that follows the run sees a store, or an empty file.
             kind = f"PRAGMA application_id = {_APPLICATION}; PRAGMA user_version = {FORMAT};"
             connection.executescript(f"BEGIN; {kind} {_SCHEMA} COMMIT;")
         except BaseException:
@@ -579,11 +579,9 @@ def _reopen(path: Path, after: int) -> sqlite3.Connection:
 # -----------------------------------------------------------------------------
 # Follow a run store while another process writes it, without ever locking it.
 #
-# A reader that holds SQLite's lock makes the run wait, and one that is stopped while it does
-# makes
-# the run lose its events. So nothing is locked here: the file is read as if nobody wrote it, and
-# what
-# was read is used only if nobody has. SQLite's rollback journal and change counter tell.
+# A reader that holds SQLite's lock makes the run wait, and one that is stopped while it does makes
+# the run lose its events. So nothing is locked here: the file is read as if no run wrote it, and
+# what was read is used only if none has. SQLite's rollback journal and change counter tell.
 # -----------------------------------------------------------------------------
 
 
@@ -716,7 +714,7 @@ class StoreFollower:
         return monotonic() - self._hot[1] > _HOT_SECONDS
 
     def _read_hot(self, state: _State) -> Reading:
-        """Read as everybody else does: SQLite undoes what a killed run has left half written."""
+        """Read with SQLite's locks: it undoes what a killed run has left half written."""
         with closing(_connect(self.path, "mode=rw")) as connection:
             found = self._read(connection, state)
         return self._take(found, self._look() or state)

@@ -224,12 +224,10 @@ class Traffic:
 # What a run has forgotten of former tasks, and what it knew of coming ones.
 #
 # A task is a step of the data that change. R[t, j] is the accuracy on the test data of step j
-# after
-# step t, the mean over the clients that tested it. The numbers that follow from it are those of
-# Lopez-Paz and Ranzato, *Gradient Episodic Memory for Continual Learning*, NeurIPS 2017 (average
-# accuracy, backward and forward transfer), and of Chaudhry et al., *Riemannian Walk for
-# Incremental
-# Learning*, ECCV 2018 (forgetting). T is the last step, counted from 0.
+# after step t, the mean over the clients that tested it. The numbers that follow from it are
+# those of Lopez-Paz and Ranzato, *Gradient Episodic Memory for Continual Learning*, NeurIPS 2017
+# (average accuracy, backward and forward transfer), and of Chaudhry et al., *Riemannian Walk for
+# Incremental Learning*, ECCV 2018 (forgetting). T is the last step, counted from 0.
 # -----------------------------------------------------------------------------
 
 
@@ -275,7 +273,7 @@ class TaskAccuracies:
         return [self._clusters.get(step) for step in range(self.count)]
 
     def matrix(self) -> FloatArray:
-        """Return R, shape (T + 1, T + 1): NaN where nobody has tested."""
+        """Return R, shape (T + 1, T + 1): NaN where no client has tested."""
         return self._means("accuracy")
 
     def untrained(self) -> FloatArray:
@@ -349,8 +347,7 @@ def _mean(values: FloatArray) -> float | None:
 #
 # The measures of Li and Zhu, "Client-Driven Federated Learning": the accuracy of what a client
 # uploads and of what it gets in return, on the same data, and the divergence of the true mixture
-# of
-# these data from the weights that the method gives the client.
+# of these data from the weights that the method gives the client.
 # -----------------------------------------------------------------------------
 
 
@@ -1013,11 +1010,11 @@ class ProtectionSummary(EventHandler):
             self._excluded.pop(event.client, None)
 
     def result(self, target: float | None = None) -> dict[str, Any]:
-        """Return what the summary of a run has of it; nothing where nobody attacked or was judged.
+        """Return what the summary of a run has of it; nothing without attacks and verdicts.
 
-        ``protection`` has the counts by client, ``excluded_clients`` who was excluded at the end,
-        ``attackers`` who attacked, ``honest_accuracy`` the mean accuracy of all others at the last
-        evaluation, and ``honest_time_to_target`` when it first was as good as the target.
+        ``protection`` has the counts by client, ``excluded_clients`` those excluded at the end,
+        ``attackers`` those that attacked, ``honest_accuracy`` the mean accuracy of all others at
+        the last evaluation, and ``honest_time_to_target`` when it first was as good as the target.
         """
         found: dict[str, Any] = {}
         kinds = (Verdict.ACCEPTED, Verdict.SCALED, Verdict.REFUSED)

@@ -1,4 +1,4 @@
-"""Accuracy over time, of one run and of several."""
+"""The figures of a run, and those that compare several runs."""
 
 from __future__ import annotations
 
@@ -399,7 +399,7 @@ def _draw_staleness(
 
 
 # -----------------------------------------------------------------------------
-# The fleet: how alike the clients are, and who worked when.
+# The fleet: how alike the clients are, and when devices worked.
 # -----------------------------------------------------------------------------
 
 
@@ -1017,7 +1017,7 @@ def tasks_figure(record: RunRecord) -> Figure:
     """Draw the accuracy on each task after each step, and beside it the means and the clusters.
 
     A column of the map is a moment: the end of a step. Framed is the task that was trained on then;
-    below the frame are former tasks, above it the next one, which nobody has trained on.
+    below the frame are former tasks, above it the next one, before any training on it.
 
     Parameters
     ----------

@@ -327,7 +327,7 @@ class Drift:
     steps: tuple[int, int]
 
     @property
-    def who(self) -> str:
+    def whose(self) -> str:
         """Whose data, in words."""
         if self.clients is None:
             return "all clients"
@@ -344,7 +344,7 @@ class Drift:
         """What stands beside its mark."""
         low, high = self.steps
         step = f"step{'' if low == high else 's'} {self.step}"
-        return step if self.clients is None else f"{self.who}: {step}"
+        return step if self.clients is None else f"{self.whose}: {step}"
 
 
 def drifts(changes: Sequence[DataChanged]) -> list[Drift]:
@@ -353,10 +353,10 @@ def drifts(changes: Sequence[DataChanged]) -> list[Drift]:
     for time, together in groupby(changes, key=lambda change: change.time):
         group = list(together)
         clients = frozenset(change.client for change in group if change.client is not None)
-        everybody = any(change.client is None for change in group)
+        is_all = any(change.client is None for change in group)
         steps = [change.step for change in group]
         found.append(
-            Drift(time, group[0].updates, None if everybody else clients, (min(steps), max(steps)))
+            Drift(time, group[0].updates, None if is_all else clients, (min(steps), max(steps)))
         )
     return found
 

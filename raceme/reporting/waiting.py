@@ -1,4 +1,4 @@
-"""The page of a simulated app: who worked when, who waited, and for whom."""
+"""The page of a simulated app: when devices worked, waited, and for which of the others."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _percent(share: float) -> str:
 
 
 def _waited_for(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Say for whom the others waited longest."""
+    """Name the devices that the others waited for longest."""
     most = list(summary["most_waited_for"].items())[:_SHOWN]
     if not most:
         return []
@@ -127,7 +127,7 @@ def _failure_lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 # -----------------------------------------------------------------------------
-# Who of a simulated fleet worked when, who waited, and for whom.
+# When the devices of a simulated fleet worked, and for which of them the others waited.
 # -----------------------------------------------------------------------------
 
 
@@ -144,7 +144,7 @@ _COLOURS = {"work": WORK, "evaluation": EVALUATION, "awaited": AWAITED, "lost": 
 
 @style()
 def timeline_figure(fleet: Fleet, *, clock: str = CLOCK) -> Figure:
-    """Draw who worked when, and whom the others waited for: a row per device, a bar per task."""
+    """Draw when devices worked, and which the others waited for: a row each, a bar per task."""
     order = shown(fleet)
     rows = {client: row for row, client in enumerate(order)}
     figure, axes = one_axes(7.2, _height(len(rows)))
@@ -273,7 +273,7 @@ def _rows_axis(axes: Axes, order: Sequence[str], clients: int) -> None:
 
 
 # -----------------------------------------------------------------------------
-# The page of a simulated app: who worked when, who waited, and for whom.
+# The page of a simulated app: when devices worked, waited, and for which of the others.
 # -----------------------------------------------------------------------------
 
 

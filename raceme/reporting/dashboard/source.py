@@ -38,8 +38,7 @@ from raceme.records.summary import RunSummary, finite
 # -----------------------------------------------------------------------------
 # Events as columns of JSON: what the page is told, and of which it builds any moment of a run.
 #
-# A column holds one value of each of many rows, so that no name is repeated. Clients, reasons
-# and
+# A column holds one value of each of many rows, so that no name is repeated. Clients, reasons and
 # kinds are numbers into lists that are told once. Times are seconds on the run's own clock.
 # -----------------------------------------------------------------------------
 
@@ -89,7 +88,7 @@ class Columns(EventHandler):
         self._evaluations = 0
         self._numbers: dict[str, dict[str, int]] = {"clients": {}, "reasons": {}, "measures": {}}
         self._summary = RunSummary()
-        # A second one, for the summary's does not tell who moved.
+        # A second one, for the summary's does not tell which clients moved.
         self._membership = Membership()
         self._tables: defaultdict[str, Table] = defaultdict(lambda: defaultdict(list))
         self._ending: dict[str, Any] | None = None
@@ -478,7 +477,7 @@ def new_generation() -> int:
 
 
 # -----------------------------------------------------------------------------
-# What a folder is that somebody wants to watch: a run, a comparison, or to become one.
+# What a folder to be watched is: a run, a comparison, or to become one.
 # -----------------------------------------------------------------------------
 
 
