@@ -42,6 +42,8 @@ from raceme.reporting.style import (
     fastest_first,
     first_part,
     group_colour,
+    heat_map,
+    legend_beside,
     log_time_axis,
     mark_drifts,
     new_figure,
@@ -155,7 +157,7 @@ def comparison_figure(
         axes.legend(loc=place, title="mean over clients; shaded: 10-90 % of clients")
     else:
         # Beside the plot: among so many lines there is no room for it.
-        axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), title="mean over clients")
+        legend_beside(axes, title="mean over clients")
     return figure
 
 
@@ -441,9 +443,7 @@ def similarity_figure(
     # Cosines of whole models are close to 1: the colours span what is there, not [0, 1].
     low, high = np.percentile(known, [1, 99])
     axes.set_facecolor("#d9dde2")
-    image = axes.imshow(
-        values, cmap="viridis", vmin=low, vmax=max(high, low + 1e-9), interpolation="nearest"
-    )
+    image = heat_map(axes, values, low, max(high, low + 1e-9))
     bar = figure.colorbar(image, ax=axes, shrink=0.85, extend="both")
     bar.outline.set_visible(False)
     start = 0
@@ -471,9 +471,6 @@ def similarity_figure(
         axes.set_yticks(ticks, labels, rotation=90, va="center")
     else:
         axes.set_yticks([])
-    axes.tick_params(length=0)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
     return figure
 
 
@@ -625,7 +622,7 @@ def shares_figure(records: Mapping[str, RunRecord], schema: MeasureSchema) -> Fi
     if drawn <= _MOST_INSIDE:
         axes.legend(loc="upper right")
     else:
-        axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
+        legend_beside(axes)
     return figure
 
 
@@ -745,7 +742,11 @@ def _draw_client(axes: Axes, client: str, rows: Sequence[Upload], of: Mapping[in
         (np.array([row.mixture for row in rows]), 1 + _GAP),
         (np.array([shares(row.estimate, of, row) for row in rows]), 0.0),
     ):
-        _draw_mixture_bars(axes, numbers, values, bottom, of)
+        start = np.full(len(numbers), bottom)
+        for distribution, height in enumerate(values.T):
+            colour = cluster_colour(_cluster_of(distribution, of))
+            axes.bar(numbers, height, width=0.86, bottom=start, color=colour, lw=0)
+            start = start + height
     axes.set_ylim(0.0, 2 + _GAP)
     axes.set_xlim(first - 0.6, first + len(rows) - 0.4)
     axes.xaxis.set_major_locator(MaxNLocator(10, integer=True))
@@ -755,17 +756,6 @@ def _draw_client(axes: Axes, client: str, rows: Sequence[Upload], of: Mapping[in
     for spine in axes.spines.values():
         spine.set_visible(False)
     axes.tick_params(axis="x", length=2, pad=1)
-
-
-def _draw_mixture_bars(
-    axes: Axes, numbers: np.ndarray, values: Floats, bottom: float, of: Mapping[int, int]
-) -> None:
-    start = np.full(len(numbers), bottom)
-    for distribution in range(values.shape[1]):
-        height = values[:, distribution]
-        colour = cluster_colour(_cluster_of(distribution, of))
-        axes.bar(numbers, height, width=0.86, bottom=start, color=colour, lw=0)
-        start = start + height
 
 
 def _cluster_of(distribution: int, of: Mapping[int, int]) -> int:
@@ -1066,19 +1056,7 @@ def _draw_map(axes: Axes, matrix: FloatArray, measure: Measure) -> None:
     known = matrix[np.isfinite(matrix)]
     low, high = (0.0, max(float(known.max(initial=0)), 1e-9)) if measure.is_error else (0.0, 1.0)
     colours = "viridis_r" if measure.is_error else "viridis"
-    image = axes.imshow(
-        matrix.T,
-        origin="lower",
-        aspect="auto",
-        cmap=colours,
-        vmin=low,
-        vmax=high,
-        interpolation="nearest",
-    )
-    axes.grid(False)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
-    axes.tick_params(length=0)
+    image = heat_map(axes, matrix.T, low, high, origin="lower", aspect="auto", cmap=colours)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(_steps_locator(count))
     axes.set_xlim(-0.55, count - 0.45)
@@ -1208,7 +1186,7 @@ def uploads_figure(record: RunRecord) -> Figure:
     axes.set_ylim(max(0.0, min(shown) - margin), min(highest, max(shown) + margin))
     axes.set_xlim(left=0)
     handles = axes.get_legend_handles_labels()[0]
-    axes.legend(handles=handles[::-1], loc="center left", bbox_to_anchor=(1.01, 0.5))
+    legend_beside(axes, handles=handles[::-1])
     return figure
 
 

@@ -211,6 +211,22 @@ def updates_axis(axes: Axes, times: Floats, seconds: float) -> None:
     top.set_xticks(ticks, [f"{count:,}" for count in counts])
 
 
+def legend_beside(axes: Axes, **how: Any) -> None:
+    """Put the legend beside the axes, where it covers nothing."""
+    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), **how)
+
+
+def heat_map(axes: Axes, values: Floats, low: float, high: float, **how: Any) -> Any:
+    """Draw a matrix as cells without a frame or ticks; return what a colour bar needs."""
+    look = {"cmap": "viridis", "interpolation": "nearest", **how}
+    image = axes.imshow(values, vmin=low, vmax=high, **look)
+    axes.grid(False)
+    axes.tick_params(length=0)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    return image
+
+
 def say_empty(axes: Axes, text: str) -> None:
     """Say in the middle of a figure that there is nothing to show."""
     axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color=MUTED)
