@@ -564,12 +564,17 @@ class MeasureSchema:
         Unit of the value.
     per : str
         ``"client"`` or ``"cluster"``: what the keys of the column are. Empty for single values.
+    of : str
+        The column that holds the whole of which the value is a part, for shares.
     summary : str
-        How a run's values become one number (or one per key): ``"last"``, ``"mean"`` or ``"max"``;
+        How a run's values become one number (or one per key): ``"last"``, ``"mean"`` or ``"max"``.
+        ``"column"`` is the last value, as a key of the summary named after its column;
+        ``"shares"`` is the mean share and how often it is large, as keys named after the measure;
         ``"none"`` leaves it out of the summary.
     figure : str
-        The default figure over time: ``"line"``, ``"steps"`` or ``"points"``; ``"none"`` where
-        none is drawn, or one of its own.
+        What is drawn: the values over time as a ``"line"``, ``"steps"`` or ``"points"``, how often
+        shares are how large (``"shares"``), or at the end of the run a ``"graph"`` of clusters,
+        with an arrow from each cluster in the value of another one; ``"none"`` draws nothing.
 
     Raises
     ------
@@ -583,6 +588,7 @@ class MeasureSchema:
     value: str = ""
     unit: str = ""
     per: str = ""
+    of: str = ""
     summary: str = "last"
     figure: str = "line"
 
@@ -600,16 +606,27 @@ class MeasureSchema:
             raise ValueError(f"{self.name} is measured per {self.per}: expected one column.")
         for value, allowed in (
             (self.per, ("", "client", "cluster")),
-            (self.summary, ("last", "mean", "max", "none")),
-            (self.figure, ("line", "steps", "points", "none")),
+            (self.summary, ("last", "mean", "max", "column", "shares", "none")),
+            (self.figure, ("line", "steps", "points", "shares", "graph", "none")),
         ):
             if value not in allowed:
                 raise ValueError(f"{self.name}: expected one of {allowed}, not {value!r}.")
+        if self.of not in ("", *self.columns):
+            raise ValueError(f"{self.name} has no column {self.of}.")
+        if "shares" in (self.summary, self.figure) and not self.of:
+            raise ValueError(f"{self.name}: shares need `of`, the column with the whole.")
+        if self.figure == "graph" and self.per != "cluster":
+            raise ValueError(f"{self.name}: a graph needs values per cluster.")
 
     @property
-    def label(self) -> str:
-        """The title with its unit."""
-        return f"{self.title} ({self.unit})" if self.unit else self.title
+    def heading(self) -> str:
+        """The title, with a capital letter."""
+        return self.title[:1].upper() + self.title[1:]
+
+    @property
+    def file(self) -> str:
+        """Name of the figure's file, without its suffix."""
+        return self.name if self.figure in ("shares", "graph") else f"measure-{self.name}"
 
 
 @dataclass(frozen=True)
@@ -645,6 +662,15 @@ class Measured:
     def value(self) -> Any:
         """The value of the column that is summarised and drawn."""
         return self.values[self.schema.value]
+
+    def numbers(self) -> dict[Any, float]:
+        """Return the value as numbers by client or cluster, a single one by an empty key.
+
+        With `MeasureSchema.of` they are shares of that column.
+        """
+        whole = self.values[self.schema.of] if self.schema.of else 1.0
+        values = self.value if self.schema.per else {"": self.value}
+        return {key: float(value / whole) for key, value in values.items()}
 
 
 class Ending(StrEnum):

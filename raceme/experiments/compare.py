@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -36,7 +37,12 @@ from raceme.experiments.jobs import (
 from raceme.experiments.results import Comparison, best_of, gather, read_first_runs
 from raceme.experiments.suites import Suite, slug
 from raceme.reporting.console import QUIET_SECONDS, shown_seconds, shown_updates
-from raceme.reporting.plots import comparison_figure, idle_figure, staleness_figure
+from raceme.reporting.plots import (
+    compared_measures,
+    comparison_figure,
+    shares_figure,
+    staleness_figure,
+)
 from raceme.reporting.style import save_figure
 
 # -----------------------------------------------------------------------------
@@ -362,8 +368,8 @@ def write(comparison: Comparison, out: Path) -> dict[str, str]:
             records, target=comparison.target, title=title
         )
         plots["staleness.png"] = lambda: staleness_figure(records)
-    if any(len(record.idle_shares) for record in records.values()):
-        plots["idle.png"] = lambda: idle_figure(records)
+    for schema in compared_measures(records.values()):
+        plots[f"{schema.file}.png"] = partial(shares_figure, records, schema)
     suite = comparison.suite
     for name, draw in score_plots(records, suite.scores, suite.shows_mixtures).items():
         plots[f"{name}.png"] = draw

@@ -14,7 +14,12 @@ from raceme.records.record import RunRecord
 from raceme.reporting.console import PlainTable
 from raceme.reporting.dashboard.page import frozen_comparison
 from raceme.reporting.page import PageTable, Plot, Tile, number, plot, render, versions_table
-from raceme.reporting.plots import comparison_figure, idle_figure, staleness_figure
+from raceme.reporting.plots import (
+    compared_measures,
+    comparison_figure,
+    shares_figure,
+    staleness_figure,
+)
 
 _SCORE_HEADS = {
     Score.BEST_WEIGHTED: "best by test\nexamples",
@@ -85,8 +90,8 @@ def _plots(comparison: Comparison, records: Mapping[str, RunRecord]) -> list[Plo
     plots.append(plot(figures.purity_figure(comparison), "purity"))
     if records:
         plots.append(plot(staleness_figure(records), "staleness"))
-    if any(len(record.idle_shares) for record in records.values()):
-        plots.append(plot(idle_figure(records), "idle"))
+    for schema in compared_measures(records.values()):
+        plots.append(plot(shares_figure(records, schema), schema.file))
     suite = comparison.suite
     for name, draw in score_plots(records, suite.scores, suite.shows_mixtures).items():
         plots.append(plot(draw(), name))

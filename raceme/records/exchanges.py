@@ -1,4 +1,4 @@
-"""What the messages of a simulated fleet tell: who was at work when, who waited, and for whom."""
+"""The messages of a simulated fleet: when devices worked, waited, and for which of the others."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import csv
 import json
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,11 +21,11 @@ MESSAGES, CLIENTS, SUMMARY = "messages.csv", "clients.csv", "summary.json"
 Floats = NDArray[np.float64]
 Span = tuple[float, float]
 
-_COLUMNS = ("number", "client", "kind", "sent", "begun", "ended", "answered", "failure")
+_COLUMNS = ("client", "kind", "sent", "begun", "ended", "answered", "failure")
 _BYTES = ("bytes_down", "bytes_up")
 
 
-class ExchangeLog:
+class ExchangeLog(AbstractContextManager["ExchangeLog"]):
     """Gathers what a grid reports and writes it to ``messages.csv``, a line for each message.
 
     A context manager: after an error that is the user's, which leaves no results, the file is gone.
@@ -48,17 +48,9 @@ class ExchangeLog:
         self._path = path
         self._file = path.open("w", newline="", encoding="utf-8")
         self._writer = csv.writer(self._file)
-        self._writer.writerow((*_COLUMNS, *_BYTES))
+        self._writer.writerow(("number", *_COLUMNS, *_BYTES))
 
-    def __enter__(self) -> ExchangeLog:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         self._file.close()
         if kind is not None and issubclass(kind, UserError):
             self._path.unlink(missing_ok=True)
@@ -69,21 +61,17 @@ class ExchangeLog:
             self._switches.append(event)
             return
         self._exchanges.append(event)
-        self._writer.writerow(
-            (
-                event.number,
-                self.names.get(event.node_id, str(event.node_id)),
-                event.kind,
-                event.sent,
-                event.begun,
-                event.ended,
-                event.answered if event.answered < math.inf else "",
-                # What an app's traceback says is in its own log: here is what went wrong.
-                (event.failure or "").strip().partition("\n")[0],
-                event.bytes_down,
-                event.bytes_up,
-            )
-        )
+        task = self._task(event)
+        # What an app's traceback says is in its own log: here is what went wrong.
+        failure = (event.failure or "").strip().partition("\n")[0]
+        answered = event.answered if event.answered < math.inf else ""
+        row = {**vars(task), "failure": failure, "answered": answered}
+        self._writer.writerow((event.number, *(row[name] for name in (*_COLUMNS, *_BYTES))))
+
+    def _task(self, event: Exchange) -> Task:
+        client = self.names.get(event.node_id, str(event.node_id))
+        same = {name: getattr(event, name) for name in (*_COLUMNS[1:], *_BYTES)}
+        return Task(client=client, **same)
 
     def fleet(self, end: float) -> Fleet:
         """Return what became of the fleet until the end of the simulation, in seconds."""
@@ -91,17 +79,7 @@ class ExchangeLog:
             end=end,
             clients=tuple(self.names.values()),
             tasks=tuple(
-                Task(
-                    client=self.names[event.node_id],
-                    kind=event.kind,
-                    sent=event.sent,
-                    begun=event.begun,
-                    ended=event.ended,
-                    answered=event.answered,
-                    failure=event.failure,
-                    bytes_down=event.bytes_down,
-                    bytes_up=event.bytes_up,
-                )
+                self._task(event)
                 for event in sorted(self._exchanges, key=lambda event: event.number)
                 if event.node_id in self.names
             ),
@@ -109,7 +87,7 @@ class ExchangeLog:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Task:
     """A message to a client; see :class:`~raceme.core.timeline.Exchange`."""
 
@@ -256,7 +234,7 @@ class Fleet:
         ]
 
     def without_waiting(self) -> float:
-        """Return how long the same number of tasks takes a fleet in which nobody waits, in seconds.
+        """Return how long the same number of tasks takes a fleet without any waiting, in seconds.
 
         Every device that has done one takes one task after the other, as long as it took for its
         own in the mean.

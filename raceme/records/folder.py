@@ -20,13 +20,10 @@ _STORE = "run.sqlite"
 _FILES = {
     *(CONFIG, ERROR, _STORE, "run.log", "summary.json"),
     *("similarity.npz", "positions.jsonl", "wall-times.csv", "report.html"),
+    *("accuracy.png", "clusters.png", "devices.png", "similarity.png"),
 }
-_PLOTS = (
-    *("accuracy", "clusters", "devices", "similarity", "idle"),
-    *("uploads", "mixtures", "tasks", "support"),
-)
-MEASURE = "measure-"
-"""Start of the name of a figure of a method's own measure."""
+_FIGURE = b"Software\0Raceme"
+"""In the head of every figure, those of methods' own measures included."""
 MODELS = ("clusters", "clients")
 """Folders of models: one for each cluster, and one for each client."""
 _FOLDERS = {"checkpoint", *MODELS}
@@ -50,7 +47,7 @@ def new_folder(config: RunConfig) -> Path:
 
 
 def check_new(out: Path) -> None:
-    """Raise UserError if a new run cannot go into a folder: whatever is in it is somebody's."""
+    """Raise UserError if a new run cannot go into a folder: what is in it is kept."""
     try:
         if not out.exists():
             return
@@ -110,15 +107,14 @@ def given_up_if_it_fails(out: Path) -> Iterator[None]:
 def foreign(folder: Path) -> str:
     """Return the name of something in a folder that no run has left there; nothing if it is all."""
     for path in sorted(folder.iterdir()):
-        stem = path.name.removesuffix("-journal")
-        ours = stem in _FILES or _is_partial(path)
-        ours = ours or (
-            path.suffix == ".png" and (path.stem in _PLOTS or path.stem.startswith(MEASURE))
-        )
+        ours = path.name.removesuffix("-journal") in _FILES or _is_partial(path)
         if path.is_dir() and not path.is_symlink():
             ours = path.name in _FOLDERS and all(
                 inner.suffix == ".safetensors" or _is_partial(inner) for inner in path.iterdir()
             )
+        elif path.suffix == ".png" and path.is_file():
+            with path.open("rb") as file:
+                ours = ours or _FIGURE in file.read(500)
         if not ours:
             return path.name
     return ""

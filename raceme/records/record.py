@@ -4,44 +4,21 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from types import TracebackType
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 from numpy.typing import NDArray
 
+from raceme.core import events
 from raceme.core.errors import UserError
-from raceme.core.events import (
-    ACCURACY,
-    AnswerTaken,
-    ClientJoined,
-    ClientLeft,
-    ClusterChange,
-    ClustersChanged,
-    ClustersScored,
-    DataChanged,
-    Ending,
-    Evaluated,
-    Event,
-    Measure,
-    Measured,
-    Membership,
-    Placement,
-    RunEnded,
-    TasksTested,
-    UpdateApplied,
-    UpdateJudged,
-    UpdateRejected,
-    home,
-)
+from raceme.core.events import Event, EventHandler, Membership, Placement, home
 from raceme.core.files import atomic_write
-from raceme.records.store import read_events
+from raceme.records.store import plain, read_events
 from raceme.records.summary import Uploads
 
 Floats = NDArray[np.float64]
@@ -196,60 +173,65 @@ class RunRecord:
     rejections: Rejections
     evaluations: Evaluations
     client_evaluations: ClientEvaluations
-    changes: tuple[ClustersChanged, ...]
+    changes: tuple[events.ClustersChanged, ...]
     placements: tuple[Placement, ...]
-    data_changes: tuple[DataChanged, ...]
-    measured: dict[str, tuple[Measured, ...]]
+    data_changes: tuple[events.DataChanged, ...]
+    measured: dict[str, tuple[events.Measured, ...]]
     uploads: Uploads
-    cluster_scores: tuple[ClustersScored, ...]
-    task_tests: tuple[TasksTested, ...]
-    judged: tuple[UpdateJudged, ...]
+    cluster_scores: tuple[events.ClustersScored, ...]
+    task_tests: tuple[events.TasksTested, ...]
+    judged: tuple[events.UpdateJudged, ...]
     end: float
     reason: str | None
-    ending: Ending | None
-    measure: Measure = ACCURACY
+    ending: events.Ending | None
+    measure: events.Measure = events.ACCURACY
 
     @classmethod
-    def of(cls, events: Iterable[Event]) -> RunRecord:
+    def of(cls, observed: Iterable[Event]) -> RunRecord:
         """Put events, in their order, into columns."""
-        listed = list(events)
-        evaluated = [event for event in listed if isinstance(event, Evaluated)]
-        endings = [event for event in listed if isinstance(event, RunEnded)]
-        # Tasks that nobody was left to answer may have been given up after the end.
-        last = max((float(event.time) for event in endings or listed), default=0.0)
         membership = Membership()
         uploads = Uploads(membership)
+        clients = _Clients()
         placements: list[Placement] = []
-        for event in listed:
+        of: defaultdict[type[Any], list[Any]] = defaultdict(list)
+        for event in observed:
+            of[type(event)].append(event)
             placements += membership.observe(event)
             uploads.observe(event)
+            clients(event)
+        measured: defaultdict[str, list[events.Measured]] = defaultdict(list)
+        for found in of[events.Measured]:
+            measured[found.name].append(found)
+        evaluated, ended = of[events.Evaluated], of[events.RunEnded]
+        # Tasks may have timed out after the end.
+        last = ended or [event for found in of.values() for event in found]
         return cls(
-            clients=_clients(listed),
+            clients=clients.result(),
             groups=membership.groups,
-            updates=_columns(Updates, [e for e in listed if isinstance(e, UpdateApplied)]),
-            answers=_columns(Answers, [e for e in listed if isinstance(e, AnswerTaken)]),
-            rejections=_columns(Rejections, [e for e in listed if isinstance(e, UpdateRejected)]),
+            updates=_columns(Updates, of[events.UpdateApplied]),
+            answers=_columns(Answers, of[events.AnswerTaken]),
+            rejections=_columns(Rejections, of[events.UpdateRejected]),
             evaluations=_columns(Evaluations, evaluated),
-            client_evaluations=_client_evaluations(evaluated),
-            changes=tuple(event for event in listed if isinstance(event, ClustersChanged)),
+            client_evaluations=_columns(ClientEvaluations, list(_tests(evaluated))),
+            changes=tuple(of[events.ClustersChanged]),
             placements=tuple(placements),
-            data_changes=tuple(event for event in listed if isinstance(event, DataChanged)),
-            measured=_by_measure(listed),
+            data_changes=tuple(of[events.DataChanged]),
+            measured={name: tuple(found) for name, found in measured.items()},
             uploads=uploads,
-            cluster_scores=tuple(event for event in listed if isinstance(event, ClustersScored)),
-            task_tests=tuple(event for event in listed if isinstance(event, TasksTested)),
-            judged=tuple(event for event in listed if isinstance(event, UpdateJudged)),
-            end=last,
-            reason=endings[-1].reason if endings else None,
-            ending=endings[-1].ending if endings else None,
-            measure=evaluated[-1].measure if evaluated else ACCURACY,
+            cluster_scores=tuple(of[events.ClustersScored]),
+            task_tests=tuple(of[events.TasksTested]),
+            judged=tuple(of[events.UpdateJudged]),
+            end=max((float(event.time) for event in last), default=0.0),
+            reason=ended[-1].reason if ended else None,
+            ending=ended[-1].ending if ended else None,
+            measure=evaluated[-1].measure if evaluated else events.ACCURACY,
         )
 
     @property
-    def idle_shares(self) -> Floats:
-        """Share of a window that a client waited in it for others, of methods in windows."""
-        found = [e.values["seconds"] / e.values["budget"] for e in self.measured.get("idle", ())]
-        return np.array(found, np.float64)
+    def drawn_measures(self) -> list[events.MeasureSchema]:
+        """The schemas of what the method measured and is drawn."""
+        schemas = (measured[0].schema for measured in self.measured.values())
+        return [schema for schema in schemas if schema.figure != "none"]
 
     @property
     def on_devices(self) -> bool:
@@ -257,9 +239,9 @@ class RunRecord:
         return bool(np.isfinite(self.updates.started_at).any())
 
     @property
-    def splits(self) -> tuple[ClustersChanged, ...]:
+    def splits(self) -> tuple[events.ClustersChanged, ...]:
         """The changes that replaced a cluster by several."""
-        return tuple(event for event in self.changes if event.change is ClusterChange.SPLIT)
+        return tuple(event for event in self.changes if event.change is events.ClusterChange.SPLIT)
 
     def memberships(self, time: float = float("inf")) -> dict[str, Mapping[int, float]]:
         """Return the weights of each client's clusters at a time: the last ones, if not stated."""
@@ -270,14 +252,6 @@ class RunRecord:
         """Return each client's cluster at a time, of several that with the largest weight."""
         homes = ((client, home(weights)) for client, weights in self.memberships(time).items())
         return {client: cluster for client, cluster in homes if cluster is not None}
-
-
-def _by_measure(events: Iterable[Event]) -> dict[str, tuple[Measured, ...]]:
-    found: defaultdict[str, list[Measured]] = defaultdict(list)
-    for event in events:
-        if isinstance(event, Measured):
-            found[event.name].append(event)
-    return {name: tuple(measured) for name, measured in found.items()}
 
 
 def read_run(path: Path) -> RunRecord:
@@ -309,41 +283,46 @@ def _columns(kind: type[Any], rows: Sequence[Any]) -> Any:
     )
 
 
-def _client_evaluations(evaluated: Sequence[Evaluated]) -> ClientEvaluations:
-    rows = [
-        (index, client, *values, event.steps.get(client, 0))
-        for index, event in enumerate(evaluated)
-        for client, values in event.per_client.items()
-    ]
-    evaluation, client, cluster, accuracy, loss, step = (
-        zip(*rows, strict=True) if rows else [()] * 6
-    )
-    return ClientEvaluations(
-        evaluation=np.array(evaluation, np.int64),
-        client=np.array(client, np.str_),
-        cluster=np.array(cluster, np.int64),
-        accuracy=np.array(accuracy, np.float64),
-        loss=np.array(loss, np.float64),
-        step=np.array(step, np.int64),
-    )
+class _Test(NamedTuple):
+    """What an evaluation found for a client: a row of `ClientEvaluations`."""
+
+    evaluation: int
+    client: str
+    cluster: int
+    accuracy: float
+    loss: float
+    step: int
 
 
-def _clients(events: Sequence[Event]) -> tuple[Client, ...]:
-    first: dict[str, ClientJoined] = {}
-    online: dict[str, list[tuple[float, float | None]]] = {}
-    for event in events:
-        if isinstance(event, ClientJoined):
-            first.setdefault(event.client, event)
-            periods = online.setdefault(event.client, [])
-            if not periods or periods[-1][1] is not None:
-                periods.append((event.time, None))
-        elif isinstance(event, ClientLeft) and online.get(event.client):
-            start, end = online[event.client][-1]
-            online[event.client][-1] = (start, event.time if end is None else end)
-    return tuple(
-        Client(name, join.time, join.num_examples, join.group, tuple(online[name]))
-        for name, join in first.items()
-    )
+def _tests(evaluated: Sequence[events.Evaluated]) -> Iterator[_Test]:
+    for index, event in enumerate(evaluated):
+        for client, (cluster, accuracy, loss) in event.per_client.items():
+            yield _Test(index, client, cluster, accuracy, loss, event.steps.get(client, 0))
+
+
+class _Clients(EventHandler):
+    """Gathers the clients, an observer of events in their order."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, events.ClientJoined] = {}
+        self._online: dict[str, list[tuple[float, float | None]]] = {}
+
+    def on_client_joined(self, event: events.ClientJoined) -> None:
+        self._first.setdefault(event.client, event)
+        periods = self._online.setdefault(event.client, [])
+        if not periods or periods[-1][1] is not None:
+            periods.append((event.time, None))
+
+    def on_client_left(self, event: events.ClientLeft) -> None:
+        if periods := self._online.get(event.client):
+            start, end = periods[-1]
+            periods[-1] = (start, event.time if end is None else end)
+
+    def result(self) -> tuple[Client, ...]:
+        return tuple(
+            Client(name, join.time, join.num_examples, join.group, tuple(self._online[name]))
+            for name, join in self._first.items()
+        )
 
 
 # -----------------------------------------------------------------------------
@@ -362,7 +341,7 @@ _LONG = ("per_client", "steps", "groups")
 log = logging.getLogger("raceme")
 
 
-class TraceFile:
+class TraceFile(AbstractContextManager["TraceFile"]):
     """Writes a line for each event; an observer of a run, and a context manager around it.
 
     A full disk does not end a run: the file ends there, and `failure` says why.
@@ -396,15 +375,7 @@ class TraceFile:
         except OSError as error:
             raise UserError(f"Cannot write {path}: {error.strerror}.") from None
 
-    def __enter__(self) -> TraceFile:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         try:
             self._file.close()
         except OSError as failed:
@@ -444,17 +415,18 @@ def line_of(event: Event, communication: Communication | None = None) -> dict[st
         ``compute`` and ``communication``, where that is known.
     """
     line: dict[str, Any] = {"event": type(event).__name__}
-    if isinstance(event, Measured):
+    if isinstance(event, events.Measured):
         values = {"time": event.time, "updates": event.updates, "name": event.name, **event.values}
-        return line | {name: _plain(value) for name, value in values.items()}
+        return line | {name: plain(value) for name, value in values.items()}
     for item in fields(event):
         if item.name not in _LONG:
-            line[item.name] = _plain(getattr(event, item.name))
-    if isinstance(event, UpdateApplied):
+            value = getattr(event, item.name)
+            line[item.name] = value.name if isinstance(value, events.Measure) else plain(value)
+    if isinstance(event, events.UpdateApplied):
         compute, transfer = _spent(event, communication)
         line |= {
-            "start": _plain(event.dispatched_at),
-            "done": _plain(event.time),
+            "start": plain(event.dispatched_at),
+            "done": plain(event.time),
             "compute": compute,
             "communication": transfer,
         }
@@ -462,7 +434,7 @@ def line_of(event: Event, communication: Communication | None = None) -> dict[st
 
 
 def _spent(
-    event: UpdateApplied, communication: Communication | None
+    event: events.UpdateApplied, communication: Communication | None
 ) -> tuple[float | None, float | None]:
     """Return the seconds of a task that were computation and communication; None if unknown."""
     whole = event.time - event.dispatched_at
@@ -473,23 +445,6 @@ def _spent(
         return None, None
     transfer = min(communication(event.client, event.bytes_down, event.bytes_up), whole)
     return whole - transfer, transfer
-
-
-def _plain(value: Any) -> Any:
-    """Return a value as JSON has it."""
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else None
-    if isinstance(value, Measure):
-        return value.name
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(item) for item in value]
-    if hasattr(value, "item"):
-        return _plain(value.item())
-    if value is None or isinstance(value, str | int | bool):
-        return value
-    return str(value)
 
 
 def _cut(path: Path, after: int) -> None:
@@ -545,7 +500,7 @@ class WallTimes:
 
     def observe(self, event: Event) -> None:
         """Write the line of an evaluation; other events are none of its."""
-        if isinstance(event, Evaluated):
+        if isinstance(event, events.Evaluated):
             with suppress(OSError), self._path.open("a") as file:
                 file.writelines(f"{line}\n" for line in _lines([(event.time, self._wall_time())]))
 

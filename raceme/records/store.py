@@ -16,13 +16,12 @@ import sqlite3
 import threading
 import types
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import closing, suppress
+from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache
 from pathlib import Path
 from time import monotonic
-from types import TracebackType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from raceme.core import events
@@ -174,40 +173,39 @@ _INFINITE = {math.inf: "\0inf", -math.inf: "\0-inf"}
 client holds such a letter."""
 
 
-def _plain(value: Any) -> Any:
-    """Return a value as JSON has it; NaN is null."""
-    if value is None or isinstance(value, Enum):
-        return value if value is None else value.value
+def plain(value: Any, infinite: Mapping[float, Any] | None = None) -> Any:
+    """Return a value as JSON has it; NaN is null, infinite numbers what stands for them.
+
+    Parameters
+    ----------
+    value : Any
+        A value of an event: a number of Python's or numpy's, text, an enumeration, a sequence, a
+        mapping or a dataclass.
+    infinite : Mapping[float, Any], optional
+        What stands for each of the two; null by default.
+    """
+    if isinstance(value, Enum):
+        return value.value
     if isinstance(value, float):
-        return float(value) if math.isfinite(value) else _INFINITE.get(value)
-    if isinstance(value, str | int):
+        return float(value) if math.isfinite(value) else (infinite or {}).get(value)
+    if value is None or isinstance(value, str | int):
         return value
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item, infinite) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item, infinite) for item in value]
     if is_dataclass(value):
-        return {item.name: _plain(getattr(value, item.name)) for item in fields(value)}
+        return {item.name: plain(getattr(value, item.name), infinite) for item in fields(value)}
     # A scalar of numpy's.
-    return _plain(value.item())
+    return plain(value.item(), infinite)
 
 
 def _body(event: Event) -> str:
     """Return the fields of an event as JSON, without its time."""
     tree = {item.name: getattr(event, item.name) for item in fields(event) if item.name != "time"}
-    if isinstance(event, events.ClientJoined):
-        # Flower's node ids are random.
-        del tree["node_id"]
-    elif isinstance(event, events.ClaimRefused):
-        # They have 64 bits without a sign, one more than SQLite's numbers.
-        tree["node_id"] = str(event.node_id)
-    elif isinstance(event, Evaluated):
-        steps, groups = tree.pop("steps"), tree.pop("groups")
-        tree["per_client"] = {
-            client: (*score, steps.get(client, 0), groups.get(client))
-            for client, score in event.per_client.items()
-        }
-    text = json.dumps(_plain(tree), ensure_ascii=False, separators=(",", ":"))
+    if change := _WRITTEN.get(type(event)):
+        change(tree)
+    text = json.dumps(plain(tree, _INFINITE), ensure_ascii=False, separators=(",", ":"))
     if "\\u0000" in text:
         text = text.replace('"\\u0000inf"', "9e999").replace('"\\u0000-inf"', "-9e999")
     return text
@@ -223,27 +221,49 @@ def _event(time: float, kind: str, body: str) -> Event:
     """
     try:
         tree, known = json.loads(body), _KINDS[kind]
-        if known is Evaluated:
-            scores = tree["per_client"]
-            tree["steps"] = {client: score[3] for client, score in scores.items() if score[3]}
-            tree["groups"] = {
-                client: score[4] for client, score in scores.items() if score[4] is not None
-            }
-            tree["per_client"] = {client: score[:3] for client, score in scores.items()}
-        elif known is events.Measured:
-            schema = events.MeasureSchema(**tree["schema"])
-            values = {name: _measured(x, schema.per) for name, x in tree["values"].items()}
-            return events.Measured(time, tree["updates"], schema, values)
-        elif known is events.ClientJoined:
-            tree["node_id"] = 0
-        elif known is events.ClaimRefused:
-            tree["node_id"] = int(tree["node_id"])
+        if change := _READ.get(known):
+            change(tree)
         # mypy takes a class for an object without a hash.
         read = _readers(known)  # type: ignore[arg-type]
         event: Event = known(time=time, **{name: read[name](value) for name, value in tree.items()})
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"no {kind} can be read from an event: {error}") from None
     return event
+
+
+def _write_evaluation(tree: dict[str, Any]) -> None:
+    steps, groups = tree.pop("steps"), tree.pop("groups")
+    tree["per_client"] = {
+        client: (*score, steps.get(client, 0), groups.get(client))
+        for client, score in tree["per_client"].items()
+    }
+
+
+def _read_evaluation(tree: dict[str, Any]) -> None:
+    scores = tree["per_client"]
+    tree["steps"] = {client: score[3] for client, score in scores.items() if score[3]}
+    tree["groups"] = {client: score[4] for client, score in scores.items() if score[4] is not None}
+    tree["per_client"] = {client: score[:3] for client, score in scores.items()}
+
+
+def _read_measure(tree: dict[str, Any]) -> None:
+    per = tree["schema"]["per"]
+    tree["values"] = {name: _measured(value, per) for name, value in tree["values"].items()}
+
+
+_WRITTEN: Mapping[type[Any], Callable[[dict[str, Any]], Any]] = {
+    # Flower's node ids are random.
+    events.ClientJoined: lambda tree: tree.pop("node_id"),
+    # They have 64 bits without a sign, one more than SQLite's numbers.
+    events.ClaimRefused: lambda tree: tree.update(node_id=str(tree["node_id"])),
+    Evaluated: _write_evaluation,
+}
+_READ: Mapping[type[Any], Callable[[dict[str, Any]], Any]] = {
+    events.ClientJoined: lambda tree: tree.update(node_id=0),
+    Evaluated: _read_evaluation,
+    events.Measured: _read_measure,
+}
+"""How the stored fields of a kind of event differ from those of the event, and back."""
 
 
 def _measured(value: Any, per: str) -> Any:
@@ -275,6 +295,8 @@ def _reader(hint: Any) -> Callable[[Any], Any]:
     origin, inner = get_origin(hint), get_args(hint)
     if hint is float:
         return _number
+    if hint is int:
+        return int
     if origin in (Union, types.UnionType):
         # None of an optional number stands for itself.
         of = [argument for argument in inner if argument is not type(None)]
@@ -311,8 +333,10 @@ _APPLICATION = 0x52616365
 """SQLite's application id of a run store: "Race" in ASCII."""
 _BATCH = 500
 """Events kept in memory before they are written: what a kill can lose at most."""
+_MILESTONES = (Evaluated, TasksTested, RunEnded)
+"""Kinds of events that are written at once."""
 _SECONDS = 1.0
-"""Events are kept in memory no longer than this: whoever watches the run sees them by then."""
+"""Events are kept in memory no longer than this; programs that watch the run see them by then."""
 
 # A row that is there already is left alone: Ctrl-C can come between the end of a transaction and
 # the moment at which the rows in memory are forgotten, and they are then written a second time.
@@ -321,7 +345,7 @@ _INSERT = "INSERT INTO events VALUES (?, ?, ?, ?) ON CONFLICT (event) DO NOTHING
 _Row = tuple[int, float, str, str]
 
 
-class RunStore:
+class RunStore(AbstractContextManager["RunStore"]):
     """The writer of ``run.sqlite``, an observer of the run.
 
     Events are gathered and written in one transaction per 500 events or evaluation, and once a
@@ -380,7 +404,7 @@ class RunStore:
             kind = type(event).__name__
             self._rows.append((self._event, float(event.time), kind, _body(event)))
             is_due = len(self._rows) >= _BATCH
-        if is_due or isinstance(event, Evaluated | TasksTested | RunEnded):
+        if is_due or type(event) in _MILESTONES:
             with suppress(UserError):
                 self.commit()
 
@@ -434,15 +458,7 @@ class RunStore:
                 with suppress(UserError):
                     self.commit()
 
-    def __enter__(self) -> RunStore:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -494,7 +510,7 @@ def _create(path: Path, replace: bool) -> sqlite3.Connection:
         # What writes to it one at a time is two threads.
         connection = sqlite3.connect(path, check_same_thread=False)
         try:
-            # All at once: whoever follows the run sees a store, or an empty file.
+            # All at once: a program that follows the run sees a store, or an empty file.
             kind = f"PRAGMA application_id = {_APPLICATION}; PRAGMA user_version = {FORMAT};"
             connection.executescript(f"BEGIN; {kind} {_SCHEMA} COMMIT;")
         except BaseException:
@@ -563,11 +579,9 @@ def _reopen(path: Path, after: int) -> sqlite3.Connection:
 # -----------------------------------------------------------------------------
 # Follow a run store while another process writes it, without ever locking it.
 #
-# A reader that holds SQLite's lock makes the run wait, and one that is stopped while it does
-# makes
-# the run lose its events. So nothing is locked here: the file is read as if nobody wrote it, and
-# what
-# was read is used only if nobody has. SQLite's rollback journal and change counter tell.
+# A reader that holds SQLite's lock makes the run wait, and one that is stopped while it does makes
+# the run lose its events. So nothing is locked here: the file is read as if no run wrote it, and
+# what was read is used only if none has. SQLite's rollback journal and change counter tell.
 # -----------------------------------------------------------------------------
 
 
@@ -700,7 +714,7 @@ class StoreFollower:
         return monotonic() - self._hot[1] > _HOT_SECONDS
 
     def _read_hot(self, state: _State) -> Reading:
-        """Read as everybody else does: SQLite undoes what a killed run has left half written."""
+        """Read with SQLite's locks: it undoes what a killed run has left half written."""
         with closing(_connect(self.path, "mode=rw")) as connection:
             found = self._read(connection, state)
         return self._take(found, self._look() or state)

@@ -6,43 +6,21 @@ import json
 import math
 import platform
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 import raceme
-from raceme.core.events import (
-    ACCURACY,
-    AnswerTaken,
-    ClaimRefused,
-    ClientJoined,
-    ClientLeft,
-    ClusterChange,
-    ClustersChanged,
-    ClustersScored,
-    Ending,
-    Evaluated,
-    Event,
-    Measure,
-    Measured,
-    MeasureSchema,
-    Membership,
-    RunEnded,
-    TaskScore,
-    TasksTested,
-    UpdateApplied,
-    UpdateJudged,
-    UpdateRejected,
-    Verdict,
-    home,
-)
+from raceme.core import events
+from raceme.core.events import ACCURACY, Event, EventHandler, Measure, Membership, Verdict, home
 from raceme.core.files import atomic_write
+from raceme.records.store import plain
 
 # -----------------------------------------------------------------------------
 # How a run's accuracy gets to its final value: when, and how steadily.
@@ -111,7 +89,7 @@ class StepAccuracies:
         self._first: dict[int, float] = {}
         self._last: dict[int, float] = {}
 
-    def observe(self, event: Evaluated) -> None:
+    def observe(self, event: events.Evaluated) -> None:
         """Take note of an evaluation; its step is the latest that any client was tested on."""
         step = max(event.steps.values(), default=0)
         if step in self._first:
@@ -142,107 +120,73 @@ class StepAccuracies:
 
 
 # -----------------------------------------------------------------------------
-# How much of windows of time clients spent waiting for others, in a few numbers.
-# -----------------------------------------------------------------------------
-
-
-LONG = {"idle_over_30_percent": 0.3, "idle_over_50_percent": 0.5}
-"""Keys of a summary, to the share of a window beyond which a client has waited long."""
-
-
-class IdleShares:
-    """The share of a window that clients waited, an observer of the run.
-
-    A sample is one client in one window.
-    """
-
-    def __init__(self) -> None:
-        self._count, self._sum = 0, 0.0
-        self._long = dict.fromkeys(LONG, 0)
-
-    def observe(self, event: Measured) -> None:
-        """Count one client in one window, of a measure ``idle``."""
-        if event.name != "idle":
-            return
-        share = float(event.values["seconds"] / event.values["budget"])
-        self._count += 1
-        self._sum += share
-        for key, bound in LONG.items():
-            self._long[key] += share > bound
-
-    def result(self) -> dict[str, float | None]:
-        """Return the mean share, and how often it was long; None of a run without windows."""
-        if not self._count:
-            return {"idle_share_mean": None, **dict.fromkeys(LONG)}
-        often = {key: count / self._count for key, count in self._long.items()}
-        return {"idle_share_mean": self._sum / self._count, **often}
-
-
-# -----------------------------------------------------------------------------
 # What only a method measures, as its schemas say it is summarised.
 # -----------------------------------------------------------------------------
 
 
-class Measures:
-    """Summarises what methods measure, an observer of the run.
+LONG = (30, 50)
+"""Percentages of a whole beyond which a share is counted."""
 
-    Attributes
-    ----------
-    last : dict[str, Measured]
-        The latest event of each measure, by name.
-    """
+
+class Measures:
+    """Summarises what methods measure, an observer of `Measured`."""
 
     def __init__(self) -> None:
-        self.last: dict[str, Measured] = {}
-        self._counts: dict[tuple[str, str], tuple[int, float, float]] = {}
+        self._last: dict[str, events.Measured] = {}
+        self._values: defaultdict[str, defaultdict[str, list[float]]] = defaultdict(
+            lambda: defaultdict(list)
+        )
 
-    def observe(self, event: Measured) -> None:
+    def observe(self, event: events.Measured) -> None:
         """Take note of what was measured."""
-        self.last[event.name] = event
-        if event.schema.summary in ("mean", "max"):
-            for key, value in _keyed(event):
+        self._last[event.name] = event
+        if event.schema.summary in ("mean", "max", "shares"):
+            for key, value in event.numbers().items():
                 if math.isfinite(value):
-                    count, total, most = self._counts.get((event.name, key), (0, 0.0, -math.inf))
-                    self._counts[event.name, key] = count + 1, total + value, max(most, value)
+                    self._values[event.name][str(key)].append(value)
 
-    def result(self) -> dict[str, dict[str, Any]]:
-        """Return title, unit and value of each measure with a summary, by name."""
-        return {
-            name: {
-                "title": event.schema.title,
-                "unit": event.schema.unit,
-                "value": self._summarised(event.schema),
-            }
-            for name, event in sorted(self.last.items())
-            if event.schema.summary != "none"
-        }
+    def result(self) -> dict[str, Any]:
+        """Return what the summary has of the measures, ready for JSON.
 
-    def _summarised(self, schema: MeasureSchema) -> Any:
-        if schema.summary == "last":
-            return _plain_value(self.last[schema.name].value)
-        found = {
-            key: most if schema.summary == "max" else total / count
-            for (name, key), (count, total, most) in sorted(self._counts.items())
-            if name == schema.name
-        }
-        return found if schema.per else found.get("")
+        ``measures`` has title, unit and value of each measure by name. Shares, and what stands
+        under the name of its column, are keys of their own.
+        """
+        measures, found = {}, dict[str, Any]()
+        for name, event in sorted(self._last.items()):
+            schema, values = event.schema, self._values[name]
+            match schema.summary:
+                case "none":
+                    continue
+                case "column":
+                    found[schema.value] = _ordered(event.value)
+                    continue
+                case "shares":
+                    found |= _shares_of(name, [x for own in values.values() for x in own])
+                    continue
+                case "last":
+                    value = _ordered(event.value)
+                case kind:
+                    numbers = {
+                        key: max(own) if kind == "max" else sum(own) / len(own)
+                        for key, own in sorted(values.items())
+                    }
+                    value = numbers if schema.per else numbers.get("")
+            measures[name] = {"title": schema.title, "unit": schema.unit, "value": value}
+        return {**found, **({"measures": measures} if measures else {})}
 
 
-def _keyed(event: Measured) -> Iterator[tuple[str, float]]:
-    """Yield the values of an event with their keys; single ones with an empty key."""
-    values = event.value if event.schema.per else {"": event.value}
-    for key, value in values.items():
-        yield str(key), float(value)
+def _ordered(value: Any) -> Any:
+    """Return a measured value as JSON has it, the keys of a mapping in order."""
+    return plain(dict(sorted(value.items())) if isinstance(value, Mapping) else value)
 
 
-def _plain_value(value: Any) -> Any:
-    """Return a measured value as JSON has it."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain_value(item) for key, item in sorted(value.items())}
-    if isinstance(value, tuple | list):
-        return [_plain_value(item) for item in value]
-    value = value.item() if hasattr(value, "item") else value
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def _shares_of(name: str, shares: Sequence[float]) -> dict[str, float]:
+    """Return the mean of shares, and how often they are large."""
+    often = {
+        f"{name}_over_{percent}_percent": sum(x > percent / 100 for x in shares) / len(shares)
+        for percent in LONG
+    }
+    return {f"{name}_share_mean": sum(shares) / len(shares), **often}
 
 
 # -----------------------------------------------------------------------------
@@ -250,70 +194,39 @@ def _plain_value(value: Any) -> Any:
 # -----------------------------------------------------------------------------
 
 
-@dataclass
-class PhaseTraffic:
-    """The traffic of one phase.
-
-    Attributes
-    ----------
-    down, up : int
-        Bytes of the arrays to the clients, and from them.
-    messages : int
-        Pieces of work that were answered, with one message each way.
-    """
-
-    down: int = 0
-    up: int = 0
-    messages: int = 0
-
-
 class Traffic:
     """The traffic of updates and of answers to other work, an observer of these.
 
     Attributes
     ----------
-    phases : dict[str, PhaseTraffic]
-        By phase, in the order in which they began.
+    phases : dict[str, dict[str, int]]
+        By phase, in the order in which they began: ``down`` and ``up``, the bytes of the arrays to
+        the clients and from them, and ``messages``, the requests that were answered.
     """
 
     def __init__(self) -> None:
-        self.phases: dict[str, PhaseTraffic] = {}
+        self.phases: dict[str, dict[str, int]] = {}
 
-    @property
-    def down(self) -> int:
-        """Bytes to the clients in all."""
-        return sum(phase.down for phase in self.phases.values())
+    def observe(self, event: events.UpdateApplied | events.AnswerTaken) -> None:
+        """Count one request."""
+        phase = self.phases.setdefault(event.phase, {"down": 0, "up": 0, "messages": 0})
+        phase["down"] += int(event.bytes_down)
+        phase["up"] += int(event.bytes_up)
+        phase["messages"] += 1
 
-    @property
-    def up(self) -> int:
-        """Bytes from the clients in all."""
-        return sum(phase.up for phase in self.phases.values())
-
-    def observe(self, event: UpdateApplied | AnswerTaken) -> None:
-        """Count one piece of work."""
-        phase = self.phases.setdefault(event.phase, PhaseTraffic())
-        phase.down += int(event.bytes_down)
-        phase.up += int(event.bytes_up)
-        phase.messages += 1
-
-    def result(self) -> dict[str, dict[str, int]]:
-        """Return the traffic of each phase, ready for JSON."""
-        return {
-            name: {"down": phase.down, "up": phase.up, "messages": phase.messages}
-            for name, phase in self.phases.items()
-        }
+    def total(self, way: str) -> int:
+        """Return the bytes of all phases, ``"down"`` or ``"up"``."""
+        return sum(phase[way] for phase in self.phases.values())
 
 
 # -----------------------------------------------------------------------------
 # What a run has forgotten of former tasks, and what it knew of coming ones.
 #
 # A task is a step of the data that change. R[t, j] is the accuracy on the test data of step j
-# after
-# step t, the mean over the clients that tested it. The numbers that follow from it are those of
-# Lopez-Paz and Ranzato, *Gradient Episodic Memory for Continual Learning*, NeurIPS 2017 (average
-# accuracy, backward and forward transfer), and of Chaudhry et al., *Riemannian Walk for
-# Incremental
-# Learning*, ECCV 2018 (forgetting). T is the last step, counted from 0.
+# after step t, the mean over the clients that tested it. The numbers that follow from it are
+# those of Lopez-Paz and Ranzato, *Gradient Episodic Memory for Continual Learning*, NeurIPS 2017
+# (average accuracy, backward and forward transfer), and of Chaudhry et al., *Riemannian Walk for
+# Incremental Learning*, ECCV 2018 (forgetting). T is the last step, counted from 0.
 # -----------------------------------------------------------------------------
 
 
@@ -333,14 +246,14 @@ class TaskAccuracies:
         and transfer always good if positive.
     """
 
-    def __init__(self, events: Iterable[TasksTested] = ()) -> None:
+    def __init__(self, tests: Iterable[events.TasksTested] = ()) -> None:
         self.measure: Measure = ACCURACY
-        self._scores: defaultdict[int, dict[str, dict[int, TaskScore]]] = defaultdict(dict)
+        self._scores: defaultdict[int, dict[str, dict[int, events.TaskScore]]] = defaultdict(dict)
         self._clusters: dict[int, int] = {}
-        for event in events:
+        for event in tests:
             self.observe(event)
 
-    def observe(self, event: TasksTested) -> None:
+    def observe(self, event: events.TasksTested) -> None:
         """Take note of tests."""
         self.measure = event.measure
         self._clusters[event.step] = event.clusters
@@ -359,7 +272,7 @@ class TaskAccuracies:
         return [self._clusters.get(step) for step in range(self.count)]
 
     def matrix(self) -> FloatArray:
-        """Return R, shape (T + 1, T + 1): NaN where nobody has tested."""
+        """Return R, shape (T + 1, T + 1): NaN where no client has tested."""
         return self._means("accuracy")
 
     def untrained(self) -> FloatArray:
@@ -384,7 +297,7 @@ class TaskAccuracies:
             return dict.fromkeys(keys)
         matrix = self.matrix()
         return {
-            f"task_{measure}": [[_finite_or_none(value) for value in row] for row in matrix],
+            f"task_{measure}": [[finite(value) for value in row] for row in matrix],
             names[0]: _mean(matrix[-1]),
             names[1]: _mean(np.diagonal(matrix)),
             **self._learnt(matrix),
@@ -428,17 +341,12 @@ def _mean(values: FloatArray) -> float | None:
     return float(known.mean()) if len(known) else None
 
 
-def _finite_or_none(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None
-
-
 # -----------------------------------------------------------------------------
 # Uploads one by one: how good each was, and how well its mixture was estimated.
 #
 # The measures of Li and Zhu, "Client-Driven Federated Learning": the accuracy of what a client
 # uploads and of what it gets in return, on the same data, and the divergence of the true mixture
-# of
-# these data from the weights that the method gives the client.
+# of these data from the weights that the method gives the client.
 # -----------------------------------------------------------------------------
 
 
@@ -477,7 +385,7 @@ class Upload:
     estimate: Mapping[int, float]
 
 
-class Uploads:
+class Uploads(EventHandler):
     """Gathers the uploads of a run and counts its sessions, an observer of the run.
 
     A session is a stretch in which every client that is online has uploaded at least once.
@@ -508,24 +416,28 @@ class Uploads:
 
     def observe(self, event: Event) -> None:
         """Take note of an event."""
-        if isinstance(event, UpdateApplied):
-            if self._changed:
-                self._close()
-            self._observe_update(event)
-            return
-        if isinstance(event, ClustersChanged):
-            self._changed = bool(self._open)
-            return
-        self._close()
-        if isinstance(event, ClientJoined):
-            if event.client not in self._online:
-                self._missing.add(event.client)
-            self._online.add(event.client)
-        elif isinstance(event, ClientLeft):
-            self._online.discard(event.client)
-            self._missing.discard(event.client)
-        elif isinstance(event, ClustersScored):
-            self._identified = True
+        if not isinstance(event, events.UpdateApplied | events.ClustersChanged):
+            self._close()
+        self(event)
+
+    def on_clusters_changed(self, event: events.ClustersChanged) -> None:
+        """Remember that estimates may be others than before."""
+        self._changed = bool(self._open)
+
+    def on_client_joined(self, event: events.ClientJoined) -> None:
+        """Expect an upload of this client in the session."""
+        if event.client not in self._online:
+            self._missing.add(event.client)
+        self._online.add(event.client)
+
+    def on_client_left(self, event: events.ClientLeft) -> None:
+        """Expect no upload of this client."""
+        self._online.discard(event.client)
+        self._missing.discard(event.client)
+
+    def on_clusters_scored(self, event: events.ClustersScored) -> None:
+        """Remember that each cluster stands for the distribution of its number."""
+        self._identified = True
 
     @property
     def rows(self) -> Sequence[Upload]:
@@ -629,7 +541,10 @@ class Uploads:
             ],
         }
 
-    def _observe_update(self, event: UpdateApplied) -> None:
+    def on_update_applied(self, event: events.UpdateApplied) -> None:
+        """Add an upload that says something, and end the session if it was the last one missing."""
+        if self._changed:
+            self._close()
         client, session = event.client, len(self.session_ends) + 1
         if event.accuracy_after is not None:
             self._after[client] = event.accuracy_after
@@ -746,48 +661,8 @@ def _mean_of(values: Iterable[float | None]) -> float | None:
 # -----------------------------------------------------------------------------
 
 
-class Evaluation(Protocol):
-    """What the search for a target needs to know of an evaluation."""
-
-    @property
-    def time(self) -> float:
-        """When, in seconds."""
-        ...
-
-    @property
-    def updates(self) -> int:
-        """Updates applied by then."""
-        ...
-
-    @property
-    def accuracy(self) -> float:
-        """Mean accuracy over the clients, or of a regression the mean absolute error."""
-        ...
-
-    @property
-    def measure(self) -> Measure:
-        """Which of the two."""
-        ...
-
-    @property
-    def counts(self) -> bool:
-        """Whether enough of the clients answered."""
-        ...
-
-
-@dataclass(frozen=True)
-class _Point:
-    """An evaluation that counts, without its clients."""
-
-    time: float
-    updates: int
-    accuracy: float
-    counts: bool = True
-    measure: Measure = ACCURACY
-
-
 def time_to_target(
-    evaluations: Iterable[Evaluation], target: float | None
+    evaluations: Iterable[events.Evaluated], target: float | None
 ) -> dict[str, float | int] | None:
     """Find the first evaluation that counts and is as good as a target.
 
@@ -809,7 +684,7 @@ def time_to_target(
     return None
 
 
-class RunSummary:
+class RunSummary(EventHandler):
     """The numbers of a run so far, an observer of it.
 
     Attributes
@@ -835,8 +710,6 @@ class RunSummary:
         Number of cluster models now.
     moves : int
         How often a client went to another cluster on its own, no cluster being split or merged.
-    idle : IdleShares
-        How much of windows clients spent waiting.
     membership : Membership
         Which client is in which clusters.
     uploads : Uploads
@@ -870,48 +743,58 @@ class RunSummary:
         self.traffic = Traffic()
         self.clusters = 0
         self.moves = 0
-        self.idle = IdleShares()
         self.membership = Membership()
         self.uploads = Uploads(self.membership)
-        self.cluster_scores: ClustersScored | None = None
+        self.cluster_scores: events.ClustersScored | None = None
         self.tasks = TaskAccuracies()
         self.measures = Measures()
         self.passes: int | None = None
         self.reason: str | None = None
-        self.ending: Ending | None = None
-        self._evaluations: list[_Point] = []
+        self.ending: events.Ending | None = None
+        self._evaluations: list[events.Evaluated] = []
         self._pure_since: int | None = None
         self._steps = StepAccuracies()
 
     def observe(self, event: Event) -> None:
         """Take note of an event."""
         self.time = max(self.time, float(event.time))
-        if isinstance(event, UpdateApplied):
-            self.updates = int(event.seq)
-            self.traffic.observe(event)
-            if event.passes is not None:
-                self.passes = (self.passes or 0) + event.passes
-        elif isinstance(event, Evaluated):
-            self._observe_evaluation(event)
-        elif isinstance(event, AnswerTaken):
-            self.traffic.observe(event)
-        elif isinstance(event, UpdateRejected):
-            self.rejected += 1
-        elif isinstance(event, ClaimRefused):
-            self.refused_claims += 1
-        elif isinstance(event, RunEnded):
-            # Tasks that nobody was left to answer may have been given up later than this.
-            self.reason, self.ending, self.time = event.reason, event.ending, float(event.time)
-        elif isinstance(event, Measured):
-            self.idle.observe(event)
-            self.measures.observe(event)
-        elif isinstance(event, ClustersScored):
-            self.cluster_scores = event
-        elif isinstance(event, TasksTested):
-            self.tasks.observe(event)
-        elif isinstance(event, ClustersChanged | ClientJoined):
-            self._observe_clusters(event)
+        self(event)
         self.uploads.observe(event)
+
+    def on_update_applied(self, event: events.UpdateApplied) -> None:
+        """Count an update, with its traffic and its work."""
+        self.updates = int(event.seq)
+        self.traffic.observe(event)
+        if event.passes is not None:
+            self.passes = (self.passes or 0) + event.passes
+
+    def on_answer_taken(self, event: events.AnswerTaken) -> None:
+        """Count the traffic of an answer."""
+        self.traffic.observe(event)
+
+    def on_update_rejected(self, event: events.UpdateRejected) -> None:
+        """Count a reply that was not used."""
+        self.rejected += 1
+
+    def on_claim_refused(self, event: events.ClaimRefused) -> None:
+        """Count a claim to an id of another key."""
+        self.refused_claims += 1
+
+    def on_measured(self, event: events.Measured) -> None:
+        """Take note of a measure of the method."""
+        self.measures.observe(event)
+
+    def on_clusters_scored(self, event: events.ClustersScored) -> None:
+        """Keep the latest test of the clusters' models."""
+        self.cluster_scores = event
+
+    def on_tasks_tested(self, event: events.TasksTested) -> None:
+        """Take note of a test on all steps of the data."""
+        self.tasks.observe(event)
+
+    def on_run_ended(self, event: events.RunEnded) -> None:
+        """Take the time of the end: tasks may have timed out later than this."""
+        self.reason, self.ending, self.time = event.reason, event.ending, float(event.time)
 
     def purity(self) -> float | None:
         """Return the clusters' purity now; None if no true groups are known."""
@@ -941,7 +824,13 @@ class RunSummary:
             Target accuracy, or of a regression the target error.
         """
         rate = self.updates / wall_time if wall_time > 0 else None
-        measures = self.measures.result()
+        name, scored = self.measure.name, self.cluster_scores
+        of_clusters = {} if scored is None else scored.accuracies
+        accuracies = [point.accuracy for point in self._evaluations]
+        converged, index = None, convergence_index(accuracies, self.measure)
+        if index is not None:
+            reached = self._evaluations[index]
+            converged = {"virtual_time": float(reached.time), "updates": int(reached.updates)}
         return {
             "strategy": strategy,
             "dataset": dataset,
@@ -954,33 +843,35 @@ class RunSummary:
             "virtual_time": self.time,
             "wall_time": float(wall_time),
             "updates_per_second": rate,
-            "measure": self.measure.name,
+            "measure": name,
             "unit": self.measure.unit,
-            **self._scores(),
-            **self._steps.result(self.measure.name),
-            **self.tasks.result(self.measure.name),
+            name: finite(self.accuracy),
+            f"best_{name}": finite(self.best_accuracy),
+            f"weighted_{name}": finite(self.weighted_accuracy),
+            f"best_weighted_{name}": finite(self.best_weighted_accuracy),
+            **self._steps.result(name),
+            **self.tasks.result(name),
             "clients_asked": self.asked,
             "clients_answered": self.answered,
             "target": target,
             "time_to_target": time_to_target(self._evaluations, target),
-            "time_to_convergence": self._time_to_convergence(),
-            "unrest": unrest([point.accuracy for point in self._evaluations], self.measure),
+            "time_to_convergence": converged,
+            "unrest": unrest(accuracies, self.measure),
             "clusters": self.clusters,
             "cluster_sizes": {str(k): size for k, size in self.membership.sizes().items()},
-            "supporters": self._supporters(),
             "moves": self.moves,
             "purity": self.purity(),
             "purity_reached_at_update": self._pure_since,
-            "bytes_up": self.traffic.up,
-            "bytes_down": self.traffic.down,
-            "bytes_by_phase": self.traffic.result(),
+            "bytes_up": self.traffic.total("up"),
+            "bytes_down": self.traffic.total("down"),
+            "bytes_by_phase": {phase: dict(of) for phase, of in self.traffic.phases.items()},
             "rejected_updates": self.rejected,
             "refused_claims": self.refused_claims,
-            **self.idle.result(),
             **self.uploads.result(),
-            **self._cluster_result(),
+            "cluster_accuracy": None if scored is None else finite(scored.mean),
+            "cluster_accuracies": {str(k): finite(a) for k, a in of_clusters.items()} or None,
             "sample_passes": self.passes,
-            **({"measures": measures} if measures else {}),
+            **self.measures.result(),
             "versions": {
                 "raceme": raceme.__version__,
                 "flwr": _version("flwr"),
@@ -990,39 +881,8 @@ class RunSummary:
             },
         }
 
-    def _cluster_result(self) -> dict[str, Any]:
-        if self.cluster_scores is None:
-            return dict.fromkeys(("cluster_accuracy", "cluster_accuracies"))
-        found = self.cluster_scores
-        return {
-            "cluster_accuracy": _finite(found.mean),
-            "cluster_accuracies": {str(k): _finite(a) for k, a in found.accuracies.items()},
-        }
-
-    def _supporters(self) -> dict[str, list[int]] | None:
-        """Return which clusters support which now; None where no method says so."""
-        event = self.measures.last.get("support")
-        found: dict[str, list[int]] | None = None if event is None else _plain_value(event.value)
-        return found
-
-    def _scores(self) -> dict[str, float | None]:
-        """Return the measure by its name; a run that was not evaluated has accuracies of None."""
-        name = self.measure.name
-        return {
-            name: _finite(self.accuracy),
-            f"best_{name}": _finite(self.best_accuracy),
-            f"weighted_{name}": _finite(self.weighted_accuracy),
-            f"best_weighted_{name}": _finite(self.best_weighted_accuracy),
-        }
-
-    def _time_to_convergence(self) -> dict[str, float | int] | None:
-        index = convergence_index([point.accuracy for point in self._evaluations], self.measure)
-        if index is None:
-            return None
-        reached = self._evaluations[index]
-        return {"virtual_time": reached.time, "updates": reached.updates}
-
-    def _observe_evaluation(self, event: Evaluated) -> None:
+    def on_evaluated(self, event: events.Evaluated) -> None:
+        """Take note of an evaluation."""
         accuracy, self.measure = float(event.accuracy), event.measure
         self.clusters = int(event.clusters)
         weighted = float(event.weighted_accuracy)
@@ -1034,9 +894,8 @@ class RunSummary:
         if not event.counts:
             return
         self._steps.observe(event)
-        self._evaluations.append(
-            _Point(float(event.time), int(event.updates), accuracy, measure=event.measure)
-        )
+        # Without its clients, of which there may be many.
+        self._evaluations.append(replace(event, per_client={}, asked=0, steps={}, groups={}))
         self.best_accuracy = self._better(accuracy, self.best_accuracy)
         self.best_weighted_accuracy = self._better(weighted, self.best_weighted_accuracy)
 
@@ -1046,19 +905,24 @@ class RunSummary:
             return best
         return value if best is None else self.measure.better(best, value)
 
-    def _observe_clusters(self, event: ClustersChanged | ClientJoined) -> None:
+    def on_client_joined(self, event: events.ClientJoined) -> None:
+        """Take note of the client's group."""
+        self.membership.observe(event)
+        self._look_at_purity()
+
+    def on_clusters_changed(self, event: events.ClustersChanged) -> None:
+        """Count moves, and the clusters that there are now."""
         before = self.membership.weights
-        if isinstance(event, ClustersChanged) and event.change is ClusterChange.MOVE:
+        if event.change is events.ClusterChange.MOVE:
             # Weights may change without a client's main cluster becoming another.
             self.moves += sum(
                 home(before.get(client, {})) != home(weights)
                 for client, weights in event.memberships.items()
             )
         self.membership.observe(event)
-        if isinstance(event, ClustersChanged):
-            # An evaluation counts clusters too that no event has named, e.g. without members.
-            changed = self.clusters + len(event.made) - len(event.gone)
-            self.clusters = max(changed, len(self.membership.existing))
+        # An evaluation counts clusters too that no event has named, e.g. without members.
+        changed = self.clusters + len(event.made) - len(event.gone)
+        self.clusters = max(changed, len(self.membership.existing))
         self._look_at_purity()
 
     def _look_at_purity(self) -> None:
@@ -1068,33 +932,6 @@ class RunSummary:
             self._pure_since = self.updates
 
 
-def summarise(
-    events: Iterable[Event],
-    *,
-    strategy: str,
-    dataset: str,
-    seed: int,
-    wall_time: float,
-    target: float | None = None,
-    model: str | None = None,
-) -> dict[str, Any]:
-    """Summarise a run from its events, e.g. those of a run store.
-
-    See :meth:`RunSummary.result` for the other parameters.
-    """
-    run = RunSummary()
-    for event in events:
-        run.observe(event)
-    return run.result(
-        strategy=strategy,
-        dataset=dataset,
-        seed=seed,
-        wall_time=wall_time,
-        target=target,
-        model=model,
-    )
-
-
 def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
     """Write a summary as indented JSON, atomically."""
     text = json.dumps(summary, indent=2, allow_nan=False, ensure_ascii=False)
@@ -1102,9 +939,9 @@ def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
         file.write_text(text + "\n", encoding="utf-8")
 
 
-def _finite(value: float | None) -> float | None:
+def finite(value: float | None) -> float | None:
     """Return a number, or None for NaN and infinity, which JSON does not have."""
-    return value if value is not None and math.isfinite(value) else None
+    return float(value) if value is not None and math.isfinite(value) else None
 
 
 def _version(package: str) -> str | None:
@@ -1120,7 +957,7 @@ def _version(package: str) -> str | None:
 # -----------------------------------------------------------------------------
 
 
-class ProtectionSummary:
+class ProtectionSummary(EventHandler):
     """How often which client's updates were accepted, scaled and refused: an observer of a run.
 
     Parameters
@@ -1135,27 +972,30 @@ class ProtectionSummary:
         self._excluded: dict[str, bool] = {}
         self._last: float | None = None
         self._measure = ACCURACY
-        self._honest: list[Evaluated] = []
+        self._honest: list[events.Evaluated] = []
 
     def observe(self, event: Event) -> None:
         """Take note of an event."""
-        if isinstance(event, UpdateApplied):
-            self._counts[event.client][Verdict.ACCEPTED] += 1
-        elif isinstance(event, UpdateJudged):
-            self._judged(event)
-        elif isinstance(event, Evaluated):
-            self._evaluated(event)
+        self(event)
 
-    def _evaluated(self, event: Evaluated) -> None:
+    def on_update_applied(self, event: events.UpdateApplied) -> None:
+        """Count an update that the method was given."""
+        self._counts[event.client][Verdict.ACCEPTED] += 1
+
+    def on_evaluated(self, event: events.Evaluated) -> None:
+        """Take the mean over the clients that do not attack."""
         scores = [
             score for name, (_, score, _) in event.per_client.items() if name not in self.attackers
         ]
         self._last, self._measure = fmean(scores) if scores else None, event.measure
         if self.attackers and event.counts and scores:
-            found = Evaluated(event.time, event.updates, fmean(scores), math.nan, event.clusters)
+            found = events.Evaluated(
+                event.time, event.updates, fmean(scores), math.nan, event.clusters
+            )
             self._honest.append(replace(found, measure=event.measure))
 
-    def _judged(self, event: UpdateJudged) -> None:
+    def on_update_judged(self, event: events.UpdateJudged) -> None:
+        """Count a verdict."""
         counts = self._counts[event.client]
         if event.verdict is Verdict.SCALED:
             # It is reported as applied, too.
@@ -1168,22 +1008,16 @@ class ProtectionSummary:
         elif event.verdict is Verdict.READMITTED:
             self._excluded.pop(event.client, None)
 
-    @property
-    def _has_judged(self) -> bool:
-        return any(
-            counts[Verdict.SCALED] or counts[Verdict.REFUSED] for counts in self._counts.values()
-        )
-
     def result(self, target: float | None = None) -> dict[str, Any]:
-        """Return what the summary of a run has of it; nothing where nobody attacked or was judged.
+        """Return what the summary of a run has of it; nothing without attacks and verdicts.
 
-        ``protection`` has the counts by client, ``excluded_clients`` who was excluded at the end,
-        ``attackers`` who attacked, ``honest_accuracy`` the mean accuracy of all others at the last
-        evaluation, and ``honest_time_to_target`` when it first was as good as the target.
+        ``protection`` has the counts by client, ``excluded_clients`` those excluded at the end,
+        ``attackers`` those that attacked, ``honest_accuracy`` the mean accuracy of all others at
+        the last evaluation, and ``honest_time_to_target`` when it first was as good as the target.
         """
         found: dict[str, Any] = {}
-        if self._has_judged:
-            kinds = (Verdict.ACCEPTED, Verdict.SCALED, Verdict.REFUSED)
+        kinds = (Verdict.ACCEPTED, Verdict.SCALED, Verdict.REFUSED)
+        if any(counts[kind] for counts in self._counts.values() for kind in kinds[1:]):
             found["protection"] = {
                 client: {kind.value: counts[kind] for kind in kinds}
                 for client, counts in sorted(self._counts.items())
@@ -1194,7 +1028,3 @@ class ProtectionSummary:
             found[f"honest_{self._measure.name}"] = self._last
             found["honest_time_to_target"] = time_to_target(self._honest, target)
         return found
-
-
-# -----------------------------------------------------------------------------
-# The tables of a run store with what only some methods report; they came with format 6.

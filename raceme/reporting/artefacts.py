@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 
 from raceme.core.errors import UserError
 from raceme.core.files import atomic_write
-from raceme.records.folder import MEASURE, model_file, saved_in
+from raceme.records.folder import model_file, saved_in
 from raceme.records.positions import Similarity
 from raceme.records.record import RunRecord, read_run
 from raceme.records.summary import write_summary
@@ -24,16 +24,10 @@ from raceme.reporting.clusters_plot import clusters_figure
 from raceme.reporting.plots import (
     accuracy_figure,
     devices_figure,
-    drawn_measures,
-    has_mixtures,
     has_scores,
-    has_support,
-    has_tasks,
-    idle_figure,
     measure_figure,
     mixtures_figure,
     similarity_figure,
-    support_figure,
     tasks_figure,
     uploads_figure,
     why_no_mixtures,
@@ -97,29 +91,44 @@ def write_all(
     except UserError as error:
         return failed | {"plots": str(error)}
     title = f"{summary['strategy']} on {summary['dataset']}, seed {summary['seed']}"
-    figures: dict[str, Callable[[], Figure]] = {
-        "accuracy.png": lambda: accuracy_figure(record, target=target, title=title, clock=clock),
-        "clusters.png": lambda: clusters_figure(record, clock=clock),
-        "devices.png": lambda: devices_figure(record, clock=clock),
-        "similarity.png": lambda: draw_similarity(record, kept),
-    }
-    if len(record.idle_shares):
-        figures["idle.png"] = lambda: idle_figure({"": record})
-    if has_scores(record):
-        figures["uploads.png"] = lambda: uploads_figure(record)
-    if has_mixtures(record):
-        figures["mixtures.png"] = lambda: mixtures_figure(record)
-    elif why := why_no_mixtures(record):
+    figures = figures_of(record, similarity=kept, target=target, title=title, clock=clock)
+    if why := why_no_mixtures(record):
         log.warning("mixtures.png is left out: %s", why)
-    if has_tasks(record):
-        figures["tasks.png"] = lambda: tasks_figure(record)
-    if has_support(record):
-        figures["support.png"] = lambda: support_figure(record, clock=clock)
-    for name in drawn_measures(record):
-        figures[f"{MEASURE}{name}.png"] = partial(measure_figure, record, name, clock=clock)
     for name, draw in figures.items():
-        failed |= _attempt(name, lambda n=name, d=draw: save_figure(d(), out / n))  # type: ignore[misc]
+        path = out / f"{name}.png"
+        failed |= _attempt(path.name, lambda p=path, d=draw: save_figure(d(), p))  # type: ignore[misc]
     return failed
+
+
+def figures_of(
+    record: RunRecord,
+    *,
+    similarity: Similarity | None,
+    target: float | None = None,
+    title: str = "",
+    clock: str = CLOCK,
+) -> dict[str, Callable[[], Figure]]:
+    """Return what draws the figures of a run, by the names of their files.
+
+    Figures that not every run has are left out where there is nothing to draw. The parameters are
+    those of :func:`raceme.reporting.plots.accuracy_figure`.
+    """
+    figures: dict[str, Callable[[], Figure]] = {
+        "accuracy": partial(accuracy_figure, record, target=target, title=title, clock=clock),
+        "clusters": partial(clusters_figure, record, clock=clock),
+        "devices": partial(devices_figure, record, clock=clock),
+        "similarity": partial(draw_similarity, record, similarity),
+    }
+    for name, draw, has_data in (
+        ("uploads", uploads_figure, has_scores(record)),
+        ("mixtures", mixtures_figure, bool(record.uploads.divergences())),
+        ("tasks", tasks_figure, bool(record.task_tests)),
+    ):
+        if has_data:
+            figures[name] = partial(draw, record)
+    for schema in record.drawn_measures:
+        figures[schema.file] = partial(measure_figure, record, schema, clock=clock)
+    return figures
 
 
 def _save_client_models(
@@ -156,7 +165,7 @@ def _attempt(name: str, write: Callable[[], None]) -> dict[str, str]:
     try:
         write()
     except (OSError, SafetensorError) as error:
-        # A full disk; where in this program it was found helps nobody.
+        # A full disk; its place in this program is no help.
         reason = getattr(error, "strerror", None) or str(error)
         log.error("%s could not be written: %s", name, reason)
         return {name: " ".join(reason.split())}

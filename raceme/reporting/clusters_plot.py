@@ -1,4 +1,4 @@
-"""The clusters over time: which clients belong together, who moves, what is split and merged."""
+"""The clusters over time: which clients belong together, move, are split and merged."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from raceme.reporting.style import (
     group_colour,
     mark_changes,
     mark_drifts,
-    new_figure,
+    one_axes,
     say_empty,
     style,
     time_axis,
@@ -129,7 +129,7 @@ class Streams:
             paths.setdefault(placed.client, []).append((placed.time, placed.weights))
         self._paths = paths
         self._end = end
-        # Whoever goes the same way is side by side: a split parts two neighbours only.
+        # Clients that go the same way are side by side: a split parts two neighbours only.
         self.order = sorted(
             paths, key=lambda client: (_homes(paths[client]), _known(groups, client))
         )
@@ -260,7 +260,7 @@ class Streams:
             path = self._paths[client]
             stops = [*(time for time, _ in path[1:]), self._end]
             for (start, weights), stop in zip(path, stops, strict=True):
-                # Who was there for a moment only has little say, yet where no other was, it has.
+                # A short stay counts little, but it counts where there is no other.
                 stay = max(stop - start, 1e-6 * self._end, _LEAST)
                 for cluster, weight in weights.items():
                     total[cluster] = total.get(cluster, 0.0) + stay * weight
@@ -385,7 +385,7 @@ def _known(groups: Mapping[str, int | None], client: str) -> int:
 
 
 # -----------------------------------------------------------------------------
-# The clusters over time: which clients belong together, who moves, what is split and merged.
+# The clusters over time: which clients belong together, move, are split and merged.
 # -----------------------------------------------------------------------------
 
 
@@ -401,6 +401,7 @@ _ROW = 0.055
 """Height of a row of marks above the bands, as a share of the axes."""
 
 
+@style()
 def clusters_figure(record: RunRecord, *, clock: str = CLOCK) -> Figure:
     """Draw every client as a band that follows its clusters, in their colours.
 
@@ -409,32 +410,29 @@ def clusters_figure(record: RunRecord, *, clock: str = CLOCK) -> Figure:
     above say when a cluster was split, merged, founded or given up, lines when clients' data
     changed. The strip at the right shows the true groups where they are known.
     """
-    with style():
-        figure = new_figure(7.2, 4.4)
-        axes = figure.add_subplot()
-        seconds = time_axis(axes, 0.0, record.end, clock)
-        axes.set_title("Clusters over time")
-        if not record.placements:
-            say_empty(axes, "no clients")
-            return figure
-        streams = Streams(record.placements, record.groups, record.end)
-        span = max(record.end, 1e-9)
-        changes = [time for time in streams.changes if 0 < time <= span]
-        room = max(_BEND, min(streams.thickness / _MOST_PIECES, _MOST_ROOM)) * span
-        drawn = streams.bands([(0.0, 0.0), *_together(changes, room)])
-        _fill(axes, streams.bodies(drawn, _BEND * span, span), seconds, edge=0.0)
-        for shapes in streams.pieces(drawn, _BEND * span, span):
-            _fill(axes, shapes, seconds, edge=0.35)
-        axes.set_yticks([])
-        axes.set_ylabel(f"{len(streams.order)} clients")
-        axes.spines["left"].set_visible(False)
-        axes.grid(False)
-        low, high = extent(drawn)
-        _mark(figure, axes, record, seconds, (low - streams.gap / 2, high + streams.gap / 2))
-        final = drawn[-1][1]
-        _label_clusters(axes, final)
-        _draw_groups(axes, record.groups, final)
+    figure, axes = one_axes(7.2, 4.4, "Clusters over time")
+    seconds = time_axis(axes, 0.0, record.end, clock)
+    if not record.placements:
+        say_empty(axes, "no clients")
         return figure
+    streams = Streams(record.placements, record.groups, record.end)
+    span = max(record.end, 1e-9)
+    changes = [time for time in streams.changes if 0 < time <= span]
+    room = max(_BEND, min(streams.thickness / _MOST_PIECES, _MOST_ROOM)) * span
+    drawn = streams.bands([(0.0, 0.0), *_together(changes, room)])
+    _fill(axes, streams.bodies(drawn, _BEND * span, span), seconds, edge=0.0)
+    for shapes in streams.pieces(drawn, _BEND * span, span):
+        _fill(axes, shapes, seconds, edge=0.35)
+    axes.set_yticks([])
+    axes.set_ylabel(f"{len(streams.order)} clients")
+    axes.spines["left"].set_visible(False)
+    axes.grid(False)
+    low, high = extent(drawn)
+    _mark(figure, axes, record, seconds, (low - streams.gap / 2, high + streams.gap / 2))
+    final = drawn[-1][1]
+    _label_clusters(axes, final)
+    _draw_groups(axes, record.groups, final)
+    return figure
 
 
 def _fill(axes: Axes, shapes: Shapes, seconds: float, edge: float) -> None:

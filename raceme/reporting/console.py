@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console
@@ -16,17 +15,8 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from raceme.core.events import (
-    ClustersChanged,
-    DataChanged,
-    Evaluated,
-    Event,
-    Measure,
-    UpdateApplied,
-    UpdateRejected,
-    change_line,
-    is_news,
-)
+from raceme.core import events
+from raceme.core.events import Event, EventHandler, change_line, is_news
 from raceme.records.summary import RunSummary
 
 QUIET_SECONDS = 10.0
@@ -84,7 +74,7 @@ def shown_updates(done: int, planned: int) -> str:
     return f"{done} of {planned} updates" if done <= planned else f"{done} updates"
 
 
-class RunProgress:
+class RunProgress(EventHandler):
     """Shows the progress of a run; an observer of it, and a context manager around it.
 
     On a terminal it is one live line with a bar. Elsewhere it prints a plain line at each
@@ -134,12 +124,7 @@ class RunProgress:
             self._bar.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._bar is not None:
             self._draw()
             self._bar.stop()
@@ -148,19 +133,7 @@ class RunProgress:
         """Take note of an event, and show what is worth showing."""
         self._summary.observe(event)
         self._pace.reached(self._summary.updates)
-        if isinstance(event, ClustersChanged):
-            if is_news(event):
-                self._print(change_line(event))
-        elif isinstance(event, DataChanged):
-            # Of single clients there may be one for each update.
-            if event.client is None or self._each_update:
-                self._print(data_line(event))
-        elif isinstance(event, UpdateRejected) and self._each_update:
-            self._print(f"rejected  {event.client}: {event.reason}")
-        elif isinstance(event, UpdateApplied) and self._each_update:
-            self._print(update_line(event))
-        elif isinstance(event, Evaluated) and self._bar is None:
-            self._print(f"evaluated at {event.updates} updates: {self._status()}")
+        self(event)
         now = self._clock()
         if self._bar is None and now - self._printed_at >= QUIET_SECONDS:
             done = shown_updates(self._summary.updates, self._max_updates)
@@ -168,6 +141,31 @@ class RunProgress:
         # Drawing costs more than an update does: ten times a second is enough for the eye.
         if self._bar is not None and now - self._drawn_at > 0.1:
             self._draw()
+
+    def on_clusters_changed(self, event: events.ClustersChanged) -> None:
+        """Print a split, a merge and the like."""
+        if is_news(event):
+            self._print(change_line(event))
+
+    def on_data_changed(self, event: events.DataChanged) -> None:
+        """Print that all data changed; of single clients there may be one for each update."""
+        if event.client is None or self._each_update:
+            self._print(data_line(event))
+
+    def on_update_rejected(self, event: events.UpdateRejected) -> None:
+        """Print a reply of a real device that was not used."""
+        if self._each_update:
+            self._print(f"rejected  {event.client}: {event.reason}")
+
+    def on_update_applied(self, event: events.UpdateApplied) -> None:
+        """Print an update of a real device."""
+        if self._each_update:
+            self._print(update_line(event))
+
+    def on_evaluated(self, event: events.Evaluated) -> None:
+        """Print an evaluation where there is no live line."""
+        if self._bar is None:
+            self._print(f"evaluated at {event.updates} updates: {self._status()}")
 
     def _print(self, line: str) -> None:
         self._printed_at = self._clock()
@@ -203,13 +201,13 @@ class RunProgress:
         return " · ".join(parts)
 
 
-def data_line(event: DataChanged) -> str:
+def data_line(event: events.DataChanged) -> str:
     """Describe a change of clients' data in one line."""
     whose = "all clients" if event.client is None else event.client
     return f"data of {whose}: step {event.step} at update {event.updates}"
 
 
-def update_line(event: UpdateApplied) -> str:
+def update_line(event: events.UpdateApplied) -> str:
     """Describe an update in one line."""
     return (
         f"update {event.seq:>4}  {event.client}  cluster {event.cluster}  "
@@ -250,135 +248,76 @@ def print_results(
 
 
 def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the numbers of a run as names and values."""
-    reached, target = summary["time_to_target"], summary.get("target")
-    if reached is not None:
-        to_target = f"{reached['virtual_time']:.1f} s, {reached['updates']} updates"
-    else:
-        to_target = "not reached"
-    measure = Measure.of(summary)
-    last, best = (measure.shown(summary[f"{kind}{measure.name}"]) for kind in ("", "best_"))
-    rate = summary["updates_per_second"]
-    # Earlier versions did not tell how many answered.
-    of = _answered(summary.get("clients_answered"), summary.get("clients_asked"))
-    over = of or "clients"
-    rows = [
-        (measure.word, f"{last} (best {best}), mean over {over}"),
-        *_honest_row(summary, measure),
-        *_weighted_row(summary, measure),
-        *_scores_rows(summary, measure),
-        *_tasks_row(summary, measure),
-        (f"time to {measure.bound(target)}" if target else "time to target", to_target),
-        ("clusters", str(summary["clusters"])),
-        *_moves_row(summary),
-        ("purity", _number(summary["purity"])),
-        ("clients", str(summary["clients"])),
-        ("updates", f"{summary['updates']} ({summary['rejected_updates']} rejected)"),
-        ("virtual time", f"{summary['virtual_time']:.1f} s"),
-        ("wall time", f"{summary['wall_time']:.1f} s ({rate or 0:.0f} updates/s)"),
-        (
-            "traffic",
-            f"{shown_bytes(summary['bytes_up'])} up, {shown_bytes(summary['bytes_down'])} down",
-        ),
-        *_phases_row(summary),
-        *_protection_row(summary),
-        *_measures_rows(summary),
-    ]
-    return rows
+    """Return the numbers of a run as names and values; those that a run does not have are left out.
 
-
-def _measures_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return what only the method measures, of clients or clusters the range."""
-    rows = []
-    for of in summary.get("measures", {}).values():
-        value, unit = of["value"], of["unit"]
-        if isinstance(value, Mapping):
-            known = [number for number in value.values() if isinstance(number, int | float)]
-            shown = f"{min(known):.4g} to {max(known):.4g}" if known else "-"
-        else:
-            shown = f"{value:.4g}" if isinstance(value, int | float) else str(value or "-")
-        rows.append((of["title"], f"{shown} {unit}".rstrip()))
-    return rows
-
-
-def _honest_row(summary: Mapping[str, Any], measure: Measure) -> list[tuple[str, str]]:
-    """Return the accuracy of those that do not attack, where some are known to."""
-    honest = summary.get(f"honest_{measure.name}")
-    if honest is None:
-        return []
-    attackers = len(summary["attackers"])
-    return [("honest clients", f"{measure.shown(honest)}, mean without {attackers} that attack")]
-
-
-def _protection_row(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return how many updates were scaled or refused, where any was."""
-    by_client = summary.get("protection")
-    if not by_client:
-        return []
-    scaled, refused = (sum(c[kind] for c in by_client.values()) for kind in ("scaled", "refused"))
-    excluded = len(summary["excluded_clients"])
-    return [
-        ("protection", f"{scaled} updates scaled, {refused} refused, {excluded} clients excluded")
-    ]
-
-
-def _weighted_row(summary: Mapping[str, Any], measure: Measure) -> list[tuple[str, str]]:
-    """Return the accuracy by test examples where it says more than the mean over clients.
-
-    Clients with the same number of test examples all count the same. Earlier versions did not
-    tell it.
+    Earlier versions did not write all of them.
     """
-    name = measure.name
-    last, best = summary.get(f"weighted_{name}"), summary.get(f"best_weighted_{name}")
-    shown = f"{measure.shown(last)} (best {measure.shown(best)})"
-    plain = f"{measure.shown(summary[name])} (best {measure.shown(summary[f'best_{name}'])})"
-    if (last is None and best is None) or shown == plain:
-        return []
-    return [("by test examples", f"{shown}, weighted mean")]
+    return list(_rows(summary))
 
 
-def _scores_rows(summary: Mapping[str, Any], measure: Measure) -> list[tuple[str, str]]:
-    """Return how good uploads and clusters are, where that is known; earlier versions had none."""
-    before, after = summary.get("accuracy_before"), summary.get("accuracy_after")
-    cluster, mixture = summary.get("cluster_accuracy"), summary.get("mixture_divergence")
-    rows = []
-    if before is not None:
-        rows.append(("uploads", f"{measure.shown(before)}, got in return {measure.shown(after)}"))
-    if cluster is not None:
-        rows.append(("clusters' models", f"{measure.shown(cluster)}, on the server's test sets"))
-    if mixture is not None:
-        rows.append(("mixtures", f"{_number(mixture)} nats, KL(true ‖ estimated)"))
-    return rows
+def _rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    measure, get = events.Measure.of(summary), summary.get
+    name, shown = measure.name, measure.shown
+    plain = f"{shown(summary[name])} (best {shown(summary[f'best_{name}'])})"
+    over = _answered(get("clients_answered"), get("clients_asked")) or "clients"
+    yield measure.word, f"{plain}, mean over {over}"
+    if (honest := get(f"honest_{name}")) is not None:
+        attackers = len(summary["attackers"])
+        yield "honest clients", f"{shown(honest)}, mean without {attackers} that attack"
+    last, best = get(f"weighted_{name}"), get(f"best_weighted_{name}")
+    weighted = f"{shown(last)} (best {shown(best)})"
+    # Clients with the same number of test examples all count the same.
+    if not (last is best is None) and weighted != plain:
+        yield "by test examples", f"{weighted}, weighted mean"
+    if (before := get("accuracy_before")) is not None:
+        yield "uploads", f"{shown(before)}, got in return {shown(get('accuracy_after'))}"
+    if (cluster := get("cluster_accuracy")) is not None:
+        yield "clusters' models", f"{shown(cluster)}, on the server's test sets"
+    if (mixture := get("mixture_divergence")) is not None:
+        yield "mixtures", f"{_number(mixture)} nats, KL(true ‖ estimated)"
+    if (matrix := get(f"task_{name}")) is not None:
+        many = f"all {len(matrix)}" if len(matrix) > 1 else "the only one"
+        mean, lost = shown(summary[f"average_{name}"]), shown(summary["forgetting"])
+        yield "tasks", f"{mean}, mean over {many} at the end; forgotten {lost}"
+    target, reached = get("target"), summary["time_to_target"]
+    yield (
+        f"time to {measure.bound(target)}" if target else "time to target",
+        f"{reached['virtual_time']:.1f} s, {reached['updates']} updates"
+        if reached
+        else "not reached",
+    )
+    yield "clusters", str(summary["clusters"])
+    if moves := get("moves"):
+        times = "once" if moves == 1 else f"{moves} times"
+        yield "clients moved", f"{times}, each to another cluster on its own"
+    yield "purity", _number(summary["purity"])
+    yield "clients", str(summary["clients"])
+    yield "updates", f"{summary['updates']} ({summary['rejected_updates']} rejected)"
+    yield "virtual time", f"{summary['virtual_time']:.1f} s"
+    rate = summary["updates_per_second"] or 0
+    yield "wall time", f"{summary['wall_time']:.1f} s ({rate:.0f} updates/s)"
+    yield "traffic", _both(summary["bytes_up"], summary["bytes_down"])
+    phases = get("bytes_by_phase") or {}
+    if len(phases) > 1:
+        each = (f"{phase} {_both(of['up'], of['down'])}" for phase, of in phases.items())
+        yield "traffic by phase", "; ".join(each)
+    if by_client := get("protection"):
+        scaled, refused = (
+            sum(counts[kind] for counts in by_client.values()) for kind in ("scaled", "refused")
+        )
+        excluded = len(summary["excluded_clients"])
+        words = f"{scaled} updates scaled, {refused} refused, {excluded} clients excluded"
+        yield "protection", words
+    for of in get("measures", {}).values():
+        yield of["title"], f"{_shown_measure(of['value'])} {of['unit']}".rstrip()
 
 
-def _tasks_row(summary: Mapping[str, Any], measure: Measure) -> list[tuple[str, str]]:
-    """Return what is left of former tasks, where it was tested; earlier versions did not."""
-    matrix = summary.get(f"task_{measure.name}")
-    if matrix is None:
-        return []
-    mean = measure.shown(summary[f"average_{measure.name}"])
-    forgotten = measure.shown(summary["forgetting"])
-    many = f"all {len(matrix)}" if len(matrix) > 1 else "the only one"
-    return [("tasks", f"{mean}, mean over {many} at the end; forgotten {forgotten}")]
-
-
-def _moves_row(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return how often clients moved, if any did; earlier versions did not tell it."""
-    moves = summary.get("moves")
-    times = "once" if moves == 1 else f"{moves} times"
-    return [("clients moved", f"{times}, each to another cluster on its own")] if moves else []
-
-
-def _phases_row(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the traffic of each phase, if there are several; earlier versions did not tell it."""
-    phases = summary.get("bytes_by_phase") or {}
-    if len(phases) < 2:
-        return []
-    each = [
-        f"{name} {shown_bytes(of['up'])} up, {shown_bytes(of['down'])} down"
-        for name, of in phases.items()
-    ]
-    return [("traffic by phase", "; ".join(each))]
+def _shown_measure(value: Any) -> str:
+    """Return a measure for people, of clients or clusters the range."""
+    if isinstance(value, Mapping):
+        known = [number for number in value.values() if isinstance(number, int | float)]
+        return f"{min(known):.4g} to {max(known):.4g}" if known else "-"
+    return f"{value:.4g}" if isinstance(value, int | float) else str(value or "-")
 
 
 def _number(value: float | None) -> str:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import matplotlib
+import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from matplotlib.collections import Collection as Artists
@@ -152,7 +153,7 @@ class PageTable:
     heads : tuple of str
         The columns' heads; none for a table of names and values.
     rows : tuple of tuples of str
-        The cells.
+        The cells; numbers may be given as such, and are written as :func:`number` does.
     words : Collection[int]
         The columns with words, which stand at the left; others have numbers.
     kind : str
@@ -163,10 +164,17 @@ class PageTable:
 
     title: str
     heads: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
+    rows: Sequence[Sequence[Any]]
     words: Collection[int] = (0,)
     kind: str = ""
-    marked: Collection[int] = field(default=())
+    marked: Collection[int] = ()
+
+    def __post_init__(self) -> None:
+        cells = tuple(
+            tuple(cell if isinstance(cell, str) else number(cell) for cell in row)
+            for row in self.rows
+        )
+        object.__setattr__(self, "rows", cells)
 
 
 @dataclass(frozen=True)
@@ -204,9 +212,20 @@ def spread_over(count: int, most: int) -> list[int]:
 
 def number(value: Any, digits: int = 3) -> str:
     """Return a number as it is shown; a dash for what is none or not finite."""
+    value = value.item() if isinstance(value, np.generic) else value
     if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
         return "–"
     return f"{value:,.{digits}f}" if isinstance(value, float) else f"{value:,}"
+
+
+def plural(count: int, noun: str) -> str:
+    """Return a number with its noun: ``"1 client"``, ``"2 clients"``."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def first_of(shown: int, total: int, noun: str = "") -> str:
+    """Return for a title how many of all rows a table has; nothing if it has all."""
+    return f", the first {shown} of {total}{noun}" if shown < total else ""
 
 
 def versions_table(versions: Mapping[str, Sequence[str]]) -> PageTable:
@@ -227,11 +246,8 @@ def render(template: str, *, frozen: Frozen | None = None, **content: Any) -> st
     content : Any
         What the template names.
     """
-    return (
-        _environment()
-        .get_template(template)
-        .render(version=raceme.__version__, frozen=frozen, **content)
-    )
+    found = _environment().get_template(template)
+    return found.render(version=raceme.__version__, frozen=frozen, **content)
 
 
 def write_page(path: Path, text: str) -> None:
@@ -283,5 +299,5 @@ def _environment() -> Environment:
 
 
 def _shortened(text: str, most: int = 120) -> str:
-    """Cut a text that somebody else made as long as he liked."""
+    """Cut a text from elsewhere that may be of any length."""
     return text if len(text) <= most else f"{text[:most]}…"

@@ -1,18 +1,16 @@
-"""Accuracy over time, of one run and of several."""
+"""The figures of a run, and those that compare several runs."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
-from pathlib import Path
+from itertools import groupby, pairwise
 from typing import Any, Literal
 
 import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Circle, FancyArrowPatch, Patch, Rectangle, Wedge
@@ -25,30 +23,36 @@ from raceme.core.events import (
     ClustersChanged,
     Measure,
     Measured,
+    MeasureSchema,
     Membership,
 )
-from raceme.records.record import ClientEvaluations, Floats, Integers, RunRecord, Updates, read_run
-from raceme.records.summary import FloatArray, TaskAccuracies, Upload, Uploads, shares
+from raceme.records.record import ClientEvaluations, Floats, Integers, RunRecord
+from raceme.records.summary import LONG, FloatArray, TaskAccuracies, Upload, Uploads, shares
 from raceme.reporting.style import (
     CLOCK,
     FAINT,
     INK,
+    MOST_BARS,
     MUTED,
     REJECTED,
     cluster_colour,
     draw_dots,
+    draw_spans,
     drift_line,
+    fastest_first,
+    first_part,
     group_colour,
+    heat_map,
+    legend_beside,
     log_time_axis,
     mark_drifts,
     new_figure,
-    save_figure,
+    one_axes,
     say_empty,
     series_colour,
     series_line,
     style,
     time_axis,
-    time_unit,
     updates_axis,
 )
 
@@ -64,6 +68,7 @@ _EARLY = 0.1
 """If a run is at the target within this share of the longest one, time is drawn logarithmically."""
 
 
+@style()
 def accuracy_figure(
     record: RunRecord, *, target: float | None = None, title: str = "", clock: str = CLOCK
 ) -> Figure:
@@ -82,24 +87,24 @@ def accuracy_figure(
     clock : str
         What the axis of time is called.
     """
-    with style():
-        figure = new_figure(7.2, 4.2)
-        axes = figure.add_subplot()
-        seconds = time_axis(axes, 0.0, record.end, clock)
-        _score_axis(axes, [record])
-        axes.set_title(title or f"{record.measure.title} on the clients' own test data")
-        if len(record.evaluations.time):
-            _draw_accuracy(axes, record, seconds)
-            _mark_changes(axes, record.changes, seconds)
-            if target is not None:
-                _mark_target(axes, record, target, seconds)
-            _legend(figure, axes, _mark_data(axes, record, seconds), record.measure)
-        else:
-            say_empty(axes, "no evaluations")
-        updates_axis(axes, record.updates.time, seconds)
-        return figure
+    figure, axes = one_axes(7.2, 4.2)
+    seconds = time_axis(axes, 0.0, record.end, clock)
+    _score_axis(axes, [record])
+    axes.set_title(title or f"{record.measure.title} on the clients' own test data")
+    if len(record.evaluations.time):
+        _draw_accuracy(axes, record, seconds)
+        _mark_changes(axes, record.changes, seconds)
+        if target is not None:
+            _target_line(axes, target)
+            _mark_reached(axes, record, target, seconds, INK)
+        _legend(figure, axes, _mark_data(axes, record, seconds), record.measure)
+    else:
+        say_empty(axes, "no evaluations")
+    updates_axis(axes, record.updates.time, seconds)
+    return figure
 
 
+@style()
 def comparison_figure(
     runs: Mapping[str, RunRecord],
     *,
@@ -119,68 +124,41 @@ def comparison_figure(
         As in :func:`accuracy_figure`.
     """
     banded = len(runs) <= _MOST_BANDS
-    with style():
-        figure = new_figure(7.2, 4.2)
-        axes = figure.add_subplot()
-        end = max((record.end for record in runs.values()), default=0.0)
-        seconds = time_axis(axes, 0.0, end, clock)
-        if target is not None and _is_early(runs.values(), target, end):
-            starts = [time for record in runs.values() for time in record.evaluations.time if time]
-            log_time_axis(axes, min(starts) / seconds, end / seconds)
-        measure = _score_axis(axes, list(runs.values()))
-        axes.set_title(title or f"{measure.title} on the clients' own test data")
-        for index, (label, record) in enumerate(runs.items()):
-            colour = series_colour(index)
-            times = record.evaluations.time / seconds
-            if banded:
-                low, high = client_band(record.client_evaluations, len(times))
-                axes.fill_between(times, low, high, color=colour, alpha=0.12, lw=0)
-            axes.plot(
-                times,
-                record.evaluations.accuracy,
-                color=colour,
-                ls=series_line(index),
-                label=label,
-                zorder=3,
-            )
-            if target is not None:
-                _mark_reached(axes, record, target, seconds, colour)
+    figure, axes = one_axes(7.2, 4.2)
+    end = max((record.end for record in runs.values()), default=0.0)
+    seconds = time_axis(axes, 0.0, end, clock)
+    if target is not None and _is_early(runs.values(), target, end):
+        starts = [time for record in runs.values() for time in record.evaluations.time if time]
+        log_time_axis(axes, min(starts) / seconds, end / seconds)
+    measure = _score_axis(axes, list(runs.values()))
+    axes.set_title(title or f"{measure.title} on the clients' own test data")
+    for index, (label, record) in enumerate(runs.items()):
+        colour = series_colour(index)
+        times = record.evaluations.time / seconds
+        if banded:
+            low, high = client_band(record.client_evaluations, len(times))
+            axes.fill_between(times, low, high, color=colour, alpha=0.12, lw=0)
+        axes.plot(
+            times,
+            record.evaluations.accuracy,
+            color=colour,
+            ls=series_line(index),
+            label=label,
+            zorder=3,
+        )
         if target is not None:
-            _target_line(axes, target)
-        if not runs:
-            say_empty(axes, "no runs")
-        elif banded:
-            place = _legend_place(measure)
-            axes.legend(loc=place, title="mean over clients; shaded: 10-90 % of clients")
-        else:
-            # Beside the plot: among so many lines there is no room for it.
-            axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), title="mean over clients")
-        return figure
-
-
-def compare_curves(
-    runs: Mapping[str, RunRecord | Path],
-    path: Path,
-    target: float | None = None,
-    *,
-    title: str = "",
-    clock: str = CLOCK,
-) -> None:
-    """Write a PNG with the accuracy of several runs over time.
-
-    Parameters
-    ----------
-    runs : Mapping[str, RunRecord or Path]
-        Label to run, or to the folder of one.
-    path : Path
-        The PNG to write.
-    target, title, clock
-        As in :func:`accuracy_figure`.
-    """
-    records = {
-        label: read_run(run) if isinstance(run, Path) else run for label, run in runs.items()
-    }
-    save_figure(comparison_figure(records, target=target, title=title, clock=clock), path)
+            _mark_reached(axes, record, target, seconds, colour)
+    if target is not None:
+        _target_line(axes, target)
+    if not runs:
+        say_empty(axes, "no runs")
+    elif banded:
+        place = _legend_place(measure)
+        axes.legend(loc=place, title="mean over clients; shaded: 10-90 % of clients")
+    else:
+        # Beside the plot: among so many lines there is no room for it.
+        legend_beside(axes, title="mean over clients")
+    return figure
 
 
 def client_band(
@@ -314,11 +292,6 @@ def _legend(figure: Figure, axes: Axes, drifts: bool, measure: Measure) -> None:
     figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 4))
 
 
-def _mark_target(axes: Axes, record: RunRecord, target: float, seconds: float) -> None:
-    _target_line(axes, target)
-    _mark_reached(axes, record, target, seconds, INK)
-
-
 def _target_line(axes: Axes, target: float) -> None:
     axes.axhline(target, color=INK, lw=0.9, ls=(0, (1, 2)), zorder=2)
     axes.annotate(
@@ -358,15 +331,7 @@ def _mark_reached(
     arrival = _arrival(record, target)
     if arrival is not None:
         time, accuracy = arrival
-        axes.plot(
-            time / seconds,
-            accuracy,
-            marker="o",
-            ms=6,
-            color=colour,
-            markeredgecolor="white",
-            zorder=4,
-        )
+        axes.plot(time / seconds, accuracy, "o", ms=6, color=colour, mec="white", zorder=4)
 
 
 # -----------------------------------------------------------------------------
@@ -374,6 +339,7 @@ def _mark_reached(
 # -----------------------------------------------------------------------------
 
 
+@style()
 def staleness_figure(records: Mapping[str, RunRecord], *, height: float = 0.55) -> Figure:
     """Draw how stale the updates were that each method used, one row per method.
 
@@ -390,23 +356,25 @@ def staleness_figure(records: Mapping[str, RunRecord], *, height: float = 0.55) 
         if record.updates.seq.size
     }
     stale = {label: values for label, values in staleness.items() if values.max() > 0}
-    with style():
-        if not stale:
-            figure = new_figure(7.2, 2.4)
-            say_empty(figure.add_subplot(), "no method used a stale update")
-            return figure
-        figure = new_figure(7.2, 1.0 + height * len(stale))
-        edges = _edges(max(int(values.max()) for values in stale.values()))
-        places = list(records)
-        rows = figure.subplots(len(stale), 1, sharex=True, squeeze=False)[:, 0]
-        for axes, (label, values) in zip(rows, stale.items(), strict=True):
-            _draw_staleness(axes, label, values, edges, series_colour(places.index(label)))
-        rows[0].set_title("Staleness of the updates")
-        last = rows[-1]
-        ticks = np.arange(len(edges) - 1)
-        last.set_xticks(ticks, [_span(low, high) for low, high in pairwise(edges)])
-        last.set_xlabel("newer versions of the model when the update came")
+    if not stale:
+        figure = new_figure(7.2, 2.4)
+        say_empty(figure.add_subplot(), "no method used a stale update")
         return figure
+    figure = new_figure(7.2, 1.0 + height * len(stale))
+    largest = max(int(values.max()) for values in stale.values())
+    # Bins that double: 0, 1, 2-3, 4-7, …
+    edges = [0, *(2**power for power in range(largest.bit_length() + 1))]
+    places = list(records)
+    rows = figure.subplots(len(stale), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, (label, values) in zip(rows, stale.items(), strict=True):
+        _draw_staleness(axes, label, values, edges, series_colour(places.index(label)))
+    rows[0].set_title("Staleness of the updates")
+    last = rows[-1]
+    ticks = np.arange(len(edges) - 1)
+    spans = [str(a) if b - a == 1 else f"{a}-{b - 1}" for a, b in pairwise(edges)]
+    last.set_xticks(ticks, spans)
+    last.set_xlabel("newer versions of the model when the update came")
+    return figure
 
 
 def _draw_staleness(
@@ -432,31 +400,16 @@ def _draw_staleness(
     )
 
 
-def _edges(largest: int) -> list[int]:
-    """Return bounds of bins that double: 0, 1, 2-3, 4-7, …."""
-    edges = [0, 1]
-    while edges[-1] <= largest:
-        edges.append(2 * edges[-1])
-    return edges
-
-
-def _span(low: int, high: int) -> str:
-    return str(low) if high - low == 1 else f"{low}-{high - 1}"
-
-
 # -----------------------------------------------------------------------------
-# The fleet: how alike the clients are, and who worked when.
+# The fleet: how alike the clients are, and when devices worked.
 # -----------------------------------------------------------------------------
 
 
-_MOST_BARS = 3000
-"""A timeline with more bars than this shows only its first part: bars are to be told apart."""
-_MOST_ROWS = 120
-"""A timeline shows at most so many devices, spread from the fastest to the slowest."""
 _LABELLED = 12
 """More clusters than this are drawn without words."""
 
 
+@style()
 def similarity_figure(
     clients: Sequence[str],
     matrix: NDArray[np.floating],
@@ -476,272 +429,201 @@ def similarity_figure(
     of : int
         Number of all clients, if these are a part of them.
     """
-    with style():
-        figure = new_figure(5.6, 4.8)
-        axes = figure.add_subplot()
-        axes.set_title("Similarity of clients, as the method compares them")
-        order = sorted(range(len(clients)), key=lambda i: (clusters.get(clients[i], -1), i))
-        values = np.asarray(matrix, np.float64)[np.ix_(order, order)]
-        off_diagonal = values[~np.eye(len(values), dtype=bool)]
-        known = off_diagonal[np.isfinite(off_diagonal)]
-        axes.grid(False)
-        if not len(known):
-            say_empty(axes, "no pair has been compared")
-            axes.set_xticks([])
-            axes.set_yticks([])
-            return figure
-        # Cosines of whole models are close to 1: the colours span what is there, not [0, 1].
-        low, high = np.percentile(known, [1, 99])
-        axes.set_facecolor("#d9dde2")
-        image = axes.imshow(
-            values, cmap="viridis", vmin=low, vmax=max(high, low + 1e-9), interpolation="nearest"
-        )
-        bar = figure.colorbar(image, ax=axes, shrink=0.85, extend="both")
-        bar.outline.set_visible(False)
-        sorted_clusters = [clusters.get(clients[i], -1) for i in order]
-        start = 0
-        ticks, labels = [], []
-        for position in range(1, len(order) + 1):
-            ended = position == len(order) or sorted_clusters[position] != sorted_clusters[start]
-            if not ended:
-                continue
-            size, cluster = position - start, sorted_clusters[start]
-            axes.add_patch(
-                Rectangle(
-                    (start - 0.5, start - 0.5),
-                    size,
-                    size,
-                    fill=False,
-                    edgecolor=cluster_colour(max(cluster, 0)),
-                    linewidth=2.2,
-                    clip_on=False,
-                )
-            )
-            ticks.append(start + size / 2 - 0.5)
-            labels.append(f"cluster {cluster}")
-            start = position
-        shown = f"{len(clients):,} of {of:,} clients" if of > len(clients) else "clients"
-        axes.set_xlabel(f"{shown}, by cluster")
+    figure, axes = one_axes(5.6, 4.8, "Similarity of clients, as the method compares them")
+    order = sorted(range(len(clients)), key=lambda i: (clusters.get(clients[i], -1), i))
+    values = np.asarray(matrix, np.float64)[np.ix_(order, order)]
+    off_diagonal = values[~np.eye(len(values), dtype=bool)]
+    known = off_diagonal[np.isfinite(off_diagonal)]
+    axes.grid(False)
+    if not len(known):
+        say_empty(axes, "no pair has been compared")
         axes.set_xticks([])
-        if len(ticks) <= _LABELLED:
-            axes.set_yticks(ticks, labels, rotation=90, va="center")
-        else:
-            axes.set_yticks([])
-        axes.tick_params(length=0)
-        for spine in axes.spines.values():
-            spine.set_visible(False)
+        axes.set_yticks([])
         return figure
+    # Cosines of whole models are close to 1: the colours span what is there, not [0, 1].
+    low, high = np.percentile(known, [1, 99])
+    axes.set_facecolor("#d9dde2")
+    image = heat_map(axes, values, low, max(high, low + 1e-9))
+    bar = figure.colorbar(image, ax=axes, shrink=0.85, extend="both")
+    bar.outline.set_visible(False)
+    start = 0
+    ticks, labels = [], []
+    for cluster, members in groupby(clusters.get(clients[i], -1) for i in order):
+        size = len(list(members))
+        axes.add_patch(
+            Rectangle(
+                (start - 0.5, start - 0.5),
+                size,
+                size,
+                fill=False,
+                edgecolor=cluster_colour(max(cluster, 0)),
+                linewidth=2.2,
+                clip_on=False,
+            )
+        )
+        ticks.append(start + size / 2 - 0.5)
+        labels.append(f"cluster {cluster}")
+        start += size
+    shown = f"{len(clients):,} of {of:,} clients" if of > len(clients) else "clients"
+    axes.set_xlabel(f"{shown}, by cluster")
+    axes.set_xticks([])
+    if len(ticks) <= _LABELLED:
+        axes.set_yticks(ticks, labels, rotation=90, va="center")
+    else:
+        axes.set_yticks([])
+    return figure
 
 
+@style()
 def devices_figure(record: RunRecord, *, clock: str = CLOCK) -> Figure:
-    """Draw who worked when: a row per device, the fastest on top, a bar per task."""
-    with style():
-        figure = new_figure(7.2, 5.0)
-        axes = figure.add_subplot()
-        updates, rejections = record.updates, record.rejections
-        rows = _rows(updates, [client.client for client in record.clients])
-        end = _window(updates, record.end)
-        seconds = time_axis(axes, 0.0, end, clock)
-        length = f"{float(f'{end / seconds:.3g}'):,g} {time_unit(end)[1]}"
-        shown = "" if end >= record.end else f" (the first {length} of the run)"
-        axes.set_title(f"Devices at work{shown}")
-        if not rows:
-            say_empty(axes, "no devices")
-            return figure
-        bars = [
-            (str(client), float(start), float(stop), cluster_colour(int(cluster)))
-            for client, start, stop, cluster in zip(
-                updates.client, updates.dispatched_at, updates.time, updates.cluster, strict=True
-            )
-        ]
-        refused = [
-            (str(client), float(start), float(stop), REJECTED)
-            for client, start, stop in zip(
-                rejections.client, rejections.dispatched_at, rejections.time, strict=True
-            )
-        ]
-        _draw_bars(axes, rows, bars, end, seconds, hatch=None)
-        _draw_bars(axes, rows, refused, end, seconds, hatch="////")
-        axes.set_ylim(len(rows) - 0.4, -0.6)
-        axes.set_yticks([0, len(rows) - 1], ["fastest", "slowest"] if len(rows) > 1 else ["", ""])
-        axes.set_ylabel(f"{len(rows)} of {len(record.clients)} devices")
-        axes.grid(False, axis="y")
-        clusters = sorted({int(cluster) for cluster in updates.cluster})
-        handles = [Patch(color=cluster_colour(k), label=f"cluster {k}") for k in clusters]
-        if refused:
-            handles.append(
-                Patch(facecolor="none", edgecolor=REJECTED, hatch="////", label="rejected")
-            )
-        if 1 < len(handles) <= _LABELLED:
-            figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 6))
-        return figure
-
-
-def _rows(updates: Updates, clients: list[str]) -> dict[str, int]:
-    """Return the row of each device that is shown, from the fastest to the slowest."""
-    typical = dict.fromkeys(clients, np.inf)
+    """Draw when devices worked: a row per device, the fastest on top, a bar per task."""
+    figure, axes = one_axes(7.2, 5.0)
+    updates, rejections = record.updates, record.rejections
+    shown = len(updates.time) <= MOST_BARS
+    end = record.end if shown else float(updates.time[MOST_BARS - 1])
+    seconds = time_axis(axes, 0.0, end, clock)
+    part = first_part(end, record.end, seconds, " of the run")
+    axes.set_title(f"Devices at work{part}")
     durations = updates.time - updates.dispatched_at
-    for client in np.unique(updates.client):
-        typical[str(client)] = float(np.median(durations[updates.client == client]))
-    order = sorted(typical, key=lambda client: typical[client])
-    if len(order) > _MOST_ROWS:
-        picked = np.linspace(0, len(order) - 1, _MOST_ROWS).round().astype(int)
-        order = [order[index] for index in picked]
-    return {client: row for row, client in enumerate(order)}
-
-
-def _window(updates: Updates, end: float) -> float:
-    """Return until when bars are drawn."""
-    if len(updates.time) <= _MOST_BARS:
-        return end
-    return float(updates.time[_MOST_BARS - 1])
-
-
-def _draw_bars(
-    axes: Axes,
-    rows: dict[str, int],
-    bars: list[tuple[str, float, float, str]],
-    end: float,
-    seconds: float,
-    hatch: str | None,
-) -> None:
-    """Draw tasks as boxes, all at once."""
-    corners, colours = [], []
-    for client, start, stop, colour in bars:
-        if client in rows and start < end:
-            left, right, row = start / seconds, min(stop, end) / seconds, rows[client]
-            corners.append(
-                [(left, row - 0.4), (right, row - 0.4), (right, row + 0.4), (left, row + 0.4)]
-            )
-            colours.append(colour)
-    face = colours if hatch is None else "none"
-    edge = FAINT if hatch is None else REJECTED
-    axes.add_collection(
-        PolyCollection(corners, facecolors=face, edgecolors=edge, linewidths=0.4, hatch=hatch)
-    )
+    typical = {client.client: math.inf for client in record.clients}
+    for name in np.unique(updates.client):
+        typical[str(name)] = float(np.median(durations[updates.client == name]))
+    rows = {client: row for row, client in enumerate(fastest_first(typical))}
+    if not rows:
+        say_empty(axes, "no devices")
+        return figure
+    for of, colours, edge, hatch in (
+        (updates, [cluster_colour(int(k)) for k in updates.cluster], FAINT, None),
+        (rejections, "none", REJECTED, "////"),
+    ):
+        spans = zip(of.client.tolist(), of.dispatched_at.tolist(), of.time.tolist(), strict=True)
+        draw_spans(axes, rows, spans, end, seconds, colours, edge, hatch)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.set_yticks([0, len(rows) - 1], ["fastest", "slowest"] if len(rows) > 1 else ["", ""])
+    axes.set_ylabel(f"{len(rows)} of {len(record.clients)} devices")
+    axes.grid(False, axis="y")
+    clusters = sorted({int(cluster) for cluster in updates.cluster})
+    handles = [Patch(color=cluster_colour(k), label=f"cluster {k}") for k in clusters]
+    if len(rejections.time):
+        handles.append(Patch(facecolor="none", edgecolor=REJECTED, hatch="////", label="rejected"))
+    if 1 < len(handles) <= _LABELLED:
+        figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 6))
+    return figure
 
 
 # -----------------------------------------------------------------------------
-# Default figures of what only a method measures, drawn as its schemas say.
+# Figures of what only a method measures, drawn as its schemas say.
 # -----------------------------------------------------------------------------
 
 
 _MOST_KEYS = 12
 """More clients or clusters than this are drawn in one colour, without names."""
+_MOST_INSIDE = 8
+"""More curves than this are named beside the plot: in it there is no room."""
 
 
-def drawn_measures(record: RunRecord) -> list[str]:
-    """Return the names of the measures of a run that have a default figure."""
-    return [name for name, seen in record.measured.items() if seen[0].schema.figure != "none"]
-
-
-def measure_figure(record: RunRecord, name: str, *, clock: str = CLOCK) -> Figure:
-    """Draw a measure over time: one curve, or one for each client or cluster.
+def measure_figure(record: RunRecord, schema: MeasureSchema, *, clock: str = CLOCK) -> Figure:
+    """Draw a measure of a run in the way that its schema names.
 
     Parameters
     ----------
     record : RunRecord
         The run.
-    name : str
-        The measure; see `drawn_measures`.
+    schema : MeasureSchema
+        The measure; see :attr:`raceme.records.record.RunRecord.drawn_measures`.
     clock : str
         What the axis of time is called.
     """
-    seen = record.measured[name]
-    schema = seen[0].schema
-    curves: dict[str, list[tuple[float, float]]] = {}
-    for event in seen:
-        for key, value in (event.value if schema.per else {"": event.value}).items():
-            curves.setdefault(str(key), []).append((event.time, float(value)))
-    with style():
-        figure = new_figure(7.2, 3.2)
-        axes = figure.add_subplot()
-        axes.set_title(schema.title)
-        axes.set_xlabel(f"{clock} (s)")
-        axes.set_ylabel(schema.unit)
-        axes.grid(axis="y")
-        for index, (key, points) in enumerate(curves.items()):
-            few = len(curves) <= _MOST_KEYS
-            axes.plot(
-                [time for time, _ in points],
-                [value for _, value in points],
-                ls="none" if schema.figure == "points" else "-",
-                marker="." if schema.figure == "points" or len(points) == 1 else "",
-                drawstyle="steps-post" if schema.figure == "steps" else "default",
-                color=series_colour(index) if few else MUTED,
-                label=f"{schema.per} {key}" if few and key else None,
-            )
-        if schema.per and len(curves) <= _MOST_KEYS:
-            axes.legend(loc="best")
-        return figure
+    if schema.figure == "shares":
+        return shares_figure({"": record}, schema)
+    if schema.figure == "graph":
+        return graph_figure(record, schema, clock=clock)
+    return curves_figure(record, schema, clock=clock)
 
 
-# -----------------------------------------------------------------------------
-# How long clients wait for others in windows of time, of a run or of several.
-# -----------------------------------------------------------------------------
+@style()
+def curves_figure(record: RunRecord, schema: MeasureSchema, *, clock: str = CLOCK) -> Figure:
+    """Draw a measure over time: one curve, or one for each client or cluster."""
+    curves: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+    for event in record.measured.get(schema.name, ()):
+        for key, value in event.numbers().items():
+            curves[str(key)].append((event.time, value))
+    figure, axes = one_axes(7.2, 3.2, schema.heading, x=f"{clock} (s)", y=schema.unit, grid="y")
+    few = len(curves) <= _MOST_KEYS
+    for index, (key, points) in enumerate(curves.items()):
+        times, values = zip(*points, strict=True)
+        axes.plot(
+            times,
+            values,
+            ls="none" if schema.figure == "points" else "-",
+            marker="." if schema.figure == "points" or len(points) == 1 else "",
+            drawstyle="steps-post" if schema.figure == "steps" else "default",
+            color=series_colour(index) if few else MUTED,
+            label=f"{schema.per} {key}" if few and key else None,
+        )
+    if schema.per and few:
+        axes.legend(loc="best")
+    return figure
 
 
-_MARKED = (0.3, 0.5)
-"""Shares of a window that a summary counts, too."""
-_MOST_INSIDE = 8
-"""More curves than this are named beside the plot: in it there is no room."""
+def compared_measures(records: Iterable[RunRecord]) -> list[MeasureSchema]:
+    """Return the measures of several runs that one figure compares, by name."""
+    found = {schema.name: schema for record in records for schema in record.drawn_measures}
+    return [schema for _, schema in sorted(found.items()) if schema.figure == "shares"]
 
 
-def idle_figure(records: Mapping[str, RunRecord]) -> Figure:
-    """Draw how often a client waits longer than a share of its window (CSAFL's figure 5).
+@style()
+def shares_figure(records: Mapping[str, RunRecord], schema: MeasureSchema) -> Figure:
+    """Draw how often a share is larger than each value (CSAFL's figure 5).
 
-    A curve for each run; those that report no idle times are left out, and keep their colour.
+    A curve for each run; those that do not measure it are left out, and keep their colour.
 
     Parameters
     ----------
     records : Mapping[str, RunRecord]
         Label to a run. A single run needs no label.
+    schema : MeasureSchema
+        The measure.
     """
-    shares = {label: record.idle_shares for label, record in records.items()}
-    with style():
-        figure = new_figure(7.2, 3.6)
-        axes = figure.add_subplot()
-        axes.set_title("How long clients wait for others in a window")
-        axes.set_xlabel("share of the window's budget")
-        axes.set_ylabel("how often a client waits longer")
-        axes.set_xlim(0.0, 1.0)
-        axes.set_ylim(0.0, 1.0)
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter(PercentFormatter(1.0))
-        axes.set_xticks(np.linspace(0.0, 1.0, 11))
-        axes.grid(axis="y")
-        for index, (label, values) in enumerate(shares.items()):
-            if len(values):
-                # Finer steps than these cannot be seen, and would make large pages.
-                waited, often = longer_than(values.round(3))
-                axes.step(
-                    waited,
-                    often,
-                    where="post",
-                    color=series_colour(index),
-                    ls=series_line(index),
-                    label=_named(label, values),
-                    # One that never waits lies on the axis.
-                    clip_on=False,
-                    zorder=3,
-                )
-        drawn = sum(bool(len(values)) for values in shares.values())
-        if not drawn:
-            say_empty(axes, "no windows in which clients wait")
-            return figure
-        for share in _MARKED:
-            axes.axvline(share, color=MUTED, lw=0.9, ls=(0, (1, 2)), zorder=1)
-        if drawn <= _MOST_INSIDE:
-            axes.legend(loc="upper right")
-        else:
-            axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
+    figure, axes = one_axes(
+        7.2, 3.6, schema.heading, x=f"share of the {schema.of}", y="how often it is more", grid="y"
+    )
+    axes.set_xlim(0.0, 1.0)
+    axes.set_ylim(0.0, 1.0)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(PercentFormatter(1.0))
+    axes.set_xticks(np.linspace(0.0, 1.0, 11))
+    drawn = 0
+    for index, (label, record) in enumerate(records.items()):
+        measured = record.measured.get(schema.name, ())
+        if not measured:
+            continue
+        drawn += 1
+        shares = np.array([x for event in measured for x in event.numbers().values()], np.float64)
+        mean = f"mean {shares.mean():.0%}" if shares.any() else "never"
+        # Finer steps than these cannot be seen, and would make large pages.
+        values, often = longer_than(shares.round(3))
+        axes.step(
+            values,
+            often,
+            where="post",
+            color=series_colour(index),
+            ls=series_line(index),
+            label=f"{label}: {mean}" if label else mean,
+            # A share that is always 0 lies on the axis.
+            clip_on=False,
+            zorder=3,
+        )
+    if not drawn:
+        say_empty(axes, "not measured")
         return figure
-
-
-def _named(label: str, shares: Floats) -> str:
-    """Name a curve, with the mean share."""
-    mean = f"mean {shares.mean():.0%}" if shares.any() else "never"
-    return f"{label}: {mean}" if label else mean
+    for percent in LONG:
+        axes.axvline(percent / 100, color=MUTED, lw=0.9, ls=(0, (1, 2)), zorder=1)
+    if drawn <= _MOST_INSIDE:
+        axes.legend(loc="upper right")
+    else:
+        legend_beside(axes)
+    return figure
 
 
 def longer_than(shares: Floats) -> tuple[Floats, Floats]:
@@ -774,11 +656,6 @@ _GAP = 0.18
 """Between the true mixtures and those below, in heights of a bar."""
 
 
-def has_mixtures(record: RunRecord) -> bool:
-    """Return whether a run tells true mixtures and estimates of them."""
-    return bool(record.uploads.divergences())
-
-
 def why_no_mixtures(record: RunRecord) -> str:
     """Return why mixtures and estimates that a run tells cannot be compared; empty if they can."""
     missing = record.uploads.unmatched()
@@ -788,6 +665,7 @@ def why_no_mixtures(record: RunRecord) -> str:
     return f"no cluster stands for distribution {names}: there are fewer clusters"
 
 
+@style()
 def mixtures_figure(record: RunRecord) -> Figure:
     """Draw how far estimated mixtures are from the true ones, and both of a few clients.
 
@@ -800,26 +678,23 @@ def mixtures_figure(record: RunRecord) -> Figure:
     record : RunRecord
         The run.
     """
-    with style():
-        found = record.uploads.divergences()
-        if not found:
-            figure = new_figure(7.2, 3.0)
-            axes = figure.add_subplot()
-            axes.set_title("Mixtures of data, true and estimated")
-            say_empty(axes, why_no_mixtures(record) or "no mixtures, or no estimates of them")
-            return figure
-        of = record.uploads.matched()
-        chosen = _examples([row for row, _ in found])
-        figure = new_figure(7.2, 2.6 + 1.15 * len(chosen))
-        heights = [2.2, *[1.0] * len(chosen)]
-        top, *below = np.atleast_1d(figure.subplots(1 + len(chosen), height_ratios=heights))
-        _draw_divergences(top, record, found)
-        for axes, (client, rows) in zip(below, chosen.items(), strict=True):
-            _draw_client(axes, client, rows, of)
-        if below:
-            below[-1].set_xlabel("upload of the client")
-        _mixture_legend(figure, of, len(found[0][0].mixture))
+    found = record.uploads.divergences()
+    if not found:
+        figure, axes = one_axes(7.2, 3.0, "Mixtures of data, true and estimated")
+        say_empty(axes, why_no_mixtures(record) or "no mixtures, or no estimates of them")
         return figure
+    of = record.uploads.matched()
+    chosen = _examples([row for row, _ in found])
+    figure = new_figure(7.2, 2.6 + 1.15 * len(chosen))
+    heights = [2.2, *[1.0] * len(chosen)]
+    top, *below = np.atleast_1d(figure.subplots(1 + len(chosen), height_ratios=heights))
+    _draw_divergences(top, record, found)
+    for axes, (client, rows) in zip(below, chosen.items(), strict=True):
+        _draw_client(axes, client, rows, of)
+    if below:
+        below[-1].set_xlabel("upload of the client")
+    _mixture_legend(figure, of, len(found[0][0].mixture))
+    return figure
 
 
 def _draw_divergences(axes: Axes, record: RunRecord, found: Sequence[tuple[Upload, float]]) -> None:
@@ -867,7 +742,11 @@ def _draw_client(axes: Axes, client: str, rows: Sequence[Upload], of: Mapping[in
         (np.array([row.mixture for row in rows]), 1 + _GAP),
         (np.array([shares(row.estimate, of, row) for row in rows]), 0.0),
     ):
-        _draw_mixture_bars(axes, numbers, values, bottom, of)
+        start = np.full(len(numbers), bottom)
+        for distribution, height in enumerate(values.T):
+            colour = cluster_colour(_cluster_of(distribution, of))
+            axes.bar(numbers, height, width=0.86, bottom=start, color=colour, lw=0)
+            start = start + height
     axes.set_ylim(0.0, 2 + _GAP)
     axes.set_xlim(first - 0.6, first + len(rows) - 0.4)
     axes.xaxis.set_major_locator(MaxNLocator(10, integer=True))
@@ -877,17 +756,6 @@ def _draw_client(axes: Axes, client: str, rows: Sequence[Upload], of: Mapping[in
     for spine in axes.spines.values():
         spine.set_visible(False)
     axes.tick_params(axis="x", length=2, pad=1)
-
-
-def _draw_mixture_bars(
-    axes: Axes, numbers: np.ndarray, values: Floats, bottom: float, of: Mapping[int, int]
-) -> None:
-    start = np.full(len(numbers), bottom)
-    for distribution in range(values.shape[1]):
-        height = values[:, distribution]
-        colour = cluster_colour(_cluster_of(distribution, of))
-        axes.bar(numbers, height, width=0.86, bottom=start, color=colour, lw=0)
-        start = start + height
 
 
 def _cluster_of(distribution: int, of: Mapping[int, int]) -> int:
@@ -906,7 +774,7 @@ def _mixture_legend(figure: Figure, of: Mapping[int, int], distributions: int) -
 
 
 # -----------------------------------------------------------------------------
-# Which clusters support which: the members of a supporter train the supported model too.
+# A measure of each cluster that names other clusters, as a graph.
 # -----------------------------------------------------------------------------
 
 
@@ -926,107 +794,101 @@ _RING = 0.26
 """Width of the ring of true groups, as a share of the radius."""
 
 
-def has_support(record: RunRecord) -> bool:
-    """Return whether a run tells which clusters support which."""
-    return "support" in record.measured
-
-
-def support_figure(record: RunRecord, *, clock: str = CLOCK) -> Figure:
-    """Draw who supports whom at the end, and how many clusters and supports there were.
+@style()
+def graph_figure(record: RunRecord, schema: MeasureSchema, *, clock: str = CLOCK) -> Figure:
+    """Draw a measure of clusters as a graph at the end, and its size over time.
 
     A node is a cluster in its colour, as large as its number of clients; the ring around it shows
-    their true groups, where these are known. An arrow leads from a supporter to the cluster whose
-    model its members train too.
+    their true groups, where these are known. An arrow leads to a cluster from each of those that
+    its value names.
 
     Parameters
     ----------
     record : RunRecord
         The run.
+    schema : MeasureSchema
+        The measure: per cluster the others that it names.
     clock : str
         What the axis of time is called.
     """
-    with style():
-        figure = new_figure(7.2, 4.0)
-        if not has_support(record):
-            axes = figure.add_subplot()
-            axes.set_title("Who supports whom")
-            say_empty(axes, "no cluster has supported another")
-            return figure
-        left, right = figure.subplots(1, 2, width_ratios=[1.55, 1.0])
-        handles = _draw_graph(left, record)
-        _draw_counts(right, record, clock)
-        figure.legend(handles=handles, loc="outside lower left", ncols=min(len(handles), 4))
+    if schema.name not in record.measured:
+        figure, axes = one_axes(7.2, 4.0, schema.heading)
+        say_empty(axes, "not measured")
         return figure
+    figure = new_figure(7.2, 4.0)
+    left, right = figure.subplots(1, 2, width_ratios=[1.55, 1.0])
+    handles = _draw_graph(left, record, schema)
+    _draw_counts(right, record, schema, clock)
+    figure.legend(handles=handles, loc="outside lower left", ncols=min(len(handles), 4))
+    return figure
 
 
-def counts_over_time(record: RunRecord) -> tuple[list[float], list[int], list[int]]:
-    """Return times, and the number of clusters and of supports from each of them on.
+def counts_over_time(
+    record: RunRecord, schema: MeasureSchema
+) -> tuple[list[float], list[int], list[int]]:
+    """Return times, and the number of clusters and of arrows from each of them on.
 
-    Clusters are those that an event has named; a support is one cluster that supports another.
+    Clusters are those that an event has named; see :func:`graph_figure` for the arrows.
     """
     membership = Membership()
-    changes: list[ClustersChanged | Measured] = [*record.changes, *record.measured["support"]]
-    happened = sorted(changes, key=lambda event: event.time)
-    times: list[float] = []
-    clusters: list[int] = []
-    supports: list[int] = []
-    support = 0
-    for event in happened:
+    changes: list[ClustersChanged | Measured] = [*record.changes, *record.measured[schema.name]]
+    counts: dict[float, tuple[int, int]] = {}
+    arrows = 0
+    for event in sorted(changes, key=lambda event: event.time):
         if isinstance(event, Measured):
-            support = sum(map(len, event.value.values()))
+            arrows = sum(map(len, event.value.values()))
         else:
             membership.observe(event)
-        if not times or times[-1] != event.time:
-            times.append(float(event.time))
-            clusters.append(0)
-            supports.append(0)
-        clusters[-1], supports[-1] = len(membership.existing), support
-    return times, clusters, supports
+        counts[float(event.time)] = len(membership.existing), arrows
+    clusters, many = ([pair[place] for pair in counts.values()] for place in (0, 1))
+    return list(counts), clusters, many
 
 
-def _draw_graph(axes: Axes, record: RunRecord) -> list[Artist]:
+def _draw_graph(axes: Axes, record: RunRecord, schema: MeasureSchema) -> list[Artist]:
     """Draw clusters on a circle, and arrows; return the legend's entries."""
-    supporters = record.measured["support"][-1].value
-    members = _groups_of_members(record)
-    named = {k for cluster, of in supporters.items() for k in (cluster, *of)}
-    everyone = sorted(members.keys() | named)
-    nodes = sorted(everyone, key=lambda k: -_size(members, k))[:_MOST_NODES]
+    sources = record.measured[schema.name][-1].value
+    members: defaultdict[int, Counter[int | None]] = defaultdict(Counter)
+    for client, cluster in record.assignment().items():
+        members[cluster][record.groups.get(client)] += 1
+    named = {k for cluster, of in sources.items() for k in (cluster, *of)}
+    clusters = sorted(members.keys() | named)
+    nodes = sorted(clusters, key=lambda k: -members[k].total())[:_MOST_NODES]
     # Clusters of one true group stand side by side.
-    nodes.sort(key=lambda k: (_main_group(members.get(k, Counter())), k))
-    of = f" ({len(nodes)} of {len(everyone)} clusters)" if len(nodes) < len(everyone) else ""
-    axes.set_title(f"Who supports whom at the end{of}")
+    nodes.sort(key=lambda k: (_main_group(members[k]), k))
+    of = f" ({len(nodes)} of {len(clusters)} clusters)" if len(nodes) < len(clusters) else ""
+    axes.set_title(f"{schema.heading} at the end{of}")
     axes.set_aspect("equal", adjustable="datalim")
     axes.axis("off")
     places = _places(len(nodes))
     room = 2 * math.sin(math.pi / len(nodes)) if len(nodes) > 1 else 2.0
     largest = min(_LARGEST, 0.36 * room)
-    most = max((_size(members, k) for k in nodes), default=0) or 1
+    most = max((members[k].total() for k in nodes), default=0) or 1
     discs = {}
     for cluster, (x, y) in zip(nodes, places, strict=True):
-        share = math.sqrt(_size(members, cluster) / most)
+        share = math.sqrt(members[cluster].total() / most)
         radius = largest * max(share, _SMALLEST)
-        discs[cluster] = _draw_node(axes, cluster, (x, y), radius, members.get(cluster, Counter()))
-    pairs = [(k, s) for k, of_k in supporters.items() for s in of_k if k in discs and s in discs]
+        discs[cluster] = _draw_node(axes, cluster, (x, y), radius, members[cluster])
+    pairs = [(k, s) for k, of_k in sources.items() for s in of_k if k in discs and s in discs]
     width = 1.5 if len(pairs) <= _MOST_ARROWS_IN_FULL else 0.7
-    for supported, supporter in pairs:
+    for target, source in pairs:
         axes.add_patch(
             FancyArrowPatch(
-                discs[supporter].center,
-                discs[supported].center,
+                discs[source].center,
+                discs[target].center,
                 connectionstyle="arc3,rad=0.16",
                 arrowstyle="-|>",
                 mutation_scale=11 if width > 1 else 7,
-                patchA=discs[supporter],
-                patchB=discs[supported],
+                patchA=discs[source],
+                patchB=discs[target],
                 shrinkA=2.0,
                 shrinkB=2.5,
-                color=cluster_colour(supporter),
+                color=cluster_colour(source),
                 lw=width,
                 zorder=1,
             )
         )
     if not pairs:
-        axes.set_title("Nobody supports anybody at the end")
+        axes.set_title(f"{schema.heading} at the end: none")
     edge = 1.0 + largest + 0.12
     # Not fixed limits: which of them has room to spare depends on the words beside the nodes.
     axes.margins(0)
@@ -1034,23 +896,10 @@ def _draw_graph(axes: Axes, record: RunRecord) -> list[Artist]:
     axes.autoscale_view()
     groups = sorted({g for own in members.values() for g in own if g is not None})
     look = {"color": INK, "lw": 1.2, "marker": ">", "ms": 4}
-    entries: list[Artist] = [Line2D([], [], label="from supporter to supported", **look)]  # type: ignore[arg-type]
+    entries: list[Artist] = [Line2D([], [], label=f"from the {schema.value} of a cluster", **look)]  # type: ignore[arg-type]
     if len(groups) <= _MOST_GROUPS:
         entries += [Patch(color=group_colour(g), label=f"true group {g}") for g in groups]
     return entries
-
-
-def _groups_of_members(record: RunRecord) -> dict[int, Counter[int | None]]:
-    """Return how many clients of each true group every cluster has at the end."""
-    groups = record.groups
-    members: defaultdict[int, Counter[int | None]] = defaultdict(Counter)
-    for client, cluster in record.assignment().items():
-        members[cluster][groups.get(client)] += 1
-    return dict(members)
-
-
-def _size(members: Mapping[int, Counter[int | None]], cluster: int) -> int:
-    return members[cluster].total() if cluster in members else 0
 
 
 def _main_group(own: Counter[int | None]) -> int:
@@ -1084,19 +933,22 @@ def _draw_node(
     for group, count in known:
         extent = 360.0 * count / sum(number for _, number in known)
         colour = group_colour(group)
-        ring = Wedge(centre, radius, angle - extent, angle, width=radius * _RING, color=colour)
-        ring.set_zorder(2)
-        axes.add_patch(ring)
+        axes.add_patch(
+            Wedge(
+                centre, radius, angle - extent, angle, width=radius * _RING, color=colour, zorder=2
+            )
+        )
         angle -= extent
     colour = cluster_colour(cluster)
     # A cluster without clients keeps its model; it is an outline.
     face = colour if own else "white"
-    disc = Circle(centre, inner, facecolor=face, edgecolor="white" if own else colour, lw=1.2)
-    disc.set_zorder(3)
-    axes.add_patch(disc)
+    edge = "white" if own else colour
+    axes.add_patch(Circle(centre, inner, facecolor=face, edgecolor=edge, lw=1.2, zorder=3))
     x, y = centre
     axes.text(
-        *(x, y, str(cluster)),
+        x,
+        y,
+        str(cluster),
         ha="center",
         va="center",
         color="white" if own else colour,
@@ -1122,18 +974,18 @@ def _draw_size(axes: Axes, centre: tuple[float, float], radius: float, size: int
     axes.text(x + out * dx, y + out * dy, words, ha=across, va=up, fontsize=7.5, color=MUTED)
 
 
-def _draw_counts(axes: Axes, record: RunRecord, clock: str) -> None:
-    """Draw the numbers of clusters and of supports over time."""
-    times, clusters, supports = counts_over_time(record)
+def _draw_counts(axes: Axes, record: RunRecord, schema: MeasureSchema, clock: str) -> None:
+    """Draw the numbers of clusters and of arrows over time."""
+    times, clusters, arrows = counts_over_time(record, schema)
     seconds = time_axis(axes, 0.0, record.end, clock)
     at = [time / seconds for time in [*times, max(record.end, times[-1])]]
     for values, colour, dashes, label in (
         (clusters, INK, "-", "clusters"),
-        (supports, series_colour(5), (0, (4.5, 1.6)), "supports"),
+        (arrows, series_colour(5), (0, (4.5, 1.6)), schema.value),
     ):
         axes.step(at, [*values, values[-1]], where="post", color=colour, ls=dashes, label=label)
     axes.set_title("How many over time")
-    axes.set_ylim(0, max(*clusters, *supports, 1) * 1.15)
+    axes.set_ylim(0, max(*clusters, *arrows, 1) * 1.15)
     axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.grid(axis="y")
     axes.legend(loc="upper right")
@@ -1150,39 +1002,33 @@ _DARK = 0.6
 """From this share of the colours on words are dark."""
 
 
-def has_tasks(record: RunRecord) -> bool:
-    """Return whether models of a run were tested on all tasks."""
-    return bool(record.task_tests)
-
-
+@style()
 def tasks_figure(record: RunRecord) -> Figure:
     """Draw the accuracy on each task after each step, and beside it the means and the clusters.
 
     A column of the map is a moment: the end of a step. Framed is the task that was trained on then;
-    below the frame are former tasks, above it the next one, which nobody has trained on.
+    below the frame are former tasks, above it the next one, before any training on it.
 
     Parameters
     ----------
     record : RunRecord
         The run.
     """
-    with style():
-        figure = new_figure(7.2, 4.0)
-        tasks = TaskAccuracies(record.task_tests)
-        if not tasks.count:
-            axes = figure.add_subplot()
-            axes.set_title("Tasks, one after another")
-            say_empty(axes, "no tests on former tasks")
-            return figure
-        parts = figure.subplot_mosaic(
-            [["map", "means"], ["map", "clusters"]],
-            width_ratios=[1.35, 1.0],
-            height_ratios=[2.6, 1.0],
-        )
-        _draw_map(parts["map"], tasks.matrix(), tasks.measure)
-        _draw_means(parts["means"], tasks)
-        _draw_clusters(parts["clusters"], tasks)
+    tasks = TaskAccuracies(record.task_tests)
+    if not tasks.count:
+        figure, axes = one_axes(7.2, 4.0, "Tasks, one after another")
+        say_empty(axes, "no tests on former tasks")
         return figure
+    figure = new_figure(7.2, 4.0)
+    parts = figure.subplot_mosaic(
+        [["map", "means"], ["map", "clusters"]],
+        width_ratios=[1.35, 1.0],
+        height_ratios=[2.6, 1.0],
+    )
+    _draw_map(parts["map"], tasks.matrix(), tasks.measure)
+    _draw_means(parts["means"], tasks)
+    _draw_clusters(parts["clusters"], tasks)
+    return figure
 
 
 def means_over_time(tasks: TaskAccuracies) -> dict[str, FloatArray]:
@@ -1191,15 +1037,14 @@ def means_over_time(tasks: TaskAccuracies) -> dict[str, FloatArray]:
     so_far = [row[: step + 1] for step, row in enumerate(matrix)]
     found = {
         "task of the step": np.diagonal(matrix).copy(),
-        "mean of all so far": np.array([_mean(row) for row in so_far]),
+        "mean of all so far": np.array([_known_mean(row) for row in so_far]),
         "next task": np.array([*np.diagonal(matrix, 1), np.nan]),
     }
     return {label: values for label, values in found.items() if np.isfinite(values).any()}
 
 
-def _mean(values: FloatArray) -> float:
-    known = values[np.isfinite(values)]
-    return float(known.mean()) if len(known) else float("nan")
+def _known_mean(values: FloatArray) -> float:
+    return float(np.mean(values[np.isfinite(values)])) if np.isfinite(values).any() else math.nan
 
 
 def _draw_map(axes: Axes, matrix: FloatArray, measure: Measure) -> None:
@@ -1211,19 +1056,7 @@ def _draw_map(axes: Axes, matrix: FloatArray, measure: Measure) -> None:
     known = matrix[np.isfinite(matrix)]
     low, high = (0.0, max(float(known.max(initial=0)), 1e-9)) if measure.is_error else (0.0, 1.0)
     colours = "viridis_r" if measure.is_error else "viridis"
-    image = axes.imshow(
-        matrix.T,
-        origin="lower",
-        aspect="auto",
-        cmap=colours,
-        vmin=low,
-        vmax=high,
-        interpolation="nearest",
-    )
-    axes.grid(False)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
-    axes.tick_params(length=0)
+    image = heat_map(axes, matrix.T, low, high, origin="lower", aspect="auto", cmap=colours)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(_steps_locator(count))
     axes.set_xlim(-0.55, count - 0.45)
@@ -1307,8 +1140,6 @@ def _draw_clusters(axes: Axes, tasks: TaskAccuracies) -> None:
 
 _TITLE = "What clients upload and what they get in return"
 _CLUSTERS_TITLE = "Clusters' models on the server's test sets"
-
-"""More clusters than this are not drawn one by one."""
 _MARGIN = 0.03
 """Room above and below the curves; of errors in parts of the largest."""
 _QUANTITIES = {
@@ -1319,7 +1150,7 @@ _QUANTITIES = {
 
 def has_scores(record: RunRecord) -> bool:
     """Return whether a run tells how good uploads or clusters are."""
-    return _has_uploads(record) or bool(record.cluster_scores)
+    return bool(record.cluster_scores) or _has_uploads(record)
 
 
 def _has_uploads(record: RunRecord) -> bool:
@@ -1327,6 +1158,7 @@ def _has_uploads(record: RunRecord) -> bool:
     return any(row.before is not None for row in record.uploads.rows)
 
 
+@style()
 def uploads_figure(record: RunRecord) -> Figure:
     """Draw the accuracy of uploads and of what clients got in return, and that of the clusters.
 
@@ -1339,28 +1171,23 @@ def uploads_figure(record: RunRecord) -> Figure:
     record : RunRecord
         The run.
     """
-    with style():
-        figure = new_figure(7.2, 4.0)
-        axes = figure.add_subplot()
-        only_clusters = bool(record.cluster_scores) and not _has_uploads(record)
-        axes.set_title(_CLUSTERS_TITLE if only_clusters else _TITLE)
-        axes.set_xlabel("updates")
-        axes.set_ylabel(record.measure.label)
-        axes.grid(axis="y")
-        if not has_scores(record):
-            say_empty(axes, "no scores of uploads")
-            return figure
-        shown = _draw_cluster_scores(axes, record)
-        for quantity, (label, colour) in _QUANTITIES.items():
-            shown += _draw_quantity(axes, record.uploads, quantity, label, colour)
-        # Single uploads may lie far off; the curves are what is to be read.
-        margin = _MARGIN * (max(shown) if record.measure.is_error else 1.0)
-        highest = np.inf if record.measure.is_error else 1.0
-        axes.set_ylim(max(0.0, min(shown) - margin), min(highest, max(shown) + margin))
-        axes.set_xlim(left=0)
-        handles = axes.get_legend_handles_labels()[0]
-        axes.legend(handles=handles[::-1], loc="center left", bbox_to_anchor=(1.01, 0.5))
+    only_clusters = bool(record.cluster_scores) and not _has_uploads(record)
+    title = _CLUSTERS_TITLE if only_clusters else _TITLE
+    figure, axes = one_axes(7.2, 4.0, title, x="updates", y=record.measure.label, grid="y")
+    if not has_scores(record):
+        say_empty(axes, "no scores of uploads")
         return figure
+    shown = _draw_cluster_scores(axes, record)
+    for quantity, (label, colour) in _QUANTITIES.items():
+        shown += _draw_quantity(axes, record.uploads, quantity, label, colour)
+    # Single uploads may lie far off; the curves are what is to be read.
+    margin = _MARGIN * (max(shown) if record.measure.is_error else 1.0)
+    highest = np.inf if record.measure.is_error else 1.0
+    axes.set_ylim(max(0.0, min(shown) - margin), min(highest, max(shown) + margin))
+    axes.set_xlim(left=0)
+    handles = axes.get_legend_handles_labels()[0]
+    legend_beside(axes, handles=handles[::-1])
+    return figure
 
 
 def _draw_quantity(
@@ -1394,7 +1221,8 @@ def _draw_cluster_scores(axes: Axes, record: RunRecord) -> list[float]:
             values: Sequence[float] = [e.accuracies.get(cluster, np.nan) for e in scores]
             drawn += [value for value in values if np.isfinite(value)]
             axes.plot(
-                *(updates, values),
+                updates,
+                values,
                 color=cluster_colour(cluster),
                 lw=0.9,
                 alpha=0.8,

@@ -7,6 +7,7 @@ import shlex
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,36 +23,21 @@ from raceme.core.options import AUTO, Value
 from raceme.records.folder import MODELS
 from raceme.records.positions import read_similarity
 from raceme.records.record import Client, Flags, Floats, Integers, RunRecord, read_run
-from raceme.reporting.artefacts import draw_similarity
-from raceme.reporting.clusters_plot import clusters_figure
+from raceme.reporting.artefacts import figures_of
 from raceme.reporting.console import summary_rows
 from raceme.reporting.dashboard.page import frozen_run
 from raceme.reporting.page import (
     PageTable,
-    Plot,
     Tile,
+    first_of,
     number,
     plot,
+    plural,
     render,
     spread_over,
     versions_table,
 )
-from raceme.reporting.plots import (
-    accuracy_figure,
-    devices_figure,
-    drawn_measures,
-    has_mixtures,
-    has_scores,
-    has_support,
-    has_tasks,
-    idle_figure,
-    measure_figure,
-    mixtures_figure,
-    staleness_figure,
-    support_figure,
-    tasks_figure,
-    uploads_figure,
-)
+from raceme.reporting.plots import staleness_figure
 from raceme.reporting.style import CLOCK, Drift, cluster_colour, drifts
 
 # -----------------------------------------------------------------------------
@@ -104,7 +90,7 @@ class Members:
 
 @dataclass(frozen=True)
 class Membership:
-    """Who is in which cluster at the end, against the true groups where these are known.
+    """The clusters' members at the end, against the true groups where these are known.
 
     Attributes
     ----------
@@ -172,21 +158,14 @@ def clusters_table(record: RunRecord) -> PageTable | None:
         return None
     updates = Counter(record.updates.cluster.tolist())
     rows = []
-    for cluster in clusters[:_MOST_CLUSTERS]:
-        accuracy = found.accuracy[own & (found.cluster == cluster)]
-        rows.append(
-            (
-                f"cluster {cluster}",
-                number(len(accuracy)),
-                number(float(accuracy.mean())),
-                number(float(accuracy.min())),
-                number(float(accuracy.max())),
-                number(updates[int(cluster)]),
-            )
-        )
+    for cluster in clusters[:_MOST_CLUSTERS].tolist():
+        own_accuracy = found.accuracy[own & (found.cluster == cluster)]
+        low, high = own_accuracy.min(), own_accuracy.max()
+        mean, count = own_accuracy.mean(), len(own_accuracy)
+        rows.append((f"cluster {cluster}", count, mean, low, high, updates[cluster]))
     heads = ("cluster", "clients", f"mean {record.measure.word}", "lowest", "highest", "updates")
-    more = f", the first {_MOST_CLUSTERS} of {len(clusters)}" if len(rows) < len(clusters) else ""
-    return PageTable(f"Clusters at the last evaluation{more}", heads, tuple(rows))
+    more = first_of(len(rows), len(clusters))
+    return PageTable(f"Clusters at the last evaluation{more}", heads, rows)
 
 
 def changes_table(record: RunRecord) -> PageTable | None:
@@ -197,22 +176,21 @@ def changes_table(record: RunRecord) -> PageTable | None:
     changes = [c for c in record.changes if (c.made or c.gone) and (c.gone or c.time > 0)]
     if not changes:
         return None
-    rows = tuple(
+    rows = [
         (
-            number(float(change.time), 2),
-            number(change.updates),
+            number(change.time, 2),
+            change.updates,
             change.change.value,
             ", ".join(map(str, change.gone)) or "–",
             _sizes(change),
-            number(float(change.score)),
-            number(float(change.threshold)),
+            change.score,
+            change.threshold,
         )
         for change in changes[:_MOST_CHANGES]
-    )
+    ]
     heads = ("time (s)", "updates", "change", "of cluster", "to (clients)", "measured", "bound")
-    count = len(changes)
-    shown = f"{_MOST_CHANGES} of {count}" if count > _MOST_CHANGES else str(count)
-    title = f"{shown} change{'' if count == 1 else 's'} of the clusters"
+    some = f"{_MOST_CHANGES} of " if len(changes) > _MOST_CHANGES else ""
+    title = f"{some}{plural(len(changes), 'change')} of the clusters"
     return PageTable(title, heads, rows, words=(2, 3, 4))
 
 
@@ -228,9 +206,8 @@ def moves_table(record: RunRecord) -> PageTable | None:
     if not moved:
         return None
     of = Counter(client for change in moved for client in change.memberships)
-    rows = tuple((client, number(count)) for client, count in of.most_common(_MOST_CHANGES))
-    total = sum(of.values())
-    times = f"{total:,} time{'' if total == 1 else 's'}"
+    rows = of.most_common(_MOST_CHANGES)
+    times = plural(sum(of.values()), "time")
     more = f", the {len(rows)} most often" if len(rows) < len(of) else ""
     title = f"Clients moved, or their weights changed, {times}{more}"
     return PageTable(title, ("client", "moves"), rows)
@@ -239,20 +216,12 @@ def moves_table(record: RunRecord) -> PageTable | None:
 def clients_table(record: RunRecord) -> PageTable:
     """Return what each client did; of a large fleet, clients spread over the order of joining."""
     chosen = [record.clients[i] for i in spread_over(len(record.clients), _MOST_CLIENTS)]
-    rows = tuple(_client_rows(record, chosen))
+    rows = list(_client_rows(record, chosen))
     total = len(record.clients)
     shown = f"{len(rows)} of {total:,} clients" if len(rows) < total else f"{total} clients"
     heads = (
-        "client",
-        "group",
-        "cluster",
-        "examples",
-        "updates",
-        "rejected",
-        "median task (s)",
-        "at work",
-        "median staleness",
-        record.measure.word,
+        *("client", "group", "cluster", "examples", "updates", "rejected", "median task (s)"),
+        *("at work", "median staleness", record.measure.word),
     )
     return PageTable(f"The numbers: {shown}", heads, rows)
 
@@ -272,19 +241,14 @@ def costs_table(record: RunRecord) -> PageTable | None:
         rows.append(_cost_row("all", record, np.ones(len(updates.client), bool)))
     heads = ("client", "updates", "CPU (s)", "energy (J)", "bytes down", "bytes up")
     more = "" if len(chosen) == len(record.clients) else f", {len(chosen)} clients of the run"
-    return PageTable(f"What the updates cost{more}", heads, tuple(rows))
+    return PageTable(f"What the updates cost{more}", heads, rows)
 
 
-def _cost_row(name: str, record: RunRecord, own: Flags) -> tuple[str, ...]:
+def _cost_row(name: str, record: RunRecord, own: Flags) -> tuple[Any, ...]:
     updates = record.updates
-    return (
-        name,
-        number(int(own.sum())),
-        number(_sum(updates.cpu_seconds[own]), 1),
-        number(_sum(updates.joules[own]), 1),
-        number(int(updates.bytes_down[own].sum())),
-        number(int(updates.bytes_up[own].sum())),
-    )
+    seconds, joules = (number(_sum(of[own]), 1) for of in (updates.cpu_seconds, updates.joules))
+    down, up = updates.bytes_down[own].sum(), updates.bytes_up[own].sum()
+    return name, own.sum(), seconds, joules, down, up
 
 
 def _sum(values: Floats) -> float | None:
@@ -293,13 +257,12 @@ def _sum(values: Floats) -> float | None:
     return float(known.sum()) if len(known) else None
 
 
-def _client_rows(record: RunRecord, clients: Iterable[Client]) -> Iterable[tuple[str, ...]]:
+def _client_rows(record: RunRecord, clients: Iterable[Client]) -> Iterable[tuple[Any, ...]]:
     updates, found = record.updates, record.client_evaluations
     memberships = record.memberships()
     rejected = Counter(record.rejections.client.tolist())
     last = found.evaluation == len(record.evaluations.time) - 1
-    pairs = zip(found.client[last].tolist(), found.accuracy[last].tolist(), strict=True)
-    accuracy = dict(pairs)
+    accuracy = dict(zip(found.client[last].tolist(), found.accuracy[last].tolist(), strict=True))
     durations = updates.time - updates.dispatched_at
     # One pass over the updates, however many clients there are.
     order = np.argsort(updates.client, kind="stable")
@@ -313,13 +276,13 @@ def _client_rows(record: RunRecord, clients: Iterable[Client]) -> Iterable[tuple
             client.client,
             "–" if (group := record.groups.get(client.client)) is None else str(group),
             _own_clusters(memberships.get(client.client, {})),
-            number(client.num_examples),
-            number(len(own)),
-            number(rejected[client.client]),
+            client.num_examples,
+            len(own),
+            rejected[client.client],
             number(float(np.median(durations[own])), 2) if len(own) else "–",
             f"{min(busy, 1.0):.0%}",
             number(float(np.median(updates.staleness[own])), 1) if len(own) else "–",
-            number(accuracy.get(client.client)),
+            accuracy.get(client.client),
         )
 
 
@@ -351,17 +314,10 @@ def drifts_table(record: RunRecord) -> PageTable | None:
     if not 0 < len(found) <= _MOST_DRIFTS:
         return None
     untils = [*(drift.time for drift in found[1:]), math.inf]
-    rows = tuple(_row(record, drift, until) for drift, until in zip(found, untils, strict=True))
-    heads = (
-        "time (s)",
-        "updates",
-        "whose data",
-        "step",
-        f"{record.measure.word} before",
-        "after",
-        "back after (s)",
-    )
-    title = f"{len(found)} change{'' if len(found) == 1 else 's'} of the clients' data"
+    rows = [_row(record, drift, until) for drift, until in zip(found, untils, strict=True)]
+    word = f"{record.measure.word} before"
+    heads = ("time (s)", "updates", "whose data", "step", word, "after", "back after (s)")
+    title = f"{plural(len(found), 'change')} of the clients' data"
     return PageTable(title, heads, rows, words=(2,))
 
 
@@ -374,20 +330,14 @@ def steps_table(record: RunRecord) -> PageTable | None:
     rows = []
     for step in steps[:_MOST_STEPS]:
         tested = found.accuracy[found.step == step]
-        rows.append(
-            (
-                number(int(step)),
-                number(int(np.count_nonzero(trained == step))),
-                number(len(tested)),
-                number(float(tested.mean()) if len(tested) else None),
-            )
-        )
-    more = f", the first {_MOST_STEPS} of {len(steps)}" if len(rows) < len(steps) else ""
+        mean = tested.mean() if len(tested) else None
+        rows.append((step, np.count_nonzero(trained == step), len(tested), mean))
+    more = first_of(len(rows), len(steps))
     heads = ("step", "updates trained on it", "tests on it", f"mean {record.measure.word} of these")
-    return PageTable(f"Steps of the data{more}", heads, tuple(rows), words=())
+    return PageTable(f"Steps of the data{more}", heads, rows, words=())
 
 
-def _row(record: RunRecord, drift: Drift, until: float) -> tuple[str, ...]:
+def _row(record: RunRecord, drift: Drift, until: float) -> tuple[Any, ...]:
     """Return a drift's row; the next one is at the time `until`."""
     found = record.client_evaluations
     affected = np.ones(len(found.client), np.bool_)
@@ -406,15 +356,7 @@ def _row(record: RunRecord, drift: Drift, until: float) -> tuple[str, ...]:
         recovered = new <= before if record.measure.is_error else new >= before
         there = np.flatnonzero(recovered & (times < until))
         back = number(max(0.0, float(times[there[0]] - drift.time)), 1) if len(there) else "not"
-    return (
-        number(float(drift.time), 2),
-        number(drift.updates),
-        drift.who,
-        drift.step,
-        number(before),
-        number(after),
-        back,
-    )
+    return number(drift.time, 2), drift.updates, drift.whose, drift.step, before, after, back
 
 
 def _means(evaluation: Integers, accuracy: Floats, chosen: Flags, count: int) -> Floats:
@@ -449,10 +391,7 @@ def learnt_table(summary: Mapping[str, Any]) -> PageTable | None:
         f"current_{measure.name}": f"{word} on each task right after it was learnt: mean",
         **_MEANINGS,
     }
-    rows = tuple(
-        (name.replace("_", " "), number(summary[name]), meaning)
-        for name, meaning in meanings.items()
-    )
+    rows = [(name.replace("_", " "), summary[name], text) for name, text in meanings.items()]
     return PageTable("Learnt and forgotten", ("", measure.label, "meaning"), rows, words=(0, 2))
 
 
@@ -462,20 +401,13 @@ def tasks_table(summary: Mapping[str, Any]) -> PageTable | None:
     matrix = summary.get(f"task_{measure.name}")
     if matrix is None:
         return None
-    shown = matrix[:_MOST_TASK_STEPS]
-    clusters = summary["clusters_after_steps"]
-    rows = tuple(
-        (
-            f"after step {step}",
-            *(number(value) for value in row[:_MOST_TASK_STEPS]),
-            number(clusters[step]),
-        )
-        for step, row in enumerate(shown)
-    )
-    more = (
-        f", the first {_MOST_TASK_STEPS} of {len(matrix)} steps" if len(matrix) > len(shown) else ""
-    )
-    heads = ("", *(f"on {step}" for step in range(len(shown))), "clusters")
+    clusters, count = summary["clusters_after_steps"], min(len(matrix), _MOST_TASK_STEPS)
+    rows = [
+        (f"after step {step}", *row[:count], clusters[step])
+        for step, row in enumerate(matrix[:count])
+    ]
+    more = first_of(count, len(matrix), " steps")
+    heads = ("", *(f"on {step}" for step in range(count)), "clusters")
     return PageTable(f"The numbers: {measure.label} on each task{more}", heads, rows)
 
 
@@ -496,30 +428,27 @@ def verdicts_table(record: RunRecord) -> PageTable | None:
     if not kinds:
         return None
     ranked = sorted(kinds.items(), key=lambda item: -len(item[1]))
-    rows = tuple(
+    rows = [
         (
             verdict.value,
             reason,
-            number(len(found)),
-            number(len({event.client for event in found})),
+            len(found),
+            len({event.client for event in found}),
             _typical([event.measured for event in found]),
             _typical([event.bound for event in found]),
         )
         for (verdict, reason), found in ranked
-    )
+    ]
     heads = ("verdict", "reason", "updates", "clients", "median measured", "median bound")
-    clients = len({event.client for event in record.judged})
-    title = (
-        f"{len(record.judged):,} updates of {clients} client{'' if clients == 1 else 's'} "
-        "were not simply accepted"
-    )
+    clients = plural(len({event.client for event in record.judged}), "client")
+    title = f"{len(record.judged):,} updates of {clients} were not simply accepted"
     return PageTable(title, heads, rows, words=(0, 1))
 
 
 def judged_clients_table(record: RunRecord) -> PageTable | None:
     """Return what became of each client's updates; None if every update was accepted.
 
-    Clients of whom all updates were accepted are left out.
+    Clients of which all updates were accepted are left out.
     """
     counts: defaultdict[str, Counter[Verdict]] = defaultdict(Counter)
     for event in record.judged:
@@ -529,17 +458,12 @@ def judged_clients_table(record: RunRecord) -> PageTable | None:
     applied = Counter(record.updates.client.tolist())
     spells = _exclusions(record)
     worst = sorted(counts, key=lambda client: -counts[client].total())
-    rows = tuple(
-        (
-            client,
-            number(applied[client] - counts[client][Verdict.SCALED]),
-            number(counts[client][Verdict.SCALED]),
-            number(counts[client][Verdict.REFUSED] + counts[client][Verdict.EXCLUDED]),
-            _listed(spells[client]),
-        )
-        for client in worst[:_MOST_CLIENTS]
-    )
-    more = f", the first {len(rows)} of {len(worst)}" if len(rows) < len(worst) else ""
+    rows = []
+    for client in worst[:_MOST_CLIENTS]:
+        own = counts[client]
+        scaled, refused = own[Verdict.SCALED], own[Verdict.REFUSED] + own[Verdict.EXCLUDED]
+        rows.append((client, applied[client] - scaled, scaled, refused, _listed(spells[client])))
+    more = first_of(len(rows), len(worst))
     heads = ("client", "accepted", "scaled", "refused", "excluded (s)")
     return PageTable(f"Verdicts by client{more}", heads, rows, words=(0, 4))
 
@@ -578,18 +502,8 @@ def _typical(values: list[float]) -> str:
 
 
 _OPTIONS = (
-    "strategy",
-    "dataset",
-    "data-root",
-    "model",
-    "clients",
-    "partition",
-    "devices",
-    "max-updates",
-    "max-time",
-    "target-accuracy",
-    "eval-every",
-    "seed",
+    *("strategy", "dataset", "data-root", "model", "clients", "partition", "devices"),
+    *("max-updates", "max-time", "target-accuracy", "eval-every", "seed"),
 )
 """Keys that are shown as options of their own, in this order; the others follow --set."""
 _NEVER = ("out", "resume", "strategy", "dataset", "seed")
@@ -672,8 +586,19 @@ def run_page(folder: Path, links: str) -> str:
             f"{folder / 'summary.json'} is not what `raceme run` writes: "
             f"{type(error).__name__} {error}."
         ) from None
-    similarity, without = _similarity(folder, record, str(summary["strategy"]))
-    members = membership(record)
+    similarity, trouble = None, ""
+    try:
+        similarity = read_similarity(folder)
+    except UserError as error:
+        trouble = str(error)
+    figures = figures_of(record, similarity=similarity, target=target, clock=clock)
+    members, name = membership(record), summary["strategy"]
+    if not members:
+        del figures["clusters"]
+    if similarity is None:
+        del figures["similarity"]
+    if len(record.updates.seq) and record.updates.staleness.max() > 0:
+        figures["staleness"] = partial(staleness_figure, {"": record}, height=1.5)
     keys = {name: (key.default, key.help) for name, key in keys_of(config).items()}
     return render(
         "run.html",
@@ -683,38 +608,22 @@ def run_page(folder: Path, links: str) -> str:
         tiles=tiles,
         results=results,
         traffic=_traffic(summary),
-        accuracy=plot(accuracy_figure(record, target=target, clock=clock), record.measure.name),
+        figures={name: plot(draw(), name) for name, draw in figures.items()},
         measure=record.measure,
         evaluations=_evaluations(record),
-        clusters=plot(clusters_figure(record, clock=clock), "clusters") if members else None,
         drifts=drifts_table(record),
         steps=steps_table(record),
-        tasks=plot(tasks_figure(record), "tasks") if has_tasks(record) else None,
         learnt=learnt_table(summary),
         task_matrix=tasks_table(summary),
         cluster_table=clusters_table(record),
         changes=changes_table(record),
         moves=moves_table(record),
         members=members,
-        support=plot(support_figure(record, clock=clock), "support")
-        if has_support(record)
-        else None,
-        similarity=similarity,
-        without_similarity=without,
-        devices=plot(devices_figure(record, clock=clock), "devices"),
+        without_similarity=trouble
+        or f"There is no similarity.npz: {name} did not compare clients in this run.",
         clients=clients_table(record),
         costs=costs_table(record),
-        staleness=_staleness(record),
-        idle=_idle(record),
-        measures=[
-            (
-                record.measured[name][0].schema.title,
-                plot(measure_figure(record, name, clock=clock), f"measure-{name}"),
-            )
-            for name in drawn_measures(record)
-        ],
-        uploads=plot(uploads_figure(record), "uploads") if has_scores(record) else None,
-        mixtures=plot(mixtures_figure(record), "mixtures") if has_mixtures(record) else None,
+        measures=record.drawn_measures,
         protection=str(config.get("protection", "none")),
         verdicts=verdicts_table(record),
         judged_clients=judged_clients_table(record),
@@ -749,20 +658,17 @@ def _read_summary(folder: Path) -> dict[str, Any]:
 def _results(summary: Mapping[str, Any]) -> PageTable:
     rows = [
         *summary_rows(summary),
-        ("purity is 1 since update", number(summary["purity_reached_at_update"])),
+        ("purity is 1 since update", summary["purity_reached_at_update"]),
         ("model", str(summary["model"] or "–")),
         ("ended because", str(summary["reason"] or "it was killed")),
     ]
-    return PageTable("Result", (), tuple(rows), words=(0, 1), kind="pairs")
+    return PageTable("Result", (), rows, words=(0, 1), kind="pairs")
 
 
 def _traffic(summary: Mapping[str, Any]) -> PageTable | None:
     """Return the bytes of each phase; None if none travelled, or of earlier versions."""
     phases = summary.get("bytes_by_phase") or {}
-    rows = tuple(
-        (name, number(of["messages"]), number(of["down"]), number(of["up"]))
-        for name, of in phases.items()
-    )
+    rows = [(name, of["messages"], of["down"], of["up"]) for name, of in phases.items()]
     if not any(of["down"] or of["up"] for of in phases.values()):
         return None
     heads = ("phase", "answered", "bytes down", "bytes up")
@@ -774,7 +680,7 @@ def _tiles(summary: Mapping[str, Any]) -> list[Tile]:
     rate = summary["updates_per_second"]
     measure = Measure.of(summary)
     last, best = (number(summary[f"{kind}{measure.name}"]) for kind in ("", "best_"))
-    tiles = [
+    return [
         Tile(measure.label, last, f"best {best}"),
         Tile(
             f"time to {measure.bound(target)}" if target else "time to target",
@@ -789,7 +695,6 @@ def _tiles(summary: Mapping[str, Any]) -> list[Tile]:
             f"{number(float(rate), 0)} updates/s" if rate else "",
         ),
     ]
-    return tiles
 
 
 def _evaluations(record: RunRecord) -> PageTable:
@@ -797,20 +702,20 @@ def _evaluations(record: RunRecord) -> PageTable:
     chosen = spread_over(len(found.time), _MOST_EVALUATIONS)
     known = np.isfinite(found.weighted_accuracy)
     weighted = not np.allclose(found.weighted_accuracy[known], found.accuracy[known])
-    rows = tuple(
+    rows = [
         (
-            number(float(found.time[index]), 2),
-            number(int(found.updates[index])),
-            number(float(found.accuracy[index])),
-            *([number(float(found.weighted_accuracy[index]))] if weighted else []),
-            number(float(found.loss[index])),
-            number(int(found.clusters[index])),
+            number(found.time[index], 2),
+            found.updates[index],
+            found.accuracy[index],
+            *([found.weighted_accuracy[index]] if weighted else []),
+            found.loss[index],
+            found.clusters[index],
             f"{found.answered[index]:,} of {found.asked[index]:,}",
         )
         for index in chosen
-    )
-    shown = f"{len(rows)} of {len(found.time)}" if len(rows) < len(found.time) else f"{len(rows)}"
-    title = f"The numbers: {shown} evaluation{'' if len(rows) == 1 else 's'}"
+    ]
+    some = f"{len(rows)} of " if len(rows) < len(found.time) else ""
+    title = f"The numbers: {some}{plural(len(found.time), 'evaluation')}"
     heads = (
         *("time (s)", "updates", record.measure.label),
         *(["by test examples"] if weighted else []),
@@ -819,39 +724,16 @@ def _evaluations(record: RunRecord) -> PageTable:
     return PageTable(title, heads, rows, words=())
 
 
-def _similarity(folder: Path, record: RunRecord, strategy: str) -> tuple[Plot | None, str]:
-    """Return the plot of the similarities, or why there is none."""
-    try:
-        similarity = read_similarity(folder)
-    except UserError as error:
-        return None, str(error)
-    if similarity is not None:
-        return plot(draw_similarity(record, similarity), "similarity"), ""
-    return None, f"There is no similarity.npz: {strategy} did not compare clients in this run."
-
-
-def _staleness(record: RunRecord) -> Plot | None:
-    if not len(record.updates.seq) or record.updates.staleness.max() == 0:
-        return None
-    return plot(staleness_figure({"": record}, height=1.5), "staleness")
-
-
-def _idle(record: RunRecord) -> Plot | None:
-    if not len(record.idle_shares):
-        return None
-    return plot(idle_figure({"": record}), "idle")
-
-
 def _rejections(record: RunRecord) -> PageTable | None:
     """Return why replies were not used, the most common reasons first."""
     counts = Counter(str(reason) for reason in record.rejections.reason)
     if not counts:
         return None
     clients = Counter(str(client) for client in record.rejections.client)
-    rows = tuple((reason, number(n)) for reason, n in counts.most_common(_MOST_REASONS))
-    total, of = sum(counts.values()), len(clients)
+    rows = counts.most_common(_MOST_REASONS)
     shown = f", the {_MOST_REASONS} most common reasons" if len(counts) > _MOST_REASONS else ""
-    title = f"{total:,} replies of {of} client{'' if of == 1 else 's'} were not used{shown}"
+    replies, of = len(record.rejections.reason), plural(len(clients), "client")
+    title = f"{replies:,} replies of {of} were not used{shown}"
     return PageTable(title, ("reason", "replies"), rows)
 
 

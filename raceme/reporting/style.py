@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -13,6 +13,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.path import Path as Outline
@@ -99,6 +100,10 @@ def style() -> Iterator[None]:
 
 _MOST_DOTS = 3000
 """More cannot be told apart, and make large pages."""
+MOST_BARS = 3000
+"""A timeline with more bars than this shows only its first part: bars are to be told apart."""
+MOST_ROWS = 120
+"""A timeline shows at most so many devices, spread from the fastest to the slowest."""
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -106,6 +111,20 @@ def new_figure(width: float, height: float) -> Figure:
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
+
+
+def one_axes(
+    width: float, height: float, title: str = "", *, x: str = "", y: str = "", grid: str = ""
+) -> tuple[Figure, Axes]:
+    """Return an empty figure with one pair of axes: its title, labels and the axis of its grid."""
+    figure = new_figure(width, height)
+    axes = figure.add_subplot()
+    axes.set_title(title)
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    if grid:
+        axes.grid(axis=grid)  # type: ignore[arg-type]
+    return figure, axes
 
 
 def save_figure(figure: Figure, path: Path) -> None:
@@ -192,9 +211,80 @@ def updates_axis(axes: Axes, times: Floats, seconds: float) -> None:
     top.set_xticks(ticks, [f"{count:,}" for count in counts])
 
 
+def legend_beside(axes: Axes, **how: Any) -> None:
+    """Put the legend beside the axes, where it covers nothing."""
+    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), **how)
+
+
+def heat_map(axes: Axes, values: Floats, low: float, high: float, **how: Any) -> Any:
+    """Draw a matrix as cells without a frame or ticks; return what a colour bar needs."""
+    look = {"cmap": "viridis", "interpolation": "nearest", **how}
+    image = axes.imshow(values, vmin=low, vmax=high, **look)
+    axes.grid(False)
+    axes.tick_params(length=0)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    return image
+
+
 def say_empty(axes: Axes, text: str) -> None:
     """Say in the middle of a figure that there is nothing to show."""
     axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color=MUTED)
+
+
+def fastest_first(typical: Mapping[str, float]) -> list[str]:
+    """Return the devices that a timeline shows: by their typical time, of very many some."""
+    order = sorted(typical, key=lambda client: typical[client])
+    picked = np.linspace(0, len(order) - 1, min(len(order), MOST_ROWS)).round().astype(int)
+    return [order[index] for index in picked]
+
+
+def first_part(end: float, whole: float, seconds: float, of: str = "") -> str:
+    """Return for a title what part of a time is drawn; nothing if it is all of it."""
+    if end >= whole:
+        return ""
+    return f" (the first {float(f'{end / seconds:.3g}'):,g} {time_unit(end)[1]}{of})"
+
+
+def draw_spans(
+    axes: Axes,
+    rows: Mapping[str, int],
+    spans: Iterable[tuple[str, float, float]],
+    end: float,
+    seconds: float,
+    colours: str | Sequence[str],
+    edge: str = FAINT,
+    hatch: str | None = None,
+) -> None:
+    """Draw spans of time as boxes, all at once: rows of devices, from left to right.
+
+    Parameters
+    ----------
+    axes : Axes
+        Where.
+    rows : Mapping[str, int]
+        The row of each client that is shown.
+    spans : Iterable of (str, float, float)
+        Client, begin and end in seconds.
+    end : float
+        Until when boxes are drawn, in seconds.
+    seconds : float
+        Seconds in a unit of the axis of time.
+    colours : str or Sequence[str]
+        Of all boxes, or of each span; ``"none"`` for outlines.
+    edge, hatch : str, str or None
+        Colour of the edges, and the pattern.
+    """
+    corners, faces = [], []
+    for index, (client, start, stop) in enumerate(spans):
+        if client in rows and start < end:
+            left, right, row = start / seconds, min(stop, end) / seconds, rows[client]
+            low, high = row - 0.4, row + 0.4
+            corners.append([(left, low), (right, low), (right, high), (left, high)])
+            faces.append(colours if isinstance(colours, str) else colours[index])
+    axes.add_collection(
+        PolyCollection(corners, facecolors=faces, edgecolors=edge, linewidths=0.4, hatch=hatch)
+    )
 
 
 def draw_dots(axes: Axes, x: Sequence[float], y: Sequence[float], colour: str, **how: Any) -> None:
@@ -253,7 +343,7 @@ class Drift:
     steps: tuple[int, int]
 
     @property
-    def who(self) -> str:
+    def whose(self) -> str:
         """Whose data, in words."""
         if self.clients is None:
             return "all clients"
@@ -270,7 +360,7 @@ class Drift:
         """What stands beside its mark."""
         low, high = self.steps
         step = f"step{'' if low == high else 's'} {self.step}"
-        return step if self.clients is None else f"{self.who}: {step}"
+        return step if self.clients is None else f"{self.whose}: {step}"
 
 
 def drifts(changes: Sequence[DataChanged]) -> list[Drift]:
@@ -279,10 +369,10 @@ def drifts(changes: Sequence[DataChanged]) -> list[Drift]:
     for time, together in groupby(changes, key=lambda change: change.time):
         group = list(together)
         clients = frozenset(change.client for change in group if change.client is not None)
-        everybody = any(change.client is None for change in group)
+        is_all = any(change.client is None for change in group)
         steps = [change.step for change in group]
         found.append(
-            Drift(time, group[0].updates, None if everybody else clients, (min(steps), max(steps)))
+            Drift(time, group[0].updates, None if is_all else clients, (min(steps), max(steps)))
         )
     return found
 

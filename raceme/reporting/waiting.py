@@ -1,17 +1,16 @@
-"""The page of a simulated app: who worked when, who waited, and for whom."""
+"""The page of a simulated app: when devices worked, waited, and for which of the others."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import PercentFormatter
@@ -33,9 +32,14 @@ from raceme.reporting.style import (
     CLOCK,
     FAINT,
     INK,
+    MOST_BARS,
     MUTED,
     REJECTED,
+    draw_spans,
+    fastest_first,
+    first_part,
     new_figure,
+    one_axes,
     say_empty,
     series_colour,
     style,
@@ -66,7 +70,7 @@ def print_simulation(summary: Mapping[str, Any], out: Path, console: Console | N
 def simulation_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the numbers of a simulation as names and values."""
     kinds = ", ".join(f"{count:,} {kind}" for kind, count in summary["messages_by_kind"].items())
-    rows = [
+    return [
         ("virtual time", _time(summary)),
         ("if nobody waited", f"{duration(summary['without_waiting'])} for the same work"),
         ("devices", _shares(summary)),
@@ -79,7 +83,6 @@ def simulation_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ),
         ("wall time", f"{summary['wall_time']:.1f} s"),
     ]
-    return rows
 
 
 def duration(seconds: float) -> str:
@@ -109,7 +112,7 @@ def _percent(share: float) -> str:
 
 
 def _waited_for(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Say for whom the others waited longest."""
+    """Name the devices that the others waited for longest."""
     most = list(summary["most_waited_for"].items())[:_SHOWN]
     if not most:
         return []
@@ -124,109 +127,102 @@ def _failure_lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 # -----------------------------------------------------------------------------
-# Who of a simulated fleet worked when, who waited, and for whom.
+# When the devices of a simulated fleet worked, and for which of them the others waited.
 # -----------------------------------------------------------------------------
 
 
 WORK, AWAITED, EVALUATION = series_colour(4), series_colour(5), series_colour(2)
-_MOST_BARS = 3000
-"""A timeline with more bars than this shows only its first part: bars are to be told apart."""
-_MOST_ROWS = 120
-"""At most so many devices are shown, spread from the fastest to the slowest."""
 _NARROW = 0.005
 """Bars of this share of the width are narrow."""
 _NAMED_ROWS = 40
 """So many rows have room for names."""
 
 _Bars = list[tuple[str, float, float]]
+_COLOURS = {"work": WORK, "evaluation": EVALUATION, "awaited": AWAITED, "lost": REJECTED}
+"""Colour of each kind of bar, in the order of drawing."""
 
 
+@style()
 def timeline_figure(fleet: Fleet, *, clock: str = CLOCK) -> Figure:
-    """Draw who worked when, and whom the others waited for: a row per device, a bar per task."""
+    """Draw when devices worked, and which the others waited for: a row each, a bar per task."""
     order = shown(fleet)
     rows = {client: row for row, client in enumerate(order)}
-    with style():
-        figure = new_figure(7.2, _height(len(rows)))
-        axes = figure.add_subplot()
-        tasks = [task for task in fleet.tasks if task.takes_time and task.begun < fleet.end]
-        end = _window(fleet, tasks)
-        seconds = time_axis(axes, 0.0, end, clock)
-        length = f"{float(f'{end / seconds:.3g}'):,g} {time_unit(end)[1]}"
-        part = "" if end >= fleet.end else f" (the first {length})"
-        axes.set_title(f"Devices at work, and whom the others waited for{part}")
-        _rows_axis(axes, order, len(fleet.clients))
-        if not tasks:
-            say_empty(axes, "no message took any time")
-            return figure
-        late = {
-            (client, float(moment))
-            for moment, clients in zip(fleet.moments(), fleet.awaited(), strict=True)
-            for client in clients
-        }
-        kinds: dict[str, _Bars] = {"work": [], "evaluation": [], "awaited": [], "lost": []}
-        for task in tasks:
-            bar = (task.client, task.begun, min(task.ended, fleet.end))
-            kinds[_kind(task, late)].append(bar)
-        # Lines between bars would leave nothing of narrow ones.
-        lengths = [task.ended - task.begun for task in tasks]
-        edge = "white" if float(np.median(lengths)) > _NARROW * end else "face"
-        idle = [(client, *span) for client, spans in fleet.idle().items() for span in spans]
-        _draw(axes, rows, idle, end, seconds, FAINT)
-        _draw(axes, rows, kinds["work"], end, seconds, WORK, edge)
-        _draw(axes, rows, kinds["evaluation"], end, seconds, EVALUATION, edge)
-        _draw(axes, rows, kinds["awaited"], end, seconds, AWAITED, edge)
-        _draw(axes, rows, kinds["lost"], end, seconds, REJECTED, edge)
-        legend = [
-            Patch(color=WORK, label="at work") if kinds["work"] else None,
-            Patch(color=AWAITED, label="at work, others wait for it") if kinds["awaited"] else None,
-            Patch(color=EVALUATION, label="evaluates") if kinds["evaluation"] else None,
-            Patch(color=FAINT, label="waits"),
-            Patch(color=REJECTED, label="in vain") if kinds["lost"] else None,
-            Patch(facecolor="none", edgecolor=MUTED, label="offline") if fleet.offline else None,
-        ]
-        handles = [patch for patch in legend if patch is not None]
-        figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 4))
+    figure, axes = one_axes(7.2, _height(len(rows)))
+    tasks = [task for task in fleet.tasks if task.takes_time and task.begun < fleet.end]
+    end = _window(fleet, tasks)
+    seconds = time_axis(axes, 0.0, end, clock)
+    part = first_part(end, fleet.end, seconds)
+    axes.set_title(f"Devices at work, and whom the others waited for{part}")
+    _rows_axis(axes, order, len(fleet.clients))
+    if not tasks:
+        say_empty(axes, "no message took any time")
         return figure
+    late = {
+        (client, float(moment))
+        for moment, clients in zip(fleet.moments(), fleet.awaited(), strict=True)
+        for client in clients
+    }
+    kinds: defaultdict[str, _Bars] = defaultdict(list)
+    for task in tasks:
+        kinds[_kind(task, late)].append((task.client, task.begun, min(task.ended, fleet.end)))
+    # Lines between bars would leave nothing of narrow ones.
+    lengths = [task.ended - task.begun for task in tasks]
+    edge = "white" if float(np.median(lengths)) > _NARROW * end else "face"
+    idle = [(client, *span) for client, spans in fleet.idle().items() for span in spans]
+    draw_spans(axes, rows, idle, end, seconds, FAINT, "none")
+    for kind, colour in _COLOURS.items():
+        draw_spans(axes, rows, kinds[kind], end, seconds, colour, edge)
+    legend = [
+        Patch(color=WORK, label="at work") if kinds["work"] else None,
+        Patch(color=AWAITED, label="at work, others wait for it") if kinds["awaited"] else None,
+        Patch(color=EVALUATION, label="evaluates") if kinds["evaluation"] else None,
+        Patch(color=FAINT, label="waits"),
+        Patch(color=REJECTED, label="in vain") if kinds["lost"] else None,
+        Patch(facecolor="none", edgecolor=MUTED, label="offline") if fleet.offline else None,
+    ]
+    handles = [patch for patch in legend if patch is not None]
+    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 4))
+    return figure
 
 
+@style()
 def waiting_figure(fleet: Fleet, accounts: Sequence[ClientAccount]) -> Figure:
     """Draw how devices spent their time, and how long the others waited for each of them."""
     order = shown(fleet)
     own = {account.client: account for account in accounts}
-    with style():
-        figure = new_figure(7.2, _height(len(order)))
-        left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
-        left.set_title("Where the time went")
-        _rows_axis(left, order, len(fleet.clients))
-        if not order or not fleet.end:
-            say_empty(left, "no time has passed")
-            return figure
-        places = np.arange(len(order))
-        start = np.zeros(len(order))
-        for name, colour, label in (("busy", WORK, "at work"), ("idle", FAINT, "waits")):
-            shares = np.array([getattr(own[client], name) for client in order]) / fleet.end
-            left.barh(places, shares, 0.85, start, color=colour, label=label)
-            start += shares
-        left.set_xlim(0.0, 1.0)
-        left.xaxis.set_major_formatter(PercentFormatter(1.0))
-        left.set_xlabel("share of the time")
-        held_up = np.array([own[client].held_up for client in order])
-        seconds, unit = time_unit(float(held_up.max(initial=0.0)))
-        right.barh(places, held_up / seconds, 0.85, color=AWAITED)
-        right.set_title("Others waited for it")
-        right.set_xlabel(f"{unit}, summed over the others")
-        right.set_xlim(left=0.0)
-        right.grid(axis="x")
-        right.tick_params(axis="y", length=0)
-        if not held_up.any():
-            right.set_xlim(0.0, 1.0)
-            say_empty(right, "nobody waited for anybody")
-        handles, _ = left.get_legend_handles_labels()
-        if fleet.offline:
-            # What is left of the time.
-            handles.append(Patch(facecolor="none", edgecolor=MUTED, label="offline"))
-        figure.legend(handles=handles, loc="outside lower center", ncols=3)
+    figure = new_figure(7.2, _height(len(order)))
+    left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
+    left.set_title("Where the time went")
+    _rows_axis(left, order, len(fleet.clients))
+    if not order or not fleet.end:
+        say_empty(left, "no time has passed")
         return figure
+    places = np.arange(len(order))
+    start = np.zeros(len(order))
+    for name, colour, label in (("busy", WORK, "at work"), ("idle", FAINT, "waits")):
+        shares = np.array([getattr(own[client], name) for client in order]) / fleet.end
+        left.barh(places, shares, 0.85, start, color=colour, label=label)
+        start += shares
+    left.set_xlim(0.0, 1.0)
+    left.xaxis.set_major_formatter(PercentFormatter(1.0))
+    left.set_xlabel("share of the time")
+    held_up = np.array([own[client].held_up for client in order])
+    seconds, unit = time_unit(float(held_up.max(initial=0.0)))
+    right.barh(places, held_up / seconds, 0.85, color=AWAITED)
+    right.set_title("Others waited for it")
+    right.set_xlabel(f"{unit}, summed over the others")
+    right.set_xlim(left=0.0)
+    right.grid(axis="x")
+    right.tick_params(axis="y", length=0)
+    if not held_up.any():
+        right.set_xlim(0.0, 1.0)
+        say_empty(right, "nobody waited for anybody")
+    handles, _ = left.get_legend_handles_labels()
+    if fleet.offline:
+        # What is left of the time.
+        handles.append(Patch(facecolor="none", edgecolor=MUTED, label="offline"))
+    figure.legend(handles=handles, loc="outside lower center", ncols=3)
+    return figure
 
 
 def shown(fleet: Fleet) -> list[str]:
@@ -236,18 +232,14 @@ def shown(fleet: Fleet) -> list[str]:
         client: float(np.median([stop - start for start, stop in spans])) if spans else math.inf
         for client, spans in busy.items()
     }
-    order = sorted(typical, key=lambda client: typical[client])
-    if len(order) > _MOST_ROWS:
-        picked = np.linspace(0, len(order) - 1, _MOST_ROWS).round().astype(int)
-        order = [order[index] for index in picked]
-    return order
+    return fastest_first(typical)
 
 
 def _window(fleet: Fleet, tasks: Sequence[Task]) -> float:
     """Return until when bars are drawn."""
     gone = (start for spans in fleet.offline.values() for start, _ in spans)
     starts = sorted((*(task.begun for task in tasks), *gone))
-    return fleet.end if len(starts) <= _MOST_BARS else starts[_MOST_BARS]
+    return fleet.end if len(starts) <= MOST_BARS else starts[MOST_BARS]
 
 
 def _kind(task: Task, late: set[tuple[str, float]]) -> str:
@@ -280,28 +272,8 @@ def _rows_axis(axes: Axes, order: Sequence[str], clients: int) -> None:
     axes.set_ylabel(f"{of}{clients:,} devices")
 
 
-def _draw(
-    axes: Axes,
-    rows: dict[str, int],
-    bars: Sequence[tuple[str, float, float]],
-    end: float,
-    seconds: float,
-    face: str,
-    edge: str = "none",
-) -> None:
-    """Draw spans of time as boxes, all at once."""
-    corners = []
-    for client, start, stop in bars:
-        if client in rows and start < end:
-            left, right, row = start / seconds, min(stop, end) / seconds, rows[client]
-            corners.append(
-                [(left, row - 0.42), (right, row - 0.42), (right, row + 0.42), (left, row + 0.42)]
-            )
-    axes.add_collection(PolyCollection(corners, facecolors=face, edgecolors=edge, linewidths=0.3))
-
-
 # -----------------------------------------------------------------------------
-# The page of a simulated app: who worked when, who waited, and for whom.
+# The page of a simulated app: when devices worked, waited, and for which of the others.
 # -----------------------------------------------------------------------------
 
 
@@ -336,21 +308,26 @@ def simulation_page(folder: Path, links: str) -> str:
             title=f"{summary['app']} on {summary['clients']:,} devices",
             summary=summary,
             tiles=_tiles(summary),
-            results=PageTable("Result", (), tuple(simulation_rows(summary)), (0, 1), "pairs"),
+            results=PageTable("Result", (), simulation_rows(summary), (0, 1), "pairs"),
             timeline=plot(timeline_figure(fleet), "timeline"),
             waiting=plot(waiting_figure(fleet, accounts), "waiting"),
             clients=PageTable(
                 "Clients",
                 _HEADS,
-                tuple(
+                [
                     (
-                        *(account.client, number(account.tasks), number(account.busy, 1)),
-                        *(number(account.idle, 1), number(account.offline, 1)),
-                        *(number(account.held_up, 1), number(account.failures)),
-                        *(shown_bytes(account.bytes_down), shown_bytes(account.bytes_up)),
+                        account.client,
+                        account.tasks,
+                        number(account.busy, 1),
+                        number(account.idle, 1),
+                        number(account.offline, 1),
+                        number(account.held_up, 1),
+                        account.failures,
+                        shown_bytes(account.bytes_down),
+                        shown_bytes(account.bytes_up),
                     )
                     for account in accounts
-                ),
+                ],
             ),
             failures=_failures(fleet),
             settings=_settings(summary),
@@ -384,7 +361,7 @@ def _failures(fleet: Fleet) -> PageTable | None:
     reasons = Counter(task.failure for task in fleet.tasks if task.failure is not None)
     if not reasons:
         return None
-    rows = tuple((f"{count:,}", reason) for reason, count in reasons.most_common(_MOST_REASONS))
+    rows = [(count, reason) for reason, count in reasons.most_common(_MOST_REASONS)]
     return PageTable("Failures", ("messages", "why"), rows, words=(1,))
 
 
@@ -393,5 +370,5 @@ def _settings(summary: Mapping[str, Any]) -> PageTable:
     settings = dict(summary["settings"])
     further = {**settings.pop("run_config"), **settings.pop("parameters")}
     rows = {**settings, "strategy": summary["strategy"] or "the app's own", **further}
-    shown = tuple((name, "–" if value is None else str(value)) for name, value in rows.items())
+    shown = [(name, "–" if value is None else str(value)) for name, value in rows.items()]
     return PageTable("Settings", (), shown, words=(0, 1), kind="pairs")

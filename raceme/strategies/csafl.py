@@ -107,9 +107,9 @@ IDLE = MeasureSchema(
     ("client", "window", "seconds", "budget"),
     value="seconds",
     unit="s",
-    # The summary has the shares of the budget; the figure is their distribution.
-    summary="none",
-    figure="none",
+    of="budget",
+    summary="shares",
+    figure="shares",
 )
 """One event for every client that took part in a window; one that never waited has 0 seconds."""
 

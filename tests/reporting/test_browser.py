@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,8 @@ from raceme.core.events import (
     ClusterChange,
     ClustersChanged,
     Evaluated,
+    Measured,
+    MeasureSchema,
     RunEnded,
     UpdateApplied,
     UpdateJudged,
@@ -392,3 +395,50 @@ def test_a_report_works_from_a_file(browser: Browser, finished: Path, tmp_path: 
     browser.until(lambda: 60 < int(browser.tile("updates")) < 180)
     # The figures of the report are there too, for paper and for browsers without scripts.
     assert browser.run("return document.querySelectorAll('main svg').length") == 5
+
+
+GAP = MeasureSchema("gap", "distance to the start", ("client", "gap"), unit="m")
+LOAD = MeasureSchema("load", "updates of a cluster", ("load",), per="cluster")
+WAIT = MeasureSchema("wait", "waiting in a window", ("s", "of"), value="s", of="of", summary="none")
+LINKS = MeasureSchema("links", "links between clusters", ("sources",), per="cluster")
+
+
+def test_measures_of_a_method_have_charts_and_tables(browser: Browser, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with RunStore(out) as store:
+        for client in "ab":
+            store.observe(ClientJoined(0.0, client, 0, 10, 0))
+        for number in range(1, 6):
+            for client, gap in (("a", float(number)), ("b", 3.0 * number)):
+                values = {"client": client, "gap": gap}
+                store.observe(Measured(float(number), number, GAP, values))
+            store.observe(Measured(float(number), number, LOAD, {"load": {0: number, 1: 2}}))
+            store.observe(Measured(float(number), number, WAIT, {"s": 1.0, "of": 4.0}))
+            store.observe(Measured(float(number), number, LINKS, {"sources": {1: (0, number)}}))
+        store.observe(RunEnded(6.0, 5, "reached max-updates"))
+    with watching(out, "127.0.0.1", 0) as beside:
+        browser.open(beside.address)
+        show = "document.getElementById('panel-measures').scrollIntoView()"
+        parts = "raceme.board.panels.find((one) => one.element.id === 'panel-measures').parts"
+        browser.until(lambda: browser.run(f"{show}; return {parts}[1]?.lines?.length") == 2)
+        drawn = browser.run(
+            f"return {parts}.map(({{lines}}) => (lines ?? []).map((one) => [one.name, one.values]))"
+        )
+        # Clients a and b at the same moments: the largest, and the mean.
+        largest, mean = [3.0 * n for n in range(1, 6)], [2.0 * n for n in range(1, 6)]
+        assert drawn == [
+            [["largest", largest], ["mean", mean]],
+            [["cluster 0", [1, 2, 3, 4, 5]], ["cluster 1", [2] * 5]],
+            [["s", [0.25] * 5]],
+            [],
+        ]
+        shown = browser.run("return document.getElementById('panel-measures').innerText")
+        assert "Links between clusters" in shown
+        assert "0, 5" in shown
+        if path := os.environ.get("RACEME_SHOTS"):
+            browser.resize(1300, 1500)
+            browser.driver.save_screenshot(path)
+
+
+def test_a_method_without_measures_has_no_panel_of_them(replayed: Browser) -> None:
+    assert replayed.run("return document.getElementById('panel-measures').hidden") is True

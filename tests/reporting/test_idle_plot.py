@@ -11,7 +11,7 @@ from raceme.core.events import Measured, RunEnded
 from raceme.records.record import RunRecord
 from raceme.records.store import RunStore
 from raceme.reporting.artefacts import write_all
-from raceme.reporting.plots import idle_figure, longer_than
+from raceme.reporting.plots import longer_than, shares_figure
 from raceme.strategies.csafl import IDLE
 
 
@@ -38,7 +38,7 @@ def test_those_that_never_wait_and_those_that_always_do(share: float, above: lis
 
 def test_each_run_that_has_windows_has_a_curve() -> None:
     runs = {"t-fedavg": waited(0.5, 0.25), "fedavg": RunRecord.of([]), "ta-fedavg": waited(0.0)}
-    (axes,) = idle_figure(runs).axes
+    (axes,) = shares_figure(runs, IDLE).axes
     labels = [text.get_text() for text in axes.get_legend().get_texts()]
     assert labels == ["t-fedavg: mean 38%", "ta-fedavg: never"]
     first, second = (line for line in axes.lines if line.get_label() in labels)
@@ -47,8 +47,8 @@ def test_each_run_that_has_windows_has_a_curve() -> None:
 
 
 def test_a_run_without_windows_says_so_and_leaves_no_picture(tmp_path: Path) -> None:
-    (axes,) = idle_figure({"fedavg": RunRecord.of([])}).axes
-    assert [text.get_text() for text in axes.texts] == ["no windows in which clients wait"]
+    (axes,) = shares_figure({"fedavg": RunRecord.of([])}, IDLE).axes
+    assert [text.get_text() for text in axes.texts] == ["not measured"]
     summary = {"strategy": "fedavg", "dataset": "digits", "seed": 0}
     for name, events in (
         ("without", [RunEnded(1.0, 1, "so")]),

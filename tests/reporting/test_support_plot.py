@@ -1,4 +1,4 @@
-"""Who supports whom: reported by a method, kept, summarised and drawn."""
+"""Support between clusters: reported by a method, kept, summarised and drawn."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from fleets import grid_of, pulled_app
 from matplotlib.colors import to_hex
 from matplotlib.patches import Circle, FancyArrowPatch, Wedge
 from runs import ONES, devices, of, run
+from summaries import summarise
 
 from raceme.core.clusters import Model
 from raceme.core.config import RunConfig, write_toml
@@ -24,9 +25,8 @@ from raceme.core.events import (
 from raceme.core.requests import Outcome, Update
 from raceme.records.record import RunRecord
 from raceme.records.store import RunStore, read_events
-from raceme.records.summary import summarise
 from raceme.reporting.artefacts import write_all
-from raceme.reporting.plots import counts_over_time, support_figure
+from raceme.reporting.plots import counts_over_time, graph_figure
 from raceme.reporting.run_page import run_page
 from raceme.reporting.style import cluster_colour
 from raceme.strategies import FedAsync
@@ -57,11 +57,15 @@ RUN: list[Event] = [
 
 
 def test_clusters_and_supports_are_counted_over_time() -> None:
-    assert counts_over_time(RunRecord.of(RUN)) == ([0.0, 1.0, 2.0], [3, 3, 2], [0, 4, 1])
+    assert counts_over_time(RunRecord.of(RUN), SUPPORTERS) == (
+        [0.0, 1.0, 2.0],
+        [3, 3, 2],
+        [0, 4, 1],
+    )
 
 
 def test_an_arrow_leads_from_the_supporter_to_the_supported() -> None:
-    graph, counts = support_figure(RunRecord.of(RUN)).axes
+    graph, counts = graph_figure(RunRecord.of(RUN), SUPPORTERS).axes
     (arrow,) = [patch for patch in graph.patches if isinstance(patch, FancyArrowPatch)]
     names = {text.get_text(): text.get_position() for text in graph.texts}
     start, end = arrow._posA_posB  # type: ignore[attr-defined]
@@ -76,7 +80,7 @@ def test_an_arrow_leads_from_the_supporter_to_the_supported() -> None:
     drawn = {str(line.get_label()): line.get_ydata() for line in counts.lines}
     assert {name: list(y) for name, y in drawn.items()} == {
         "clusters": [3, 3, 2, 2],
-        "supports": [0, 4, 1, 1],
+        "supporters": [0, 4, 1, 1],
     }
 
 
@@ -87,7 +91,7 @@ def test_a_ring_is_divided_by_true_groups_and_the_area_by_clients() -> None:
         change(0.0, ClusterChange.ASSIGN, clusters),
         support_changed(1.0, 1, {5: (6,), 6: (5, 7)}),
     ]
-    graph = support_figure(RunRecord.of(events)).axes[0]
+    graph = graph_figure(RunRecord.of(events), SUPPORTERS).axes[0]
     rings = [patch for patch in graph.patches if isinstance(patch, Wedge)]
     found = sorted((round(ring.theta2 - ring.theta1), round(ring.r, 3)) for ring in rings)
     # Cluster 5 has two clients of group 0 and one of group 1; cluster 6 has one: √(1/3) of the
@@ -100,7 +104,7 @@ def test_a_ring_is_divided_by_true_groups_and_the_area_by_clients() -> None:
 def test_rings_show_the_groups_of_the_last_evaluation_where_data_change() -> None:
     # Client b has gone over to the other concept, as has its cluster in part.
     tested = Evaluated(3.0, 3, 0.5, 1.0, 2, {}, groups={"b": 1})
-    graph = support_figure(RunRecord.of([*RUN[:-1], tested])).axes[0]
+    graph = graph_figure(RunRecord.of([*RUN[:-1], tested]), SUPPORTERS).axes[0]
     rings = [patch for patch in graph.patches if isinstance(patch, Wedge)]
     assert [ring.theta2 - ring.theta1 for ring in rings] == [180.0, 180.0, 360.0]
 
@@ -112,20 +116,20 @@ def test_of_very_many_clusters_the_largest_are_drawn() -> None:
         change(0.0, ClusterChange.ASSIGN, clusters),
         support_changed(1.0, 1, {0: (1, 39), 39: (38,)}),
     ]
-    graph = support_figure(RunRecord.of(events)).axes[0]
-    assert graph.get_title(loc="left") == "Who supports whom at the end (24 of 40 clusters)"
+    graph = graph_figure(RunRecord.of(events), SUPPORTERS).axes[0]
+    assert graph.get_title(loc="left") == "Support between clusters at the end (24 of 40 clusters)"
     assert len([p for p in graph.patches if isinstance(p, FancyArrowPatch)]) == 1
 
 
-def test_the_last_word_may_be_that_nobody_supports_anybody() -> None:
-    graph = support_figure(RunRecord.of([*RUN[:-1], support_changed(3.0, 3, {})])).axes[0]
-    assert graph.get_title(loc="left") == "Nobody supports anybody at the end"
+def test_there_may_be_no_support_at_the_end() -> None:
+    graph = graph_figure(RunRecord.of([*RUN[:-1], support_changed(3.0, 3, {})]), SUPPORTERS).axes[0]
+    assert graph.get_title(loc="left") == "Support between clusters at the end: none"
 
 
 def test_a_run_without_support_has_no_picture_and_says_so(tmp_path: Path) -> None:
     plain: list[Event] = [ClientJoined(0.0, "a", 0, 10, None), RunEnded(1.0, 0, "so")]
-    (axes,) = support_figure(RunRecord.of(plain)).axes
-    assert axes.texts[-1].get_text() == "no cluster has supported another"
+    (axes,) = graph_figure(RunRecord.of(plain), SUPPORTERS).axes
+    assert axes.texts[-1].get_text() == "not measured"
     for name, events in (("without", plain), ("with", RUN)):
         folder = tmp_path / name
         with RunStore(folder) as store:
@@ -133,7 +137,7 @@ def test_a_run_without_support_has_no_picture_and_says_so(tmp_path: Path) -> Non
                 store.observe(event)
         write_toml(RunConfig().to_mapping(), folder / "config.toml")
         summary = summarise(events, strategy="casa", dataset="digits", seed=0, wall_time=1.0)
-        assert summary["supporters"] == (None if name == "without" else {"2": [3]})
+        assert summary.get("supporters") == (None if name == "without" else {"2": [3]})
         assert write_all(folder, summary=summary, models={}) == {}
         assert (folder / "support.png").exists() is (name == "with")
         assert ('id="support"' in run_page(folder, "")) is (name == "with")

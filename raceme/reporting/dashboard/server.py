@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -30,10 +30,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from raceme.core.errors import UserError
 from raceme.reporting.dashboard.page import ASSETS, live_page, read_asset
-from raceme.reporting.dashboard.source import Watched
+from raceme.reporting.dashboard.source import ComparisonSource, RunSource, Watched
 
 # -----------------------------------------------------------------------------
-# Who may look: browsers on this machine, or with the token, and no page of another site.
+# Access: browsers on this machine, or with the token, and no page of another site.
 # -----------------------------------------------------------------------------
 
 
@@ -51,7 +51,7 @@ _HEADERS = {
 
 
 def new_token() -> str:
-    """Return a token that nobody guesses."""
+    """Return a token that cannot be guessed."""
     return secrets.token_urlsafe(24)
 
 
@@ -155,20 +155,11 @@ _BREATH_SECONDS = 15.0
 _RETRY_MILLISECONDS = 1000
 
 
-class Source(Protocol):
-    """Something that grows, as pieces of JSON; see `RunSource`."""
-
-    pieces: list[str]
-    generation: int
-    trouble: str
-
-    def poll(self) -> bool:
-        """Read what has come; return whether there is more already."""
-        ...
+Source = RunSource | ComparisonSource
 
 
 class Feed:
-    """Reads a source while somebody looks, and lets all of them know.
+    """Reads a source while browsers show it, and lets all of them know.
 
     Parameters
     ----------
@@ -199,7 +190,7 @@ class Feed:
         await self._news.wait()
 
     async def read(self) -> bool:
-        """Read the source once, and wake whoever waits; return whether there is more already."""
+        """Read the source once, and wake all that wait; return whether there is more already."""
         async with self._reading:
             more = await asyncio.to_thread(self.source.poll)
         self._news.set()
@@ -221,7 +212,7 @@ class Dashboard:
         Takes the name of a run in a comparison, empty for the folder itself, and returns its
         source; None if there is no such run.
     host, token : str
-        Who may look; see :class:`raceme.reporting.dashboard.server.Guard`.
+        Access; see :class:`raceme.reporting.dashboard.server.Guard`.
     """
 
     def __init__(self, sources: Callable[[str], Source | None], host: str, token: str) -> None:
@@ -276,7 +267,7 @@ class Dashboard:
     async def _stream(self, feed: Feed, generation: int, sent: int) -> AsyncIterator[str]:
         """Yield a source's pieces from one on, and go on as they come.
 
-        A browser that does not read makes this wait, and nobody else.
+        A browser that does not read makes only this stream wait.
         """
         source, trouble, silent = feed.source, "", 0.0
         yield f"retry: {_RETRY_MILLISECONDS}\n\n"
@@ -328,7 +319,7 @@ _GRACE_SECONDS = 2
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket that listens, so that whoever opens the page at once is not refused.
+    """Return a socket that listens, so that a browser that opens it at once is not refused.
 
     Parameters
     ----------
@@ -392,16 +383,13 @@ def serve(
     until : Callable
         Returns when it is to end.
     """
-    asyncio.run(_serve(listening, watched, token, until))
+    dashboard = Dashboard(watched.source, listening.getsockname()[0], token)
+    asyncio.run(_serve(dashboard, listening, until))
 
 
 async def _serve(
-    listening: socket.socket,
-    watched: Watched,
-    token: str,
-    until: Callable[[], Coroutine[Any, Any, None]],
+    dashboard: Dashboard, listening: socket.socket, until: Callable[[], Coroutine[Any, Any, None]]
 ) -> None:
-    dashboard = Dashboard(watched.source, listening.getsockname()[0], token)
     config = uvicorn.Config(
         dashboard.app,
         log_level="critical",
@@ -424,7 +412,7 @@ async def _serve(
 
 
 class _Server(uvicorn.Server):
-    """A server that leaves signals to whoever started it."""
+    """A server that leaves signals to the process that started it."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -436,8 +424,7 @@ class _Server(uvicorn.Server):
 # The dashboard of a run that has just been started: a process beside it, which ends with it.
 #
 # Neither a browser nor what it asks for can hold up the run so: it writes its store as always,
-# and
-# does not know whether anybody reads.
+# and does not know whether it is read.
 # -----------------------------------------------------------------------------
 
 
@@ -534,26 +521,20 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     with suppress(OSError):
         os.nice(_NICE)
-    told = json.loads(_first_line())
+    # Without a buffer: what follows is waited for by another.
+    with open(0, "rb", buffering=0, closefd=False) as pipe:
+        line = pipe.readline()
+    if not line.endswith(b"\n"):
+        raise SystemExit
+    told = json.loads(line)
     listening = socket.socket(fileno=told["socket"])
     watched = Watched(Path(told["folder"]), told["comparison"])
     with listening:
         serve(listening, watched, told["token"], _until_the_end)
 
 
-def _first_line() -> bytes:
-    """Read byte by byte: what follows is waited for by another."""
-    line = b""
-    while not line.endswith(b"\n"):
-        byte = os.read(0, 1)
-        if not byte:
-            raise SystemExit
-        line += byte
-    return line
-
-
 async def _until_the_end() -> None:
-    """Wait until whoever started this closes the pipe, or is gone."""
+    """Wait until the process that started this closes the pipe, or is gone."""
     reader = asyncio.StreamReader()
     protocol = asyncio.StreamReaderProtocol(reader)
     await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, sys.stdin)

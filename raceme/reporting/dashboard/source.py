@@ -13,24 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from raceme.core import events
 from raceme.core.config import read_toml
 from raceme.core.errors import UserError
-from raceme.core.events import (
-    ClaimRefused,
-    ClientJoined,
-    ClientLeft,
-    ClustersChanged,
-    DataChanged,
-    Evaluated,
-    Event,
-    Measure,
-    Measured,
-    Membership,
-    RunEnded,
-    UpdateApplied,
-    UpdateJudged,
-    UpdateRejected,
-)
+from raceme.core.events import Event, EventHandler, Membership
 from raceme.core.files import ReadingError, parse_json, read_text
 from raceme.records.folder import ERROR
 from raceme.records.positions import (
@@ -45,14 +31,13 @@ from raceme.records.positions import (
 from raceme.records.positions import SIMILARITY_FILE as SIMILARITY
 from raceme.records.record import FILE_NAME as WALL_TIMES
 from raceme.records.record import read_wall_times
-from raceme.records.store import FILE_NAME, StoreFollower
-from raceme.records.summary import RunSummary
+from raceme.records.store import FILE_NAME, StoreFollower, plain
+from raceme.records.summary import RunSummary, finite
 
 # -----------------------------------------------------------------------------
 # Events as columns of JSON: what the page is told, and of which it builds any moment of a run.
 #
-# A column holds one value of each of many rows, so that no name is repeated. Clients, reasons
-# and
+# A column holds one value of each of many rows, so that no name is repeated. Clients, reasons and
 # kinds are numbers into lists that are told once. Times are seconds on the run's own clock.
 # -----------------------------------------------------------------------------
 
@@ -64,7 +49,29 @@ WORST = 10
 """The worst tenth of the clients."""
 
 
-class Columns:
+_TOLD: Mapping[type[Any], tuple[str, Mapping[str, str]]] = {
+    events.UpdateApplied: (
+        "updates",
+        {
+            **{"sent": "dispatched_at", "client": "client", "cluster": "cluster"},
+            **{"staleness": "staleness", "weight": "weight", "loss": "train_loss"},
+        },
+    ),
+    events.UpdateRejected: (
+        "rejections",
+        {"sent": "dispatched_at", "client": "client", "reason": "reason"},
+    ),
+    events.UpdateJudged: (
+        "verdicts",
+        {name: name for name in ("client", "verdict", "cluster", "measured", "bound", "reason")},
+    ),
+    events.ClaimRefused: ("claims", {"client": "client", "reason": "reason"}),
+    events.DataChanged: ("drifts", {"updates": "updates", "client": "client", "step": "step"}),
+}
+"""Kinds of events that are told as a row: their table, and the field of each column."""
+
+
+class Columns(EventHandler):
     """Gathers the events of a run as columns, an observer of it.
 
     Parameters
@@ -78,78 +85,115 @@ class Columns:
         self._most_scores = most_scores
         self._told_scores = 0
         self._evaluations = 0
-        self._clients: dict[str, int] = {}
-        self._reasons: dict[str, int] = {}
+        self._numbers: dict[str, dict[str, int]] = {"clients": {}, "reasons": {}, "measures": {}}
         self._summary = RunSummary()
-        # A second one, for the summary's does not tell who moved.
+        # A second one, for the summary's does not tell which clients moved.
         self._membership = Membership()
         self._tables: defaultdict[str, Table] = defaultdict(lambda: defaultdict(list))
         self._ending: dict[str, Any] | None = None
-        self._numbers: tuple[int, float | None] | None = None
+        self._clusters: tuple[int, float | None] | None = None
         self._on_devices, self._said_devices = False, False
 
     def observe(self, event: Event) -> None:
         """Take note of an event."""
         self._summary.observe(event)
-        if isinstance(event, UpdateApplied):
-            self._add_update(event)
-        elif isinstance(event, UpdateRejected):
+        if type(event) in _TOLD:
+            table, columns = _TOLD[type(event)]
+            told = {name: self._field(of, getattr(event, of)) for name, of in columns.items()}
+            self._add(table, event.time, **told)
+        self(event)
+
+    def on_update_applied(self, event: events.UpdateApplied) -> None:
+        """Remember whether the run is on devices: only they tell when by their own clocks."""
+        self._on_devices = self._on_devices or event.started_at is not None
+
+    def on_client_joined(self, event: events.ClientJoined) -> None:
+        """Tell that a client is online, and its data."""
+        client, group = self._client(event.client), _told(event.group)
+        self._add("presence", event.time, client=client, online=1)
+        self._add("greetings", event.time, client=client, examples=event.num_examples, group=group)
+        self._tell_clusters(event.time)
+
+    def on_client_left(self, event: events.ClientLeft) -> None:
+        """Tell that a client is offline."""
+        self._add("presence", event.time, client=self._client(event.client), online=0)
+
+    def on_measured(self, event: events.Measured) -> None:
+        """Add to the table of a measure; a mapping is told as its items."""
+        schema, values = event.schema, dict[str, Any]()
+        if schema.name not in self._numbers["measures"]:
+            self._numbered("measures", schema.name, **plain(vars(schema)))
+        for name, value in event.values.items():
+            if isinstance(value, Mapping):
+                key = self._client if schema.per == "client" else int
+                values[name] = [(key(of), _told(item)) for of, item in value.items()]
+            else:
+                values[name] = self._field(name, value)
+        self._add(f"measure_{event.name}", event.time, updates=int(event.updates), **values)
+
+    def on_evaluated(self, event: events.Evaluated) -> None:
+        """Tell the accuracies, and what was found of groups."""
+        scores = event.per_client
+        clusters: defaultdict[int, list[float]] = defaultdict(list)
+        for cluster, accuracy, _ in scores.values():
+            clusters[int(cluster)].append(float(accuracy))
+        means = sorted((k, len(found), _short(_mean(found))) for k, found in clusters.items())
+        known = [float(accuracy) for _, accuracy, _ in scores.values()]
+        self._add(
+            "evaluations",
+            event.time,
+            updates=int(event.updates),
+            accuracy=finite(event.accuracy),
+            best=finite(self._summary.best_accuracy),
+            loss=_short(event.loss),
+            worst=_short(worst_share(known, event.measure)),
+            answered=event.answered,
+            asked=int(event.asked),
+            clusters=means,
+            scores=self._scores({name: score[1] for name, score in scores.items()}),
+        )
+        for client, group in event.groups.items():
+            if group != self._membership.groups.get(client):
+                self._add("groups", event.time, client=self._client(client), group=int(group))
+        self._membership.observe(event)
+        self._tell_clusters(event.time)
+
+    def on_clusters_changed(self, event: events.ClustersChanged) -> None:
+        """Tell the change, and the clients that are in other clusters."""
+        placements = self._membership.observe(event)
+        self._add(
+            "changes",
+            event.time,
+            updates=int(event.updates),
+            kind=event.change.value,
+            gone=list(map(int, event.gone)),
+            made=list(map(int, event.made)),
+            moved=len(placements),
+            score=_short(event.score),
+            threshold=_short(event.threshold),
+        )
+        for placed in placements:
+            weights = {str(k): _short(weight) for k, weight in placed.weights.items()}
             self._add(
-                "rejections",
-                time=_seconds(event.time),
-                sent=_seconds(event.dispatched_at),
-                client=self._number(event.client),
-                reason=self._reason(event.reason),
+                "placements",
+                event.time,
+                client=self._client(placed.client),
+                cluster=-1 if placed.home is None else int(placed.home),
+                weights=weights if len(weights) > 1 else None,
             )
-        elif isinstance(event, UpdateJudged):
-            self._add(
-                "verdicts",
-                time=_seconds(event.time),
-                client=self._number(event.client),
-                verdict=event.verdict.value,
-                cluster=event.cluster,
-                measured=_short(event.measured),
-                bound=_short(event.bound),
-                reason=self._reason(event.reason),
-            )
-        elif isinstance(event, ClaimRefused):
-            self._add(
-                "claims",
-                time=_seconds(event.time),
-                client=self._number(event.client),
-                reason=self._reason(event.reason),
-            )
-        elif isinstance(event, Evaluated):
-            self._add_evaluation(event)
-        elif isinstance(event, ClustersChanged):
-            self._add_change(event)
-        elif isinstance(event, ClientJoined):
-            self._add_client(event)
-        elif isinstance(event, ClientLeft):
-            number = self._number(event.client)
-            self._add("presence", time=_seconds(event.time), client=number, online=0)
-        elif isinstance(event, DataChanged):
-            client = -1 if event.client is None else self._number(event.client)
-            self._add(
-                "drifts",
-                time=_seconds(event.time),
-                updates=int(event.updates),
-                client=client,
-                step=int(event.step),
-            )
-        elif isinstance(event, Measured):
-            self._add_measured(event)
-        elif isinstance(event, RunEnded):
-            self._ending = {
-                "time": _seconds(event.time),
-                "updates": int(event.updates),
-                "reason": event.reason,
-                "ending": event.ending.value,
-            }
-        self._look_at_numbers(event)
+        self._tell_clusters(event.time)
+
+    def on_run_ended(self, event: events.RunEnded) -> None:
+        """Tell the end."""
+        self._ending = {
+            "time": _seconds(event.time),
+            "updates": int(event.updates),
+            "reason": event.reason,
+            "ending": event.ending.value,
+        }
 
     @property
-    def measure(self) -> Measure:
+    def measure(self) -> events.Measure:
         """What the accuracies are."""
         return self._summary.measure
 
@@ -179,84 +223,31 @@ class Columns:
             }
         return found
 
-    def _add(self, table: str, **values: Any) -> None:
+    def _add(self, table: str, time: float | None, /, **values: Any) -> None:
         columns = self._tables[table]
+        if time is not None:
+            columns["time"].append(_seconds(time))
         for name, value in values.items():
             columns[name].append(value)
 
-    def _number(self, client: str) -> int:
-        """Return the number of a client, which is told with its name if it is new."""
-        if client not in self._clients:
-            self._clients[client] = len(self._clients)
-            self._add("clients", name=client)
-        return self._clients[client]
+    def _numbered(self, table: str, name: str, /, **told: Any) -> int:
+        """Return the number of a client, reason or measure, which is told if it is new."""
+        numbers = self._numbers[table]
+        if name not in numbers:
+            numbers[name] = len(numbers)
+            self._add(table, None, **told)
+        return numbers[name]
 
-    def _reason(self, reason: str) -> int:
-        if reason not in self._reasons:
-            self._reasons[reason] = len(self._reasons)
-            self._add("reasons", text=reason)
-        return self._reasons[reason]
+    def _client(self, name: str) -> int:
+        return self._numbered("clients", name, name=name)
 
-    def _add_client(self, event: ClientJoined) -> None:
-        number, time = self._number(event.client), _seconds(event.time)
-        group = None if event.group is None else int(event.group)
-        self._add("presence", time=time, client=number, online=1)
-        self._add("greetings", time=time, client=number, examples=event.num_examples, group=group)
-
-    def _add_measured(self, event: Measured) -> None:
-        """Add to the table of a measure; a mapping is told as its items."""
-        values: dict[str, Any] = {"updates": int(event.updates)}
-        for name, value in event.values.items():
-            if name == "client":
-                values[name] = self._number(value)
-            elif isinstance(value, Mapping):
-                named = event.schema.per == "client"
-                values[name] = [
-                    (self._number(key) if named else int(key), _told(item))
-                    for key, item in value.items()
-                ]
-            else:
-                values[name] = _told(value)
-        self._add(f"measure_{event.name}", time=_seconds(event.time), **values)
-
-    def _add_update(self, event: UpdateApplied) -> None:
-        self._on_devices = self._on_devices or event.started_at is not None
-        self._add(
-            "updates",
-            time=_seconds(event.time),
-            sent=_seconds(event.dispatched_at),
-            client=self._number(event.client),
-            cluster=int(event.cluster),
-            staleness=int(event.staleness),
-            weight=_short(event.weight),
-            loss=_short(event.train_loss),
-        )
-
-    def _add_evaluation(self, event: Evaluated) -> None:
-        scores = event.per_client
-        clusters: defaultdict[int, list[float]] = defaultdict(list)
-        for cluster, accuracy, _ in scores.values():
-            clusters[int(cluster)].append(float(accuracy))
-        means = sorted((k, len(found), _short(_mean(found))) for k, found in clusters.items())
-        known = [float(accuracy) for _, accuracy, _ in scores.values()]
-        self._add(
-            "evaluations",
-            time=_seconds(event.time),
-            updates=int(event.updates),
-            accuracy=_number(event.accuracy),
-            best=_number(self._summary.best_accuracy),
-            loss=_short(event.loss),
-            worst=_short(worst_share(known, event.measure)),
-            answered=event.answered,
-            asked=int(event.asked),
-            clusters=means,
-            scores=self._scores({name: score[1] for name, score in scores.items()}),
-        )
-        for client, group in event.groups.items():
-            if group != self._membership.groups.get(client):
-                number = self._number(client)
-                self._add("groups", time=_seconds(event.time), client=number, group=int(group))
-        self._membership.observe(event)
+    def _field(self, name: str, value: Any) -> Any:
+        """Return the value of an event's field as a page is told it."""
+        if name == "client":
+            return -1 if value is None else self._client(value)
+        if name == "reason":
+            return self._numbered("reasons", value, text=value)
+        return _seconds(value) if name == "dispatched_at" else _told(value)
 
     def _scores(self, accuracies: Mapping[str, float]) -> str | None:
         """Return the clients' accuracies as 32-bit floats in base64, in the order of numbers."""
@@ -264,51 +255,18 @@ class Columns:
         stride = 1 + self._told_scores // max(1, self._most_scores)
         if not accuracies or (self._evaluations - 1) % stride:
             return None
-        numbers = [self._number(client) for client in accuracies]
-        column = np.full(len(self._clients), np.nan, "<f4")
+        numbers = [self._client(client) for client in accuracies]
+        column = np.full(len(self._numbers["clients"]), np.nan, "<f4")
         column[numbers] = list(accuracies.values())
         self._told_scores += len(column)
         return base64.b64encode(column.tobytes()).decode()
 
-    def _add_change(self, event: ClustersChanged) -> None:
-        placements = self._membership.observe(event)
-        time = _seconds(event.time)
-        self._add(
-            "changes",
-            time=time,
-            updates=int(event.updates),
-            kind=event.change.value,
-            gone=list(map(int, event.gone)),
-            made=list(map(int, event.made)),
-            moved=len(placements),
-            score=_short(event.score),
-            threshold=_short(event.threshold),
-        )
-        for placed in placements:
-            weights = dict(placed.weights)
-            self._add(
-                "placements",
-                time=time,
-                client=self._number(placed.client),
-                cluster=-1 if placed.home is None else int(placed.home),
-                weights={str(k): _short(w) for k, w in weights.items()}
-                if len(weights) > 1
-                else None,
-            )
-
-    def _look_at_numbers(self, event: Event) -> None:
+    def _tell_clusters(self, time: float) -> None:
         """Tell the number of clusters and their purity when they are others."""
-        if not isinstance(event, ClustersChanged | ClientJoined | Evaluated):
-            return
-        numbers = self._summary.clusters, self._summary.purity()
-        if numbers != self._numbers:
-            self._numbers = numbers
-            self._add(
-                "numbers",
-                time=_seconds(event.time),
-                clusters=numbers[0],
-                purity=_number(numbers[1]),
-            )
+        clusters = self._summary.clusters, self._summary.purity()
+        if clusters != self._clusters:
+            self._clusters = clusters
+            self._add("numbers", time, clusters=clusters[0], purity=finite(clusters[1]))
 
 
 def _told(value: Any) -> Any:
@@ -319,7 +277,7 @@ def _told(value: Any) -> Any:
     return _short(value) if isinstance(value, float) else value
 
 
-def worst_share(accuracies: Iterable[float], measure: Measure, share: int = WORST) -> float:
+def worst_share(accuracies: Iterable[float], measure: events.Measure, share: int = WORST) -> float:
     """Return the mean accuracy of the worst tenth of the clients, of one at least.
 
     Parameters
@@ -349,11 +307,6 @@ def _mean(values: list[float]) -> float:
 def _seconds(time: float) -> float:
     """Return a time to the microsecond."""
     return round(float(time), 6)
-
-
-def _number(value: float | None) -> float | None:
-    """Return a number with all its digits; None, as JSON wants it, if it is not finite."""
-    return float(value) if value is not None and math.isfinite(value) else None
 
 
 def _short(value: float | None) -> float | None:
@@ -523,7 +476,7 @@ def new_generation() -> int:
 
 
 # -----------------------------------------------------------------------------
-# What a folder is that somebody wants to watch: a run, a comparison, or to become one.
+# What a folder to be watched is: a run, a comparison, or to become one.
 # -----------------------------------------------------------------------------
 
 
@@ -624,7 +577,10 @@ class ComparisonSource:
         return more
 
 
-class _Curve:
+_CURVE = (events.UpdateApplied, events.Evaluated, events.ClustersChanged, events.RunEnded)
+
+
+class _Curve(EventHandler):
     """What a comparison shows of one of its runs."""
 
     def __init__(self, folder: Path, case: str) -> None:
@@ -634,7 +590,7 @@ class _Curve:
 
     def _begin(self) -> None:
         self._summary = RunSummary()
-        self._points: dict[str, list[Any]] = {}
+        self._points: defaultdict[str, list[Any]] = defaultdict(list)
         self._last: dict[str, Any] = {}
         self._anew = True
 
@@ -644,37 +600,28 @@ class _Curve:
         if reading.restarted:
             self._begin()
         for event in reading.events:
-            # Who waits for whom and who uploaded what is for the run's own page.
-            if isinstance(event, UpdateApplied | Evaluated | ClustersChanged | RunEnded):
+            # Measures and uploads are for the run's own page.
+            if type(event) in _CURVE:
                 self._summary.observe(event)
-            if isinstance(event, Evaluated):
-                scores = [accuracy for _, accuracy, _ in event.per_client.values()]
-                worst = worst_share(scores, event.measure)
-                for name, value in (
-                    ("time", event.time),
-                    ("updates", event.updates),
-                    ("accuracy", event.accuracy),
-                    ("worst", worst),
-                ):
-                    self._points.setdefault(name, []).append(value if value == value else None)
+            self(event)
         return reading.more
+
+    def on_evaluated(self, event: events.Evaluated) -> None:
+        """Add a point."""
+        scores = [accuracy for _, accuracy, _ in event.per_client.values()]
+        for name, value in (
+            ("time", event.time),
+            ("updates", event.updates),
+            ("accuracy", event.accuracy),
+            ("worst", worst_share(scores, event.measure)),
+        ):
+            self._points[name].append(value if value == value else None)
 
     def take(self) -> Mapping[str, Any]:
         """Return what is new, ready for JSON; nothing if nothing is."""
-        state = self._state()
-        told = {name: value for name, value in state.items() if self._last.get(name) != value}
-        self._last = state
-        if self._points:
-            told["points"], self._points = self._points, {}
-        if told and self._anew:
-            self._anew, told["anew"] = False, True
-        return told
-
-    def _state(self) -> dict[str, Any]:
         method, seed = self._folder.parent.name, self._folder.name.removeprefix("seed-")
         summary = self._summary
-        best = summary.best_accuracy
-        return {
+        state = {
             "case": self._case,
             "method": method,
             "label": f"{method}, seed {seed}",
@@ -683,8 +630,15 @@ class _Curve:
             "state": self._word(),
             "updates": summary.updates,
             "clusters": summary.clusters,
-            "best": best if best is not None and best == best else None,
+            "best": finite(summary.best_accuracy),
         }
+        told = {name: value for name, value in state.items() if self._last.get(name) != value}
+        self._last = state
+        if self._points:
+            told["points"], self._points = self._points, defaultdict(list)
+        if told and self._anew:
+            self._anew, told["anew"] = False, True
+        return told
 
     def _is_first(self) -> bool:
         seeds = sorted(self._folder.parent.glob("seed-*"), key=lambda path: (len(path.name), path))

@@ -240,12 +240,11 @@ class FindsSupport(Method):
 
 SUPPORTERS = MeasureSchema(
     "support",
-    "clusters whose members train a cluster's model too",
+    "support between clusters",
     ("supporters",),
     per="cluster",
-    # The summary has them as `supporters`; the figure is a graph.
-    summary="none",
-    figure="none",
+    summary="column",
+    figure="graph",
 )
 """Each cluster that has supporters from now on, to them, ascending."""
 

@@ -10,6 +10,7 @@ import { DetailPanel } from "./panels/detail.js";
 import { DevicesPanel } from "./panels/devices.js";
 import { HappeningsPanel } from "./panels/happenings.js";
 import { MapPanel } from "./panels/map.js";
+import { MeasuresPanel } from "./panels/measures.js";
 import { StalenessPanel } from "./panels/staleness.js";
 import { StreamPanel } from "./panels/stream.js";
 import { TilesPanel } from "./panels/tiles.js";
@@ -33,8 +34,8 @@ export class Board {
     this.tiles = new TilesPanel(this);
     this.panels = [
       new AccuracyPanel(this), new StreamPanel(this), new MapPanel(this), new DevicesPanel(this),
-      new HappeningsPanel(this), new StalenessPanel(this), new TrustPanel(this),
-      new ClientsPanel(this),
+      new HappeningsPanel(this), new StalenessPanel(this), new MeasuresPanel(this),
+      new TrustPanel(this), new ClientsPanel(this),
     ];
     this.element = make("div", { class: "board" }, this.tiles.element, this.controls(),
       make("div", { class: "panels" }, ...this.panels.map((one) => one.element)),
@@ -97,6 +98,7 @@ export class Board {
       this.revision = run.revision;
     }
     this.drawControls();
+    for (const one of this.panels) one.element.hidden = one.isEmpty ?? false;
     this.tiles.draw(this.moment);
     this.detail.draw(this.moment);
     this.drawPanels();
