@@ -1,4 +1,4 @@
-"""What the messages of a simulated fleet tell: who was at work when, who waited, and for whom."""
+"""The messages of a simulated fleet: when devices worked, waited, and for which of the others."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import csv
 import json
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +25,7 @@ _COLUMNS = ("client", "kind", "sent", "begun", "ended", "answered", "failure")
 _BYTES = ("bytes_down", "bytes_up")
 
 
-class ExchangeLog:
+class ExchangeLog(AbstractContextManager["ExchangeLog"]):
     """Gathers what a grid reports and writes it to ``messages.csv``, a line for each message.
 
     A context manager: after an error that is the user's, which leaves no results, the file is gone.
@@ -50,15 +50,7 @@ class ExchangeLog:
         self._writer = csv.writer(self._file)
         self._writer.writerow(("number", *_COLUMNS, *_BYTES))
 
-    def __enter__(self) -> ExchangeLog:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         self._file.close()
         if kind is not None and issubclass(kind, UserError):
             self._path.unlink(missing_ok=True)
@@ -242,7 +234,7 @@ class Fleet:
         ]
 
     def without_waiting(self) -> float:
-        """Return how long the same number of tasks takes a fleet in which nobody waits, in seconds.
+        """Return how long the same number of tasks takes a fleet without any waiting, in seconds.
 
         Every device that has done one takes one task after the other, as long as it took for its
         own in the mean.

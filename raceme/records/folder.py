@@ -55,7 +55,7 @@ def new_folder(out: str | Path | None, name: str) -> Path:
 
 
 def check_new(out: Path) -> None:
-    """Raise UserError if a new run cannot go into a folder: whatever is in it is somebody's."""
+    """Raise UserError if a new run cannot go into a folder: what is in it is kept."""
     try:
         if not out.exists():
             return

@@ -27,12 +27,9 @@ from raceme.datasets.source import read_arrays
 # Clients as points, near each other if their models are alike.
 #
 # Classical multidimensional scaling (Torgerson 1952) of the distances √(2 (1 − similarity)) into
-# four
-# dimensions, turned and mirrored so that it lies as the one before (orthogonal Procrustes): a
-# map
-# stays steady. Four groups that are all as different fit into no plane, so that for the screen
-# it is
-# laid flat as a whole, with distances as nearly as can be (SMACOF: de Leeuw 1977).
+# four dimensions, turned and mirrored so that it lies as the one before (orthogonal Procrustes):
+# a map stays steady. Four groups that are all as different fit into no plane, so that for the
+# screen it is laid flat as a whole, with distances as nearly as can be (SMACOF: de Leeuw 1977).
 # -----------------------------------------------------------------------------
 
 
@@ -290,9 +287,9 @@ class Snapshot:
     time : float
         When, in seconds of the run.
     clients : tuple[str, ...]
-        Who.
+        Their ids.
     points : NDArray[np.int16]
-        Where, in steps of 1 / `SCALE`. Shape (n, k).
+        Their positions, in steps of 1 / `SCALE`. Shape (n, k).
     updates : int
         Applied by then.
     is_last : bool

@@ -6,41 +6,17 @@ import json
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 from numpy.typing import NDArray
 
+from raceme.core import events
 from raceme.core.errors import UserError
-from raceme.core.events import (
-    ACCURACY,
-    AnswerTaken,
-    ClientJoined,
-    ClientLeft,
-    ClusterChange,
-    ClustersChanged,
-    ClustersScored,
-    DataChanged,
-    Ending,
-    Evaluated,
-    Event,
-    EventHandler,
-    Measure,
-    Measured,
-    MeasureSchema,
-    Membership,
-    Placement,
-    RunEnded,
-    TasksTested,
-    UpdateApplied,
-    UpdateJudged,
-    UpdateRejected,
-    home,
-)
+from raceme.core.events import Event, EventHandler, Membership, Placement, home
 from raceme.core.files import atomic_write
 from raceme.records.store import plain, read_events
 from raceme.records.summary import Uploads
@@ -197,62 +173,62 @@ class RunRecord:
     rejections: Rejections
     evaluations: Evaluations
     client_evaluations: ClientEvaluations
-    changes: tuple[ClustersChanged, ...]
+    changes: tuple[events.ClustersChanged, ...]
     placements: tuple[Placement, ...]
-    data_changes: tuple[DataChanged, ...]
-    measured: dict[str, tuple[Measured, ...]]
+    data_changes: tuple[events.DataChanged, ...]
+    measured: dict[str, tuple[events.Measured, ...]]
     uploads: Uploads
-    cluster_scores: tuple[ClustersScored, ...]
-    task_tests: tuple[TasksTested, ...]
-    judged: tuple[UpdateJudged, ...]
+    cluster_scores: tuple[events.ClustersScored, ...]
+    task_tests: tuple[events.TasksTested, ...]
+    judged: tuple[events.UpdateJudged, ...]
     end: float
     reason: str | None
-    ending: Ending | None
-    measure: Measure = ACCURACY
+    ending: events.Ending | None
+    measure: events.Measure = events.ACCURACY
 
     @classmethod
-    def of(cls, events: Iterable[Event]) -> RunRecord:
+    def of(cls, observed: Iterable[Event]) -> RunRecord:
         """Put events, in their order, into columns."""
         membership = Membership()
         uploads = Uploads(membership)
         clients = _Clients()
         placements: list[Placement] = []
         of: defaultdict[type[Any], list[Any]] = defaultdict(list)
-        for event in events:
+        for event in observed:
             of[type(event)].append(event)
             placements += membership.observe(event)
             uploads.observe(event)
             clients(event)
-        measured: defaultdict[str, list[Measured]] = defaultdict(list)
-        for found in of[Measured]:
+        measured: defaultdict[str, list[events.Measured]] = defaultdict(list)
+        for found in of[events.Measured]:
             measured[found.name].append(found)
-        evaluated, ended = of[Evaluated], of[RunEnded]
+        evaluated, ended = of[events.Evaluated], of[events.RunEnded]
         # Tasks may have timed out after the end.
         last = ended or [event for found in of.values() for event in found]
         return cls(
             clients=clients.result(),
             groups=membership.groups,
-            updates=_columns(Updates, of[UpdateApplied]),
-            answers=_columns(Answers, of[AnswerTaken]),
-            rejections=_columns(Rejections, of[UpdateRejected]),
+            updates=_columns(Updates, of[events.UpdateApplied]),
+            answers=_columns(Answers, of[events.AnswerTaken]),
+            rejections=_columns(Rejections, of[events.UpdateRejected]),
             evaluations=_columns(Evaluations, evaluated),
             client_evaluations=_columns(ClientEvaluations, list(_tests(evaluated))),
-            changes=tuple(of[ClustersChanged]),
+            changes=tuple(of[events.ClustersChanged]),
             placements=tuple(placements),
-            data_changes=tuple(of[DataChanged]),
+            data_changes=tuple(of[events.DataChanged]),
             measured={name: tuple(found) for name, found in measured.items()},
             uploads=uploads,
-            cluster_scores=tuple(of[ClustersScored]),
-            task_tests=tuple(of[TasksTested]),
-            judged=tuple(of[UpdateJudged]),
+            cluster_scores=tuple(of[events.ClustersScored]),
+            task_tests=tuple(of[events.TasksTested]),
+            judged=tuple(of[events.UpdateJudged]),
             end=max((float(event.time) for event in last), default=0.0),
             reason=ended[-1].reason if ended else None,
             ending=ended[-1].ending if ended else None,
-            measure=evaluated[-1].measure if evaluated else ACCURACY,
+            measure=evaluated[-1].measure if evaluated else events.ACCURACY,
         )
 
     @property
-    def drawn_measures(self) -> list[MeasureSchema]:
+    def drawn_measures(self) -> list[events.MeasureSchema]:
         """The schemas of what the method measured and is drawn."""
         schemas = (measured[0].schema for measured in self.measured.values())
         return [schema for schema in schemas if schema.figure != "none"]
@@ -263,9 +239,9 @@ class RunRecord:
         return bool(np.isfinite(self.updates.started_at).any())
 
     @property
-    def splits(self) -> tuple[ClustersChanged, ...]:
+    def splits(self) -> tuple[events.ClustersChanged, ...]:
         """The changes that replaced a cluster by several."""
-        return tuple(event for event in self.changes if event.change is ClusterChange.SPLIT)
+        return tuple(event for event in self.changes if event.change is events.ClusterChange.SPLIT)
 
     def memberships(self, time: float = float("inf")) -> dict[str, Mapping[int, float]]:
         """Return the weights of each client's clusters at a time: the last ones, if not stated."""
@@ -318,7 +294,7 @@ class _Test(NamedTuple):
     step: int
 
 
-def _tests(evaluated: Sequence[Evaluated]) -> Iterator[_Test]:
+def _tests(evaluated: Sequence[events.Evaluated]) -> Iterator[_Test]:
     for index, event in enumerate(evaluated):
         for client, (cluster, accuracy, loss) in event.per_client.items():
             yield _Test(index, client, cluster, accuracy, loss, event.steps.get(client, 0))
@@ -328,16 +304,16 @@ class _Clients(EventHandler):
     """Gathers the clients, an observer of events in their order."""
 
     def __init__(self) -> None:
-        self._first: dict[str, ClientJoined] = {}
+        self._first: dict[str, events.ClientJoined] = {}
         self._online: dict[str, list[tuple[float, float | None]]] = {}
 
-    def on_client_joined(self, event: ClientJoined) -> None:
+    def on_client_joined(self, event: events.ClientJoined) -> None:
         self._first.setdefault(event.client, event)
         periods = self._online.setdefault(event.client, [])
         if not periods or periods[-1][1] is not None:
             periods.append((event.time, None))
 
-    def on_client_left(self, event: ClientLeft) -> None:
+    def on_client_left(self, event: events.ClientLeft) -> None:
         if periods := self._online.get(event.client):
             start, end = periods[-1]
             periods[-1] = (start, event.time if end is None else end)
@@ -365,7 +341,7 @@ _LONG = ("per_client", "steps", "groups")
 log = logging.getLogger("raceme")
 
 
-class TraceFile:
+class TraceFile(AbstractContextManager["TraceFile"]):
     """Writes a line for each event; an observer of a run, and a context manager around it.
 
     A full disk does not end a run: the file ends there, and `failure` says why.
@@ -399,15 +375,7 @@ class TraceFile:
         except OSError as error:
             raise UserError(f"Cannot write {path}: {error.strerror}.") from None
 
-    def __enter__(self) -> TraceFile:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         try:
             self._file.close()
         except OSError as failed:
@@ -447,14 +415,14 @@ def line_of(event: Event, communication: Communication | None = None) -> dict[st
         ``compute`` and ``communication``, where that is known.
     """
     line: dict[str, Any] = {"event": type(event).__name__}
-    if isinstance(event, Measured):
+    if isinstance(event, events.Measured):
         values = {"time": event.time, "updates": event.updates, "name": event.name, **event.values}
         return line | {name: plain(value) for name, value in values.items()}
     for item in fields(event):
         if item.name not in _LONG:
             value = getattr(event, item.name)
-            line[item.name] = value.name if isinstance(value, Measure) else plain(value)
-    if isinstance(event, UpdateApplied):
+            line[item.name] = value.name if isinstance(value, events.Measure) else plain(value)
+    if isinstance(event, events.UpdateApplied):
         compute, transfer = _spent(event, communication)
         line |= {
             "start": plain(event.dispatched_at),
@@ -466,7 +434,7 @@ def line_of(event: Event, communication: Communication | None = None) -> dict[st
 
 
 def _spent(
-    event: UpdateApplied, communication: Communication | None
+    event: events.UpdateApplied, communication: Communication | None
 ) -> tuple[float | None, float | None]:
     """Return the seconds of a task that were computation and communication; None if unknown."""
     whole = event.time - event.dispatched_at
@@ -532,7 +500,7 @@ class WallTimes:
 
     def observe(self, event: Event) -> None:
         """Write the line of an evaluation; other events are none of its."""
-        if isinstance(event, Evaluated):
+        if isinstance(event, events.Evaluated):
             with suppress(OSError), self._path.open("a") as file:
                 file.writelines(f"{line}\n" for line in _lines([(event.time, self._wall_time())]))
 

@@ -16,13 +16,12 @@ import sqlite3
 import threading
 import types
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import closing, suppress
+from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache
 from pathlib import Path
 from time import monotonic
-from types import TracebackType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from raceme.core import events
@@ -337,7 +336,7 @@ _BATCH = 500
 _MILESTONES = (Evaluated, TasksTested, RunEnded)
 """Kinds of events that are written at once."""
 _SECONDS = 1.0
-"""Events are kept in memory no longer than this: whoever watches the run sees them by then."""
+"""Events are kept in memory no longer than this; programs that watch the run see them by then."""
 
 # A row that is there already is left alone: Ctrl-C can come between the end of a transaction and
 # the moment at which the rows in memory are forgotten, and they are then written a second time.
@@ -346,7 +345,7 @@ _INSERT = "INSERT INTO events VALUES (?, ?, ?, ?) ON CONFLICT (event) DO NOTHING
 _Row = tuple[int, float, str, str]
 
 
-class RunStore:
+class RunStore(AbstractContextManager["RunStore"]):
     """The writer of ``run.sqlite``, an observer of the run.
 
     Events are gathered and written in one transaction per 500 events or evaluation, and once a
@@ -459,15 +458,7 @@ class RunStore:
                 with suppress(UserError):
                     self.commit()
 
-    def __enter__(self) -> RunStore:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -519,7 +510,7 @@ def _create(path: Path, replace: bool) -> sqlite3.Connection:
         # What writes to it one at a time is two threads.
         connection = sqlite3.connect(path, check_same_thread=False)
         try:
-            # All at once: whoever follows the run sees a store, or an empty file.
+            # All at once: a program that follows the run sees a store, or an empty file.
             kind = f"PRAGMA application_id = {_APPLICATION}; PRAGMA user_version = {FORMAT};"
             connection.executescript(f"BEGIN; {kind} {_SCHEMA} COMMIT;")
         except BaseException:
@@ -588,11 +579,9 @@ def _reopen(path: Path, after: int) -> sqlite3.Connection:
 # -----------------------------------------------------------------------------
 # Follow a run store while another process writes it, without ever locking it.
 #
-# A reader that holds SQLite's lock makes the run wait, and one that is stopped while it does
-# makes
-# the run lose its events. So nothing is locked here: the file is read as if nobody wrote it, and
-# what
-# was read is used only if nobody has. SQLite's rollback journal and change counter tell.
+# A reader that holds SQLite's lock makes the run wait, and one that is stopped while it does makes
+# the run lose its events. So nothing is locked here: the file is read as if no run wrote it, and
+# what was read is used only if none has. SQLite's rollback journal and change counter tell.
 # -----------------------------------------------------------------------------
 
 
@@ -725,7 +714,7 @@ class StoreFollower:
         return monotonic() - self._hot[1] > _HOT_SECONDS
 
     def _read_hot(self, state: _State) -> Reading:
-        """Read as everybody else does: SQLite undoes what a killed run has left half written."""
+        """Read with SQLite's locks: it undoes what a killed run has left half written."""
         with closing(_connect(self.path, "mode=rw")) as connection:
             found = self._read(connection, state)
         return self._take(found, self._look() or state)

@@ -17,31 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import raceme
-from raceme.core.events import (
-    ACCURACY,
-    AnswerTaken,
-    ClaimRefused,
-    ClientJoined,
-    ClientLeft,
-    ClusterChange,
-    ClustersChanged,
-    ClustersScored,
-    Ending,
-    Evaluated,
-    Event,
-    EventHandler,
-    Measure,
-    Measured,
-    Membership,
-    RunEnded,
-    TaskScore,
-    TasksTested,
-    UpdateApplied,
-    UpdateJudged,
-    UpdateRejected,
-    Verdict,
-    home,
-)
+from raceme.core import events
+from raceme.core.events import ACCURACY, Event, EventHandler, Measure, Membership, Verdict, home
 from raceme.core.files import atomic_write
 from raceme.records.store import plain
 
@@ -112,7 +89,7 @@ class StepAccuracies:
         self._first: dict[int, float] = {}
         self._last: dict[int, float] = {}
 
-    def observe(self, event: Evaluated) -> None:
+    def observe(self, event: events.Evaluated) -> None:
         """Take note of an evaluation; its step is the latest that any client was tested on."""
         step = max(event.steps.values(), default=0)
         if step in self._first:
@@ -155,12 +132,12 @@ class Measures:
     """Summarises what methods measure, an observer of `Measured`."""
 
     def __init__(self) -> None:
-        self._last: dict[str, Measured] = {}
+        self._last: dict[str, events.Measured] = {}
         self._values: defaultdict[str, defaultdict[str, list[float]]] = defaultdict(
             lambda: defaultdict(list)
         )
 
-    def observe(self, event: Measured) -> None:
+    def observe(self, event: events.Measured) -> None:
         """Take note of what was measured."""
         self._last[event.name] = event
         if event.schema.summary in ("mean", "max", "shares"):
@@ -230,7 +207,7 @@ class Traffic:
     def __init__(self) -> None:
         self.phases: dict[str, dict[str, int]] = {}
 
-    def observe(self, event: UpdateApplied | AnswerTaken) -> None:
+    def observe(self, event: events.UpdateApplied | events.AnswerTaken) -> None:
         """Count one request."""
         phase = self.phases.setdefault(event.phase, {"down": 0, "up": 0, "messages": 0})
         phase["down"] += int(event.bytes_down)
@@ -246,12 +223,10 @@ class Traffic:
 # What a run has forgotten of former tasks, and what it knew of coming ones.
 #
 # A task is a step of the data that change. R[t, j] is the accuracy on the test data of step j
-# after
-# step t, the mean over the clients that tested it. The numbers that follow from it are those of
-# Lopez-Paz and Ranzato, *Gradient Episodic Memory for Continual Learning*, NeurIPS 2017 (average
-# accuracy, backward and forward transfer), and of Chaudhry et al., *Riemannian Walk for
-# Incremental
-# Learning*, ECCV 2018 (forgetting). T is the last step, counted from 0.
+# after step t, the mean over the clients that tested it. The numbers that follow from it are
+# those of Lopez-Paz and Ranzato, *Gradient Episodic Memory for Continual Learning*, NeurIPS 2017
+# (average accuracy, backward and forward transfer), and of Chaudhry et al., *Riemannian Walk for
+# Incremental Learning*, ECCV 2018 (forgetting). T is the last step, counted from 0.
 # -----------------------------------------------------------------------------
 
 
@@ -271,14 +246,14 @@ class TaskAccuracies:
         and transfer always good if positive.
     """
 
-    def __init__(self, events: Iterable[TasksTested] = ()) -> None:
+    def __init__(self, tests: Iterable[events.TasksTested] = ()) -> None:
         self.measure: Measure = ACCURACY
-        self._scores: defaultdict[int, dict[str, dict[int, TaskScore]]] = defaultdict(dict)
+        self._scores: defaultdict[int, dict[str, dict[int, events.TaskScore]]] = defaultdict(dict)
         self._clusters: dict[int, int] = {}
-        for event in events:
+        for event in tests:
             self.observe(event)
 
-    def observe(self, event: TasksTested) -> None:
+    def observe(self, event: events.TasksTested) -> None:
         """Take note of tests."""
         self.measure = event.measure
         self._clusters[event.step] = event.clusters
@@ -297,7 +272,7 @@ class TaskAccuracies:
         return [self._clusters.get(step) for step in range(self.count)]
 
     def matrix(self) -> FloatArray:
-        """Return R, shape (T + 1, T + 1): NaN where nobody has tested."""
+        """Return R, shape (T + 1, T + 1): NaN where no client has tested."""
         return self._means("accuracy")
 
     def untrained(self) -> FloatArray:
@@ -371,8 +346,7 @@ def _mean(values: FloatArray) -> float | None:
 #
 # The measures of Li and Zhu, "Client-Driven Federated Learning": the accuracy of what a client
 # uploads and of what it gets in return, on the same data, and the divergence of the true mixture
-# of
-# these data from the weights that the method gives the client.
+# of these data from the weights that the method gives the client.
 # -----------------------------------------------------------------------------
 
 
@@ -442,26 +416,26 @@ class Uploads(EventHandler):
 
     def observe(self, event: Event) -> None:
         """Take note of an event."""
-        if not isinstance(event, UpdateApplied | ClustersChanged):
+        if not isinstance(event, events.UpdateApplied | events.ClustersChanged):
             self._close()
         self(event)
 
-    def on_clusters_changed(self, event: ClustersChanged) -> None:
+    def on_clusters_changed(self, event: events.ClustersChanged) -> None:
         """Remember that estimates may be others than before."""
         self._changed = bool(self._open)
 
-    def on_client_joined(self, event: ClientJoined) -> None:
+    def on_client_joined(self, event: events.ClientJoined) -> None:
         """Expect an upload of this client in the session."""
         if event.client not in self._online:
             self._missing.add(event.client)
         self._online.add(event.client)
 
-    def on_client_left(self, event: ClientLeft) -> None:
+    def on_client_left(self, event: events.ClientLeft) -> None:
         """Expect no upload of this client."""
         self._online.discard(event.client)
         self._missing.discard(event.client)
 
-    def on_clusters_scored(self, event: ClustersScored) -> None:
+    def on_clusters_scored(self, event: events.ClustersScored) -> None:
         """Remember that each cluster stands for the distribution of its number."""
         self._identified = True
 
@@ -567,7 +541,7 @@ class Uploads(EventHandler):
             ],
         }
 
-    def on_update_applied(self, event: UpdateApplied) -> None:
+    def on_update_applied(self, event: events.UpdateApplied) -> None:
         """Add an upload that says something, and end the session if it was the last one missing."""
         if self._changed:
             self._close()
@@ -688,7 +662,7 @@ def _mean_of(values: Iterable[float | None]) -> float | None:
 
 
 def time_to_target(
-    evaluations: Iterable[Evaluated], target: float | None
+    evaluations: Iterable[events.Evaluated], target: float | None
 ) -> dict[str, float | int] | None:
     """Find the first evaluation that counts and is as good as a target.
 
@@ -771,13 +745,13 @@ class RunSummary(EventHandler):
         self.moves = 0
         self.membership = Membership()
         self.uploads = Uploads(self.membership)
-        self.cluster_scores: ClustersScored | None = None
+        self.cluster_scores: events.ClustersScored | None = None
         self.tasks = TaskAccuracies()
         self.measures = Measures()
         self.passes: int | None = None
         self.reason: str | None = None
-        self.ending: Ending | None = None
-        self._evaluations: list[Evaluated] = []
+        self.ending: events.Ending | None = None
+        self._evaluations: list[events.Evaluated] = []
         self._pure_since: int | None = None
         self._steps = StepAccuracies()
 
@@ -787,38 +761,38 @@ class RunSummary(EventHandler):
         self(event)
         self.uploads.observe(event)
 
-    def on_update_applied(self, event: UpdateApplied) -> None:
+    def on_update_applied(self, event: events.UpdateApplied) -> None:
         """Count an update, with its traffic and its work."""
         self.updates = int(event.seq)
         self.traffic.observe(event)
         if event.passes is not None:
             self.passes = (self.passes or 0) + event.passes
 
-    def on_answer_taken(self, event: AnswerTaken) -> None:
+    def on_answer_taken(self, event: events.AnswerTaken) -> None:
         """Count the traffic of an answer."""
         self.traffic.observe(event)
 
-    def on_update_rejected(self, event: UpdateRejected) -> None:
+    def on_update_rejected(self, event: events.UpdateRejected) -> None:
         """Count a reply that was not used."""
         self.rejected += 1
 
-    def on_claim_refused(self, event: ClaimRefused) -> None:
+    def on_claim_refused(self, event: events.ClaimRefused) -> None:
         """Count a claim to an id of another key."""
         self.refused_claims += 1
 
-    def on_measured(self, event: Measured) -> None:
+    def on_measured(self, event: events.Measured) -> None:
         """Take note of a measure of the method."""
         self.measures.observe(event)
 
-    def on_clusters_scored(self, event: ClustersScored) -> None:
+    def on_clusters_scored(self, event: events.ClustersScored) -> None:
         """Keep the latest test of the clusters' models."""
         self.cluster_scores = event
 
-    def on_tasks_tested(self, event: TasksTested) -> None:
+    def on_tasks_tested(self, event: events.TasksTested) -> None:
         """Take note of a test on all steps of the data."""
         self.tasks.observe(event)
 
-    def on_run_ended(self, event: RunEnded) -> None:
+    def on_run_ended(self, event: events.RunEnded) -> None:
         """Take the time of the end: tasks may have timed out later than this."""
         self.reason, self.ending, self.time = event.reason, event.ending, float(event.time)
 
@@ -851,7 +825,12 @@ class RunSummary(EventHandler):
         """
         rate = self.updates / wall_time if wall_time > 0 else None
         name, scored = self.measure.name, self.cluster_scores
-        accuracies = {} if scored is None else scored.accuracies
+        of_clusters = {} if scored is None else scored.accuracies
+        accuracies = [point.accuracy for point in self._evaluations]
+        converged, index = None, convergence_index(accuracies, self.measure)
+        if index is not None:
+            reached = self._evaluations[index]
+            converged = {"virtual_time": float(reached.time), "updates": int(reached.updates)}
         return {
             "strategy": strategy,
             "dataset": dataset,
@@ -876,8 +855,8 @@ class RunSummary(EventHandler):
             "clients_answered": self.answered,
             "target": target,
             "time_to_target": time_to_target(self._evaluations, target),
-            "time_to_convergence": self._time_to_convergence(),
-            "unrest": unrest([point.accuracy for point in self._evaluations], self.measure),
+            "time_to_convergence": converged,
+            "unrest": unrest(accuracies, self.measure),
             "clusters": self.clusters,
             "cluster_sizes": {str(k): size for k, size in self.membership.sizes().items()},
             "moves": self.moves,
@@ -890,7 +869,7 @@ class RunSummary(EventHandler):
             "refused_claims": self.refused_claims,
             **self.uploads.result(),
             "cluster_accuracy": None if scored is None else finite(scored.mean),
-            "cluster_accuracies": {str(k): finite(a) for k, a in accuracies.items()} or None,
+            "cluster_accuracies": {str(k): finite(a) for k, a in of_clusters.items()} or None,
             "sample_passes": self.passes,
             **self.measures.result(),
             "versions": {
@@ -902,14 +881,7 @@ class RunSummary(EventHandler):
             },
         }
 
-    def _time_to_convergence(self) -> dict[str, float | int] | None:
-        index = convergence_index([point.accuracy for point in self._evaluations], self.measure)
-        if index is None:
-            return None
-        reached = self._evaluations[index]
-        return {"virtual_time": float(reached.time), "updates": int(reached.updates)}
-
-    def on_evaluated(self, event: Evaluated) -> None:
+    def on_evaluated(self, event: events.Evaluated) -> None:
         """Take note of an evaluation."""
         accuracy, self.measure = float(event.accuracy), event.measure
         self.clusters = int(event.clusters)
@@ -933,15 +905,15 @@ class RunSummary(EventHandler):
             return best
         return value if best is None else self.measure.better(best, value)
 
-    def on_client_joined(self, event: ClientJoined) -> None:
+    def on_client_joined(self, event: events.ClientJoined) -> None:
         """Take note of the client's group."""
         self.membership.observe(event)
         self._look_at_purity()
 
-    def on_clusters_changed(self, event: ClustersChanged) -> None:
+    def on_clusters_changed(self, event: events.ClustersChanged) -> None:
         """Count moves, and the clusters that there are now."""
         before = self.membership.weights
-        if event.change is ClusterChange.MOVE:
+        if event.change is events.ClusterChange.MOVE:
             # Weights may change without a client's main cluster becoming another.
             self.moves += sum(
                 home(before.get(client, {})) != home(weights)
@@ -958,33 +930,6 @@ class RunSummary(EventHandler):
             self._pure_since = None
         elif self._pure_since is None:
             self._pure_since = self.updates
-
-
-def summarise(
-    events: Iterable[Event],
-    *,
-    strategy: str,
-    dataset: str,
-    seed: int,
-    wall_time: float,
-    target: float | None = None,
-    model: str | None = None,
-) -> dict[str, Any]:
-    """Summarise a run from its events, e.g. those of a run store.
-
-    See :meth:`RunSummary.result` for the other parameters.
-    """
-    run = RunSummary()
-    for event in events:
-        run.observe(event)
-    return run.result(
-        strategy=strategy,
-        dataset=dataset,
-        seed=seed,
-        wall_time=wall_time,
-        target=target,
-        model=model,
-    )
 
 
 def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
@@ -1027,27 +972,29 @@ class ProtectionSummary(EventHandler):
         self._excluded: dict[str, bool] = {}
         self._last: float | None = None
         self._measure = ACCURACY
-        self._honest: list[Evaluated] = []
+        self._honest: list[events.Evaluated] = []
 
     def observe(self, event: Event) -> None:
         """Take note of an event."""
         self(event)
 
-    def on_update_applied(self, event: UpdateApplied) -> None:
+    def on_update_applied(self, event: events.UpdateApplied) -> None:
         """Count an update that the method was given."""
         self._counts[event.client][Verdict.ACCEPTED] += 1
 
-    def on_evaluated(self, event: Evaluated) -> None:
+    def on_evaluated(self, event: events.Evaluated) -> None:
         """Take the mean over the clients that do not attack."""
         scores = [
             score for name, (_, score, _) in event.per_client.items() if name not in self.attackers
         ]
         self._last, self._measure = fmean(scores) if scores else None, event.measure
         if self.attackers and event.counts and scores:
-            found = Evaluated(event.time, event.updates, fmean(scores), math.nan, event.clusters)
+            found = events.Evaluated(
+                event.time, event.updates, fmean(scores), math.nan, event.clusters
+            )
             self._honest.append(replace(found, measure=event.measure))
 
-    def on_update_judged(self, event: UpdateJudged) -> None:
+    def on_update_judged(self, event: events.UpdateJudged) -> None:
         """Count a verdict."""
         counts = self._counts[event.client]
         if event.verdict is Verdict.SCALED:
@@ -1061,22 +1008,16 @@ class ProtectionSummary(EventHandler):
         elif event.verdict is Verdict.READMITTED:
             self._excluded.pop(event.client, None)
 
-    @property
-    def _has_judged(self) -> bool:
-        return any(
-            counts[Verdict.SCALED] or counts[Verdict.REFUSED] for counts in self._counts.values()
-        )
-
     def result(self, target: float | None = None) -> dict[str, Any]:
-        """Return what the summary of a run has of it; nothing where nobody attacked or was judged.
+        """Return what the summary of a run has of it; nothing without attacks and verdicts.
 
-        ``protection`` has the counts by client, ``excluded_clients`` who was excluded at the end,
-        ``attackers`` who attacked, ``honest_accuracy`` the mean accuracy of all others at the last
-        evaluation, and ``honest_time_to_target`` when it first was as good as the target.
+        ``protection`` has the counts by client, ``excluded_clients`` those excluded at the end,
+        ``attackers`` those that attacked, ``honest_accuracy`` the mean accuracy of all others at
+        the last evaluation, and ``honest_time_to_target`` when it first was as good as the target.
         """
         found: dict[str, Any] = {}
-        if self._has_judged:
-            kinds = (Verdict.ACCEPTED, Verdict.SCALED, Verdict.REFUSED)
+        kinds = (Verdict.ACCEPTED, Verdict.SCALED, Verdict.REFUSED)
+        if any(counts[kind] for counts in self._counts.values() for kind in kinds[1:]):
             found["protection"] = {
                 client: {kind.value: counts[kind] for kind in kinds}
                 for client, counts in sorted(self._counts.items())

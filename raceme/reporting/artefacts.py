@@ -165,7 +165,7 @@ def _attempt(name: str, write: Callable[[], None]) -> dict[str, str]:
     try:
         write()
     except (OSError, SafetensorError) as error:
-        # A full disk; where in this program it was found helps nobody.
+        # A full disk; its place in this program is no help.
         reason = getattr(error, "strerror", None) or str(error)
         log.error("%s could not be written: %s", name, reason)
         return {name: " ".join(reason.split())}

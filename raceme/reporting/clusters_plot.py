@@ -1,4 +1,4 @@
-"""The clusters over time: which clients belong together, who moves, what is split and merged."""
+"""The clusters over time: which clients belong together, move, are split and merged."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class Streams:
             paths.setdefault(placed.client, []).append((placed.time, placed.weights))
         self._paths = paths
         self._end = end
-        # Whoever goes the same way is side by side: a split parts two neighbours only.
+        # Clients that go the same way are side by side: a split parts two neighbours only.
         self.order = sorted(
             paths, key=lambda client: (_homes(paths[client]), _known(groups, client))
         )
@@ -260,7 +260,7 @@ class Streams:
             path = self._paths[client]
             stops = [*(time for time, _ in path[1:]), self._end]
             for (start, weights), stop in zip(path, stops, strict=True):
-                # Who was there for a moment only has little say, yet where no other was, it has.
+                # A short stay counts little, but it counts where there is no other.
                 stay = max(stop - start, 1e-6 * self._end, _LEAST)
                 for cluster, weight in weights.items():
                     total[cluster] = total.get(cluster, 0.0) + stay * weight
@@ -385,7 +385,7 @@ def _known(groups: Mapping[str, int | None], client: str) -> int:
 
 
 # -----------------------------------------------------------------------------
-# The clusters over time: which clients belong together, who moves, what is split and merged.
+# The clusters over time: which clients belong together, move, are split and merged.
 # -----------------------------------------------------------------------------
 
 

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console
@@ -16,18 +15,8 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from raceme.core.events import (
-    ClustersChanged,
-    DataChanged,
-    Evaluated,
-    Event,
-    EventHandler,
-    Measure,
-    UpdateApplied,
-    UpdateRejected,
-    change_line,
-    is_news,
-)
+from raceme.core import events
+from raceme.core.events import Event, EventHandler, change_line, is_news
 from raceme.records.summary import RunSummary
 
 QUIET_SECONDS = 10.0
@@ -135,12 +124,7 @@ class RunProgress(EventHandler):
             self._bar.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._bar is not None:
             self._draw()
             self._bar.stop()
@@ -158,27 +142,27 @@ class RunProgress(EventHandler):
         if self._bar is not None and now - self._drawn_at > 0.1:
             self._draw()
 
-    def on_clusters_changed(self, event: ClustersChanged) -> None:
+    def on_clusters_changed(self, event: events.ClustersChanged) -> None:
         """Print a split, a merge and the like."""
         if is_news(event):
             self._print(change_line(event))
 
-    def on_data_changed(self, event: DataChanged) -> None:
+    def on_data_changed(self, event: events.DataChanged) -> None:
         """Print that all data changed; of single clients there may be one for each update."""
         if event.client is None or self._each_update:
             self._print(data_line(event))
 
-    def on_update_rejected(self, event: UpdateRejected) -> None:
+    def on_update_rejected(self, event: events.UpdateRejected) -> None:
         """Print a reply of a real device that was not used."""
         if self._each_update:
             self._print(f"rejected  {event.client}: {event.reason}")
 
-    def on_update_applied(self, event: UpdateApplied) -> None:
+    def on_update_applied(self, event: events.UpdateApplied) -> None:
         """Print an update of a real device."""
         if self._each_update:
             self._print(update_line(event))
 
-    def on_evaluated(self, event: Evaluated) -> None:
+    def on_evaluated(self, event: events.Evaluated) -> None:
         """Print an evaluation where there is no live line."""
         if self._bar is None:
             self._print(f"evaluated at {event.updates} updates: {self._status()}")
@@ -217,13 +201,13 @@ class RunProgress(EventHandler):
         return " · ".join(parts)
 
 
-def data_line(event: DataChanged) -> str:
+def data_line(event: events.DataChanged) -> str:
     """Describe a change of clients' data in one line."""
     whose = "all clients" if event.client is None else event.client
     return f"data of {whose}: step {event.step} at update {event.updates}"
 
 
-def update_line(event: UpdateApplied) -> str:
+def update_line(event: events.UpdateApplied) -> str:
     """Describe an update in one line."""
     return (
         f"update {event.seq:>4}  {event.client}  cluster {event.cluster}  "
@@ -272,7 +256,7 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    measure, get = Measure.of(summary), summary.get
+    measure, get = events.Measure.of(summary), summary.get
     name, shown = measure.name, measure.shown
     plain = f"{shown(summary[name])} (best {shown(summary[f'best_{name}'])})"
     over = _answered(get("clients_answered"), get("clients_asked")) or "clients"

@@ -299,5 +299,5 @@ def _environment() -> Environment:
 
 
 def _shortened(text: str, most: int = 120) -> str:
-    """Cut a text that somebody else made as long as he liked."""
+    """Cut a text from elsewhere that may be of any length."""
     return text if len(text) <= most else f"{text[:most]}…"

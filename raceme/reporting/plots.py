@@ -1,4 +1,4 @@
-"""Accuracy over time, of one run and of several."""
+"""The figures of a run, and those that compare several runs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby, pairwise
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -27,7 +26,7 @@ from raceme.core.events import (
     MeasureSchema,
     Membership,
 )
-from raceme.records.record import ClientEvaluations, Floats, Integers, RunRecord, read_run
+from raceme.records.record import ClientEvaluations, Floats, Integers, RunRecord
 from raceme.records.summary import LONG, FloatArray, TaskAccuracies, Upload, Uploads, shares
 from raceme.reporting.style import (
     CLOCK,
@@ -43,11 +42,12 @@ from raceme.reporting.style import (
     fastest_first,
     first_part,
     group_colour,
+    heat_map,
+    legend_beside,
     log_time_axis,
     mark_drifts,
     new_figure,
     one_axes,
-    save_figure,
     say_empty,
     series_colour,
     series_line,
@@ -157,33 +157,8 @@ def comparison_figure(
         axes.legend(loc=place, title="mean over clients; shaded: 10-90 % of clients")
     else:
         # Beside the plot: among so many lines there is no room for it.
-        axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), title="mean over clients")
+        legend_beside(axes, title="mean over clients")
     return figure
-
-
-def compare_curves(
-    runs: Mapping[str, RunRecord | Path],
-    path: Path,
-    target: float | None = None,
-    *,
-    title: str = "",
-    clock: str = CLOCK,
-) -> None:
-    """Write a PNG with the accuracy of several runs over time.
-
-    Parameters
-    ----------
-    runs : Mapping[str, RunRecord or Path]
-        Label to run, or to the folder of one.
-    path : Path
-        The PNG to write.
-    target, title, clock
-        As in :func:`accuracy_figure`.
-    """
-    records = {
-        label: read_run(run) if isinstance(run, Path) else run for label, run in runs.items()
-    }
-    save_figure(comparison_figure(records, target=target, title=title, clock=clock), path)
 
 
 def client_band(
@@ -386,7 +361,9 @@ def staleness_figure(records: Mapping[str, RunRecord], *, height: float = 0.55) 
         say_empty(figure.add_subplot(), "no method used a stale update")
         return figure
     figure = new_figure(7.2, 1.0 + height * len(stale))
-    edges = _edges(max(int(values.max()) for values in stale.values()))
+    largest = max(int(values.max()) for values in stale.values())
+    # Bins that double: 0, 1, 2-3, 4-7, …
+    edges = [0, *(2**power for power in range(largest.bit_length() + 1))]
     places = list(records)
     rows = figure.subplots(len(stale), 1, sharex=True, squeeze=False)[:, 0]
     for axes, (label, values) in zip(rows, stale.items(), strict=True):
@@ -394,7 +371,8 @@ def staleness_figure(records: Mapping[str, RunRecord], *, height: float = 0.55) 
     rows[0].set_title("Staleness of the updates")
     last = rows[-1]
     ticks = np.arange(len(edges) - 1)
-    last.set_xticks(ticks, [_span(low, high) for low, high in pairwise(edges)])
+    spans = [str(a) if b - a == 1 else f"{a}-{b - 1}" for a, b in pairwise(edges)]
+    last.set_xticks(ticks, spans)
     last.set_xlabel("newer versions of the model when the update came")
     return figure
 
@@ -422,20 +400,8 @@ def _draw_staleness(
     )
 
 
-def _edges(largest: int) -> list[int]:
-    """Return bounds of bins that double: 0, 1, 2-3, 4-7, …."""
-    edges = [0, 1]
-    while edges[-1] <= largest:
-        edges.append(2 * edges[-1])
-    return edges
-
-
-def _span(low: int, high: int) -> str:
-    return str(low) if high - low == 1 else f"{low}-{high - 1}"
-
-
 # -----------------------------------------------------------------------------
-# The fleet: how alike the clients are, and who worked when.
+# The fleet: how alike the clients are, and when devices worked.
 # -----------------------------------------------------------------------------
 
 
@@ -477,9 +443,7 @@ def similarity_figure(
     # Cosines of whole models are close to 1: the colours span what is there, not [0, 1].
     low, high = np.percentile(known, [1, 99])
     axes.set_facecolor("#d9dde2")
-    image = axes.imshow(
-        values, cmap="viridis", vmin=low, vmax=max(high, low + 1e-9), interpolation="nearest"
-    )
+    image = heat_map(axes, values, low, max(high, low + 1e-9))
     bar = figure.colorbar(image, ax=axes, shrink=0.85, extend="both")
     bar.outline.set_visible(False)
     start = 0
@@ -507,9 +471,6 @@ def similarity_figure(
         axes.set_yticks(ticks, labels, rotation=90, va="center")
     else:
         axes.set_yticks([])
-    axes.tick_params(length=0)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
     return figure
 
 
@@ -661,7 +622,7 @@ def shares_figure(records: Mapping[str, RunRecord], schema: MeasureSchema) -> Fi
     if drawn <= _MOST_INSIDE:
         axes.legend(loc="upper right")
     else:
-        axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
+        legend_beside(axes)
     return figure
 
 
@@ -781,7 +742,11 @@ def _draw_client(axes: Axes, client: str, rows: Sequence[Upload], of: Mapping[in
         (np.array([row.mixture for row in rows]), 1 + _GAP),
         (np.array([shares(row.estimate, of, row) for row in rows]), 0.0),
     ):
-        _draw_mixture_bars(axes, numbers, values, bottom, of)
+        start = np.full(len(numbers), bottom)
+        for distribution, height in enumerate(values.T):
+            colour = cluster_colour(_cluster_of(distribution, of))
+            axes.bar(numbers, height, width=0.86, bottom=start, color=colour, lw=0)
+            start = start + height
     axes.set_ylim(0.0, 2 + _GAP)
     axes.set_xlim(first - 0.6, first + len(rows) - 0.4)
     axes.xaxis.set_major_locator(MaxNLocator(10, integer=True))
@@ -791,17 +756,6 @@ def _draw_client(axes: Axes, client: str, rows: Sequence[Upload], of: Mapping[in
     for spine in axes.spines.values():
         spine.set_visible(False)
     axes.tick_params(axis="x", length=2, pad=1)
-
-
-def _draw_mixture_bars(
-    axes: Axes, numbers: np.ndarray, values: Floats, bottom: float, of: Mapping[int, int]
-) -> None:
-    start = np.full(len(numbers), bottom)
-    for distribution in range(values.shape[1]):
-        height = values[:, distribution]
-        colour = cluster_colour(_cluster_of(distribution, of))
-        axes.bar(numbers, height, width=0.86, bottom=start, color=colour, lw=0)
-        start = start + height
 
 
 def _cluster_of(distribution: int, of: Mapping[int, int]) -> int:
@@ -979,16 +933,17 @@ def _draw_node(
     for group, count in known:
         extent = 360.0 * count / sum(number for _, number in known)
         colour = group_colour(group)
-        ring = Wedge(centre, radius, angle - extent, angle, width=radius * _RING, color=colour)
-        ring.set_zorder(2)
-        axes.add_patch(ring)
+        axes.add_patch(
+            Wedge(
+                centre, radius, angle - extent, angle, width=radius * _RING, color=colour, zorder=2
+            )
+        )
         angle -= extent
     colour = cluster_colour(cluster)
     # A cluster without clients keeps its model; it is an outline.
     face = colour if own else "white"
-    disc = Circle(centre, inner, facecolor=face, edgecolor="white" if own else colour, lw=1.2)
-    disc.set_zorder(3)
-    axes.add_patch(disc)
+    edge = "white" if own else colour
+    axes.add_patch(Circle(centre, inner, facecolor=face, edgecolor=edge, lw=1.2, zorder=3))
     x, y = centre
     axes.text(
         x,
@@ -1052,7 +1007,7 @@ def tasks_figure(record: RunRecord) -> Figure:
     """Draw the accuracy on each task after each step, and beside it the means and the clusters.
 
     A column of the map is a moment: the end of a step. Framed is the task that was trained on then;
-    below the frame are former tasks, above it the next one, which nobody has trained on.
+    below the frame are former tasks, above it the next one, before any training on it.
 
     Parameters
     ----------
@@ -1101,19 +1056,7 @@ def _draw_map(axes: Axes, matrix: FloatArray, measure: Measure) -> None:
     known = matrix[np.isfinite(matrix)]
     low, high = (0.0, max(float(known.max(initial=0)), 1e-9)) if measure.is_error else (0.0, 1.0)
     colours = "viridis_r" if measure.is_error else "viridis"
-    image = axes.imshow(
-        matrix.T,
-        origin="lower",
-        aspect="auto",
-        cmap=colours,
-        vmin=low,
-        vmax=high,
-        interpolation="nearest",
-    )
-    axes.grid(False)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
-    axes.tick_params(length=0)
+    image = heat_map(axes, matrix.T, low, high, origin="lower", aspect="auto", cmap=colours)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(_steps_locator(count))
     axes.set_xlim(-0.55, count - 0.45)
@@ -1243,7 +1186,7 @@ def uploads_figure(record: RunRecord) -> Figure:
     axes.set_ylim(max(0.0, min(shown) - margin), min(highest, max(shown) + margin))
     axes.set_xlim(left=0)
     handles = axes.get_legend_handles_labels()[0]
-    axes.legend(handles=handles[::-1], loc="center left", bbox_to_anchor=(1.01, 0.5))
+    legend_beside(axes, handles=handles[::-1])
     return figure
 
 

@@ -90,7 +90,7 @@ class Members:
 
 @dataclass(frozen=True)
 class Membership:
-    """Who is in which cluster at the end, against the true groups where these are known.
+    """The clusters' members at the end, against the true groups where these are known.
 
     Attributes
     ----------
@@ -356,7 +356,7 @@ def _row(record: RunRecord, drift: Drift, until: float) -> tuple[Any, ...]:
         recovered = new <= before if record.measure.is_error else new >= before
         there = np.flatnonzero(recovered & (times < until))
         back = number(max(0.0, float(times[there[0]] - drift.time)), 1) if len(there) else "not"
-    return number(drift.time, 2), drift.updates, drift.who, drift.step, before, after, back
+    return number(drift.time, 2), drift.updates, drift.whose, drift.step, before, after, back
 
 
 def _means(evaluation: Integers, accuracy: Floats, chosen: Flags, count: int) -> Floats:
@@ -448,7 +448,7 @@ def verdicts_table(record: RunRecord) -> PageTable | None:
 def judged_clients_table(record: RunRecord) -> PageTable | None:
     """Return what became of each client's updates; None if every update was accepted.
 
-    Clients of whom all updates were accepted are left out.
+    Clients of which all updates were accepted are left out.
     """
     counts: defaultdict[str, Counter[Verdict]] = defaultdict(Counter)
     for event in record.judged:

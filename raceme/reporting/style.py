@@ -211,6 +211,22 @@ def updates_axis(axes: Axes, times: Floats, seconds: float) -> None:
     top.set_xticks(ticks, [f"{count:,}" for count in counts])
 
 
+def legend_beside(axes: Axes, **how: Any) -> None:
+    """Put the legend beside the axes, where it covers nothing."""
+    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), **how)
+
+
+def heat_map(axes: Axes, values: Floats, low: float, high: float, **how: Any) -> Any:
+    """Draw a matrix as cells without a frame or ticks; return what a colour bar needs."""
+    look = {"cmap": "viridis", "interpolation": "nearest", **how}
+    image = axes.imshow(values, vmin=low, vmax=high, **look)
+    axes.grid(False)
+    axes.tick_params(length=0)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    return image
+
+
 def say_empty(axes: Axes, text: str) -> None:
     """Say in the middle of a figure that there is nothing to show."""
     axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color=MUTED)
@@ -327,7 +343,7 @@ class Drift:
     steps: tuple[int, int]
 
     @property
-    def who(self) -> str:
+    def whose(self) -> str:
         """Whose data, in words."""
         if self.clients is None:
             return "all clients"
@@ -344,7 +360,7 @@ class Drift:
         """What stands beside its mark."""
         low, high = self.steps
         step = f"step{'' if low == high else 's'} {self.step}"
-        return step if self.clients is None else f"{self.who}: {step}"
+        return step if self.clients is None else f"{self.whose}: {step}"
 
 
 def drifts(changes: Sequence[DataChanged]) -> list[Drift]:
@@ -353,10 +369,10 @@ def drifts(changes: Sequence[DataChanged]) -> list[Drift]:
     for time, together in groupby(changes, key=lambda change: change.time):
         group = list(together)
         clients = frozenset(change.client for change in group if change.client is not None)
-        everybody = any(change.client is None for change in group)
+        is_all = any(change.client is None for change in group)
         steps = [change.step for change in group]
         found.append(
-            Drift(time, group[0].updates, None if everybody else clients, (min(steps), max(steps)))
+            Drift(time, group[0].updates, None if is_all else clients, (min(steps), max(steps)))
         )
     return found
 

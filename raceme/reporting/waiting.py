@@ -1,4 +1,4 @@
-"""The page of a simulated app: who worked when, who waited, and for whom."""
+"""The page of a simulated app: when devices worked, waited, and for which of the others."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def print_simulation(summary: Mapping[str, Any], out: Path, console: Console | N
 def simulation_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the numbers of a simulation as names and values."""
     kinds = ", ".join(f"{count:,} {kind}" for kind, count in summary["messages_by_kind"].items())
-    rows = [
+    return [
         ("virtual time", _time(summary)),
         ("if nobody waited", f"{duration(summary['without_waiting'])} for the same work"),
         ("devices", _shares(summary)),
@@ -83,7 +83,6 @@ def simulation_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ),
         ("wall time", f"{summary['wall_time']:.1f} s"),
     ]
-    return rows
 
 
 def duration(seconds: float) -> str:
@@ -113,7 +112,7 @@ def _percent(share: float) -> str:
 
 
 def _waited_for(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Say for whom the others waited longest."""
+    """Name the devices that the others waited for longest."""
     most = list(summary["most_waited_for"].items())[:_SHOWN]
     if not most:
         return []
@@ -128,7 +127,7 @@ def _failure_lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 # -----------------------------------------------------------------------------
-# Who of a simulated fleet worked when, who waited, and for whom.
+# When the devices of a simulated fleet worked, and for which of them the others waited.
 # -----------------------------------------------------------------------------
 
 
@@ -145,7 +144,7 @@ _COLOURS = {"work": WORK, "evaluation": EVALUATION, "awaited": AWAITED, "lost": 
 
 @style()
 def timeline_figure(fleet: Fleet, *, clock: str = CLOCK) -> Figure:
-    """Draw who worked when, and whom the others waited for: a row per device, a bar per task."""
+    """Draw when devices worked, and which the others waited for: a row each, a bar per task."""
     order = shown(fleet)
     rows = {client: row for row, client in enumerate(order)}
     figure, axes = one_axes(7.2, _height(len(rows)))
@@ -274,7 +273,7 @@ def _rows_axis(axes: Axes, order: Sequence[str], clients: int) -> None:
 
 
 # -----------------------------------------------------------------------------
-# The page of a simulated app: who worked when, who waited, and for whom.
+# The page of a simulated app: when devices worked, waited, and for which of the others.
 # -----------------------------------------------------------------------------
 
 
@@ -309,21 +308,26 @@ def simulation_page(folder: Path, links: str) -> str:
             title=f"{summary['app']} on {summary['clients']:,} devices",
             summary=summary,
             tiles=_tiles(summary),
-            results=PageTable("Result", (), tuple(simulation_rows(summary)), (0, 1), "pairs"),
+            results=PageTable("Result", (), simulation_rows(summary), (0, 1), "pairs"),
             timeline=plot(timeline_figure(fleet), "timeline"),
             waiting=plot(waiting_figure(fleet, accounts), "waiting"),
             clients=PageTable(
                 "Clients",
                 _HEADS,
-                tuple(
+                [
                     (
-                        *(account.client, number(account.tasks), number(account.busy, 1)),
-                        *(number(account.idle, 1), number(account.offline, 1)),
-                        *(number(account.held_up, 1), number(account.failures)),
-                        *(shown_bytes(account.bytes_down), shown_bytes(account.bytes_up)),
+                        account.client,
+                        account.tasks,
+                        number(account.busy, 1),
+                        number(account.idle, 1),
+                        number(account.offline, 1),
+                        number(account.held_up, 1),
+                        account.failures,
+                        shown_bytes(account.bytes_down),
+                        shown_bytes(account.bytes_up),
                     )
                     for account in accounts
-                ),
+                ],
             ),
             failures=_failures(fleet),
             settings=_settings(summary),
@@ -357,7 +361,7 @@ def _failures(fleet: Fleet) -> PageTable | None:
     reasons = Counter(task.failure for task in fleet.tasks if task.failure is not None)
     if not reasons:
         return None
-    rows = tuple((f"{count:,}", reason) for reason, count in reasons.most_common(_MOST_REASONS))
+    rows = [(count, reason) for reason, count in reasons.most_common(_MOST_REASONS)]
     return PageTable("Failures", ("messages", "why"), rows, words=(1,))
 
 
@@ -366,5 +370,5 @@ def _settings(summary: Mapping[str, Any]) -> PageTable:
     settings = dict(summary["settings"])
     further = {**settings.pop("run_config"), **settings.pop("parameters")}
     rows = {**settings, "strategy": summary["strategy"] or "the app's own", **further}
-    shown = tuple((name, "–" if value is None else str(value)) for name, value in rows.items())
+    shown = [(name, "–" if value is None else str(value)) for name, value in rows.items()]
     return PageTable("Settings", (), shown, words=(0, 1), kind="pairs")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from summaries import summarise
 from typer.testing import CliRunner
 
 from raceme.cli import app
@@ -22,7 +23,7 @@ from raceme.experiments.jobs import make_jobs
 from raceme.experiments.results import Comparison
 from raceme.experiments.suites import Suite, load_suite, of_names
 from raceme.experiments.tables import main_table
-from raceme.records.summary import summarise, write_summary
+from raceme.records.summary import write_summary
 from raceme.runs.experiment import simulate
 
 SETTINGS = {"dataset": "digits", "clients": 8, "max-updates": 24, "lr": 0.1}

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from fleets import grid_of, pulled_app
 from runs import devices, run
+from summaries import summarise
 
 from raceme.core.config import RunConfig, write_toml
 from raceme.core.events import Event, Measured, MeasureSchema
@@ -23,7 +24,6 @@ from raceme.experiments.tables import to_csv
 from raceme.records.folder import saved_in
 from raceme.records.record import line_of
 from raceme.records.store import RunStore, StoreFollower, read_events
-from raceme.records.summary import summarise
 from raceme.reporting.artefacts import write_all
 from raceme.reporting.console import summary_rows
 from raceme.reporting.dashboard.source import Columns

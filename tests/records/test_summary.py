@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from summaries import summarise
 
 import raceme
 from raceme.core.events import (
@@ -28,7 +29,7 @@ from raceme.core.events import (
     UpdateApplied,
     UpdateRejected,
 )
-from raceme.records.summary import RunSummary, summarise, time_to_target, write_summary
+from raceme.records.summary import RunSummary, time_to_target, write_summary
 from raceme.strategies.csafl import IDLE
 
 KEYS = {

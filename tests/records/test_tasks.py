@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from summaries import summarise
 
 from raceme.core.events import ACCURACY, Measure, TaskScore, TasksTested
-from raceme.records.summary import TaskAccuracies, summarise
+from raceme.records.summary import TaskAccuracies
 from raceme.reporting.console import summary_rows
 
 Scores = dict[int, float]

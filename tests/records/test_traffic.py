@@ -7,12 +7,12 @@ from pathlib import Path
 
 from fleets import MODEL, grid_of, pulled_app
 from runs import devices, of, run
+from summaries import summarise
 
 from raceme.core.config import RunConfig
 from raceme.core.events import AnswerTaken, Event, UpdateApplied
 from raceme.core.requests import Request
 from raceme.records.record import read_run
-from raceme.records.summary import summarise
 from raceme.reporting.console import summary_rows
 from raceme.reporting.run_page import run_page
 from raceme.runs.experiment import simulate

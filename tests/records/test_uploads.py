@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+from summaries import summarise
 
 from raceme.core.events import (
     ClientJoined,
@@ -17,7 +18,7 @@ from raceme.core.events import (
     UpdateApplied,
 )
 from raceme.records.record import RunRecord
-from raceme.records.summary import Uploads, divergence, matching, summarise
+from raceme.records.summary import Uploads, divergence, matching
 
 
 def joined(*clients: str) -> list[Event]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from summaries import summarise
 
 from raceme.core.events import (
     ClientJoined,
@@ -25,7 +26,6 @@ from raceme.core.events import (
     UpdateRejected,
     change_line,
 )
-from raceme.records.summary import summarise
 from raceme.reporting.console import (
     RunProgress,
     data_line,

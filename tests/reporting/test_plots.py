@@ -24,13 +24,12 @@ from raceme.core.events import (
     RunEnded,
     UpdateApplied,
 )
-from raceme.records.record import RunRecord
+from raceme.records.record import RunRecord, read_run
 from raceme.records.store import RunStore
 from raceme.reporting.clusters_plot import clusters_figure
 from raceme.reporting.plots import (
     accuracy_figure,
     client_band,
-    compare_curves,
     comparison_figure,
     devices_figure,
     similarity_figure,
@@ -89,7 +88,7 @@ def test_similarities_of_each_run_are_saved(tmp_path: Path, events: list[Event])
 def test_each_run_is_compared_with_another(tmp_path: Path, events: list[Event]) -> None:
     path = tmp_path / "curves.png"
     runs = {"this": RunRecord.of(events), "other": RunRecord.of(RUNS["split"])}
-    compare_curves(runs, path, target=0.7)
+    save_figure(comparison_figure(runs, target=0.7), path)
     with Image.open(path) as image:
         image.verify()
 
@@ -99,7 +98,8 @@ def test_runs_are_compared_from_their_folders(tmp_path: Path) -> None:
         with RunStore(tmp_path / name) as store:
             for event in RUNS[name]:
                 store.observe(event)
-    compare_curves({"one": tmp_path / "split", "two": tmp_path / "no updates"}, tmp_path / "c.png")
+    read = {"one": read_run(tmp_path / "split"), "two": read_run(tmp_path / "no updates")}
+    save_figure(comparison_figure(read), tmp_path / "c.png")
     assert (tmp_path / "c.png").stat().st_size > 0
 
 

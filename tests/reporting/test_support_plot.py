@@ -9,6 +9,7 @@ from fleets import grid_of, pulled_app
 from matplotlib.colors import to_hex
 from matplotlib.patches import Circle, FancyArrowPatch, Wedge
 from runs import ONES, devices, of, run
+from summaries import summarise
 
 from raceme.core.clusters import Model
 from raceme.core.config import RunConfig, write_toml
@@ -24,7 +25,6 @@ from raceme.core.events import (
 from raceme.core.requests import Outcome, Update
 from raceme.records.record import RunRecord
 from raceme.records.store import RunStore, read_events
-from raceme.records.summary import summarise
 from raceme.reporting.artefacts import write_all
 from raceme.reporting.plots import counts_over_time, graph_figure
 from raceme.reporting.run_page import run_page

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from matplotlib.patches import Rectangle
+from summaries import summarise
 
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
@@ -22,7 +23,7 @@ from raceme.core.events import (
 )
 from raceme.records.record import RunRecord, read_run
 from raceme.records.store import read_events
-from raceme.records.summary import TaskAccuracies, summarise
+from raceme.records.summary import TaskAccuracies
 from raceme.reporting.plots import means_over_time, tasks_figure
 from raceme.reporting.run_page import learnt_table, run_page, tasks_table
 from raceme.runs.experiment import (

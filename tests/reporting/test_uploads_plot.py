@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from matplotlib.axes import Axes
+from summaries import summarise
 
 from raceme.core.config import RunConfig, write_toml
 from raceme.core.events import (
@@ -23,7 +24,6 @@ from raceme.core.events import (
 )
 from raceme.records.record import RunRecord
 from raceme.records.store import RunStore
-from raceme.records.summary import summarise
 from raceme.reporting.artefacts import write_all
 from raceme.reporting.console import summary_rows
 from raceme.reporting.plots import mixtures_figure, uploads_figure

@@ -12,6 +12,7 @@ import pytest
 import torch
 from asking import message_to
 from flwr.app import ConfigRecord, Context, RecordDict
+from summaries import summarise
 
 from raceme import client_app, datasets
 from raceme.core.config import RunConfig
@@ -25,7 +26,7 @@ from raceme.experiments.results import Comparison, Result, Run, best_of
 from raceme.experiments.suites import Method, Score, Suite
 from raceme.experiments.tables import main_table, to_csv, to_json
 from raceme.records.record import read_run
-from raceme.records.summary import convergence_index, summarise, unrest
+from raceme.records.summary import convergence_index, unrest
 from raceme.reporting.console import summary_rows
 from raceme.reporting.run_page import run_page
 from raceme.runs import experiment

@@ -33,7 +33,7 @@ from raceme.reporting.dashboard.page import ASSETS, live_page, read_asset
 from raceme.reporting.dashboard.source import ComparisonSource, RunSource, Watched
 
 # -----------------------------------------------------------------------------
-# Who may look: browsers on this machine, or with the token, and no page of another site.
+# Access: browsers on this machine, or with the token, and no page of another site.
 # -----------------------------------------------------------------------------
 
 
@@ -51,7 +51,7 @@ _HEADERS = {
 
 
 def new_token() -> str:
-    """Return a token that nobody guesses."""
+    """Return a token that cannot be guessed."""
     return secrets.token_urlsafe(24)
 
 
@@ -130,7 +130,7 @@ Source = RunSource | ComparisonSource
 
 
 class Feed:
-    """Reads a source while somebody looks, and lets all of them know.
+    """Reads a source while browsers show it, and lets all of them know.
 
     Parameters
     ----------
@@ -161,7 +161,7 @@ class Feed:
         await self._news.wait()
 
     async def read(self) -> bool:
-        """Read the source once, and wake whoever waits; return whether there is more already."""
+        """Read the source once, and wake all that wait; return whether there is more already."""
         async with self._reading:
             more = await asyncio.to_thread(self.source.poll)
         self._news.set()
@@ -183,7 +183,7 @@ class Dashboard:
         Takes the name of a run in a comparison, empty for the folder itself, and returns its
         source; None if there is no such run.
     host, token : str
-        Who may look; see :class:`raceme.reporting.dashboard.server.Guard`.
+        Access; see :class:`raceme.reporting.dashboard.server.Guard`.
     """
 
     def __init__(self, sources: Callable[[str], Source | None], host: str, token: str) -> None:
@@ -238,7 +238,7 @@ class Dashboard:
     async def _stream(self, feed: Feed, generation: int, sent: int) -> AsyncIterator[str]:
         """Yield a source's pieces from one on, and go on as they come.
 
-        A browser that does not read makes this wait, and nobody else.
+        A browser that does not read makes only this stream wait.
         """
         source, trouble, silent = feed.source, "", 0.0
         yield f"retry: {_RETRY_MILLISECONDS}\n\n"
@@ -290,7 +290,7 @@ _GRACE_SECONDS = 2
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket that listens, so that whoever opens the page at once is not refused.
+    """Return a socket that listens, so that a browser that opens it at once is not refused.
 
     Parameters
     ----------
@@ -374,7 +374,7 @@ async def _serve(
 
 
 class _Server(uvicorn.Server):
-    """A server that leaves signals to whoever started it."""
+    """A server that leaves signals to the process that started it."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -386,8 +386,7 @@ class _Server(uvicorn.Server):
 # The dashboard of a run that has just been started: a process beside it, which ends with it.
 #
 # Neither a browser nor what it asks for can hold up the run so: it writes its store as always,
-# and
-# does not know whether anybody reads.
+# and does not know whether it is read.
 # -----------------------------------------------------------------------------
 
 
@@ -499,7 +498,7 @@ def main() -> None:
 
 
 async def _until_the_end() -> None:
-    """Wait until whoever started this closes the pipe, or is gone."""
+    """Wait until the process that started this closes the pipe, or is gone."""
     reader = asyncio.StreamReader()
     protocol = asyncio.StreamReaderProtocol(reader)
     await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, sys.stdin)

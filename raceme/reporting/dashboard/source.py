@@ -13,25 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from raceme.core import events
 from raceme.core.config import read_toml
 from raceme.core.errors import UserError
-from raceme.core.events import (
-    ClaimRefused,
-    ClientJoined,
-    ClientLeft,
-    ClustersChanged,
-    DataChanged,
-    Evaluated,
-    Event,
-    EventHandler,
-    Measure,
-    Measured,
-    Membership,
-    RunEnded,
-    UpdateApplied,
-    UpdateJudged,
-    UpdateRejected,
-)
+from raceme.core.events import Event, EventHandler, Membership
 from raceme.core.files import ReadingError, parse_json, read_text
 from raceme.records.folder import ERROR
 from raceme.records.positions import (
@@ -52,8 +37,7 @@ from raceme.records.summary import RunSummary, finite
 # -----------------------------------------------------------------------------
 # Events as columns of JSON: what the page is told, and of which it builds any moment of a run.
 #
-# A column holds one value of each of many rows, so that no name is repeated. Clients, reasons
-# and
+# A column holds one value of each of many rows, so that no name is repeated. Clients, reasons and
 # kinds are numbers into lists that are told once. Times are seconds on the run's own clock.
 # -----------------------------------------------------------------------------
 
@@ -66,23 +50,23 @@ WORST = 10
 
 
 _TOLD: Mapping[type[Any], tuple[str, Mapping[str, str]]] = {
-    UpdateApplied: (
+    events.UpdateApplied: (
         "updates",
         {
             **{"sent": "dispatched_at", "client": "client", "cluster": "cluster"},
             **{"staleness": "staleness", "weight": "weight", "loss": "train_loss"},
         },
     ),
-    UpdateRejected: (
+    events.UpdateRejected: (
         "rejections",
         {"sent": "dispatched_at", "client": "client", "reason": "reason"},
     ),
-    UpdateJudged: (
+    events.UpdateJudged: (
         "verdicts",
         {name: name for name in ("client", "verdict", "cluster", "measured", "bound", "reason")},
     ),
-    ClaimRefused: ("claims", {"client": "client", "reason": "reason"}),
-    DataChanged: ("drifts", {"updates": "updates", "client": "client", "step": "step"}),
+    events.ClaimRefused: ("claims", {"client": "client", "reason": "reason"}),
+    events.DataChanged: ("drifts", {"updates": "updates", "client": "client", "step": "step"}),
 }
 """Kinds of events that are told as a row: their table, and the field of each column."""
 
@@ -103,7 +87,7 @@ class Columns(EventHandler):
         self._evaluations = 0
         self._numbers: dict[str, dict[str, int]] = {"clients": {}, "reasons": {}, "measures": {}}
         self._summary = RunSummary()
-        # A second one, for the summary's does not tell who moved.
+        # A second one, for the summary's does not tell which clients moved.
         self._membership = Membership()
         self._tables: defaultdict[str, Table] = defaultdict(lambda: defaultdict(list))
         self._ending: dict[str, Any] | None = None
@@ -119,22 +103,22 @@ class Columns(EventHandler):
             self._add(table, event.time, **told)
         self(event)
 
-    def on_update_applied(self, event: UpdateApplied) -> None:
+    def on_update_applied(self, event: events.UpdateApplied) -> None:
         """Remember whether the run is on devices: only they tell when by their own clocks."""
         self._on_devices = self._on_devices or event.started_at is not None
 
-    def on_client_joined(self, event: ClientJoined) -> None:
+    def on_client_joined(self, event: events.ClientJoined) -> None:
         """Tell that a client is online, and its data."""
         client, group = self._client(event.client), _told(event.group)
         self._add("presence", event.time, client=client, online=1)
         self._add("greetings", event.time, client=client, examples=event.num_examples, group=group)
         self._tell_clusters(event.time)
 
-    def on_client_left(self, event: ClientLeft) -> None:
+    def on_client_left(self, event: events.ClientLeft) -> None:
         """Tell that a client is offline."""
         self._add("presence", event.time, client=self._client(event.client), online=0)
 
-    def on_measured(self, event: Measured) -> None:
+    def on_measured(self, event: events.Measured) -> None:
         """Add to the table of a measure; a mapping is told as its items."""
         schema, values = event.schema, dict[str, Any]()
         if schema.name not in self._numbers["measures"]:
@@ -147,7 +131,7 @@ class Columns(EventHandler):
                 values[name] = self._field(name, value)
         self._add(f"measure_{event.name}", event.time, updates=int(event.updates), **values)
 
-    def on_evaluated(self, event: Evaluated) -> None:
+    def on_evaluated(self, event: events.Evaluated) -> None:
         """Tell the accuracies, and what was found of groups."""
         scores = event.per_client
         clusters: defaultdict[int, list[float]] = defaultdict(list)
@@ -174,7 +158,7 @@ class Columns(EventHandler):
         self._membership.observe(event)
         self._tell_clusters(event.time)
 
-    def on_clusters_changed(self, event: ClustersChanged) -> None:
+    def on_clusters_changed(self, event: events.ClustersChanged) -> None:
         """Tell the change, and the clients that are in other clusters."""
         placements = self._membership.observe(event)
         self._add(
@@ -199,7 +183,7 @@ class Columns(EventHandler):
             )
         self._tell_clusters(event.time)
 
-    def on_run_ended(self, event: RunEnded) -> None:
+    def on_run_ended(self, event: events.RunEnded) -> None:
         """Tell the end."""
         self._ending = {
             "time": _seconds(event.time),
@@ -209,7 +193,7 @@ class Columns(EventHandler):
         }
 
     @property
-    def measure(self) -> Measure:
+    def measure(self) -> events.Measure:
         """What the accuracies are."""
         return self._summary.measure
 
@@ -293,7 +277,7 @@ def _told(value: Any) -> Any:
     return _short(value) if isinstance(value, float) else value
 
 
-def worst_share(accuracies: Iterable[float], measure: Measure, share: int = WORST) -> float:
+def worst_share(accuracies: Iterable[float], measure: events.Measure, share: int = WORST) -> float:
     """Return the mean accuracy of the worst tenth of the clients, of one at least.
 
     Parameters
@@ -492,7 +476,7 @@ def new_generation() -> int:
 
 
 # -----------------------------------------------------------------------------
-# What a folder is that somebody wants to watch: a run, a comparison, or to become one.
+# What a folder to be watched is: a run, a comparison, or to become one.
 # -----------------------------------------------------------------------------
 
 
@@ -593,6 +577,9 @@ class ComparisonSource:
         return more
 
 
+_CURVE = (events.UpdateApplied, events.Evaluated, events.ClustersChanged, events.RunEnded)
+
+
 class _Curve(EventHandler):
     """What a comparison shows of one of its runs."""
 
@@ -614,12 +601,12 @@ class _Curve(EventHandler):
             self._begin()
         for event in reading.events:
             # Measures and uploads are for the run's own page.
-            if type(event) in (UpdateApplied, Evaluated, ClustersChanged, RunEnded):
+            if type(event) in _CURVE:
                 self._summary.observe(event)
             self(event)
         return reading.more
 
-    def on_evaluated(self, event: Evaluated) -> None:
+    def on_evaluated(self, event: events.Evaluated) -> None:
         """Add a point."""
         scores = [accuracy for _, accuracy, _ in event.per_client.values()]
         for name, value in (
