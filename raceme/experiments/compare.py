@@ -24,7 +24,6 @@ from raceme.experiments.jobs import (
     check,
     check_own,
     make_jobs,
-    only_comparison,
     remove_run,
     run_jobs,
     survey,
@@ -32,6 +31,7 @@ from raceme.experiments.jobs import (
 from raceme.experiments.page import plots
 from raceme.experiments.results import Comparison, best_of, gather, read_first_runs
 from raceme.experiments.suites import Suite, slug
+from raceme.records.folder import make_folder
 from raceme.reporting.console import QUIET_SECONDS, shown_seconds, shown_updates
 from raceme.reporting.style import save_figure
 from raceme.runs.checkpoints import only_writer
@@ -276,7 +276,8 @@ def compare(plan: Plan, processes: int, console: Console, run_all: RunAll = run_
     UserError
         The folder cannot be written, or another comparison is at work in it.
     """
-    with only_comparison(plan.out):
+    make_folder(plan.out)
+    with only_writer(plan.out):
         return _compare(plan, processes, console, run_all)
 
 

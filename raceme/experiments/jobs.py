@@ -17,8 +17,8 @@ import tempfile
 import time
 import traceback
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
@@ -33,7 +33,7 @@ from raceme.core.files import ReadingError, parse_json, read_text
 from raceme.core.options import Value
 from raceme.core.signals import StopRequest
 from raceme.experiments.suites import Method, Suite, slug
-from raceme.records.folder import CONFIG, ERROR, foreign, make_folder
+from raceme.records.folder import CONFIG, ERROR, foreign
 from raceme.runs.checkpoints import CHECKPOINTS, CONDITIONS, can_resume, only_writer
 
 SUMMARY = "summary.json"
@@ -231,20 +231,6 @@ def check_own(out: Path, methods: set[str]) -> None:
         raise UserError(
             f"{out} holds {strange[0]}, which is of no comparison: choose a new folder with --out."
         )
-
-
-@contextmanager
-def only_comparison(out: Path) -> Iterator[None]:
-    """Make the folder if need be, and keep other comparisons out of it meanwhile.
-
-    Raises
-    ------
-    UserError
-        Another one is at work there, or the folder cannot be made.
-    """
-    make_folder(out)
-    with only_writer(out):
-        yield
 
 
 def remove_run(folder: Path) -> None:

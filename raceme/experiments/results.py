@@ -106,6 +106,17 @@ class Run:
         reached = self.summary.get(key)
         return None if reached is None else float(reached["virtual_time"])
 
+    @property
+    def traffic(self) -> float | None:
+        """Bytes that the clients sent and were sent, evaluations left out."""
+        up, down = self.summary.get("bytes_up"), self.summary.get("bytes_down")
+        return None if up is None or down is None else float(up) + float(down)
+
+    def per_update(self, key: str) -> float | None:
+        """Return a total of the run for each update, e.g. of ``"bytes_down"``."""
+        total, updates = self.summary.get(key), self.summary["updates"]
+        return total / updates if total is not None and updates else None
+
 
 @dataclass(frozen=True)
 class Result:
@@ -149,11 +160,11 @@ class Result:
     @property
     def traffic(self) -> Spread:
         """Bytes that the clients sent and were sent, evaluations left out."""
-        return Spread.over([_traffic(run) for run in self.runs])
+        return Spread.over([run.traffic for run in self.runs])
 
     def per_update(self, key: str) -> Spread:
         """Return a total of the runs for each update, e.g. of ``"bytes_down"``."""
-        return Spread.over([_per_update(run, key) for run in self.runs])
+        return Spread.over([run.per_update(key) for run in self.runs])
 
     @property
     def time(self) -> Spread:
@@ -342,17 +353,6 @@ def quality(result: Result) -> float:
     if mean is None:
         return -math.inf
     return -mean if result.runs[0].measure.is_error else mean
-
-
-def _traffic(run: Run) -> float | None:
-    sent = [run.summary.get(name) for name in ("bytes_up", "bytes_down")]
-    known = [float(number) for number in sent if number is not None]
-    return sum(known) if len(known) == len(sent) else None
-
-
-def _per_update(run: Run, key: str) -> float | None:
-    total, updates = run.summary.get(key), run.summary["updates"]
-    return total / updates if total is not None and updates else None
 
 
 def _measured(result: Result, quantity: str) -> float | None:

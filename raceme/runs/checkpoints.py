@@ -503,8 +503,9 @@ class Keeper:
 
     def _save(self) -> Path:
         events = self._store.commit()
+        config = identity(self._config)
         tree = {
-            "config": identity(self._config),
+            "config": config,
             "strategy": self._strategy.state_dict(),
             "grid": self._grid.state_dict() if isinstance(self._grid, Resumable) else None,
             "events": events,
@@ -514,7 +515,7 @@ class Keeper:
             "raceme": raceme.__version__,
             "state": str(STATE),
             "strategy": self._config.strategy,
-            "config": _hash(identity(self._config)),
+            "config": hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16],
             "updates": str(self._progress.updates),
         }
         path = self._folder.save(tree, note)
@@ -658,7 +659,3 @@ def _other_config(there: Mapping[str, Value], here: Mapping[str, Value]) -> str:
         return ""
     more = f", and {len(differences) - 3} more" if len(differences) > 3 else ""
     return f"it is of another run: {'; '.join(differences[:3])}{more}"
-
-
-def _hash(config: Mapping[str, Value]) -> str:
-    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16]
