@@ -55,13 +55,13 @@ class SuiteProgress:
     Parameters
     ----------
     total : int
-        Runs of the suite.
+        Number of runs of the suite.
     done : int
-        Of them, those that are finished already.
+        Number of runs that are finished already.
     console : Console
-        Where to print.
+        The terminal or file to print to.
     clock : Callable
-        Seconds of real time.
+        Returns the seconds of real time.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class Plan:
     Attributes
     ----------
     suite : Suite
-        What to run.
+        The methods, settings and seeds.
     out : Path
         The folder; a run lies in ``<method>/seed-<seed>`` below it.
     plain : tuple[Job, ...]
@@ -263,11 +263,11 @@ def compare(plan: Plan, processes: int, console: Console, run_all: RunAll = run_
     Parameters
     ----------
     plan : Plan
-        What to run, and where.
+        The runs and their folders.
     processes : int
-        Runs at a time.
+        Number of runs at a time.
     console : Console
-        Where progress is shown.
+        The terminal or file that progress is printed to.
     run_all : Callable
         Runs them, by default in processes of this machine.
 

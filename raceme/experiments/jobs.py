@@ -48,7 +48,7 @@ class Job:
     method : Method
         A method without a sweep.
     seed : int
-        The seed.
+        The seed of everything that the run draws.
     config : RunConfig
         Resolved, with the folder that it is to be written to.
     trial : bool
@@ -101,7 +101,7 @@ def make_jobs(
     suite : Suite
         Has the settings and the length of the runs.
     methods, seeds : Sequence
-        What to run.
+        Each method runs once with each seed.
     out : Path
         The comparison's folder; a run's is ``<method>/seed-<seed>`` below it, or
         ``<method>/validation-<seed>``.
@@ -211,7 +211,7 @@ def check_own(out: Path, methods: set[str]) -> None:
     Parameters
     ----------
     out : Path
-        The folder.
+        The folder of the results.
     methods : set[str]
         Names in it that stand for methods; what is in these is looked at with the runs.
 
@@ -234,7 +234,7 @@ def check_own(out: Path, methods: set[str]) -> None:
 
 
 def remove_run(folder: Path) -> None:
-    """Remove what a killed run has left, once no process writes to it any more.
+    """Remove the artefacts of a killed run, once no process writes to it any more.
 
     Raises
     ------
@@ -345,7 +345,7 @@ def run_one(keys: Mapping[str, Value], tell: Callable[[Progress], None]) -> Fini
     Parameters
     ----------
     keys : Mapping[str, Value]
-        The configuration.
+        The keys of the run's configuration.
     tell : Callable
         Is told how far the run is. OSError from it ends the run, with a checkpoint.
     """
@@ -543,7 +543,7 @@ class RayRuns:
     Parameters
     ----------
     workers : str
-        Which cluster; see :class:`~raceme.simulation.ray_cluster.Cluster`.
+        The address of the cluster; see :class:`~raceme.simulation.ray_cluster.Cluster`.
 
     Raises
     ------

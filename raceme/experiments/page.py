@@ -57,7 +57,7 @@ def plots(
     Parameters
     ----------
     comparison : Comparison
-        The comparison.
+        The comparison whose results are drawn.
     records : Mapping[str, RunRecord]
         Label to a run of each method, if there are any: the plots of single runs are drawn of them.
     title : str

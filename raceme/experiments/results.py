@@ -38,9 +38,9 @@ class Spread:
     mean, std : float or None
         Of the runs that have it: None if none has; the sample's deviation, 0 for a single run.
     count : int
-        Runs that have it.
+        Number of runs that have it.
     of : int
-        Runs that are finished.
+        Number of runs that are finished.
     """
 
     mean: float | None
@@ -65,9 +65,9 @@ class Run:
     Attributes
     ----------
     seed : int
-        Its seed.
+        The seed of the run.
     folder : str
-        Its folder below the comparison's.
+        The run's folder, below that of the comparison.
     summary : Mapping[str, Any]
         The content of its ``summary.json``.
     timing : Timing
@@ -201,7 +201,7 @@ class Comparison:
     Attributes
     ----------
     suite : Suite
-        What was run.
+        The methods, settings and seeds.
     results : tuple[Result, ...]
         One for each method, in the suite's order.
     sweeps : Mapping[str, tuple[Result, ...]]
@@ -312,7 +312,7 @@ def gather(
     timing: Timing = Timing.TARGET,
     score: Score = Score.FINAL,
 ) -> Result:
-    """Read what those of the runs that are a method's have left.
+    """Return the results of one method's runs.
 
     Parameters
     ----------
@@ -321,9 +321,9 @@ def gather(
     label : str
         Its label in the suite.
     jobs : Sequence[Job]
-        Runs, of other methods too.
+        Runs of this method and of others.
     errors : Mapping[Job, str]
-        Why runs failed.
+        The errors of the runs that failed.
     timing : Timing
         Which of their times is compared.
     score : Score

@@ -66,7 +66,7 @@ def write_tree(path: Path, tree: Any, note: Mapping[str, str]) -> None:
     path : Path
         The file; its folder is made if need be.
     tree : Any
-        What to write.
+        The tree of plain values and arrays.
     note : Mapping[str, str]
         Kept beside the tree, in the header of the file.
 
@@ -299,7 +299,7 @@ def only_writer(run: Path, patience: float = 0.0) -> Iterator[None]:
     Parameters
     ----------
     run : Path
-        The folder.
+        The folder of the run.
     patience : float
         Seconds to wait for another that is still at it.
 
@@ -402,7 +402,7 @@ class Restored:
     wall_time : float
         Seconds that the run had taken.
     path : Path
-        The checkpoint.
+        The checkpoint that the run goes on from.
     """
 
     events: int
@@ -419,11 +419,11 @@ class Keeper:
     Parameters
     ----------
     folder : CheckpointFolder
-        Where to.
+        The checkpoints of the run.
     config : RunConfig
         The resolved configuration, which a resumed run must share.
     strategy : Method
-        The strategy.
+        The strategy whose state is saved.
     grid : Grid
         Saved with its clock and open messages, if it is a
         :class:`~raceme.core.timeline.Resumable`.
@@ -530,7 +530,7 @@ def restore(folder: CheckpointFolder, config: RunConfig, strategy: Method, grid:
     Parameters
     ----------
     folder : CheckpointFolder
-        Where the checkpoints are.
+        The checkpoints of the run.
     config : RunConfig
         The resolved configuration.
     strategy : Method
@@ -587,7 +587,7 @@ def resuming(path: Path) -> Iterator[None]:
     Parameters
     ----------
     path : Path
-        The checkpoint.
+        The checkpoint that the run goes on from.
     """
     try:
         yield

@@ -59,7 +59,7 @@ _WRITER_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run leaves.
+    """The artefacts of a run, and how it ended.
 
     Attributes
     ----------
@@ -262,7 +262,7 @@ def conduct(
     config : RunConfig
         A resolved configuration.
     strategy : Method
-        The method.
+        The method, as `build_strategy` makes it.
     grid : Grid
         A virtual grid, or one of Flower's.
     observers : Observer

@@ -78,9 +78,9 @@ class ClusterTests(Protocol):
         Parameters
         ----------
         vector : Vector
-            The model, shape (d,).
+            The model's weights, shape (d,).
         k : int
-            Which distribution, from 0.
+            The number of the distribution, from 0.
         """
         ...
 
@@ -96,7 +96,7 @@ def score_clusters(
         The models by cluster; cluster k is taken to be of distribution k. Those beyond the last
         distribution are not tested.
     tests : ClusterTests
-        The server's test sets.
+        The server's test sets, one for each distribution.
     time, updates : float, int
         The moment of the models.
 
@@ -125,7 +125,7 @@ def scores_beside(
     method : Method
         Whose models, if its clusters are of known distributions.
     tests : ClusterTests or None
-        The server's test sets.
+        The server's test sets, one for each distribution.
     """
     if tests is not None and isinstance(event, Evaluated) and method.needs.by_distribution():
         scores = score_clusters(method.served, tests, event.time, event.updates)
