@@ -86,9 +86,14 @@ class Job:
             content = parse_json(read_text(self.folder / SUMMARY))
         except ReadingError:
             return None
-        complete = {ending.value for ending in Ending if ending.is_complete}
-        is_finished = isinstance(content, dict) and content.get("ending") in complete
-        return content if is_finished else None
+        return content if isinstance(content, dict) and self._is_complete(content) else None
+
+    def _is_complete(self, summary: dict[str, Any]) -> bool:
+        if "ending" in summary:
+            return summary["ending"] in {ending.value for ending in Ending if ending.is_complete}
+        # The summaries of earlier versions tell only in words how a run ended.
+        updates, time = summary.get("updates", 0), summary.get("virtual_time", 0.0)
+        return bool(updates >= self.config.planned_updates or 0 < self.config.max_time <= time)
 
 
 def make_jobs(
