@@ -34,8 +34,7 @@ from raceme.core.config import RunConfig
 from raceme.core.events import ClientJoined, Event, RunEnded
 from raceme.core.requests import ClientEmbedding
 from raceme.reporting.dashboard.server import watching
-from raceme.runs.experiment import simulate
-from raceme.runs.observers import ClientMap
+from raceme.runs.experiment import ClientMap, simulate
 
 LOOK = """
 import sys, urllib.request

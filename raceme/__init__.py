@@ -21,7 +21,7 @@ __version__ = "0.2.0"
 
 
 def run(strategy: str, **settings: Any) -> OpenRun:
-    """Run a method on virtual time, as `raceme run` does, and open what it leaves.
+    """Run a method on virtual time, as `raceme run` does, and open its results.
 
     Parameters
     ----------
@@ -128,7 +128,7 @@ def load(dataset: str, **settings: Any) -> list[ClientData]:
 
 
 def open(folder: str | Path) -> OpenRun | OpenComparison:
-    """Open what `raceme run`, `compare`, `reproduce` or `serve` has left, e.g. in a notebook.
+    """Open the results of `raceme run`, `compare`, `reproduce` or `serve`, e.g. in a notebook.
 
     Parameters
     ----------

@@ -42,7 +42,7 @@ class OpenRun:
     Parameters
     ----------
     folder : Path
-        What `raceme run` left.
+        The folder of the run.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -194,7 +194,7 @@ class OpenComparison:
     Parameters
     ----------
     folder : Path
-        What `raceme compare` or `raceme reproduce` left.
+        The folder of the results of `raceme compare` or `raceme reproduce`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -239,7 +239,7 @@ class OpenComparison:
 
 
 def open_folder(folder: str | Path) -> OpenRun | OpenComparison:
-    """Open what a command of Raceme has left.
+    """Open the results of a command.
 
     Raises
     ------

@@ -70,7 +70,7 @@ def as_assignments(arguments: Sequence[str], named: Iterable[str]) -> list[str]:
     Parameters
     ----------
     arguments : Sequence[str]
-        What was typed.
+        The command line after the command's name.
     named : Iterable[str]
         The command's own options, e.g. ``"--out"``. An option without a value is left to it too.
     """

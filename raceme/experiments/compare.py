@@ -24,7 +24,6 @@ from raceme.experiments.jobs import (
     check,
     check_own,
     make_jobs,
-    only_comparison,
     remove_run,
     run_jobs,
     survey,
@@ -32,6 +31,7 @@ from raceme.experiments.jobs import (
 from raceme.experiments.page import plots
 from raceme.experiments.results import Comparison, best_of, gather, read_first_runs
 from raceme.experiments.suites import Suite, slug
+from raceme.records.folder import make_folder
 from raceme.reporting.console import QUIET_SECONDS, shown_seconds, shown_updates
 from raceme.reporting.style import save_figure
 from raceme.runs.checkpoints import only_writer
@@ -55,13 +55,13 @@ class SuiteProgress:
     Parameters
     ----------
     total : int
-        Runs of the suite.
+        Number of runs of the suite.
     done : int
-        Of them, those that are finished already.
+        Number of runs that are finished already.
     console : Console
-        Where to print.
+        The terminal or file to print to.
     clock : Callable
-        Seconds of real time.
+        Returns the seconds of real time.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class Plan:
     Attributes
     ----------
     suite : Suite
-        What to run.
+        The methods, settings and seeds.
     out : Path
         The folder; a run lies in ``<method>/seed-<seed>`` below it.
     plain : tuple[Job, ...]
@@ -263,11 +263,11 @@ def compare(plan: Plan, processes: int, console: Console, run_all: RunAll = run_
     Parameters
     ----------
     plan : Plan
-        What to run, and where.
+        The runs and their folders.
     processes : int
-        Runs at a time.
+        Number of runs at a time.
     console : Console
-        Where progress is shown.
+        The terminal or file that progress is printed to.
     run_all : Callable
         Runs them, by default in processes of this machine.
 
@@ -276,7 +276,8 @@ def compare(plan: Plan, processes: int, console: Console, run_all: RunAll = run_
     UserError
         The folder cannot be written, or another comparison is at work in it.
     """
-    with only_comparison(plan.out):
+    make_folder(plan.out)
+    with only_writer(plan.out):
         return _compare(plan, processes, console, run_all)
 
 

@@ -17,8 +17,8 @@ import tempfile
 import time
 import traceback
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
@@ -33,7 +33,7 @@ from raceme.core.files import ReadingError, parse_json, read_text
 from raceme.core.options import Value
 from raceme.core.signals import StopRequest
 from raceme.experiments.suites import Method, Suite, slug
-from raceme.records.folder import CONFIG, ERROR, foreign, make_folder
+from raceme.records.folder import CONFIG, ERROR, foreign
 from raceme.runs.checkpoints import CHECKPOINTS, CONDITIONS, can_resume, only_writer
 
 SUMMARY = "summary.json"
@@ -48,7 +48,7 @@ class Job:
     method : Method
         A method without a sweep.
     seed : int
-        The seed.
+        The seed of everything that the run draws.
     config : RunConfig
         Resolved, with the folder that it is to be written to.
     trial : bool
@@ -86,9 +86,14 @@ class Job:
             content = parse_json(read_text(self.folder / SUMMARY))
         except ReadingError:
             return None
-        complete = {ending.value for ending in Ending if ending.is_complete}
-        is_finished = isinstance(content, dict) and content.get("ending") in complete
-        return content if is_finished else None
+        return content if isinstance(content, dict) and self._is_complete(content) else None
+
+    def _is_complete(self, summary: dict[str, Any]) -> bool:
+        if "ending" in summary:
+            return summary["ending"] in {ending.value for ending in Ending if ending.is_complete}
+        # The summaries of earlier versions tell only in words how a run ended.
+        updates, time = summary.get("updates", 0), summary.get("virtual_time", 0.0)
+        return bool(updates >= self.config.planned_updates or 0 < self.config.max_time <= time)
 
 
 def make_jobs(
@@ -101,7 +106,7 @@ def make_jobs(
     suite : Suite
         Has the settings and the length of the runs.
     methods, seeds : Sequence
-        What to run.
+        Each method runs once with each seed.
     out : Path
         The comparison's folder; a run's is ``<method>/seed-<seed>`` below it, or
         ``<method>/validation-<seed>``.
@@ -211,7 +216,7 @@ def check_own(out: Path, methods: set[str]) -> None:
     Parameters
     ----------
     out : Path
-        The folder.
+        The folder of the results.
     methods : set[str]
         Names in it that stand for methods; what is in these is looked at with the runs.
 
@@ -233,22 +238,8 @@ def check_own(out: Path, methods: set[str]) -> None:
         )
 
 
-@contextmanager
-def only_comparison(out: Path) -> Iterator[None]:
-    """Make the folder if need be, and keep other comparisons out of it meanwhile.
-
-    Raises
-    ------
-    UserError
-        Another one is at work there, or the folder cannot be made.
-    """
-    make_folder(out)
-    with only_writer(out):
-        yield
-
-
 def remove_run(folder: Path) -> None:
-    """Remove what a killed run has left, once no process writes to it any more.
+    """Remove the artefacts of a killed run, once no process writes to it any more.
 
     Raises
     ------
@@ -359,7 +350,7 @@ def run_one(keys: Mapping[str, Value], tell: Callable[[Progress], None]) -> Fini
     Parameters
     ----------
     keys : Mapping[str, Value]
-        The configuration.
+        The keys of the run's configuration.
     tell : Callable
         Is told how far the run is. OSError from it ends the run, with a checkpoint.
     """
@@ -557,7 +548,7 @@ class RayRuns:
     Parameters
     ----------
     workers : str
-        Which cluster; see :class:`~raceme.simulation.ray_cluster.Cluster`.
+        The address of the cluster; see :class:`~raceme.simulation.ray_cluster.Cluster`.
 
     Raises
     ------

@@ -63,7 +63,7 @@ def plots(
     Parameters
     ----------
     comparison : Comparison
-        The comparison.
+        The comparison whose results are drawn.
     records : Mapping[str, RunRecord]
         Label to a run of each method, if there are any: the plots of single runs are drawn of them.
     title : str
@@ -365,7 +365,7 @@ def _tiles(comparison: Comparison) -> list[Tile]:
     if accurate:
         best, unit = max(accurate, key=quality), comparison.measure.unit or ""
         tiles.append(Tile("most accurate", best.label, f"{number(best.accuracy.mean)} {unit}"))
-    arrived = [result for result in results if _arrives(result)]
+    arrived = [result for result in results if result.time.count == result.time.of > 0]
     if arrived:
         first = min(arrived, key=lambda result: result.rank_time or 0.0)
         goal = (
@@ -379,10 +379,6 @@ def _tiles(comparison: Comparison) -> list[Tile]:
             tau = comparison.tau(name)
             tiles.append(Tile(f"Kendall's τ, {name}", number(tau, 2), "against the paper's order"))
     return tiles
-
-
-def _arrives(result: Result) -> bool:
-    return result.rank_time is not None and result.rank_time != float("inf")
 
 
 def _runs_table(comparison: Comparison) -> PageTable:

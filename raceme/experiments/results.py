@@ -38,9 +38,9 @@ class Spread:
     mean, std : float or None
         Of the runs that have it: None if none has; the sample's deviation, 0 for a single run.
     count : int
-        Runs that have it.
+        Number of runs that have it.
     of : int
-        Runs that are finished.
+        Number of runs that are finished.
     """
 
     mean: float | None
@@ -65,9 +65,9 @@ class Run:
     Attributes
     ----------
     seed : int
-        Its seed.
+        The seed of the run.
     folder : str
-        Its folder below the comparison's.
+        The run's folder, below that of the comparison.
     summary : Mapping[str, Any]
         The content of its ``summary.json``.
     timing : Timing
@@ -105,6 +105,17 @@ class Run:
             key = f"honest_{key}" if f"honest_{key}" in self.summary else key
         reached = self.summary.get(key)
         return None if reached is None else float(reached["virtual_time"])
+
+    @property
+    def traffic(self) -> float | None:
+        """Bytes that the clients sent and were sent, evaluations left out."""
+        up, down = self.summary.get("bytes_up"), self.summary.get("bytes_down")
+        return None if up is None or down is None else float(up) + float(down)
+
+    def per_update(self, key: str) -> float | None:
+        """Return a total of the run for each update, e.g. of ``"bytes_down"``."""
+        total, updates = self.summary.get(key), self.summary["updates"]
+        return total / updates if total is not None and updates else None
 
 
 @dataclass(frozen=True)
@@ -149,11 +160,11 @@ class Result:
     @property
     def traffic(self) -> Spread:
         """Bytes that the clients sent and were sent, evaluations left out."""
-        return Spread.over([_traffic(run) for run in self.runs])
+        return Spread.over([run.traffic for run in self.runs])
 
     def per_update(self, key: str) -> Spread:
         """Return a total of the runs for each update, e.g. of ``"bytes_down"``."""
-        return Spread.over([_per_update(run, key) for run in self.runs])
+        return Spread.over([run.per_update(key) for run in self.runs])
 
     @property
     def time(self) -> Spread:
@@ -190,7 +201,7 @@ class Comparison:
     Attributes
     ----------
     suite : Suite
-        What was run.
+        The methods, settings and seeds.
     results : tuple[Result, ...]
         One for each method, in the suite's order.
     sweeps : Mapping[str, tuple[Result, ...]]
@@ -301,7 +312,7 @@ def gather(
     timing: Timing = Timing.TARGET,
     score: Score = Score.FINAL,
 ) -> Result:
-    """Read what those of the runs that are a method's have left.
+    """Return the results of one method's runs.
 
     Parameters
     ----------
@@ -310,9 +321,9 @@ def gather(
     label : str
         Its label in the suite.
     jobs : Sequence[Job]
-        Runs, of other methods too.
+        Runs of this method and of others.
     errors : Mapping[Job, str]
-        Why runs failed.
+        The errors of the runs that failed.
     timing : Timing
         Which of their times is compared.
     score : Score
@@ -342,17 +353,6 @@ def quality(result: Result) -> float:
     if mean is None:
         return -math.inf
     return -mean if result.runs[0].measure.is_error else mean
-
-
-def _traffic(run: Run) -> float | None:
-    sent = [run.summary.get(name) for name in ("bytes_up", "bytes_down")]
-    known = [float(number) for number in sent if number is not None]
-    return sum(known) if len(known) == len(sent) else None
-
-
-def _per_update(run: Run, key: str) -> float | None:
-    total, updates = run.summary.get(key), run.summary["updates"]
-    return total / updates if total is not None and updates else None
 
 
 def _measured(result: Result, quantity: str) -> float | None:

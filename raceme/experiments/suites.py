@@ -142,7 +142,7 @@ class Method:
     label : str
         Its name in tables and plots.
     strategy : str
-        Its registered name.
+        The registered name of the strategy.
     options : Mapping[str, Value]
         Hyper-parameters that differ from the suite's settings, by name.
     sweep : tuple[Mapping[str, Value], ...]
@@ -216,7 +216,7 @@ class Suite:
     Attributes
     ----------
     title : str
-        What it is about.
+        The title of tables and plots.
     methods : tuple[Method, ...]
         In the order of the tables.
     settings : Mapping[str, Value]

@@ -66,7 +66,7 @@ def write_tree(path: Path, tree: Any, note: Mapping[str, str]) -> None:
     path : Path
         The file; its folder is made if need be.
     tree : Any
-        What to write.
+        The tree of plain values and arrays.
     note : Mapping[str, str]
         Kept beside the tree, in the header of the file.
 
@@ -299,7 +299,7 @@ def only_writer(run: Path, patience: float = 0.0) -> Iterator[None]:
     Parameters
     ----------
     run : Path
-        The folder.
+        The folder of the run.
     patience : float
         Seconds to wait for another that is still at it.
 
@@ -402,7 +402,7 @@ class Restored:
     wall_time : float
         Seconds that the run had taken.
     path : Path
-        The checkpoint.
+        The checkpoint that the run goes on from.
     """
 
     events: int
@@ -419,11 +419,11 @@ class Keeper:
     Parameters
     ----------
     folder : CheckpointFolder
-        Where to.
+        The checkpoints of the run.
     config : RunConfig
         The resolved configuration, which a resumed run must share.
     strategy : Method
-        The strategy.
+        The strategy whose state is saved.
     grid : Grid
         Saved with its clock and open messages, if it is a
         :class:`~raceme.core.timeline.Resumable`.
@@ -503,8 +503,9 @@ class Keeper:
 
     def _save(self) -> Path:
         events = self._store.commit()
+        config = identity(self._config)
         tree = {
-            "config": identity(self._config),
+            "config": config,
             "strategy": self._strategy.state_dict(),
             "grid": self._grid.state_dict() if isinstance(self._grid, Resumable) else None,
             "events": events,
@@ -514,7 +515,7 @@ class Keeper:
             "raceme": raceme.__version__,
             "state": str(STATE),
             "strategy": self._config.strategy,
-            "config": _hash(identity(self._config)),
+            "config": hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16],
             "updates": str(self._progress.updates),
         }
         path = self._folder.save(tree, note)
@@ -529,7 +530,7 @@ def restore(folder: CheckpointFolder, config: RunConfig, strategy: Method, grid:
     Parameters
     ----------
     folder : CheckpointFolder
-        Where the checkpoints are.
+        The checkpoints of the run.
     config : RunConfig
         The resolved configuration.
     strategy : Method
@@ -586,7 +587,7 @@ def resuming(path: Path) -> Iterator[None]:
     Parameters
     ----------
     path : Path
-        The checkpoint.
+        The checkpoint that the run goes on from.
     """
     try:
         yield
@@ -658,7 +659,3 @@ def _other_config(there: Mapping[str, Value], here: Mapping[str, Value]) -> str:
         return ""
     more = f", and {len(differences) - 3} more" if len(differences) > 3 else ""
     return f"it is of another run: {'; '.join(differences[:3])}{more}"
-
-
-def _hash(config: Mapping[str, Value]) -> str:
-    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,14 +16,24 @@ from threadpoolctl import threadpool_limits
 from raceme import datasets
 from raceme.core import messages as names
 from raceme.core.clients import BoundToKeys
+from raceme.core.clusters import Model, blended
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
-from raceme.core.events import Ending, Event, Observer
+from raceme.core.events import (
+    ClustersScored,
+    Ending,
+    Evaluated,
+    Event,
+    EventHandler,
+    Observer,
+    RunEnded,
+)
 from raceme.core.files import whole_path
 from raceme.core.messages import ModelSpec, Vector, kept_for_validation
 from raceme.core.progress import Plan
 from raceme.core.protection import protection_of
 from raceme.core.registry import STRATEGIES
+from raceme.core.requests import ClientEmbedding, Sketch
 from raceme.core.strategy import DEFAULT_VALIDATION_SHARE, Method, StopCheck, never_stop
 from raceme.core.timeline import Timeline, timeline_of
 from raceme.datasets.dealt import with_whole_path
@@ -36,12 +46,12 @@ from raceme.records.folder import (
     new_folder,
     resumed_folder,
 )
+from raceme.records.positions import PositionsFile, positions_of_rows
 from raceme.records.record import FILE as TRACE_FILE
 from raceme.records.record import TraceFile, WallTimes
 from raceme.records.store import RunStore, read_events
 from raceme.records.summary import ProtectionSummary, RunSummary
 from raceme.runs.checkpoints import CheckpointFolder, Keeper, only_writer, restore, resuming
-from raceme.runs.observers import ClientMap, models_in_use, scores_beside
 from raceme.runs.trackers import TrackerObserver, chosen
 from raceme.simulation import executor_for, prepare, training_seconds
 from raceme.simulation.attacks import NONE, attackers_of
@@ -49,7 +59,7 @@ from raceme.simulation.devices import PREFIX, fleet, traced_fleet
 from raceme.simulation.executor import load
 from raceme.simulation.virtual_grid import VirtualGrid, communication_of, nodes_of
 from raceme.training import models
-from raceme.training.clients import probe_of, starts_of
+from raceme.training.clients import ModelProbe, probe_of, starts_of
 
 _CLIENT_APP = "raceme.client_app:app"
 _ATTACKED_APP = "raceme.simulation.attacks:app"
@@ -59,7 +69,7 @@ _WRITER_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run leaves.
+    """The artefacts of a run, and how it ended.
 
     Attributes
     ----------
@@ -262,7 +272,7 @@ def conduct(
     config : RunConfig
         A resolved configuration.
     strategy : Method
-        The method.
+        The method, as `build_strategy` makes it.
     grid : Grid
         A virtual grid, or one of Flower's.
     observers : Observer
@@ -335,9 +345,12 @@ def conduct(
                 listening.append(ClientMap(strategy, spec, out, after))
 
             def observe(event: Event) -> None:
-                for told in (event, *scores_beside(event, strategy, probe)):
-                    for observer in listening:
-                        observer(told)
+                for observer in listening:
+                    observer(event)
+                if probe and isinstance(event, Evaluated) and strategy.needs.by_distribution():
+                    scores = score_clusters(strategy.served, probe, event.time, event.updates)
+                    if scores is not None:
+                        observe(scores)
 
             keeper = Keeper(
                 checkpoints,
@@ -456,3 +469,118 @@ def _resolved_devices(devices: str) -> str:
     if devices.startswith(PREFIX):
         return PREFIX + whole_path(devices.removeprefix(PREFIX))
     return whole_path(devices) if devices.endswith(".toml") else devices
+
+
+# -----------------------------------------------------------------------------
+# The map of the clients while a run goes on: snapshots with its evaluations.
+# -----------------------------------------------------------------------------
+
+
+class ClientMap(EventHandler):
+    """Writes where the clients lie, by how alike their models are, with most evaluations.
+
+    Every method has such a map, also those that compare no clients. It changes nothing of the run.
+
+    Parameters
+    ----------
+    method : Method
+        The method whose clients are drawn.
+    spec : ModelSpec
+        The shapes of its models.
+    folder : Path
+        The folder of the run.
+    after : float, optional
+        The run resumes at this time.
+    """
+
+    def __init__(
+        self, method: Method, spec: ModelSpec, folder: Path, after: float | None = None
+    ) -> None:
+        self._method, self._file = method, PositionsFile(folder, after)
+        self._is_missing = False
+        self._embedding = method.embedding = ClientEmbedding(
+            Sketch(sum(spec.sizes), spec.trainable)
+        )
+
+    def on_evaluated(self, event: Evaluated) -> None:
+        """Write a snapshot, unless the last one is recent."""
+        self._is_missing = not self._file.wants(event.updates)
+        if not self._is_missing:
+            self._write(event)
+
+    def on_run_ended(self, event: RunEnded) -> None:
+        """Write the snapshot of the end, unless the last evaluation has one."""
+        if self._is_missing:
+            self._write(event)
+
+    def _write(self, event: Evaluated | RunEnded) -> None:
+        method, is_last = self._method, isinstance(event, RunEnded)
+        clients, rows = self._embedding.seen_from_the_mean(method.models, method.placement)
+        if len(clients) > 2:
+            points = positions_of_rows(rows)
+            self._file.write(event.time, clients, points, event.updates, is_last)
+
+
+# -----------------------------------------------------------------------------
+# Clusters' models tested on the server, each on a test set of its own distribution.
+# -----------------------------------------------------------------------------
+
+
+def score_clusters(
+    models: Mapping[int, Model], tests: ModelProbe, time: float, updates: int
+) -> ClustersScored | None:
+    """Test each cluster's model on the test set of its own distribution.
+
+    Parameters
+    ----------
+    models : Mapping[int, Model]
+        The models by cluster; cluster k is taken to be of distribution k. Those beyond the last
+        distribution are not tested.
+    tests : ModelProbe
+        The server's test sets, one for each distribution.
+    time, updates : float, int
+        The moment of the models.
+
+    Returns
+    -------
+    ClustersScored or None
+        The report; None if there is no model to test.
+    """
+    accuracies = {
+        cluster: float(tests.accuracy(model.vector, cluster))
+        for cluster, model in sorted(models.items())
+        if cluster < tests.tests
+    }
+    return ClustersScored(time, updates, accuracies) if accuracies else None
+
+
+# -----------------------------------------------------------------------------
+# The model that each client uses: what its accuracy was measured with.
+# -----------------------------------------------------------------------------
+
+
+def models_in_use(method: Method) -> Iterator[tuple[str, Vector]]:
+    """Yield each client that is online, with the model that it would be tested with now.
+
+    That is its cluster's, of several clusters Σ_k α_k w_k, or one that the method has for it alone.
+    One model at a time is made: those of a fleet may not fit into memory.
+
+    Parameters
+    ----------
+    method : Method
+        A method that has run.
+
+    Yields
+    ------
+    tuple[str, Vector]
+        A client, and its model's weights, shape (d,).
+    """
+    clients = [client.client_id for client in method.progress.fleet.online()]
+    alone = set()
+    for client, vector in method.used(clients):
+        alone.add(client)
+        yield client, vector
+    served = method.served
+    for client in clients:
+        if client not in alone:
+            yield client, blended(served, method.placement(client))

@@ -72,7 +72,7 @@ class Measurements(EventHandler):
         Parameters
         ----------
         event : Evaluated
-            The evaluation.
+            The evaluation that is reported.
 
         Returns
         -------
@@ -475,7 +475,7 @@ class TrackerObserver(EventHandler):
             self._each(lambda tracker: tracker.note(line, event.updates))
 
     def end(self, summary: Mapping[str, Any], out: Path) -> None:
-        """Hand over what a run has left."""
+        """Hand over the summary and the artefacts of a run."""
         files = [
             path
             for pattern in ("summary.json", "config.toml", "*.png", "clusters/*.safetensors")

@@ -71,6 +71,18 @@ def test_help_lists_and_mistyped_names_need_none_of_what_a_run_needs(
     assert rooms <= {"cli", "core"}
 
 
+def test_a_mistyped_key_of_casa_needs_no_scikit_learn_and_no_torch(tmp_path: Path) -> None:
+    found = imported(command("run", "--strategy", "fedasync", "--set", "casa.gama=1"), tmp_path)
+    assert "raceme.strategies.casa" in found
+    assert not {name.partition(".")[0] for name in found} & {"sklearn", "scipy", "torch"}
+
+
+def test_jobs_of_a_comparison_are_imported_without_ray(tmp_path: Path) -> None:
+    found = imported("import raceme.experiments.jobs", tmp_path)
+    assert not {name.partition(".")[0] for name in found} & {"ray", "torch"}
+    assert "raceme.simulation.ray_cluster" not in found
+
+
 def test_the_help_of_all_commands_imports_none_of_them(tmp_path: Path) -> None:
     modules = {target.partition(":")[0] for target in COMMANDS.values()}
     assert not imported(command("--help"), tmp_path) & modules

@@ -19,8 +19,7 @@ from raceme.core.messages import Vector
 from raceme.core.strategy import Needs
 from raceme.records.record import read_run
 from raceme.records.store import read_events
-from raceme.runs.experiment import build_grid, conduct, resolve, simulate
-from raceme.runs.observers import score_clusters
+from raceme.runs.experiment import build_grid, conduct, resolve, score_clusters, simulate
 from raceme.strategies import FedAsync, Standalone
 
 
