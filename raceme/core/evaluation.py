@@ -21,7 +21,7 @@ from raceme.core.messages import ModelSpec, StatementError, Vector
 from raceme.core.progress import PRESENT, ClientScore, Evaluation, Steps
 from raceme.core.strategy import Method
 from raceme.core.timeline import Timeline, push
-from raceme.flower.spill import BUDGET, Shelf, SpillFile, spill_arrays
+from raceme.flower.messages import BUDGET, Shelf, SpillFile, spill_arrays
 
 log = getLogger("raceme")
 

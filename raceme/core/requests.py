@@ -63,7 +63,7 @@ from raceme.core.messages import (
     from_array,
     metrics_of,
 )
-from raceme.flower.spill import Shelf
+from raceme.flower.messages import Shelf
 
 TRANSIENT = MappingProxyType({"transient": True})
 """Metadata of a dataclass's field that no state keeps."""

@@ -10,7 +10,7 @@ from raceme.core.clusters import Model
 from raceme.core.evaluation import Packer
 from raceme.core.messages import ModelSpec
 from raceme.core.scheduling import from_tree, to_tree
-from raceme.flower.spill import Shelf, SpillFile
+from raceme.flower.messages import Shelf, SpillFile
 from raceme.strategies.panicle.averaging import ClientMemory
 
 SPEC = ModelSpec(("a", "b"), ((3,), (2, 2)), ("float32", "float32"))

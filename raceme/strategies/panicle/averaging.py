@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from raceme.core.clusters import Model
 from raceme.core.messages import Vector
-from raceme.flower.spill import Shelf
+from raceme.flower.messages import Shelf
 from raceme.strategies.shared import cluster_decay
 
 
