@@ -8,10 +8,11 @@ the start of the run on Flower's grids.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -702,6 +703,34 @@ Event = (
     | RunEnded
 )
 Observer = Callable[[Event], None]
+
+_METHODS = {
+    kind: "on" + re.sub("[A-Z]", lambda capital: f"_{capital[0].lower()}", kind.__name__)
+    for kind in get_args(Event)
+}
+"""Class of event to the name of the methods that handle it: UpdateApplied to on_update_applied."""
+
+
+class EventHandler:
+    """An observer with a method for each kind of event that it acts on; all other events pass.
+
+    ``on_update_applied(self, event)`` is called with each `UpdateApplied`, ``on_run_ended`` with
+    each `RunEnded`, and so on. Two kinds share a method as ``on_client_joined =
+    on_clusters_changed``. To do something with every event, override `__call__` and call
+    ``super().__call__(event)`` in it. A method ``on_...`` of a kind that does not exist is a
+    TypeError of the class definition.
+    """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        methods = {name for name in vars(cls) if name.startswith("on_")}
+        if unknown := sorted(methods.difference(_METHODS.values())):
+            raise TypeError(f"{cls.__name__} handles events that do not exist: {unknown}.")
+
+    def __call__(self, event: Event) -> Any:
+        """Hand an event to its method, and return what that returns; None without a method."""
+        method = getattr(self, _METHODS[type(event)], None)
+        return method(event) if method is not None else None
 
 
 def ignore(event: Event) -> None:
