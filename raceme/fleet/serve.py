@@ -5,31 +5,52 @@ from __future__ import annotations
 import errno
 import logging
 import shutil
+import socket
 import sqlite3
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Self
 
 import tomli_w
+import uvicorn
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
 
 import raceme
 from raceme.core.config import RunConfig, as_tables, read_toml
-from raceme.core.errors import UserError
-from raceme.core.events import Observer, RunEnded
+from raceme.core.errors import UserError, printable
+from raceme.core.events import (
+    ClaimRefused,
+    EventHandler,
+    Observer,
+    RunEnded,
+    UpdateApplied,
+    UpdateJudged,
+    UpdateRejected,
+)
 from raceme.core.options import Value
+from raceme.core.ports import HttpConnection, is_loopback, names_this_machine
 from raceme.core.strategy import StopCheck, never_stop
 from raceme.fleet.certificates import DEVICE_KEYS, read_certificates, registered_keys
-from raceme.fleet.metrics import Health, Metrics, StatusPort
 from raceme.fleet.served_grid import ServedGrid
 from raceme.fleet.tasks import OWN_APP
 from raceme.flower.app import App, build_bundle
 from raceme.flower.fleet_client import Certificates
 from raceme.flower.fleet_server import FleetApi, PortInUseError
 from raceme.flower.link_state import RECONNECT_SECONDS, LinkState
+from raceme.flower.messages import MESSAGE_UNAVAILABLE, NODE_UNAVAILABLE, REPLY_MESSAGE_UNAVAILABLE
 from raceme.records.store import read_events
 from raceme.runs import experiment
 from raceme.runs.checkpoints import CHECKPOINTS
@@ -62,6 +83,270 @@ def app_of(config: RunConfig) -> App:
         shutil.copytree(source, root / "raceme", ignore=unwanted)
         (root / "pyproject.toml").write_text(tomli_w.dumps(project), encoding="utf-8")
         return App(OWN_APP, raceme.__version__, build_bundle(root))
+
+
+# -----------------------------------------------------------------------------
+# Figures for Prometheus (OpenMetrics).
+# -----------------------------------------------------------------------------
+
+
+CONTENT_TYPE: str = CONTENT_TYPE_LATEST
+MOST_DEVICES = 500
+"""Devices that are listed one by one: those that are silent for longest."""
+_LONGEST_NAME = 64
+_STALENESS = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
+
+REASONS = {
+    f"error {int(NODE_UNAVAILABLE)}:": "device-left",
+    f"error {int(MESSAGE_UNAVAILABLE)}:": "lost",
+    f"error {int(REPLY_MESSAGE_UNAVAILABLE)}:": "unreadable",
+    "error ": "device-error",
+    "missing records": "incomplete",
+    "it brings": "other-work",
+    "it answers": "other-work",
+    "it is about step": "other-work",
+    "it must state": "other-work",
+    "unknown base version": "other-work",
+    "repeated or foreign task": "other-work",
+    "no examples": "no-examples",
+    "not finite": "not-finite",
+    "too large": "not-finite",
+    "unusable numbers": "not-finite",
+}
+"""Beginning of a reason to the label that it is counted under: a device cannot make labels."""
+_PROTECTION, _OTHER = "protection", "other"
+
+
+class Metrics(EventHandler, Collector):
+    """Counts the events of a run, and looks at the fleet when it is asked.
+
+    An observer. Counts begin at 0 when the process does, as Prometheus expects.
+
+    Parameters
+    ----------
+    state : LinkState
+        Knows nodes and messages.
+    names : Callable
+        Returns the device on each node that takes part.
+    clusters : Callable
+        Returns the number of cluster models.
+    clock : Callable
+        Monotonic, in seconds; replaceable for tests.
+    """
+
+    def __init__(
+        self,
+        state: LinkState,
+        names: Callable[[], Mapping[int, str]],
+        clusters: Callable[[], int],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._registry = CollectorRegistry()
+        self._updates = Counter("raceme_updates", "Updates applied", registry=self._registry)
+        self._rejections = Counter(
+            "raceme_rejections", "Replies not used", ["reason"], registry=self._registry
+        )
+        for reason in (*REASONS.values(), _PROTECTION, _OTHER):
+            self._rejections.labels(reason)
+        self._refused_claims = Counter(
+            "raceme_refused_claims",
+            "Nodes that stated the id of another device",
+            registry=self._registry,
+        )
+        self._staleness = Histogram(
+            "raceme_staleness",
+            "Aggregations between a model's dispatch and its update",
+            buckets=_STALENESS,
+            registry=self._registry,
+        )
+        found = Gauge("raceme_clusters", "Cluster models", registry=self._registry)
+        found.set_function(clusters)
+        self._judged: tuple[str, str] | None = None
+        self._state, self._present, self._clock = state, names, clock
+        self._started = clock()
+        # Last call of each node, and of devices whose nodes are no more; the devices of the nodes.
+        self._heard: dict[int, float] = {}
+        self._last: dict[str, float] = {}
+        self._names: dict[int, str] = {}
+        self._registry.register(self)
+
+    # Events of the run.
+
+    def on_update_applied(self, event: UpdateApplied) -> None:
+        """Count an update."""
+        self._updates.inc()
+        self._staleness.observe(event.staleness)
+
+    def on_update_judged(self, event: UpdateJudged) -> None:
+        """Note an update that protection keeps out: its rejection follows."""
+        self._judged = (event.client, event.reason) if event.verdict.keeps_out else None
+
+    def on_update_rejected(self, event: UpdateRejected) -> None:
+        """Count a rejection."""
+        protected = self._judged == (event.client, event.reason)
+        self._judged = None
+        self._rejections.labels(_PROTECTION if protected else label_of(event.reason)).inc()
+
+    def on_claim_refused(self, _event: ClaimRefused) -> None:
+        """Count a node that has stated the id of another device."""
+        self._refused_claims.inc()
+
+    def page(self) -> bytes:
+        """Return all figures in OpenMetrics' text."""
+        return bytes(generate_latest(self._registry))  # type: ignore[no-untyped-call]
+
+    # The fleet and single devices, computed when they are asked for.
+
+    def hear(self, node_id: int) -> None:
+        """Note that a node has made a call."""
+        self._heard[node_id] = self._clock()
+        if node_id not in self._names and (name := self._present().get(node_id)) is not None:
+            self._names[node_id] = name
+        # A device that is not registered is a new node each time it joins.
+        if len(self._heard) > 2 * len(self._state.nodes) + MOST_DEVICES:
+            self._forget_nodes()
+
+    def _forget_nodes(self) -> None:
+        """Drop nodes that are no more; keep when their devices have last called."""
+        for node, heard in list(self._heard.items()):
+            if node not in self._state.nodes:
+                del self._heard[node]
+                name = self._names.pop(node, None)
+                if name is not None:
+                    self._last[name] = max(heard, self._last.get(name, heard))
+
+    def _silences(self) -> list[tuple[float, str]]:
+        """Return the seconds since the last call of each device, and the device, longest first."""
+        self._forget_nodes()
+        last, present = dict(self._last), self._present()
+        # Devices of a resumed run that have not called this process are silent since its start.
+        silent = dict.fromkeys(present, self._started)
+        for node, heard in {**silent, **self._heard}.items():
+            # A node that waits for work may have called before the method knew its device.
+            if node not in self._names and node in present:
+                self._names[node] = present[node]
+            name = self._names.get(node, f"node {node}")
+            last[name] = max(heard, last.get(name, heard))
+        now = self._clock()
+        return sorted(((now - heard, name) for name, heard in last.items()), reverse=True)
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Yield the figures."""
+        online = len(self._state.online())
+        yield GaugeMetricFamily("raceme_devices_online", "Devices that are online", online)
+        queue = GaugeMetricFamily("raceme_messages", "Messages to devices", labels=["state"])
+        for name, count in self._state.counts().items():
+            queue.add_metric([name], count)
+        yield queue
+        silences = self._silences()
+        known = len(silences)
+        yield GaugeMetricFamily("raceme_devices_known", "Devices that were heard of so far", known)
+        words = GaugeMetricFamily(
+            "raceme_device_silence_seconds",
+            f"Since a device's last word; of the {MOST_DEVICES} that are silent for longest",
+            labels=["device"],
+        )
+        listed: dict[str, float] = {}
+        for seconds, name in silences[:MOST_DEVICES]:
+            # Two names may begin alike: the longer silence counts.
+            listed.setdefault(printable(name, _LONGEST_NAME), seconds)
+        for name, seconds in listed.items():
+            words.add_metric([name], seconds)
+        yield words
+
+
+def label_of(reason: str) -> str:
+    """Return the label under which a rejection is counted."""
+    return next((label for start, label in REASONS.items() if reason.startswith(start)), _OTHER)
+
+
+# -----------------------------------------------------------------------------
+# The status port: `/healthz` and `/metrics`, for a monitor.
+# -----------------------------------------------------------------------------
+
+
+_SLOWEST_SECONDS = 5.0
+"""Longest time for a request, and for reading the answer."""
+
+Health = Callable[[], tuple[bool, Mapping[str, object]]]
+"""Returns whether all is well, and the details."""
+
+
+class StatusPort:
+    """Answers while it is entered.
+
+    Parameters
+    ----------
+    address : str
+        ``HOST:PORT``.
+    page : Callable
+        Returns the figures.
+    health : Callable
+        See `Health`.
+
+    Attributes
+    ----------
+    address : str
+        Where it listens.
+
+    Raises
+    ------
+    UserError
+        The address cannot be listened at.
+    """
+
+    def __init__(self, address: str, page: Callable[[], bytes], health: Health) -> None:
+        self.address, self._page, self._health = address, page, health
+        host, _, port = address.rpartition(":")
+        self._host = host.strip("[]")
+        try:
+            self._socket = socket.create_server(
+                (self._host, int(port)),
+                family=socket.AF_INET6 if ":" in self._host else socket.AF_INET,
+            )
+        except OSError as error:
+            raise UserError(
+                f"{address} cannot be listened at for /metrics: {error.strerror}. Choose another "
+                "with --metrics HOST:PORT, or do without: --metrics off."
+            ) from None
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                Starlette(routes=[Route("/{path:path}", self._answer)]),
+                http=HttpConnection,
+                ws="none",
+                lifespan="off",
+                log_level="critical",
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=1,
+            )
+        )
+        self._thread = threading.Thread(
+            target=self._server.run, args=([self._socket],), daemon=True
+        )
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_raised: object) -> None:
+        self._server.should_exit = True
+        self._thread.join()
+        self._socket.close()
+
+    def _answer(self, request: Request) -> Response:
+        # On another address than loopback the port is open to the network anyway.
+        if is_loopback(self._host) and not names_this_machine(
+            request.headers.get("host", ""), self._host
+        ):
+            return PlainTextResponse("This address is not the server's.\n", 400)
+        if request.url.path == "/metrics":
+            return Response(self._page(), media_type=CONTENT_TYPE)
+        if request.url.path != "/healthz":
+            return PlainTextResponse("/metrics, /healthz\n", 404)
+        well, details = self._health()
+        status = {"status": "ok" if well else "failing", **details}
+        return JSONResponse(status, 200 if well else 503)
 
 
 # -----------------------------------------------------------------------------
@@ -195,9 +480,7 @@ def serve(
             port = _status_port(options, metrics.page, partial(_health, api, grid, state))
             if port is not None:
                 stack.enter_context(port)
-            return experiment.conduct(
-                config, strategy, grid, *observers, metrics.observe, stop=stop
-            )
+            return experiment.conduct(config, strategy, grid, *observers, metrics, stop=stop)
     except PortInUseError as error:
         option = "--http" if error.address == options.http else "--address"
         raise UserError(

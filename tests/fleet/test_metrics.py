@@ -23,7 +23,7 @@ from raceme.core.events import (
     UpdateRejected,
     Verdict,
 )
-from raceme.fleet.metrics import MOST_DEVICES, Metrics, StatusPort, label_of
+from raceme.fleet.serve import MOST_DEVICES, Metrics, StatusPort, label_of
 from raceme.flower.link_state import LinkState
 from raceme.flower.messages import NODE_UNAVAILABLE
 
@@ -54,7 +54,7 @@ def metrics_of(names: Mapping[int, str], state: LinkState | None = None) -> tupl
 def told(*events: Event) -> dict[tuple[str, str], float]:
     metrics, _ = metrics_of({})
     for event in events:
-        metrics.observe(event)
+        metrics(event)
     return figures(metrics.page())
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import ipaddress
 import json
 import os
 import secrets
@@ -29,6 +28,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from raceme.core.errors import UserError
+from raceme.core.ports import HttpConnection, is_loopback, names_this_machine
 from raceme.reporting.dashboard.page import ASSETS, live_page, read_asset
 from raceme.reporting.dashboard.source import Watched
 
@@ -55,19 +55,8 @@ def new_token() -> str:
     return secrets.token_urlsafe(24)
 
 
-def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches an address."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 class Guard:
     """Refuses requests that are not the person's own, and tells browsers to be strict.
-
-    A page of another site can have its name point to this machine (DNS rebinding): the browser then
-    takes the answer for that site's. The name stands in the Host header, and is none of ours.
 
     Parameters
     ----------
@@ -96,7 +85,7 @@ class Guard:
         await self._answer(Headers(scope=scope), scope)(scope, receive, send_strict)
 
     def _answer(self, headers: Headers, scope: Scope) -> ASGIApp:
-        if not self._is_ours(headers.get("host", "")):
+        if not names_this_machine(headers.get("host", ""), self._host):
             return PlainTextResponse("This address is not the dashboard's.\n", 400)
         if not self._token:
             return self._app
@@ -117,18 +106,6 @@ class Guard:
     def _is_token(self, given: str) -> bool:
         return secrets.compare_digest(given.encode(), self._token.encode())
 
-    def _is_ours(self, header: str) -> bool:
-        """Return whether a Host header names this machine."""
-        name = _without_port(header).lower()
-        if name in ("localhost", self._host.lower(), socket.gethostname().lower()):
-            return True
-        try:
-            address = ipaddress.ip_address(name)
-        except ValueError:
-            return False
-        # A number cannot be made to point elsewhere.
-        return address.is_loopback or not is_loopback(self._host)
-
 
 def _cookie(header: str) -> str:
     try:
@@ -136,12 +113,6 @@ def _cookie(header: str) -> str:
     except CookieError:
         return ""
     return "" if found is None else found.value
-
-
-def _without_port(header: str) -> str:
-    if header.startswith("["):
-        return header[1:].partition("]")[0]
-    return header.partition(":")[0]
 
 
 # -----------------------------------------------------------------------------
@@ -404,6 +375,7 @@ async def _serve(
     dashboard = Dashboard(watched.source, listening.getsockname()[0], token)
     config = uvicorn.Config(
         dashboard.app,
+        http=HttpConnection,
         log_level="critical",
         access_log=False,
         server_header=False,
