@@ -41,7 +41,7 @@ from raceme.core.events import (
     UpdateRejected,
 )
 from raceme.core.options import Value
-from raceme.core.ports import HttpConnection, is_loopback, names_this_machine
+from raceme.core.ports import HttpConnection, is_loopback, most_connections, names_this_machine
 from raceme.core.strategy import StopCheck, never_stop
 from raceme.fleet.certificates import DEVICE_KEYS, read_certificates, registered_keys
 from raceme.fleet.served_grid import ServedGrid
@@ -462,7 +462,9 @@ def serve(
     certificates, registered = _credentials(options)
     state = LinkState(app_of(config))
     state.reconnect = options.reconnect
-    api = FleetApi(state, options.address, certificates, registered, options.http)
+    api = FleetApi(
+        state, options.address, certificates, registered, options.http, most_connections()
+    )
     strategy = experiment.build_strategy(config)
     metrics = Metrics(state, lambda: strategy.progress.fleet.by_node, lambda: len(strategy.models))
     api.calls.on_call = metrics.hear

@@ -77,6 +77,8 @@ _OPTIONS = [
     # Nor are some turned away at random when more than a thousand come at once.
     ("grpc.server.max_pending_requests", 10_000),
     ("grpc.server.max_pending_requests_hard_limit", 20_000),
+    # A connection that shakes no hands is closed.
+    ("grpc.server_handshake_timeout_ms", 10_000),
     # Two servers on one port would each get some of the devices.
     ("grpc.so_reuseport", 0),
 ]
@@ -439,6 +441,8 @@ class FleetApi:
         Returns the public keys of the nodes that may take part (PEM); without it all may.
     http : str, optional
         ``HOST:PORT`` for Flower's SuperNodes from 1.40 on, which speak HTTP.
+    connections : int
+        Open connections at the same time; others are closed at once.
 
     Attributes
     ----------
@@ -458,7 +462,9 @@ class FleetApi:
         certificates: Certificates | None = None,
         registered: Callable[[], Collection[bytes]] | None = None,
         http: str | None = None,
+        connections: int = 10_000,
     ) -> None:
+        self._connections = connections
         self._state, self._address, self._certificates = state, address, certificates
         self.calls = FleetCalls(state, registered)
         self._http_address = http
@@ -525,7 +531,8 @@ class FleetApi:
         asyncio.run_coroutine_threadsafe(work, self._loop).result(_START_SECONDS)
 
     async def _bind(self) -> None:
-        server = grpc.aio.server(options=_OPTIONS, interceptors=[_Gate(self.calls)])
+        limit = ("grpc.max_allowed_incoming_connections", self._connections)
+        server = grpc.aio.server(options=[*_OPTIONS, limit], interceptors=[_Gate(self.calls)])
         flowers = {
             name: grpc.unary_unary_rpc_method_handler(
                 partial(self._answer, name),
