@@ -143,7 +143,7 @@ def watch(
     ] = _PORT,
 ) -> None:
     """Show a run or a comparison in the browser: as it goes on, or replayed. Ctrl-C ends it."""
-    from raceme.core.ports import is_loopback
+    from raceme.flower.ports import is_loopback
     from raceme.reporting.dashboard.server import address_of, bind, new_token, serve
     from raceme.reporting.dashboard.source import Watched, check_watchable, is_comparison
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import shutil
-import socket
 import sqlite3
 import tempfile
 import threading
@@ -41,7 +40,6 @@ from raceme.core.events import (
     UpdateRejected,
 )
 from raceme.core.options import Value
-from raceme.core.ports import HttpConnection, is_loopback, most_connections, names_this_machine
 from raceme.core.strategy import StopCheck, never_stop
 from raceme.fleet.certificates import DEVICE_KEYS, read_certificates, registered_keys
 from raceme.fleet.served_grid import ServedGrid
@@ -51,6 +49,13 @@ from raceme.flower.fleet_client import Certificates
 from raceme.flower.fleet_server import FleetApi, PortInUseError
 from raceme.flower.link_state import RECONNECT_SECONDS, LinkState
 from raceme.flower.messages import MESSAGE_UNAVAILABLE, NODE_UNAVAILABLE, REPLY_MESSAGE_UNAVAILABLE
+from raceme.flower.ports import (
+    HttpConnection,
+    is_loopback,
+    listen,
+    most_connections,
+    names_this_machine,
+)
 from raceme.records.store import read_events
 from raceme.runs import experiment
 from raceme.runs.checkpoints import CHECKPOINTS
@@ -300,10 +305,7 @@ class StatusPort:
         host, _, port = address.rpartition(":")
         self._host = host.strip("[]")
         try:
-            self._socket = socket.create_server(
-                (self._host, int(port)),
-                family=socket.AF_INET6 if ":" in self._host else socket.AF_INET,
-            )
+            self._socket = listen(self._host, int(port))
         except OSError as error:
             raise UserError(
                 f"{address} cannot be listened at for /metrics: {error.strerror}. Choose another "
@@ -313,6 +315,8 @@ class StatusPort:
             uvicorn.Config(
                 Starlette(routes=[Route("/{path:path}", self._answer)]),
                 http=HttpConnection,
+                # uvloop would accept connections past the limit of the listener.
+                loop="asyncio",
                 ws="none",
                 lifespan="off",
                 log_level="critical",

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import socket
 import ssl
 import tempfile
 import threading
@@ -59,6 +58,7 @@ from raceme.flower.fleet_client import LARGEST_CALL, Certificates
 from raceme.flower.fleet_protocol import CALLS, MEDIA_TYPE, SERVICE, FleetError, Signatures, path_of
 from raceme.flower.link_state import LinkState
 from raceme.flower.messages import encode, join
+from raceme.flower.ports import HttpConnection, listen
 
 log = logging.getLogger("raceme.serve")
 
@@ -355,11 +355,17 @@ class _HttpApi:
         The port is taken.
     """
 
-    def __init__(self, calls: FleetCalls, address: str, certificates: Certificates | None) -> None:
+    def __init__(
+        self,
+        calls: FleetCalls,
+        address: str,
+        certificates: Certificates | None,
+        connections: int,
+    ) -> None:
         self._calls = calls
         host, _, port = address.rpartition(":")
         try:
-            self._socket = socket.create_server((host.strip("[]"), int(port)))
+            self._socket = listen(host.strip("[]"), int(port), connections)
         except OSError:
             raise PortInUseError(address) from None
         names = {path_of(name): name for name in CALLS}
@@ -368,7 +374,12 @@ class _HttpApi:
             for path, name in names.items()
         ]
         config = uvicorn.Config(
-            Starlette(routes=routes), log_level="error", lifespan="off", access_log=False, ws="none"
+            Starlette(routes=routes),
+            http=HttpConnection,
+            log_level="error",
+            lifespan="off",
+            access_log=False,
+            ws="none",
         )
         config.load()
         config.ssl = None if certificates is None else _tls(certificates)
@@ -442,7 +453,7 @@ class FleetApi:
     http : str, optional
         ``HOST:PORT`` for Flower's SuperNodes from 1.40 on, which speak HTTP.
     connections : int
-        Open connections at the same time; others are closed at once.
+        Open connections at the same time, of both ports; others are closed at once.
 
     Attributes
     ----------
@@ -464,7 +475,7 @@ class FleetApi:
         http: str | None = None,
         connections: int = 10_000,
     ) -> None:
-        self._connections = connections
+        self._connections = connections if http is None else connections // 2
         self._state, self._address, self._certificates = state, address, certificates
         self.calls = FleetCalls(state, registered)
         self._http_address = http
@@ -560,7 +571,9 @@ class FleetApi:
             raise PortInUseError(self._address) from None
         self._server = server
         if self._http_address is not None:
-            self._http = _HttpApi(self.calls, self._http_address, self._certificates)
+            self._http = _HttpApi(
+                self.calls, self._http_address, self._certificates, self._connections
+            )
 
     async def _answer(self, name: str, request: Any, context: Any) -> Any:
         """Answer a call of Flower's."""

@@ -28,7 +28,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from raceme.core.errors import UserError
-from raceme.core.ports import HttpConnection, is_loopback, names_this_machine
+from raceme.flower.ports import HttpConnection, Listener, is_loopback, listen, names_this_machine
 from raceme.reporting.dashboard.page import ASSETS, live_page, read_asset
 from raceme.reporting.dashboard.source import Watched
 
@@ -314,16 +314,7 @@ def bind(host: str, port: int) -> socket.socket:
         The port is taken, or the address is none of this machine's.
     """
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, _, _, address = found[0]
-        listening = socket.socket(family, kind)
-        try:
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listening.bind(address)
-            listening.listen(64)
-        except BaseException:
-            listening.close()
-            raise
+        return listen(host, port)
     except socket.gaierror:
         raise UserError(f"'{host}' is no address of this machine.") from None
     except OSError as error:
@@ -332,7 +323,6 @@ def bind(host: str, port: int) -> socket.socket:
                 f"Port {port} is in use: choose another one, or 0 for any that is free."
             ) from None
         raise UserError(f"Cannot listen at {host}, port {port}: {error.strerror}.") from None
-    return listening
 
 
 def address_of(listening: socket.socket, token: str) -> str:
@@ -507,7 +497,7 @@ def main() -> None:
     with suppress(OSError):
         os.nice(_NICE)
     told = json.loads(_first_line())
-    listening = socket.socket(fileno=told["socket"])
+    listening = Listener(fileno=told["socket"])
     watched = Watched(Path(told["folder"]), told["comparison"])
     with listening:
         serve(listening, watched, told["token"], _until_the_end)

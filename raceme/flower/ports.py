@@ -11,11 +11,12 @@ import ipaddress
 import resource
 import socket
 from asyncio import Transport
+from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-MOST_CONNECTIONS = 64
-"""Connections of an HTTP port at the same time; others are closed at once."""
+MOST_BROWSERS = 64
+"""Connections at the same time of a port that people and monitors look at."""
 STALLED_SECONDS = 5.0
 """Longest time for a request to come, or for an answer to make progress."""
 
@@ -37,20 +38,75 @@ def most_connections() -> int:
     return max(wanted - _RESERVED, wanted // 2)
 
 
+class Listener(socket.socket):
+    """A listening socket with a limit to its open connections; others are closed at once.
+
+    Attributes
+    ----------
+    limit : int
+        Connections at the same time.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.limit = MOST_BROWSERS
+        self._open: list[socket.socket] = []
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """Accept a connection; raise ConnectionAbortedError, as asyncio expects, for a surplus."""
+        connection, address = super().accept()
+        if len(self._open) >= self.limit:
+            self._open = [other for other in self._open if other.fileno() >= 0]
+        if len(self._open) >= self.limit:
+            connection.close()
+            raise ConnectionAbortedError
+        self._open.append(connection)
+        return connection, address
+
+
+def listen(host: str, port: int, limit: int = MOST_BROWSERS) -> Listener:
+    """Return a socket that listens.
+
+    Parameters
+    ----------
+    host : str
+        Name or address.
+    port : int
+        0 for any that is free.
+    limit : int
+        Connections at the same time.
+
+    Raises
+    ------
+    OSError
+        The port is taken, or the address is none of this machine's.
+    """
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, kind, _, _, address = found[0]
+    listener = Listener(family, kind)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        # What has to wait for the server to start is not refused.
+        listener.listen(1024)
+    except BaseException:
+        listener.close()
+        raise
+    listener.limit = limit
+    return listener
+
+
 class HttpConnection(H11Protocol):
-    """A connection of a uvicorn server that is closed if it is one too many, or makes no progress.
+    """A connection of a uvicorn server that is closed if it makes no progress.
 
     uvicorn itself waits without end for the head of a request, and for a browser that does not
     read.
     """
 
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
-        """Accept a connection, or close it."""
+        """Begin to look at the connection."""
         super().connection_made(transport)
-        if len(self.connections) > MOST_CONNECTIONS:
-            transport.abort()
-        else:
-            self._look(None)
+        self._look(None)
 
     def _look(self, before: object) -> None:
         """Close the connection if it waits for its peer and nothing has changed since `before`."""
