@@ -1,6 +1,6 @@
 """Certificates and keys: an authority, the server's certificate, a key pair per device.
 
-The server proves who it is with a certificate (TLS); a device signs its calls with its own key,
+The server proves its identity with a certificate (TLS); a device signs its calls with its own key,
 whose public half the server has (a stock SuperLink: by `flwr supernode register`).
 """
 
@@ -58,7 +58,7 @@ def make_certificates(
     Parameters
     ----------
     folder : Path
-        Where to; made if need be.
+        Target folder; made if need be.
     hosts : Sequence[str]
         Names and addresses under which devices reach the server.
     devices : Sequence[str]
@@ -69,7 +69,7 @@ def make_certificates(
     Returns
     -------
     list[Path]
-        The files written.
+        The files that were written.
 
     Raises
     ------
@@ -110,9 +110,9 @@ def read_device_key(
     Parameters
     ----------
     path : Path
-        The file.
+        File in OpenSSH format.
     allow_open : bool
-        Take it although other users can read it.
+        Accept a file that other users can read.
 
     Raises
     ------
@@ -131,16 +131,16 @@ def read_device_key(
         )
     if is_open and not allow_open:
         raise UserError(
-            f"The key '{path}' can be read by other users, who can pass for this device with it: "
+            f"The key '{path}' can be read by other users, which can pass for this device with it: "
             f"chmod 600 '{path}' (--allow-open-key takes it as it is)."
         )
     return key, key.public_key()
 
 
 def _read_private(path: Path) -> tuple[bytes, bool]:
-    """Return what a file with a private key holds, and whether others than its owner can read it.
+    """Return the content of a file with a private key, and whether it is open to other users.
 
-    Group members may, if the file is another user's, such as root's: he has chosen the group.
+    Group members may read it if the file is another user's, such as root's, whose choice it is.
     """
     try:
         with path.open("rb") as file:
@@ -148,7 +148,7 @@ def _read_private(path: Path) -> tuple[bytes, bool]:
     except OSError as error:
         raise UserError(f"The key '{path}' cannot be read: {error.strerror}.") from None
     if os.name != "posix":
-        # The mode says nothing of who can read a file.
+        # The mode does not say which users can read a file.
         return data, False
     mine = found.st_uid == os.geteuid()
     return data, bool(found.st_mode & (0o077 if mine else 0o007))
@@ -360,7 +360,7 @@ def _write(path: Path, data: bytes, mode: int = 0o644) -> Path:
 
 
 # -----------------------------------------------------------------------------
-# What a server takes from the folder, checked before use.
+# The server's certificate and the registered keys, checked before use.
 # -----------------------------------------------------------------------------
 
 

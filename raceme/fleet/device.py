@@ -50,14 +50,14 @@ _INTERVAL_SECONDS = 5.0
 
 
 class HealthFile:
-    """Keeps a file young: whoever finds it older than two minutes knows that something is wrong.
+    """Keeps a file young: one that is older than two minutes is a sign of trouble.
 
     Heartbeats count, so that long training does not look like trouble.
 
     Parameters
     ----------
     path : Path
-        The file; made if need be.
+        File to touch; made if need be.
 
     Raises
     ------
@@ -135,12 +135,12 @@ def data_memory() -> int:
 
 
 # -----------------------------------------------------------------------------
-# TLS from a device's side: whom it believes, and what it means when no connection comes about.
+# TLS on the device: trusted authorities, and the meaning of failed handshakes.
 # -----------------------------------------------------------------------------
 
 
 _FAILED = ("handshake failed", "certificate_verify_failed", "hostname verification check failed")
-"""What gRPC says when a connection fails for good, until somebody changes something."""
+"""What gRPC says when a connection will keep failing until its configuration is changed."""
 _BY_TIME = (
     ("certificate has expired", "has expired", "make a new one on the server"),
     ("certificate is not yet valid", "is not valid yet", "set the time"),
@@ -156,7 +156,7 @@ def read_authority(path: Path) -> bytes:
     Parameters
     ----------
     path : Path
-        Holds them in PEM format.
+        Certificates in PEM format.
 
     Raises
     ------
@@ -186,14 +186,14 @@ def passing_trouble(text: str, address: str) -> str | None:
     Parameters
     ----------
     text : str
-        What gRPC says.
+        Message of gRPC.
     address : str
-        Of the SuperLink.
+        Address of the SuperLink.
 
     Returns
     -------
     str or None
-        None if it says nothing of a time.
+        None if the trouble is not about time.
 
     Raises
     ------
@@ -460,9 +460,9 @@ def join(
     Parameters
     ----------
     endpoint : Endpoint
-        The SuperLink.
+        Address and certificates of the SuperLink.
     keys : Keys
-        The node's own.
+        Key pair of the node.
     stop : StopSignal
         Ends every wait for the network.
     register : bool
@@ -506,18 +506,18 @@ _WHY_NOT = {
 
 @dataclass(frozen=True)
 class DeviceOptions:
-    """What a device is told when it starts.
+    """Options of a device.
 
     Attributes
     ----------
     endpoint : Endpoint
-        The SuperLink.
+        Address and certificates of the SuperLink.
     keys : Keys or None
         The registered key pair; without one the device registers a key of its own making.
     node_config : Mapping
-        What its ClientApp is told about the device, ``device-id`` among it.
+        Node configuration that its ClientApp gets, ``device-id`` included.
     trust : Trust
-        Which apps may run, and what of them; by default all.
+        Apps, models and files that the owner allows; by default all.
     memory_limit : int or None
         MiB of data that the process may hold.
     grace : float
@@ -589,8 +589,8 @@ def _stay_online(options: DeviceOptions, tasks: Tasks, stop: StopSignal, hurry: 
     absent = False
     endpoint = options.endpoint
     while not stop.is_set():
-        # A key stands for one node: who joins again without a registered one is a new node,
-        # and the strategy sees at once that the old one's work is lost.
+        # A key stands for one node: a device that joins again without a registered one is a new
+        # node, and the strategy sees at once that the old one's work is lost.
         keys = options.keys or fleet.generate_keys()
         try:
             with join(endpoint, keys, stop, register=register, answered=answered) as link:
@@ -603,7 +603,7 @@ def _stay_online(options: DeviceOptions, tasks: Tasks, stop: StopSignal, hurry: 
                 log.info("stopping")
                 hurry.wait(tasks.answered_at + _LINGER_SECONDS - time.monotonic())
         except NotAcceptedError:
-            # A node that has only just been registered was never there: nobody has to miss it.
+            # A node that has only just been registered was never online, and need not be missed.
             absent = knows_key(endpoint, keys) is not False
             seconds = pause.next()
             log.warning("not accepted: %s; next try in %.0f s", _WHY_NOT[absent], seconds)

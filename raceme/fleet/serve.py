@@ -130,7 +130,7 @@ class Metrics(EventHandler, Collector):
     Parameters
     ----------
     state : LinkState
-        Knows nodes and messages.
+        Nodes and messages of the run.
     names : Callable
         Returns the device on each node that takes part.
     clusters : Callable
@@ -368,7 +368,7 @@ _UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, 
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """What a server is told beside the keys of its run.
+    """Options of a server beside the keys of its run.
 
     Attributes
     ----------
@@ -452,16 +452,16 @@ def serve(
     config : RunConfig
         What :func:`prepare` has returned.
     options : ServeOptions
-        Where and to whom.
+        Options of the server.
     observers : Observer
         Called with everything that happens.
     stop : Callable
-        Returns why the run is to end; nothing if it is not.
+        Returns why the run is to end, or an empty text.
 
     Raises
     ------
     UserError
-        Something does not fit together, is taken by another process, or cannot be written.
+        Options conflict, a port or folder is taken, or a file cannot be written.
     """
     certificates, registered = _credentials(options)
     state = LinkState(app_of(config))

@@ -19,10 +19,10 @@ from raceme.flower.link_state import LinkState
 from raceme.flower.messages import Run, join, split
 
 # -----------------------------------------------------------------------------
-# Replies since the last checkpoint, on disk before their devices are told that they arrived.
+# The journal: replies since the last checkpoint, on disk before their devices get an answer.
 #
-# A reply is an entry of a few byte strings. An entry that was not written wholly, because the power
-# failed, and whatever comes after it, is not there.
+# A reply is an entry of a few byte strings. An entry that was cut short by a power failure, and all
+# that follow it, are left out.
 # -----------------------------------------------------------------------------
 
 
@@ -124,7 +124,7 @@ _KIND = "served"
 
 
 class ServedGrid(PatientGrid):
-    """Messages go to the link state and come from it; a reply wakes whoever waits for it.
+    """Messages go to the link state and come from it; a reply ends the wait for it.
 
     It keeps the wall clock, which stands until there are enough clients. Saved in a checkpoint and
     brought back, it still has all messages that were open then.
@@ -221,7 +221,7 @@ class ServedGrid(PatientGrid):
         return self._is_open and self._online != self._nodes
 
     def _look(self) -> bool:
-        """Look who is online, unless that was done just now; return whether it was done."""
+        """List the nodes that are online, unless that was done just now; return whether it was."""
         now = self._clock()
         if now < self._seen_at + _FLEET_SECONDS:
             return False
@@ -234,7 +234,7 @@ class ServedGrid(PatientGrid):
         self._is_open = True
 
     def _tell(self) -> None:
-        """Wake whoever waits: something has come, or somebody."""
+        """End the wait: a reply has come, or the fleet has changed."""
         with self._news:
             self._has_news = True
             self._news.notify_all()
@@ -281,7 +281,7 @@ class ServedGrid(PatientGrid):
     # Checkpoints.
 
     def state_dict(self) -> dict[str, Any]:
-        """Return nodes, open messages and replies that nobody has taken, and the time."""
+        """Return nodes, open messages, replies that were not taken yet, and the time."""
         with self._state.lock:
             # Whole replies are in the state from here on, later ones in the new file. Two
             # checkpoints are kept, and the one before this is still the only good one.

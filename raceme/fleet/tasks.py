@@ -1,4 +1,4 @@
-"""One message at a time: the ClientApp is called, or an error reply says why not."""
+"""A device's work: which apps it trusts, its invitations, and the reply to each message."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from flwr.clientapp import ClientApp
 
 from raceme import __version__
 from raceme.core.config import RunConfig, expanded
-from raceme.core.errors import UserError
+from raceme.core.errors import UserError, quoted
 from raceme.core.messages import (
     COMPLETED_BY,
     CONFIG,
@@ -51,14 +51,13 @@ from raceme.flower.messages import (
 )
 
 # -----------------------------------------------------------------------------
-# What the owner of a device lets a server have it do: which apps, which models, which data.
+# Trust: the apps, models and data that a device's owner allows.
 # -----------------------------------------------------------------------------
 
 
 OWN_APP = "raceme/raceme"
 
 _MODEL = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-_LONGEST = 100
 _IMPORTED = {
     "model": MODELS,
     "dataset": DATASETS,
@@ -88,7 +87,7 @@ class RefusedAppError(Exception):
 
 @dataclass(frozen=True)
 class Trust:
-    """What a device may do.
+    """What a device's owner allows.
 
     Without trusted apps it runs any that a server hands out: code that may do whatever the device's
     user may. With them nothing but their code runs; and as Raceme's own app imports the model that
@@ -99,9 +98,8 @@ class Trust:
     apps : tuple[str, ...]
         The apps that may run, as publisher/name; empty allows everything.
     models : tuple[str, ...]
-        What a run may have imported beside Raceme's own models, datasets, kinds of client work
-        and the like, and those
-        that installed packages declare: as ``module:function``.
+        What a run may import beside Raceme's own models, datasets and kinds of client work, and
+        those that installed packages declare: as ``module:function``.
 
     Raises
     ------
@@ -132,30 +130,24 @@ class Trust:
             )
 
     def check_app(self, name: str) -> None:
-        """Refuse an app that may not run.
-
-        Raises
-        ------
-        RefusedAppError
-            It may not.
-        """
+        """Raise RefusedAppError if an app may not run."""
         if self.apps and name not in self.apps:
             raise RefusedAppError(INVALID_APP, f"the app {name} is not trusted on this device")
 
     def check_run(self, run: Mapping[str, Value], node: Mapping[str, Value]) -> None:
-        """Refuse a run of Raceme's own app that would import or read what its owner never named.
+        """Refuse a run of Raceme's own app that would import or read what its owner has not named.
 
         Parameters
         ----------
         run : Mapping
-            The run's configuration.
+            Configuration of the run.
         node : Mapping
-            The device's own, which its owner has given it.
+            Configuration of the device, which its owner has given it.
 
         Raises
         ------
         RefusedAppError
-            It would.
+            The run names something that is not allowed.
         UserError
             The configuration cannot be read.
         """
@@ -167,7 +159,7 @@ class Trust:
             if ":" in name and name not in self.models and name not in registry.installed():
                 raise RefusedAppError(
                     INVALID_APP,
-                    f"the {key} {_shown(name)} is not trusted on this device: its owner allows one "
+                    f"the {key} {quoted(name)} is not trusted on this device: its owner allows one "
                     "with --trusted-model MODULE:FUNCTION",
                 )
         # Only now: to read the options of a dataset imports it.
@@ -177,17 +169,11 @@ class Trust:
                 raise RefusedAppError(
                     INVALID_APP,
                     f"{key} is for the owner of this device to say, in its --node-config: this "
-                    f"run says {_shown(keys[key])}",
+                    f"run says {quoted(keys[key])}",
                 )
 
     def check_work(self, message: Message) -> None:
-        """Refuse a message that has Raceme's own app import what its owner never named.
-
-        Raises
-        ------
-        RefusedAppError
-            It does.
-        """
+        """Raise RefusedAppError for a message that names client work that is not trusted."""
         record = message.content.get(CONFIG)
         if not self.apps or not isinstance(record, ConfigRecord):
             return
@@ -195,18 +181,13 @@ class Trust:
             if isinstance(name, str) and ":" in name and name not in self.models:
                 raise RefusedAppError(
                     INVALID_APP,
-                    f"the client work {_shown(name)} is not trusted on this device: its owner "
+                    f"the client work {quoted(name)} is not trusted on this device: its owner "
                     "allows one with --trusted-model MODULE:FUNCTION",
                 )
 
 
-def _shown(value: object) -> str:
-    """Return what a server wrote as it may stand in a log."""
-    return repr(value)[:_LONGEST]
-
-
 # -----------------------------------------------------------------------------
-# The ClientApps that a device runs: which may, whether they are genuine, loaded once.
+# ClientApps: checked against their run, loaded once.
 # -----------------------------------------------------------------------------
 
 
@@ -238,9 +219,9 @@ class Apps:
     Parameters
     ----------
     trust : Trust, optional
-        Which apps, and what of them, the device's owner allows; by default everything.
+        What the device's owner allows; by default everything.
     node : Mapping, optional
-        What the owner tells the apps.
+        Node configuration of the owner.
     """
 
     def __init__(self, trust: Trust | None = None, node: Mapping[str, Value] | None = None) -> None:
@@ -257,9 +238,9 @@ class Apps:
         Parameters
         ----------
         run_id : int
-            The run.
+            Id of the run.
         describe : Callable
-            Returns what the SuperLink says about a run.
+            Returns the SuperLink's description of a run.
         fetch : Callable
             Returns the bytes of a run's app bundle.
 
@@ -301,13 +282,7 @@ class Apps:
         return config
 
     def check_work(self, loaded: LoadedRun, message: Message) -> None:
-        """Refuse a message to Raceme's own app that the device's owner does not allow.
-
-        Raises
-        ------
-        RefusedAppError
-            It names a function that is not trusted.
-        """
+        """Raise RefusedAppError for a message to Raceme's own app that is not allowed."""
         if loaded.is_own:
             self._trust.check_work(message)
 
@@ -455,12 +430,12 @@ def _share(text: str) -> float:
 
 @dataclass
 class Held:
-    """An invitation that waits.
+    """An invitation that the device has not accepted yet.
 
     Attributes
     ----------
     message : Message
-        All of it.
+        The whole message.
     expires_at : float
         When the server gives it up, on the device's clock.
     due_at : float
@@ -482,7 +457,7 @@ class Held:
 
     @property
     def run_id(self) -> int:
-        """The run that it is of."""
+        """Id of its run."""
         return self.message.metadata.run_id
 
 
@@ -492,7 +467,7 @@ class Invitations:
     Parameters
     ----------
     when : When
-        When it accepts one.
+        When the device accepts one.
     clock : Callable
         Returns seconds that only grow.
     rng : random.Random, optional
@@ -592,7 +567,7 @@ class Invitations:
         held.looks, held.due_at = not rises, now if rises else now + self._when.seconds
 
     def accept(self, held: Held) -> None:
-        """Hold an invitation no longer: it is trained now."""
+        """Remove an invitation: it is trained now."""
         self._held.pop(held.run_id, None)
 
     def trained(self, run_id: int, loss: float, stamp: Stamp | None) -> None:
@@ -601,11 +576,11 @@ class Invitations:
         Parameters
         ----------
         run_id : int
-            The run.
+            Id of the run.
         loss : float
-            What it states as its loss; NaN if nothing.
+            Loss that the reply states; NaN if none.
         stamp : Stamp or None
-            State of its own data file when it began.
+            State of the device's data file when the training began.
         """
         self._trained[run_id] = stamp, loss
 
@@ -614,14 +589,14 @@ class Invitations:
         self._trained.pop(run_id, None)
 
     def drop(self) -> list[Message]:
-        """Hold nothing any more; return what was held."""
+        """Remove all invitations and return their messages."""
         messages = [held.message for held in self._held.values()]
         self._held.clear()
         return messages
 
 
 # -----------------------------------------------------------------------------
-# One message at a time: the ClientApp is called, or an error reply says why not.
+# Tasks: the ClientApp is called with each message, or an error reply says why not.
 # -----------------------------------------------------------------------------
 
 
@@ -679,13 +654,13 @@ class Tasks:
     Parameters
     ----------
     apps : Apps
-        Loads them.
+        Loads the ClientApps.
     node_config : Mapping
-        What the device says about itself.
+        Node configuration of the device.
     interrupter : Interrupter
         May end a task.
     invitations : Invitations, optional
-        Holds those that the device does not accept at once; by default it accepts all.
+        Invitations that are not accepted at once; by default all are.
 
     Attributes
     ----------
@@ -715,7 +690,7 @@ class Tasks:
         Parameters
         ----------
         link : Link
-            Where it came from.
+            Connection that it came by.
         head : Message
             The message without its content.
         fetch : Callable
@@ -758,14 +733,14 @@ class Tasks:
         return True
 
     def return_invitations(self, link: Link) -> None:
-        """Say of what is still held that nothing will come of it."""
+        """Answer the invitations that are still held with an error."""
         for message in self.invitations.drop():
             self._identify(link, message.metadata.run_id)
             reply = _error(message, NODE_UNAVAILABLE, _SHUTTING_DOWN)
             self._send(link, message, reply, time.monotonic())
 
     def _identify(self, link: Link, run_id: int) -> None:
-        """Say on whose behalf messages are made from now on."""
+        """Set the run and the node that new messages belong to."""
         self._count += 1
         identify_process(run_id, link.node_id, self._count)
 
@@ -789,7 +764,7 @@ class Tasks:
             link.send(reply, computed - started)
         except fleet.ObjectPushError as error:
             log.warning("run %d: %s: the reply could not be delivered: %s", run_id, label, error)
-            # Whoever waits for it learns that it will not come only when this node has left.
+            # The server learns that it will not come only when this node has left.
             raise RejoinError("a reply could not be delivered") from None
         self.answered_at = time.monotonic()
         if reply.has_error():

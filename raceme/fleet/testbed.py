@@ -43,8 +43,7 @@ _ROUTINE = re.compile(r"run \d+: \S.*: done in [\d.]+ s, sent in [\d.]+ s$")
 class Logs:
     """Files in a run's folder, one per process, with all that it has printed.
 
-    Lines are kept until the folder is the run's: whoever begins a run wants an empty one. A disk
-    without room for them ends no run.
+    Lines are kept until the run has begun, which takes an empty folder. A full disk ends no run.
 
     Parameters
     ----------
@@ -76,7 +75,7 @@ class Logs:
 
 
 def readable(line: str) -> str | None:
-    """Return what of a line is for a person at a terminal; None for the routine of a device.
+    """Return the part of a line that is shown at a terminal; None for the routine of a device.
 
     Every task that a device has done is told by the server, too, as an update or an evaluation.
     """
@@ -105,7 +104,7 @@ _MOST_DEVICES = 250
 
 @dataclass(frozen=True)
 class Shape:
-    """What one device has of the machine.
+    """A device's share of the machine.
 
     Attributes
     ----------
@@ -217,7 +216,7 @@ def _place(index: int, shape: Shape, stack: ExitStack) -> Place:
 
 
 def netem(shape: Shape, rate: float) -> list[str]:
-    """Return what netem is told for one direction; nothing if it has nothing to do."""
+    """Return the arguments of netem for one direction; none if nothing is limited."""
     terms = []
     if shape.delay:
         terms += ["delay", f"{shape.delay:g}ms"]
@@ -291,11 +290,11 @@ _START_SECONDS = 120.0
 _GRACE_SECONDS = 15.0
 _HURRY_SECONDS = 0.3
 _GREETED = "query: done"
-"""What a device says when it has answered a greeting."""
+"""Log of a device that has answered a greeting."""
 _ENDED = "The run ended after "
-"""What a server says when it needs its devices no more."""
+"""Log of a server at the end of its run."""
 _LEFT = ("run.sqlite", "clusters", "accuracy.png", "clusters.png", "devices.png", "similarity.png")
-"""What every run leaves beside its summary."""
+"""Files of every run beside its summary."""
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 Show = Callable[[str, str], None]
@@ -435,7 +434,7 @@ def prepare(keys: Mapping[str, Value]) -> RunConfig:
     Raises
     ------
     UserError
-        It cannot work; said here, not in the log of a device.
+        It cannot work: the error is raised here instead of logged by a device.
     """
     from raceme import datasets
     from raceme.runs import experiment
@@ -456,7 +455,7 @@ def prepare(keys: Mapping[str, Value]) -> RunConfig:
 
 
 def shapes_from(config: RunConfig, profile: str, delay: float, loss: float) -> list[Shape]:
-    """Return what each device has of the machine, by the name of a device profile.
+    """Return the shapes of all devices, by the name of a device profile.
 
     Raises
     ------
@@ -473,11 +472,11 @@ def run_testbed(config: RunConfig, show: Show, shapes: Sequence[Shape] | None = 
     Parameters
     ----------
     config : RunConfig
-        What to run; `out` is where the results go.
+        Configuration of the run; `out` is the folder of its results.
     show : Show
         Is given the lines that a person reads; all of them are in ``logs`` in the folder.
     shapes : Sequence[Shape], optional
-        What each device has of the machine; they share it evenly if not given.
+        Each device's share of the machine; by default they share it evenly.
 
     Returns
     -------

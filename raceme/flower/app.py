@@ -1,4 +1,4 @@
-"""What it takes to run somebody's Flower app: its configuration, its two parts, its pauses."""
+"""Flower apps: bundles, configuration, ServerApp and ClientApp, and the pauses of strategies."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def install_app(bundle: bytes, folder: Path) -> Path:
 
 
 # -----------------------------------------------------------------------------
-# What it takes to run somebody's Flower app: its configuration, its two parts, its pauses.
+# Running a user's Flower app: its configuration, its two parts, its pauses.
 # -----------------------------------------------------------------------------
 
 
@@ -107,9 +107,9 @@ def project_config(folder: Path) -> dict[str, Any]:
     Raises
     ------
     FileNotFoundError
-        There is none.
+        The file is missing.
     ValueError
-        It is not that of a Flower app, or not TOML.
+        The file is not TOML, or does not describe a Flower app.
     """
     return get_project_config(folder)
 
@@ -125,7 +125,7 @@ def parse_pairs(texts: list[str]) -> dict[str, Value]:
     Raises
     ------
     ValueError
-        It cannot be read.
+        The text is not in this form.
     """
     try:
         return dict(parse_config_args(texts))

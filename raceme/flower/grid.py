@@ -1,4 +1,4 @@
-"""What every grid of ours has alike."""
+"""Base classes of Raceme's grids, and Flower's grid without waits for incomplete replies."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class PromptGrid(PatientGrid):
     Parameters
     ----------
     grid : HttpGrid
-        Flower's.
+        Flower's grid.
     clock : Callable
         Replaceable for tests.
     """

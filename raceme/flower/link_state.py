@@ -105,7 +105,7 @@ _LEAST_SECONDS = 10.0
 
 
 class ClockSkew:
-    """Compares the wall clock, by which Flower knows who is online, with one that never jumps.
+    """Compares the wall clock, by which Flower tells which nodes are online, with a steady one.
 
     Parameters
     ----------
@@ -129,7 +129,7 @@ class ClockSkew:
             return 0.0
         self._between = between
         log.warning(
-            "The clock has been set %s by %.0f s, or the host has slept: who was online still is, "
+            "The clock has been set %s by %.0f s, or the host has slept: no node goes offline, "
             "and no message expires for that. Devices with a clock of their own that differs by "
             "more than 5 minutes are refused",
             "forward" if jump > 0 else "back",
@@ -139,7 +139,7 @@ class ClockSkew:
 
 
 # -----------------------------------------------------------------------------
-# Flower's link state and object store in this process, as a grid and a Fleet API both use them.
+# The link state: nodes, messages and replies.
 # -----------------------------------------------------------------------------
 
 
@@ -189,7 +189,7 @@ class LinkState(InMemoryLinkState):
         self._missing: dict[str, set[str]] = {}
         self._waiting: dict[str, set[str]] = {}
         self._arrived: dict[str, str] = {}
-        # Of Raceme's devices: who they are, messages to them, and replies as they came.
+        # Raceme's own devices: their nodes, messages to them, and replies as they came.
         self._greeted: set[int] = set()
         self._direct: set[int] = set()
         self._cache = MessageCache()
@@ -233,7 +233,7 @@ class LinkState(InMemoryLinkState):
         return stored
 
     def _push_whole(self, message: Message) -> str | None:
-        # As hard to guess as a hash: who names it may answer it.
+        # As hard to guess as a hash: a node that names it may answer it.
         message_id = secrets.token_hex(32)
         messages.set_message_id(message, message_id)
         if self.store_message_ins(remove_content_from_message(message)) is None:
@@ -383,7 +383,7 @@ class LinkState(InMemoryLinkState):
         Returns
         -------
         bool
-            Whether it is that node's to answer; if nobody waits for it any more, nothing is done.
+            Whether it is that node's to answer. A reply that is not wanted any more is dropped.
         """
         with self.lock:
             message = self.message_ins_store.get(asked)
@@ -440,7 +440,7 @@ class LinkState(InMemoryLinkState):
         """Leave messages whose time is up where they are: they are answered with an error."""
 
     def _check_and_tag_offline_nodes(self, node_ids: list[int] | None = None) -> None:
-        """Note who has not been heard of for too long; a clock that is set does not count."""
+        """Mark nodes offline that are silent for too long; a clock that is set does not count."""
         with self.lock:
             jump = self._skew.seconds()
             if jump:
