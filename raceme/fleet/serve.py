@@ -60,6 +60,7 @@ from raceme.records.store import read_events
 from raceme.runs import experiment
 from raceme.runs.checkpoints import CHECKPOINTS
 from raceme.runs.experiment import Outcome
+from raceme.training.models import initial_arrays
 
 # -----------------------------------------------------------------------------
 # Raceme itself as a Flower app with a configuration of its own.
@@ -363,6 +364,8 @@ log = logging.getLogger("raceme.serve")
 _ANSWER_SECONDS = 2.0
 _TURN_SECONDS = 300.0
 """A server that has not answered a call, or a method not looked for replies, for so long fails."""
+_LEAST_LIMIT, _MODELS_LIMIT = 16 << 20, 8
+"""Bytes of a reply: so many, and so many times those of the model. No method sends more."""
 _UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES}
 
 
@@ -466,6 +469,8 @@ def serve(
     certificates, registered = _credentials(options)
     state = LinkState(app_of(config))
     state.reconnect = options.reconnect
+    model = sum(len(array.data) for array in initial_arrays(config).values())
+    state.largest = _LEAST_LIMIT + _MODELS_LIMIT * model
     api = FleetApi(
         state, options.address, certificates, registered, options.http, most_connections()
     )
