@@ -697,8 +697,9 @@ class Loop:
         for message_id in lost:
             # It was away: what it was working on is lost, or comes too late to wait for.
             task = self._progress.in_flight.pop(message_id)
-            self._refuse(task, "the client went offline with it")
-        client.failures, client.ready_at = 0, now
+            self._refuse(task, "the client went offline with it", is_away=True)
+        # A client that leaves and comes back is given no work sooner for that.
+        client.ready_at = max(client.ready_at, now) if client.failures else now
         self._observe(joined(now, client, returned))
         self._method.on_join(client)
         self._idle.add(name)
@@ -771,7 +772,8 @@ class Loop:
             else:
                 self._accept(judged(self._method, update, self.now()))
         except (InvalidReplyError, NonFiniteModelError) as error:
-            self._refuse(task, str(error))
+            away = isinstance(error, InvalidReplyError) and error.is_away
+            self._refuse(task, str(error), is_away=away)
 
     def _accept(self, update: Update) -> None:
         """Take a valid update, and act on those that the policy releases because of it."""
@@ -780,7 +782,7 @@ class Loop:
         self._method.note_embedding(update)
         released = self._method.scheduling.accept(update, now)
         self._progress.trained_steps[task.client] = task.step
-        self._progress.rejected_in_a_row = 0
+        self._progress.rejected_in_a_row.clear()
         self._fleet.clients[task.client].failures = 0
         self._apply(released)
         self._free(task.client)
@@ -788,7 +790,7 @@ class Loop:
     def _answered(self, answer: Answer) -> None:
         """Hand the method the answer to work that was not training."""
         task = answer.task
-        self._progress.rejected_in_a_row = 0
+        self._progress.rejected_in_a_row.clear()
         self._fleet.clients[task.client].failures = 0
         self._method.on_answer(answer)
         self._observe(answer_taken(self.now(), answer, self._method.needs.exchange))
@@ -839,16 +841,22 @@ class Loop:
         counted = self._fleet.counted(update.task.client, update.num_examples)
         return update if counted == update.num_examples else replace(update, num_examples=counted)
 
-    def _refuse(self, task: InFlight, reason: str, rests: bool = True) -> None:
+    def _refuse(
+        self, task: InFlight, reason: str, rests: bool = True, is_away: bool = False
+    ) -> None:
         """Count and report an unusable reply; its client rests longer each time in a row."""
         self._method.close_task(task)
         now, client, progress = self.now(), self._fleet.clients[task.client], self._progress
         progress.rejected += 1
-        progress.rejected_in_a_row += 1
+        in_a_row = progress.rejected_in_a_row
+        in_a_row[task.client] = in_a_row.get(task.client, 0) + 1
         progress.last_refusal = f"{task.client}: {reason}"
         log.warning("The %s of %s was rejected: %s", task.reply, task.client, reason)
         self._observe(events.UpdateRejected(now, task.client, reason, task.sent_at))
-        if rests:
+        if is_away:
+            # Should it be there all the same, it is not asked again at once.
+            client.ready_at = now + _REST_SECONDS[1]
+        elif rests:
             client.ready_at = now + _REST_SECONDS[min(client.failures, len(_REST_SECONDS) - 1)]
             client.failures += 1
         self._free(task.client)

@@ -63,7 +63,7 @@ from raceme.core.messages import (
     from_array,
     metrics_of,
 )
-from raceme.flower.messages import Shelf
+from raceme.flower.messages import NODE_UNAVAILABLE, Shelf
 
 TRANSIENT = MappingProxyType({"transient": True})
 """Metadata of a dataclass's field that no state keeps."""
@@ -407,10 +407,13 @@ class InvalidReplyError(ValueError):
     ----------
     reason : str
         Why; it may hold words of the client's own.
+    is_away : bool
+        The client has left with the task: that is no fault of its own.
     """
 
-    def __init__(self, reason: str) -> None:
+    def __init__(self, reason: str, is_away: bool = False) -> None:
         super().__init__(printable(reason))
+        self.is_away = is_away
 
 
 def read_reply(
@@ -495,7 +498,8 @@ def _checked(
 ) -> tuple[RecordDict, Mapping[str, object], dict[str, float]]:
     """Return content, settings and metrics of a reply that answers what was asked."""
     if reply.has_error():
-        raise InvalidReplyError(f"error {reply.error.code}: {error_line(reply)}")
+        is_away = reply.error.code == NODE_UNAVAILABLE
+        raise InvalidReplyError(f"error {reply.error.code}: {error_line(reply)}", is_away)
     content = reply.content
     if len(content.metric_records) != 1:
         raise InvalidReplyError(

@@ -350,7 +350,7 @@ def _lock(handle: int, run: Path, patience: float) -> None:
 # -----------------------------------------------------------------------------
 
 
-STATE = 8
+STATE = 9
 """The format of what a checkpoint holds. It is raised by whoever changes what the state of a
 strategy, a policy or the grid consists of, or means: a run then does not go on from an earlier one.
 Versions with the same number read each other's checkpoints."""
