@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import io
 import resource
 import socket
 import threading
 import time
 import tracemalloc
+import zipfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -21,9 +23,11 @@ from flwr.app import ArrayRecord, Message, RecordDict
 from processes import free_port, loopback, raceme
 from serving import APP, fetch, light_device, serving
 
-from raceme.fleet.certificates import make_certificates
+from raceme.core.signals import StopSignal
+from raceme.fleet.certificates import make_certificates, read_device_key
+from raceme.fleet.device import join
 from raceme.fleet.serve import StatusPort
-from raceme.flower.fleet_client import ObjectPushError, generate_keys
+from raceme.flower.fleet_client import Endpoint, ObjectPushError, generate_keys
 from raceme.flower.fleet_protocol import Signer, to_pem
 from raceme.flower.fleet_server import FleetApi
 from raceme.flower.link_state import LinkState
@@ -274,3 +278,48 @@ def stored(state: LinkState) -> dict[str, bytes]:
     """Return the contents of all objects that are held."""
     store: Any = state.object_store
     return {key: store.get(key) or b"" for key in store.store}
+
+
+def test_an_id_of_five_thousand_digits_is_none(tmp_path: Path) -> None:
+    head = f"GET /events HTTP/1.1\r\nHost: localhost\r\nLast-Event-ID: {'9' * 5000}-1\r\n\r\n"
+    with (
+        dashboard(tmp_path) as port,
+        socket.create_connection(("127.0.0.1", port), timeout=20) as connection,
+    ):
+        connection.sendall(head.encode())
+        assert "200" in connection.recv(1000).decode().partition("\r\n")[0]
+
+
+def test_a_servers_files_and_paths_are_its_own(tmp_path: Path) -> None:
+    certs = tmp_path / "secret-place"
+    make_certificates(certs, ["127.0.0.1"], ["kitchen"])
+    with loopback(tmp_path) as bed:
+        bed.fleet_port = free_port()
+        command = raceme("serve", "--address", bed.fleet_address, "--out", "out", *RUN)
+        command += ["--certificates", str(certs), "--metrics", "off", "--max-updates", "2"]
+        command += ["--checkpoint-every", "1"]
+        server = bed.start("serve", ["bash", "-c", 'umask 022; exec "$@"', "bash", *command])
+        server.wait_for("Listening at", 240)
+        endpoint = Endpoint(bed.fleet_address, False, (certs / "ca.crt").read_bytes())
+        keys = read_device_key(certs / "devices" / "kitchen")
+        with join(endpoint, keys, StopSignal(), register=False) as link:
+            received = link.receive(15.0)
+            assert received is not None
+            bundle = link.bundle(link.run(received[0].metadata.run_id))
+        with zipfile.ZipFile(io.BytesIO(bundle)) as app:
+            assert not any(b"secret-place" in app.read(name) for name in app.namelist())
+            assert any(name.endswith("pyproject.toml") for name in app.namelist())
+        bed.device(
+            *("--root-certificates", str(certs / "ca.crt")),
+            *("--key", str(certs / "devices" / "kitchen"), "--device-id", "kitchen"),
+            *("--node-config", "partition-id=0 num-partitions=2"),
+        )
+        assert server.wait(240) == 0
+    modes = {
+        str(path.relative_to(tmp_path)): path.stat().st_mode & 0o077
+        for path in (tmp_path / "out").rglob("*")
+    }
+    assert "out/run.sqlite" in modes
+    assert "out/summary.json" in modes
+    assert "out/run.log" in modes
+    assert not any(modes.values())
