@@ -23,8 +23,6 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.proto import fab_pb2, fleet_pb2, heartbeat_pb2, message_pb2, run_pb2
 from google.protobuf.message import Message
 
-from raceme.core.errors import printable
-
 SERVICE = "flwr.proto.Fleet"
 MEDIA_TYPE = "application/protobuf"
 SUPPORTED = ((1, 39), (1, 43))
@@ -41,7 +39,7 @@ _BINARY = "-bin"
 _VERSION = "flwr-package-version"
 _REUSED_SECONDS = 20.0
 _PROVEN_SECONDS = 60.0
-_TEXT = 200
+_TEXT = 40
 
 
 @dataclass(frozen=True)
@@ -235,7 +233,7 @@ def _check_version(stated: object) -> None:
     oldest, newest = (".".join(map(str, release)) for release in SUPPORTED)
     raise FleetError(
         grpc.StatusCode.FAILED_PRECONDITION,
-        f"This node has Flower {printable(str(stated), _TEXT)}; supported are {oldest} to {newest}",
+        f"This node has Flower {str(stated)[:_TEXT]!a}; supported are {oldest} to {newest}",
     )
 
 
