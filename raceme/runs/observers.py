@@ -52,8 +52,10 @@ class ClientMap:
             self._is_missing = not self._file.wants(event.updates)
             if not self._is_missing:
                 self._write(event)
-        elif isinstance(event, RunEnded) and self._is_missing:
-            self._write(event)
+        elif isinstance(event, RunEnded):
+            if self._is_missing:
+                self._write(event)
+            self._file.bring_back(event.updates)
 
     def _write(self, event: Evaluated | RunEnded) -> None:
         method, is_last = self._method, isinstance(event, RunEnded)
