@@ -479,7 +479,6 @@ class Fleet:
         client.num_examples, client.node_id = examples, node_id
         if names.NUM_EXAMPLES in measured:
             self.heard(client_id, examples)
-        client.failures, client.ready_at = 0, 0.0
         self.by_node[node_id] = client_id
         return client, returned
 

@@ -385,8 +385,9 @@ class Loop:
         for message_id in lost:
             # It was away: what it was working on is lost, or comes too late to wait for.
             task = self._progress.in_flight.pop(message_id)
-            self._refuse(task, "the client went offline with it")
-        client.failures, client.ready_at = 0, now
+            self._refuse(task, "the client went offline with it", is_away=True)
+        # A client that leaves and comes back is given no work sooner for that.
+        client.ready_at = max(client.ready_at, now) if client.failures else now
         self._observe(
             events.ClientJoined(now, name, node_id, client.num_examples, client.group, returned)
         )
@@ -525,7 +526,8 @@ class Loop:
             else:
                 self._accept(self._judged(update))
         except (InvalidReplyError, NonFiniteModelError) as error:
-            self._refuse(task, str(error))
+            away = isinstance(error, InvalidReplyError) and error.is_away
+            self._refuse(task, str(error), is_away=away)
 
     def _ignore(self, reply: Message) -> None:
         """Report a reply that no task waits for; it changes nothing."""
@@ -587,7 +589,7 @@ class Loop:
             self._method.embedding.take(task.number, task.client, task.cluster, update.vector)
         released = self._method.scheduling.accept(update, update.arrived_at)
         progress.trained_steps[task.client] = task.step
-        progress.rejected_in_a_row = 0
+        progress.rejected_in_a_row.clear()
         self._fleet.clients[task.client].failures = 0
         self._apply(released)
         self._free(task.client)
@@ -595,7 +597,7 @@ class Loop:
     def _answered(self, answer: Answer) -> None:
         """Hand the method the answer to work that was not training."""
         task, now = answer.task, self.now()
-        self._progress.rejected_in_a_row = 0
+        self._progress.rejected_in_a_row.clear()
         self._fleet.clients[task.client].failures = 0
         self._method.on_answer(answer)
         down, up = self._traffic(answer)
@@ -684,16 +686,22 @@ class Loop:
         counted = self._fleet.counted(update.task.client, update.num_examples)
         return update if counted == update.num_examples else replace(update, num_examples=counted)
 
-    def _refuse(self, task: InFlight, reason: str, rests: bool = True) -> None:
+    def _refuse(
+        self, task: InFlight, reason: str, rests: bool = True, is_away: bool = False
+    ) -> None:
         """Count and report an unusable reply; its client rests longer each time in a row."""
         self._method.close_task(task)
         now, client, progress = self.now(), self._fleet.clients[task.client], self._progress
         progress.rejected += 1
-        progress.rejected_in_a_row += 1
+        in_a_row = progress.rejected_in_a_row
+        in_a_row[task.client] = in_a_row.get(task.client, 0) + 1
         progress.last_refusal = f"{task.client}: {reason}"
         log.warning("The %s of %s was rejected: %s", task.reply, task.client, reason)
         self._observe(events.UpdateRejected(now, task.client, reason, task.sent_at))
-        if rests:
+        if is_away:
+            # Should it be there all the same, it is not asked again at once.
+            client.ready_at = now + _REST_SECONDS[1]
+        elif rests:
             client.ready_at = now + _REST_SECONDS[min(client.failures, len(_REST_SECONDS) - 1)]
             client.failures += 1
         self._free(task.client)

@@ -56,10 +56,13 @@ class InvalidReplyError(ValueError):
     ----------
     reason : str
         Why; it may hold words of the client's own.
+    is_away : bool
+        The client has left with the task: that is no fault of its own.
     """
 
-    def __init__(self, reason: str) -> None:
+    def __init__(self, reason: str, is_away: bool = False) -> None:
         super().__init__(printable(reason))
+        self.is_away = is_away
 
 
 def error_line(reply: Message) -> str:

@@ -203,8 +203,8 @@ class Progress:
     ----------
     updates, tasks, rejected : int
         Updates applied, tasks handed out and replies refused so far.
-    rejected_in_a_row : int
-        Replies refused since the last valid one.
+    rejected_in_a_row : dict[str, int]
+        Replies of each client that were refused since the last valid one of any client.
     last_refusal : str
         The client of the last reply that was refused, and why it was.
     checked_at, somebody_at : float
@@ -245,7 +245,7 @@ class Progress:
     updates: int = 0
     tasks: int = 0
     rejected: int = 0
-    rejected_in_a_row: int = 0
+    rejected_in_a_row: dict[str, int] = field(default_factory=dict)
     last_refusal: str = ""
     checked_at: float = 0.0
     somebody_at: float = 0.0
@@ -276,13 +276,18 @@ class Progress:
         self.uploads[client] = self.uploads.get(client, 0) + 1
 
     def uselessness(self) -> str:
-        """Return why it is of no use to go on: only unusable replies for long; else nothing."""
-        if self.rejected_in_a_row < max(100, 10 * len(self.fleet.clients)):
+        """Return why it is of no use to go on: only unusable replies for long; else nothing.
+
+        Each client's replies count up to an equal share, and more than half of the shares have to
+        be full: a few clients do not end the run of the others.
+        """
+        clients = max(1, len(self.fleet.clients))
+        limit, rejected = max(100, 10 * clients), sum(self.rejected_in_a_row.values())
+        share = limit / clients
+        counted = sum(min(count, share) for count in self.rejected_in_a_row.values())
+        if rejected < limit or 2 * counted <= limit:
             return ""
-        return (
-            f"the last {self.rejected_in_a_row} replies were unusable; the last one: "
-            f"{self.last_refusal}"
-        )
+        return f"the last {rejected} replies were unusable; the last one: {self.last_refusal}"
 
 
 # -----------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from raceme.core.clusters import Model, Weights, blended
 from raceme.core.errors import quoted
 from raceme.core.messages import LARGEST, Cost, ModelSpec, Vector
 from raceme.core.messages import InvalidReplyError as InvalidReplyError
-from raceme.flower.messages import Shelf
+from raceme.flower.messages import NODE_UNAVAILABLE, Shelf
 
 TRANSIENT = MappingProxyType({"transient": True})
 """Metadata of a dataclass's field that no state keeps."""
@@ -429,7 +429,8 @@ def _checked(
 ) -> tuple[RecordDict, Mapping[str, object], dict[str, float]]:
     """Return content, settings and metrics of a reply that answers what was asked."""
     if reply.has_error():
-        raise InvalidReplyError(f"error {reply.error.code}: {names.error_line(reply)}")
+        is_away = reply.error.code == NODE_UNAVAILABLE
+        raise InvalidReplyError(f"error {reply.error.code}: {names.error_line(reply)}", is_away)
     content = reply.content
     if len(content.metric_records) != 1:
         raise InvalidReplyError(

@@ -11,7 +11,9 @@ import logging
 import os
 import re
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
+from functools import lru_cache
 from pathlib import Path
 
 from cryptography import x509
@@ -413,8 +415,18 @@ def registered_keys(folder: Path) -> Collection[bytes]:
     folder : Path
         The folder of `raceme certs`.
     """
-    keys = set()
+    stamps = []
     for path in sorted((folder / "devices").glob("*.pub")):
+        with suppress(FileNotFoundError):
+            stamps.append((path, path.stat().st_ctime_ns))
+    return _read_keys(tuple(stamps))
+
+
+@lru_cache(maxsize=1)
+def _read_keys(stamps: tuple[tuple[Path, int], ...]) -> Collection[bytes]:
+    """Read the keys in some files, again only after one has changed: strangers' calls ask often."""
+    keys = set()
+    for path, _ in stamps:
         try:
             key = load_ssh_public_key(path.read_bytes())
         except (OSError, ValueError, TypeError) as error:

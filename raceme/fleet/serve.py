@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import shutil
 import sqlite3
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -60,6 +61,7 @@ from raceme.records.store import read_events
 from raceme.runs import experiment
 from raceme.runs.checkpoints import CHECKPOINTS
 from raceme.runs.experiment import Outcome
+from raceme.training.models import initial_arrays
 
 # -----------------------------------------------------------------------------
 # Raceme itself as a Flower app with a configuration of its own.
@@ -68,8 +70,8 @@ from raceme.runs.experiment import Outcome
 
 def app_of(config: RunConfig) -> App:
     """Return this package as the app bundle that the devices of a run fetch."""
-    # The folder is the server's own affair, and the same run must have the same bundle again.
-    keys = config.with_values(out="", resume="").to_mapping()
+    # The server's paths are its own affair, and the same run must have the same bundle again.
+    keys = config.with_values(out="", resume="", device_keys="").to_mapping()
     components = {"serverapp": "raceme.server_app:app", "clientapp": "raceme.client_app:app"}
     app = {"publisher": "raceme", "components": components, "config": as_tables(keys)}
     project = {
@@ -363,6 +365,8 @@ log = logging.getLogger("raceme.serve")
 _ANSWER_SECONDS = 2.0
 _TURN_SECONDS = 300.0
 """A server that has not answered a call, or a method not looked for replies, for so long fails."""
+_LEAST_LIMIT, _MODELS_LIMIT = 16 << 20, 8
+"""Bytes of a reply: so many, and so many times those of the model. No method sends more."""
 _UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES}
 
 
@@ -442,6 +446,19 @@ def is_complete(config: RunConfig) -> bool:
     return read_toml(out / "config.toml") == asked
 
 
+@contextmanager
+def _private_files() -> Iterator[None]:
+    """Let no other user read the files that are made meanwhile.
+
+    They say which devices there are, what is alike in their data, and what they have learned.
+    """
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
 def serve(
     config: RunConfig, options: ServeOptions, *observers: Observer, stop: StopCheck = never_stop
 ) -> Outcome:
@@ -466,6 +483,8 @@ def serve(
     certificates, registered = _credentials(options)
     state = LinkState(app_of(config))
     state.reconnect = options.reconnect
+    model = sum(len(array.data) for array in initial_arrays(config).values())
+    state.largest = _LEAST_LIMIT + _MODELS_LIMIT * model
     api = FleetApi(
         state, options.address, certificates, registered, options.http, most_connections()
     )
@@ -474,6 +493,7 @@ def serve(
     api.calls.on_call = metrics.hear
     try:
         with ExitStack() as stack:
+            stack.enter_context(_private_files())
             stack.enter_context(api)
             grid = ServedGrid(
                 state,

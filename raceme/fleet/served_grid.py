@@ -8,6 +8,7 @@ import os
 import struct
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -62,12 +63,12 @@ class Journal:
             if number < before:
                 self._path(number).unlink(missing_ok=True)
 
-    def append(self, parts: Callable[[], Sequence[bytes]]) -> None:
+    def append(self, parts: Sequence[bytes]) -> None:
         """Write an entry. If that fails, its reply would not survive a crash, but is used."""
         if self._file is None:
             return
         try:
-            body = join(parts())
+            body = join(parts)
             digest = hashlib.sha256(body).digest()
             self._file.write(_LENGTH.pack(len(body)) + body + digest)
             self._file.flush()
@@ -120,6 +121,8 @@ _FLEET_SECONDS = 0.2
 _MOST = 8
 """Replies that are handed out together. Work is given once all of them have been acted on: were it
 all that are there, a reply that just came too late for them would wait for two hundred others."""
+_KEPT_REPLIES = 4
+"""Replies of the largest size that are kept of each node between two checkpoints."""
 _KIND = "served"
 
 
@@ -174,6 +177,8 @@ class ServedGrid(PatientGrid):
         # Messages that the last checkpoint knows: only their replies are worth keeping.
         self._saved: frozenset[str] = frozenset()
         self._files: list[int] = []
+        # Bytes of each node in the present file.
+        self._kept: Counter[int] = Counter()
         state.on_news = self._tell
         state.on_reply = self._keep
 
@@ -240,9 +245,18 @@ class ServedGrid(PatientGrid):
             self._news.notify_all()
 
     def _keep(self, message_id: str, parcel: Callable[[], list[bytes]]) -> None:
-        """Put a reply on disk if a restart from the last checkpoint would ask for it."""
-        if message_id in self._saved:
-            self._journal.append(parcel)
+        """Put a reply on disk if a restart from the last checkpoint would ask for it.
+
+        Of a node that has filled its share since then it would ask again.
+        """
+        if message_id not in self._saved:
+            return
+        node = self._state.message_ins_store[message_id].metadata.dst_node_id
+        parts = parcel()
+        size = sum(map(len, parts))
+        if self._kept[node] + size <= _KEPT_REPLIES * self._state.largest:
+            self._kept[node] += size
+            self._journal.append(parts)
 
     # Flower's interface.
 
@@ -288,6 +302,7 @@ class ServedGrid(PatientGrid):
             number = self._journal.begin()
             self._files = [*self._files[-1:], number]
             self._journal.drop(self._files[0])
+            self._kept.clear()
             tree = self._state.state_dict()
             self._saved = frozenset(self._state.message_ins_store)
         return {

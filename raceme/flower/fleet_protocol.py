@@ -233,7 +233,7 @@ def _check_version(stated: object) -> None:
     oldest, newest = (".".join(map(str, release)) for release in SUPPORTED)
     raise FleetError(
         grpc.StatusCode.FAILED_PRECONDITION,
-        f"This node has Flower {ascii(stated)[:_TEXT]}; supported are {oldest} to {newest}",
+        f"This node has Flower {str(stated)[:_TEXT]!a}; supported are {oldest} to {newest}",
     )
 
 

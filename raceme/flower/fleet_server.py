@@ -69,7 +69,10 @@ _FOREIGN_REPLY = "a reply of another node"
 
 _OPTIONS = [
     ("grpc.max_send_message_length", LARGEST_CALL),
-    ("grpc.max_receive_message_length", LARGEST_CALL),
+    # A megabyte of zeros takes a kilobyte: only what is not compressed is taken.
+    ("grpc.per_message_decompression", 0),
+    ("grpc.compression_enabled_algorithms_bitset", 1),
+    ("grpc.max_concurrent_streams", 16),
     ("grpc.keepalive_time_ms", 210_000),
     ("grpc.http2.max_pings_without_data", 0),
     # Calls wait for their turn as long as devices do, and are not cancelled after 30 s.
@@ -135,6 +138,22 @@ class FleetCalls:
             self._signatures.remember(key, metadata)
         return key
 
+    def check_key(self, name: str, key: bytes) -> None:
+        """Refuse a call of a node that is not known, by the key that has signed it.
+
+        Raises
+        ------
+        FleetError
+            The key is not registered, or is new and the call is none of a new node.
+        """
+        self.look_for(key)
+        if self._state.get_node_id_by_public_key(key) is not None:
+            return
+        if name not in _FIRST:
+            raise _unknown_node()
+        if self._registered is not None:
+            raise _not_registered() if name == _REGISTER else _not_activated()
+
     def answer(self, name: str, key: bytes, request: Any) -> ProtoMessage:
         """Answer a call that a node has signed with its key.
 
@@ -156,8 +175,7 @@ class FleetCalls:
     def check(self, key: bytes, node: int) -> None:
         """Refuse a node that says that it is another one."""
         if self._state.get_node_id_by_public_key(key) != node:
-            # In Flower's words.
-            raise FleetError(_Code.UNAUTHENTICATED, "Invalid node ID")
+            raise _unknown_node()
         self.on_call(node)
 
     def admit(self) -> None:
@@ -174,10 +192,7 @@ class FleetCalls:
 
     def _register_node(self, request: Any) -> ProtoMessage:
         if self._registered is not None:
-            raise _refused(
-                ApiErrorCode.FLEET_SUPERNODE_REGISTRATION_DISABLED,
-                "All nodes must be registered by the server's owner",
-            )
+            raise _not_registered()
         try:
             node = self._state.create_node(NOOP_FLWR_AID, NOOP_ACCOUNT_NAME, request.public_key, 0)
         except ValueError:
@@ -187,13 +202,12 @@ class FleetCalls:
         return RegisterNodeFleetResponse(node_id=node)
 
     def _activate_node(self, request: Any) -> ProtoMessage:
-        self.look_for(request.public_key)
         node = self._state.get_node_id_by_public_key(request.public_key)
         if node is not None:
             _check_interval(request.heartbeat_interval)
             if self._state.activate_node(node, request.heartbeat_interval):
                 return ActivateNodeResponse(node_id=node)
-        raise _refused(ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED, "Failed to activate the node")
+        raise _not_activated()
 
     def _send_node_heartbeat(self, request: Any) -> ProtoMessage:
         _check_interval(request.heartbeat_interval)
@@ -273,6 +287,8 @@ class FleetCalls:
 
 
 _REGISTER, _ACTIVATE = "RegisterNode", "ActivateNode"
+_FIRST = {_REGISTER, _ACTIVATE, wire.GREET}
+"""Calls of nodes that are not known yet."""
 _SNAKE = {name: path_of(name).rpartition("/")[2].replace("-", "_") for name in CALLS}
 
 
@@ -299,6 +315,22 @@ def _refused(number: ApiErrorCode, details: str) -> FleetError:
     return FleetError(_CODES[number], details, int(number))
 
 
+def _not_registered() -> FleetError:
+    return _refused(
+        ApiErrorCode.FLEET_SUPERNODE_REGISTRATION_DISABLED,
+        "All nodes must be registered by the server's owner",
+    )
+
+
+def _not_activated() -> FleetError:
+    return _refused(ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED, "Failed to activate the node")
+
+
+def _unknown_node() -> FleetError:
+    # In Flower's words.
+    return FleetError(_Code.UNAUTHENTICATED, "Invalid node ID")
+
+
 def _check_interval(seconds: float) -> None:
     if not HEARTBEAT_MIN_INTERVAL <= seconds <= HEARTBEAT_MAX_INTERVAL:
         raise _refused(ApiErrorCode.FLEET_INVALID_HEARTBEAT_INTERVAL, "Invalid heartbeat interval")
@@ -312,7 +344,7 @@ def _announced(message: Message, tree: ObjectTree) -> PullMessagesResponse:
 
 
 class _Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Refuses calls over gRPC that no node has signed, before their body is read."""
+    """Refuses calls over gRPC that no known node has signed, before their body is read."""
 
     def __init__(self, calls: FleetCalls) -> None:
         self._calls = calls
@@ -321,7 +353,8 @@ class _Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         self, continuation: Callable[[Any], Awaitable[Any]], details: Any
     ) -> Any:
         try:
-            self._calls.caller(dict(details.invocation_metadata))
+            key = self._calls.caller(dict(details.invocation_metadata))
+            self._calls.check_key(details.method.rpartition("/")[2], key)
         except FleetError as error:
             # A handler of a stream: the request of another is read before it is called.
             return grpc.stream_unary_rpc_method_handler(partial(_abort, error))
@@ -361,8 +394,9 @@ class _HttpApi:
         address: str,
         certificates: Certificates | None,
         connections: int,
+        largest: int,
     ) -> None:
-        self._calls = calls
+        self._calls, self._largest = calls, largest
         host, _, port = address.rpartition(":")
         try:
             self._socket = listen(host.strip("[]"), int(port), connections)
@@ -402,9 +436,10 @@ class _HttpApi:
     async def _answer(self, name: str, request: Request) -> Response:
         try:
             key = self._calls.caller(request.headers)
+            self._calls.check_key(name, key)
             if request.headers.get("content-type", "").partition(";")[0] != MEDIA_TYPE:
                 raise FleetError(_Code.INVALID_ARGUMENT, f"{MEDIA_TYPE} is expected")
-            body = await _body_of(request)
+            body = await _body_of(request, self._largest)
             asked = CALLS[name].request.FromString(body)
             answer = self._calls.answer(name, key, asked).SerializeToString()
         except FleetError as error:
@@ -417,13 +452,13 @@ class _HttpApi:
         return Response(answer, media_type=MEDIA_TYPE)
 
 
-async def _body_of(request: Request) -> bytes:
+async def _body_of(request: Request, largest: int) -> bytes:
     """Return the body of a call; one that is too large is not read to its end."""
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
-        if len(body) > LARGEST_CALL:
-            raise FleetError(_Code.RESOURCE_EXHAUSTED, f"More than {LARGEST_CALL} bytes")
+        if len(body) > largest:
+            raise FleetError(_Code.RESOURCE_EXHAUSTED, f"More than {largest} bytes")
     return bytes(body)
 
 
@@ -542,8 +577,11 @@ class FleetApi:
         asyncio.run_coroutine_threadsafe(work, self._loop).result(_START_SECONDS)
 
     async def _bind(self) -> None:
-        limit = ("grpc.max_allowed_incoming_connections", self._connections)
-        server = grpc.aio.server(options=[*_OPTIONS, limit], interceptors=[_Gate(self.calls)])
+        limits = [
+            ("grpc.max_allowed_incoming_connections", self._connections),
+            ("grpc.max_receive_message_length", self._state.largest),
+        ]
+        server = grpc.aio.server(options=[*_OPTIONS, *limits], interceptors=[_Gate(self.calls)])
         flowers = {
             name: grpc.unary_unary_rpc_method_handler(
                 partial(self._answer, name),
@@ -572,7 +610,11 @@ class FleetApi:
         self._server = server
         if self._http_address is not None:
             self._http = _HttpApi(
-                self.calls, self._http_address, self._certificates, self._connections
+                self.calls,
+                self._http_address,
+                self._certificates,
+                self._connections,
+                self._state.largest,
             )
 
     async def _answer(self, name: str, request: Any, context: Any) -> Any:
@@ -600,9 +642,7 @@ class FleetApi:
         greeting, own = wire.Greeting.from_bytes(request), wire.Greeting(wire.PROTOCOL, __version__)
         if greeting != own:
             raise FleetError(_Code.FAILED_PRECONDITION, _other_version(greeting, own))
-        self.calls.look_for(key)
         node = self._state.get_node_id_by_public_key(key)
-        # Who is not registered learns that when it goes online.
         if node is not None:
             self._state.greet(node)
         return own.to_bytes()

@@ -34,7 +34,7 @@ from flwr.superlink.federation import NoOpFederationManager
 
 from raceme.flower import messages
 from raceme.flower.app import App
-from raceme.flower.fleet_client import LARGEST
+from raceme.flower.fleet_client import LARGEST, LARGEST_CALL
 
 # -----------------------------------------------------------------------------
 # The message cache: messages with their content, as long as they may be asked for.
@@ -174,9 +174,12 @@ class LinkState(InMemoryLinkState):
         Called with a whole reply before its sender is told that it has arrived.
     reconnect : float
         Seconds that nodes which were online count as such after :meth:`load_state_dict`.
+    largest : int
+        Bytes of a reply; larger ones are refused.
     """
 
     reconnect = RECONNECT_SECONDS
+    largest = LARGEST_CALL
 
     def __init__(self, app: App) -> None:
         super().__init__(NoOpFederationManager(), InMemoryObjectStore())
@@ -187,6 +190,7 @@ class LinkState(InMemoryLinkState):
         self._handed_out: dict[int, str] = {}
         # Objects that are still to come of replies that have been announced.
         self._missing: dict[str, set[str]] = {}
+        self._sizes: dict[str, int] = {}
         self._waiting: dict[str, set[str]] = {}
         self._arrived: dict[str, str] = {}
         # Raceme's own devices: their nodes, messages to them, and replies as they came.
@@ -294,11 +298,19 @@ class LinkState(InMemoryLinkState):
                 self._cache.drop(message_id)
                 self._bodies.pop(message_id, None)
                 reply_id = self.message_ins_id_to_message_res_id.get(message_id, "")
-                for key in self._missing.pop(reply_id, ()):
-                    self._waiting.get(key, set()).discard(reply_id)
+                self._forget_missing(reply_id)
                 self.delete_messages({message_id})
                 self.object_store.delete(message_id)
                 self.object_store.delete(reply_id)
+
+    def _forget_missing(self, reply_id: str) -> None:
+        """Wait for no more objects of a reply."""
+        self._sizes.pop(reply_id, None)
+        for object_id in self._missing.pop(reply_id, ()):
+            waiting = self._waiting.get(object_id, set())
+            waiting.discard(reply_id)
+            if not waiting:
+                self._waiting.pop(object_id, None)
 
     def online(self) -> list[int]:
         """Return the nodes that are online, in the order in which they first came."""
@@ -406,10 +418,14 @@ class LinkState(InMemoryLinkState):
     ) -> tuple[bool, list[str]]:
         """Take the head of a message or reply, and note what of a reply is still to come."""
         with self.lock:
+            asked = message.metadata.reply_to_message_id
+            known = self.message_ins_id_to_message_res_id.get(asked, message.metadata.message_id)
+            if asked in self._bodies or known != message.metadata.message_id:
+                # A second reply to the same message.
+                return False, []
             stored, missing = super().store_message_and_object_tree(
                 message, object_tree, session_id
             )
-            asked = message.metadata.reply_to_message_id
             if stored and asked and asked not in self._arrived:
                 reply_id = message.metadata.message_id
                 self._missing[reply_id] = set(missing)
@@ -421,9 +437,13 @@ class LinkState(InMemoryLinkState):
     def store_object(
         self, run_id: int, session_id: str, object_id: str, object_content: bytes
     ) -> bool:
-        """Take an object; the last one of a reply completes it."""
+        """Take an object, unless its reply is too large; the last one of a reply completes it."""
         # Always this lock first, then those of Flower's own.
         with self.lock:
+            for reply_id in self._waiting.get(object_id, ()):
+                size = self._sizes[reply_id] = self._sizes.get(reply_id, 0) + len(object_content)
+                if size > self.largest:
+                    return False
             stored = super().store_object(run_id, session_id, object_id, object_content)
             if stored:
                 for reply_id in self._waiting.pop(object_id, ()):
@@ -456,7 +476,7 @@ class LinkState(InMemoryLinkState):
         """Drop replies of which the rest has not come."""
         super()._on_push_session_expired(message_object_ids)
         for reply_id in message_object_ids:
-            self._missing.pop(reply_id, None)
+            self._forget_missing(reply_id)
 
     def activate_node(self, node_id: int, heartbeat_interval: float) -> bool:
         """Let a node come online. What it had been given before is lost: it starts anew."""
@@ -509,7 +529,7 @@ class LinkState(InMemoryLinkState):
         """Note that a reply is there, if nothing of it is missing any more."""
         if self._missing.get(reply_id):
             return
-        self._missing.pop(reply_id, None)
+        self._forget_missing(reply_id)
         reply = self.message_res_store.get(reply_id)
         if reply is None:
             return

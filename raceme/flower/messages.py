@@ -110,6 +110,11 @@ def array_record(arrays: Mapping[str, Array]) -> ArrayRecord:
 JOINED = "raceme.joined"
 """Type of an array that stands for all of its record; its ``dtype`` says for which."""
 
+_LONGEST_LAYOUT = 1 << 20
+"""Letters of the names and shapes of the arrays of a record: some ten thousand arrays."""
+_CACHED_LAYOUT = 1 << 15
+"""Longer ones are not cached: a device may send another one each time."""
+
 _Place = tuple[str, str, tuple[int, ...], str, int]
 """Name, dtype, shape, type and number of bytes of one of several arrays."""
 
@@ -192,11 +197,15 @@ def _like(record: ConfigRecord | MetricRecord) -> ConfigRecord | MetricRecord:
 def _one(record: ArrayRecord) -> ArrayRecord:
     places = tuple((n, a.dtype, tuple(a.shape), a.stype, len(a.data)) for n, a in record.items())
     data = b"".join([one.data for one in record.values()])
-    return array_record({"": array(_written(places), (), JOINED, data)})
+    is_ordinary = sum(map(len, record)) <= _CACHED_LAYOUT
+    layout = (_written if is_ordinary else _written.__wrapped__)(places)
+    return array_record({"": array(layout, (), JOINED, data)})
 
 
 def _several(one: Array) -> ArrayRecord:
-    places = _read(one.dtype)
+    if len(one.dtype) > _LONGEST_LAYOUT:
+        raise ValueError("its arrays have too long names")
+    places = (_read if len(one.dtype) <= _CACHED_LAYOUT else _read.__wrapped__)(one.dtype)
     if sum(place[-1] for place in places) != len(one.data):
         raise ValueError("its arrays have another length")
     arrays, start = {}, 0

@@ -331,6 +331,7 @@ class PositionsFile:
         self._numbers: dict[str, int] = {}
         self._before: dict[str, Sequence[float]] = {}
         self._told, self._written, self._updates = 0, 0, 0
+        self._dropped: list[Snapshot] = []
         if after is not None:
             self._cut(after)
 
@@ -352,9 +353,22 @@ class PositionsFile:
         """Write a snapshot, turned and mirrored so that clients lie near where they were."""
         points = aligned(points, clients, self._before)
         self._before.update(zip(clients, points.tolist(), strict=True))
-        line = self._line(Snapshot(time, tuple(clients), steps_of(points), updates, is_last))
+        self._dropped.clear()
+        self._append(Snapshot(time, tuple(clients), steps_of(points), updates, is_last))
+
+    def bring_back(self, updates: int) -> None:
+        """Write the snapshots again that resuming has dropped, if there was none since then.
+
+        A run that is resumed at its end has no new updates, by which clients could be placed.
+        """
+        for one in self._dropped:
+            if one.updates <= updates:
+                self._append(one)
+        self._dropped.clear()
+
+    def _append(self, one: Snapshot) -> None:
         with suppress(OSError), self._path.open("a", encoding="utf-8") as file:
-            file.write(line)
+            file.write(self._line(one))
 
     def _line(self, one: Snapshot) -> str:
         clients = one.clients
@@ -377,6 +391,7 @@ class PositionsFile:
         """Keep the snapshots until a time, and go on from the last that was due."""
         found = PositionsReader(self._path.parent).read()
         kept = [one for one in found if one.time <= after and not one.is_last]
+        self._dropped = [one for one in found if one.time > after or one.is_last]
         lines = []
         for one in kept:
             points = one.points / SCALE

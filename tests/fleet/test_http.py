@@ -25,6 +25,7 @@ from raceme.fleet.device import OtherTransportError, StoppedError, join
 from raceme.flower import fleet_protocol
 from raceme.flower.fleet_client import Endpoint, generate_keys, knows_key
 from raceme.flower.fleet_protocol import MEDIA_TYPE, Signer, path_of, to_pem
+from raceme.flower.link_state import LinkState
 
 
 def post(server: Server, name: str, body: bytes, headers: dict[str, str]) -> httpx.Response:
@@ -178,9 +179,10 @@ def test_calls_that_are_not_a_nodes_own_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_body_over_the_limit_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raceme.flower.fleet_server.LARGEST_CALL", 1000)
-    signer = Signer(*generate_keys())
-    with serving(tmp_path) as server:
+    monkeypatch.setattr(LinkState, "largest", 1000)
+    keys = generate_keys()
+    signer = Signer(*keys)
+    with serving(tmp_path, registered=lambda: [signer.public_bytes]) as server:
         response = post(server, "PushObject", bytes(1001), signer.headers())
         assert response.status_code == 413
 

@@ -13,10 +13,10 @@ def test_entries_come_back_in_order_from_a_file_on(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "new")
     entries = [[b"a", b"", b"bc"], [b"d"], []]
     first = journal.begin()
-    journal.append(lambda: entries[0])
+    journal.append(entries[0])
     second = journal.begin()
-    journal.append(lambda: entries[1])
-    journal.append(lambda: entries[2])
+    journal.append(entries[1])
+    journal.append(entries[2])
     # As after a crash: nothing was closed.
     again = Journal(tmp_path / "new")
     assert list(again.read(first)) == entries
@@ -31,7 +31,7 @@ def test_entries_come_back_in_order_from_a_file_on(tmp_path: Path) -> None:
 def test_an_entry_that_was_not_written_wholly_is_not_there(tmp_path: Path, left: int) -> None:
     journal = Journal(tmp_path)
     number = journal.begin()
-    journal.append(lambda: [b"whole", b"entry"])
+    journal.append([b"whole", b"entry"])
     journal.close()
     (path,) = tmp_path.iterdir()
     whole = path.read_bytes()
@@ -45,12 +45,10 @@ def test_what_cannot_be_written_is_said_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     journal = Journal(tmp_path)
-    journal.append(lambda: [b"before there is a file"])
+    journal.append([b"before there is a file"])
     journal.begin()
-
-    def full() -> list[bytes]:
-        raise OSError(28, "No space left on device")
-
-    journal.append(full)
-    journal.append(full)
+    with Path("/dev/full").open("wb", buffering=0) as full:
+        journal._file = full  # type: ignore[assignment]
+        journal.append([b"an entry"])
+        journal.append([b"an entry"])
     assert caplog.text.count("No space left on device") == 1

@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import io
 import resource
 import socket
 import threading
 import time
+import tracemalloc
+import zipfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
+import grpc
+import numpy as np
 import pytest
+from flwr.app import ArrayRecord, Message, RecordDict
 from processes import free_port, loopback, raceme
+from serving import APP, fetch, light_device, serving
 
-from raceme.fleet.certificates import make_certificates
+from raceme.core.signals import StopSignal
+from raceme.fleet.certificates import make_certificates, read_device_key
+from raceme.fleet.device import join
 from raceme.fleet.serve import StatusPort
+from raceme.flower.fleet_client import Endpoint, ObjectPushError, generate_keys
+from raceme.flower.fleet_protocol import Signer, to_pem
+from raceme.flower.fleet_server import FleetApi
+from raceme.flower.link_state import LinkState
+from raceme.flower.messages import identify_process
 from raceme.reporting.dashboard.server import bind, serve
 from raceme.reporting.dashboard.source import Watched
 
@@ -141,3 +157,169 @@ def test_a_thousand_silent_connections_leave_a_run_its_files(tmp_path: Path) -> 
         assert server.wait(240) == 0
         assert "Traceback" not in server.text()
     assert (tmp_path / "out" / "summary.json").is_file()
+
+
+def memory(process_id: int) -> int:
+    """Return the most memory that a process has had, in bytes."""
+    for line in Path(f"/proc/{process_id}/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) << 10
+    raise AssertionError("no VmHWM")
+
+
+BOMB = 256 << 20
+
+
+@pytest.mark.parametrize("call", ["raceme.Fleet/Greet", "flwr.proto.Fleet/ActivateNode"])
+def test_a_call_of_a_stranger_takes_no_memory(tmp_path: Path, call: str) -> None:
+    certs = tmp_path / "certs"
+    make_certificates(certs, ["127.0.0.1"], ["kitchen"])
+    with loopback(tmp_path) as bed:
+        bed.fleet_port = free_port()
+        command = raceme("serve", "--address", bed.fleet_address, "--out", "out", *RUN)
+        server = bed.start("serve", [*command, "--certificates", str(certs), "--metrics", "off"])
+        server.wait_for("Listening at", 240)
+        before = memory(server.handle.pid)
+        credentials = grpc.ssl_channel_credentials((certs / "ca.crt").read_bytes())
+        options = [("grpc.max_send_message_length", -1)]
+        signature = Signer(*generate_keys()).metadata()
+        with grpc.secure_channel(bed.fleet_address, credentials, options) as channel:
+            for metadata in ([], signature):
+                with pytest.raises(grpc.RpcError) as refused:
+                    channel.unary_unary(f"/{call}")(
+                        bytes(BOMB),
+                        metadata=metadata,
+                        compression=grpc.Compression.Gzip,
+                        timeout=60,
+                    )
+                assert refused.value.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
+        assert memory(server.handle.pid) - before < BOMB / 4
+        assert server.handle.poll() is None
+
+
+def test_a_registered_device_sends_no_more_than_a_reply_has() -> None:
+    keys = generate_keys()
+    limited = LinkState(APP)
+    limited.largest = 1 << 20
+    address = f"127.0.0.1:{free_port()}"
+    with (
+        FleetApi(limited, address, None, lambda: [to_pem(keys[1])]) as api,
+        grpc.insecure_channel(address) as channel,
+    ):
+        api.start()
+        call = channel.unary_unary("/raceme.Fleet/Send")
+        for compression in (grpc.Compression.NoCompression, grpc.Compression.Gzip):
+            with pytest.raises(grpc.RpcError) as refused:
+                call(
+                    bytes(2 << 20),
+                    metadata=Signer(*keys).metadata(),
+                    compression=compression,
+                    timeout=20,
+                )
+            assert refused.value.code() in (
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                grpc.StatusCode.UNIMPLEMENTED,
+            )
+
+
+def test_one_device_fills_neither_the_disk_nor_the_memory(tmp_path: Path) -> None:
+    """Its replies are as large as may be, each with other names of arrays."""
+    size, names = 200_000, "n" * 400_000
+    with serving(tmp_path) as server, light_device(server) as link:
+        server.state.largest = 1 << 20
+        sent = [server.push(link.node_id, number) for number in range(30)]
+        server.grid.state_dict()
+        tracemalloc.start()
+        try:
+            for number in range(30):
+                message = fetch(link)
+                identify_process(message.metadata.run_id, link.node_id)
+                arrays = ArrayRecord([np.zeros(size // 8, np.float32)] * 2)
+                named = {f"{names}{number}{key}": array for key, array in arrays.items()}
+                content = RecordDict({"arrays": ArrayRecord(named)})
+                link.send(Message(content, reply_to=message), 0.1)
+                del message, content, arrays, named
+                (reply,) = server.wait(sent[number])
+                assert not reply.has_error()
+                del reply
+            gc.collect()
+            held, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        # Some five of them; names and arrays of one take two megabytes.
+        assert held < 12_000_000
+        journal = sum(path.stat().st_size for path in tmp_path.glob("replies-*.bin"))
+        assert size < journal <= 4 * server.state.largest + 10_000
+
+
+def test_objects_of_a_reply_beyond_the_limit_are_refused(tmp_path: Path) -> None:
+    keys = generate_keys()
+    with serving(tmp_path, registered=lambda: [to_pem(keys[1])]) as server:
+        server.state.largest = 3 << 20
+        with light_device(server, keys) as link:
+            sent = server.push(link.node_id, 1)
+            message = fetch(link)
+            identify_process(message.metadata.run_id, link.node_id)
+            # Each record is an object; none of them is above the limit, all together are.
+            content = RecordDict(
+                {f"part {n}": ArrayRecord([np.full(250_000, n, np.float32)]) for n in range(5)}
+            )
+            with pytest.raises(ObjectPushError):
+                link.send(Message(content, reply_to=message), 0.1)
+            held = sum(map(len, stored(server.state).values()))
+            assert held <= 3 << 20
+            # A second reply to the same message is not taken.
+            link.send(Message(content, reply_to=message), 0.1)
+            assert sum(map(len, stored(server.state).values())) <= 3 << 20
+        server.state.forget([sent])
+
+
+def stored(state: LinkState) -> dict[str, bytes]:
+    """Return the contents of all objects that are held."""
+    store: Any = state.object_store
+    return {key: store.get(key) or b"" for key in store.store}
+
+
+def test_an_id_of_five_thousand_digits_is_none(tmp_path: Path) -> None:
+    head = f"GET /events HTTP/1.1\r\nHost: localhost\r\nLast-Event-ID: {'9' * 5000}-1\r\n\r\n"
+    with (
+        dashboard(tmp_path) as port,
+        socket.create_connection(("127.0.0.1", port), timeout=20) as connection,
+    ):
+        connection.sendall(head.encode())
+        assert "200" in connection.recv(1000).decode().partition("\r\n")[0]
+
+
+def test_a_servers_files_and_paths_are_its_own(tmp_path: Path) -> None:
+    certs = tmp_path / "secret-place"
+    make_certificates(certs, ["127.0.0.1"], ["kitchen"])
+    with loopback(tmp_path) as bed:
+        bed.fleet_port = free_port()
+        command = raceme("serve", "--address", bed.fleet_address, "--out", "out", *RUN)
+        command += ["--certificates", str(certs), "--metrics", "off", "--max-updates", "2"]
+        command += ["--checkpoint-every", "1"]
+        server = bed.start("serve", ["bash", "-c", 'umask 022; exec "$@"', "bash", *command])
+        server.wait_for("Listening at", 240)
+        endpoint = Endpoint(bed.fleet_address, False, (certs / "ca.crt").read_bytes())
+        keys = read_device_key(certs / "devices" / "kitchen")
+        with join(endpoint, keys, StopSignal(), register=False) as link:
+            received = link.receive(15.0)
+            assert received is not None
+            bundle = link.bundle(link.run(received[0].metadata.run_id))
+        with zipfile.ZipFile(io.BytesIO(bundle)) as app:
+            assert not any(b"secret-place" in app.read(name) for name in app.namelist())
+            assert any(name.endswith("pyproject.toml") for name in app.namelist())
+        bed.device(
+            *("--root-certificates", str(certs / "ca.crt")),
+            *("--key", str(certs / "devices" / "kitchen"), "--device-id", "kitchen"),
+            *("--node-config", "partition-id=0 num-partitions=2"),
+        )
+        assert server.wait(240) == 0
+    modes = {
+        str(path.relative_to(tmp_path)): path.stat().st_mode & 0o077
+        for path in (tmp_path / "out").rglob("*")
+    }
+    assert "out/run.sqlite" in modes
+    assert "out/summary.json" in modes
+    assert "out/run.log" in modes
+    assert not any(modes.values())

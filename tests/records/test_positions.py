@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+from processes import loopback, raceme
 
-from raceme.records.positions import SCALE, PositionsFile, PositionsReader
+from raceme.records.positions import POSITIONS_FILE, SCALE, PositionsFile, PositionsReader
 
 SQUARE = np.array([[1.0, 1.0], [1.0, -1.0], [-1.0, -1.0], [-1.0, 1.0]])
 QUARTER = np.array([[0.0, 1.0], [-1.0, 0.0]])
@@ -113,3 +115,16 @@ def test_the_end_of_a_run_that_is_resumed_leaves_no_trace(tmp_path: Path) -> Non
 def test_a_folder_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
     PositionsFile(tmp_path / "missing").write(1.0, NAMES, SQUARE)
     assert PositionsReader(tmp_path / "missing").read() == []
+
+
+def test_a_run_that_is_resumed_at_its_end_keeps_all_snapshots(tmp_path: Path) -> None:
+    command = ["run", "--strategy", "fedasync", "--dataset", "digits", "--clients", "5"]
+    command += ["--max-updates", "40", "--eval-every", "20", "--out", "run"]
+    command += ["--checkpoint-every", "1"]
+    with loopback(tmp_path) as bed:
+        assert bed.start("run", raceme(*command)).wait(240) == 0
+        path = tmp_path / "run" / POSITIONS_FILE
+        before = [json.loads(line)["updates"] for line in path.read_text().splitlines()]
+        assert before == [20, 40]
+        assert bed.start("run", raceme("run", "--resume", "run")).wait(240) == 0
+    assert [json.loads(line)["updates"] for line in path.read_text().splitlines()] == before

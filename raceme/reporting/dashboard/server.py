@@ -124,6 +124,7 @@ _POLL_SECONDS = 0.25
 _BREATH_SECONDS = 15.0
 """A stream without news sends a comment so often, or proxies and laptops think it dead."""
 _RETRY_MILLISECONDS = 1000
+_LONGEST_ID = 40
 
 
 Source = RunSource | ComparisonSource
@@ -270,7 +271,8 @@ class Dashboard:
 
 def _seen(text: str) -> tuple[int, int]:
     """Return the generation and the number of pieces that a browser has seen."""
-    generation, _, sent = text.partition("-")
+    # Python reads no numbers of several thousand digits.
+    generation, _, sent = text[:_LONGEST_ID].partition("-")
     if generation.isdecimal() and sent.isdecimal():
         return int(generation), int(sent)
     return 0, 0

@@ -1,0 +1,99 @@
+"""Devices that answer with nothing of use do not end the run of others."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from pathlib import Path
+
+import numpy as np
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    load_pem_private_key,
+)
+from fleets import MODEL, pulled_app
+from flwr.app import Context, Message, RecordDict
+from serving import serving
+
+from raceme.core import events
+from raceme.core.signals import StopSignal
+from raceme.fleet.device import join
+from raceme.flower.fleet_client import Endpoint
+from raceme.flower.fleet_protocol import to_pem
+from raceme.flower.messages import identify_process
+from raceme.strategies import FedAsync, Plan
+
+
+def spoiled(reply: Message, _index: int) -> Message:
+    for record in reply.content.array_records.values():
+        for array in record.values():
+            array.data = array.data[:-4] + np.float32(np.nan).tobytes()
+    return reply
+
+
+def be(address: str, key: bytes, partition: int, spoils: bool) -> None:
+    """Answer as one device; one that spoils leaves after each answer, and comes back."""
+    private = load_pem_private_key(key, None)
+    assert isinstance(private, ec.EllipticCurvePrivateKey)
+    keys = private, private.public_key()
+    app = pulled_app([np.ones(8)] * 2, change=spoiled if spoils else None)
+    while True:
+        with join(Endpoint(address, True), keys, StopSignal(), register=False) as link:
+            while True:
+                if (received := link.receive(0.5)) is None:
+                    continue
+                message = received[1]()
+                identify_process(message.metadata.run_id, link.node_id)
+                context = Context(1, link.node_id, {"partition-id": partition}, RecordDict(), {})
+                works = message.metadata.message_type == "train"
+                if works and not spoils:
+                    # As on a slow fleet.
+                    time.sleep(12)
+                link.send(app(message, context), 0.1)
+                if works and spoils:
+                    break
+        # So that it is missed.
+        time.sleep(1)
+
+
+def test_one_that_leaves_and_comes_back_ends_no_run(tmp_path: Path) -> None:
+    keys = [ec.generate_private_key(ec.SECP384R1()) for _ in range(2)]
+    pems = [key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()) for key in keys]
+    seen: list[events.Event] = []
+    public = [to_pem(key.public_key()) for key in keys]
+    with serving(tmp_path, registered=lambda: public, clients_min=2) as server:
+        spawn = multiprocessing.get_context("spawn")
+        devices = [
+            spawn.Process(target=be, args=(server.address, pems[n], n, n == 1), daemon=True)
+            for n in range(2)
+        ]
+        for device in devices:
+            device.start()
+        try:
+            plan = Plan(eval_every=1000, max_time=40.0)
+            FedAsync().run(server.grid, MODEL, 1000, plan=plan, observe=seen.append)
+        finally:
+            for device in devices:
+                device.kill()
+                device.join(20)
+    rejected = [event for event in seen if isinstance(event, events.UpdateRejected)]
+    # It rests for 0, 1, 3, 7, 15 and 31 seconds, however often it comes back.
+    assert 2 <= len(rejected) <= 8
+    assert any(isinstance(event, events.UpdateApplied) for event in seen)
+    assert isinstance(seen[-1], events.RunEnded)
+    assert seen[-1].ending is events.Ending.LIMIT
+
+
+def test_rejections_of_less_than_half_of_the_clients_do_not_count_as_a_useless_run() -> None:
+    method = FedAsync()
+    progress = method.progress
+    progress.fleet.clients.update(dict.fromkeys(("a", "b", "c"), None))  # type: ignore[arg-type]
+    progress.rejected_in_a_row = {"a": 10_000}
+    assert not progress.uselessness()
+    progress.rejected_in_a_row = {"a": 10_000, "b": 20}
+    assert progress.uselessness().startswith("the last 10020 replies were unusable")
+    progress.rejected_in_a_row = {"a": 40, "b": 40}
+    assert not progress.uselessness()
