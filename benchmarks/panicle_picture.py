@@ -20,7 +20,7 @@ import numpy as np
 from raceme.core.config import RunConfig
 from raceme.runs.experiment import simulate
 from raceme.strategies.panicle import strategy as panicle
-from raceme.strategies.panicle.grouping import best_partition
+from raceme.strategies.panicle.probes import best_partition
 
 matplotlib.use("Agg")
 from matplotlib import pyplot

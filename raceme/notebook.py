@@ -23,9 +23,13 @@ from raceme.records.folder import model_file
 from raceme.records.positions import read_similarity
 from raceme.records.record import RunRecord, read_run
 from raceme.reporting.artefacts import draw_similarity
-from raceme.reporting.clusters_plot import clusters_figure
 from raceme.reporting.console import summary_rows
-from raceme.reporting.plots import accuracy_figure, comparison_figure, devices_figure
+from raceme.reporting.plots import (
+    accuracy_figure,
+    clusters_figure,
+    comparison_figure,
+    devices_figure,
+)
 from raceme.reporting.run_page import read_summary
 from raceme.reporting.style import CLOCK
 

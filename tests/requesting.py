@@ -13,7 +13,7 @@ from raceme.core.messages import LOSSES
 from raceme.core.requests import Answer, InFlight, Request
 from raceme.core.scheduling import Scheduler
 from raceme.strategies import FedAsync
-from raceme.strategies.cdfl.scheduling import OnRequest, RequestParameters
+from raceme.strategies.cdfl.strategy import OnRequest, RequestParameters
 
 
 def asking(requests: str, seconds: float = 10.0, **options: float) -> OnRequest:

@@ -13,7 +13,7 @@ from raceme.core.messages import Vector
 from raceme.core.requests import Outcome, Update
 from raceme.core.scheduling import Scheduler
 from raceme.core.strategy import Method
-from raceme.strategies.cdfl.scheduling import OnRequest, RequestParameters
+from raceme.strategies.cdfl.strategy import OnRequest, RequestParameters
 
 K, SHARPNESS, MIXED = 3, 12.0, 0.2
 

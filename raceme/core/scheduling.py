@@ -2,7 +2,7 @@
 
 A method has one scheduler. With `EveryIdle` it acts on every update at once, with `InRounds` on
 those of a round together. Clients that decide themselves when they work are in
-:mod:`raceme.strategies.cdfl.scheduling`, time cut into windows in
+:mod:`raceme.strategies.cdfl.strategy`, time cut into windows in
 :mod:`raceme.strategies.csafl`. A scheduler knows clients and times, no models.
 """
 

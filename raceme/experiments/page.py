@@ -27,7 +27,7 @@ from raceme.experiments.results import (
 from raceme.experiments.suites import Score, Scored, Timing, described
 from raceme.records.record import RunRecord
 from raceme.reporting.console import PlainTable
-from raceme.reporting.dashboard.page import frozen_comparison
+from raceme.reporting.dashboard import frozen_comparison
 from raceme.reporting.page import PageTable, Tile, number, plot, render, versions_table
 from raceme.reporting.plots import (
     compared_measures,

@@ -20,9 +20,9 @@ from raceme.records.folder import model_file, saved_in
 from raceme.records.positions import Similarity
 from raceme.records.record import RunRecord, read_run
 from raceme.records.summary import write_summary
-from raceme.reporting.clusters_plot import clusters_figure
 from raceme.reporting.plots import (
     accuracy_figure,
+    clusters_figure,
     devices_figure,
     has_scores,
     measure_figure,

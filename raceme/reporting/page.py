@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 import raceme
 from raceme.core.errors import UserError
 from raceme.core.files import atomic_write
-from raceme.reporting.dashboard.page import Frozen
+from raceme.reporting.dashboard import Frozen
 from raceme.reporting.style import FAINT, INK, MUTED, group_colour, style
 
 # -----------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from raceme.records.positions import read_similarity
 from raceme.records.record import Client, Flags, Floats, Integers, RunRecord, read_run
 from raceme.reporting.artefacts import figures_of
 from raceme.reporting.console import summary_rows
-from raceme.reporting.dashboard.page import frozen_run
+from raceme.reporting.dashboard import frozen_run
 from raceme.reporting.page import (
     PageTable,
     Tile,

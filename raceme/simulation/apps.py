@@ -45,8 +45,7 @@ from raceme.records.folder import new_folder
 from raceme.records.record import read_run
 from raceme.records.store import FILE_NAME, RunStore
 from raceme.records.summary import write_summary
-from raceme.reporting.clusters_plot import clusters_figure
-from raceme.reporting.plots import accuracy_figure
+from raceme.reporting.plots import accuracy_figure, clusters_figure
 from raceme.reporting.style import save_figure
 from raceme.reporting.waiting import timeline_figure, waiting_figure
 from raceme.simulation import executor_for, prepare

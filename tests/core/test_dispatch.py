@@ -14,7 +14,7 @@ from raceme.core.requests import InFlight, InvalidReplyError, Outcome, Update
 from raceme.core.scheduling import EveryIdle, InRounds
 from raceme.simulation import Device
 from raceme.strategies import FedAsync
-from raceme.strategies.cdfl.scheduling import OnRequest
+from raceme.strategies.cdfl.strategy import OnRequest
 from raceme.strategies.csafl import IDLE
 
 # Rounds.

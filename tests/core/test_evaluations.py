@@ -23,7 +23,7 @@ from raceme.core.strategy import Method, Needs
 from raceme.simulation import Device, Node, VirtualGrid
 from raceme.simulation.devices import Workload, training_cost
 from raceme.strategies import FedAsync, FedAvg, Plan
-from raceme.strategies.cdfl.scheduling import OnRequest, RequestParameters
+from raceme.strategies.cdfl.strategy import OnRequest, RequestParameters
 
 
 def costly(grid: VirtualGrid) -> VirtualGrid:

@@ -24,7 +24,7 @@ from raceme.core.requests import Answer, InFlight, InvalidReplyError, Request
 from raceme.datasets.drift import Schedule
 from raceme.simulation import Device, VirtualGrid
 from raceme.strategies import FedAsync, Plan
-from raceme.strategies.cdfl.scheduling import OnRequest, RequestParameters
+from raceme.strategies.cdfl.strategy import OnRequest, RequestParameters
 
 
 def every(seconds: float) -> Callable[[Client, float, np.random.Generator], float]:

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 STEP = """
 import sys
-from raceme.cli.output import keep_output
+from raceme.cli import keep_output
 keep_output()
 {body}
 sys.stdout.flush()

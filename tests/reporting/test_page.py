@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
+from raceme.reporting import dashboard as page
 from raceme.reporting import style
-from raceme.reporting.dashboard import page
 
 
 def test_colours_are_those_of_the_plots() -> None:

@@ -26,10 +26,10 @@ from raceme.core.events import (
 )
 from raceme.records.record import RunRecord, read_run
 from raceme.records.store import RunStore
-from raceme.reporting.clusters_plot import clusters_figure
 from raceme.reporting.plots import (
     accuracy_figure,
     client_band,
+    clusters_figure,
     comparison_figure,
     devices_figure,
     similarity_figure,

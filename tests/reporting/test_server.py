@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 
 from raceme.core.events import ClientJoined, UpdateApplied
 from raceme.records.store import RunStore
-from raceme.reporting.dashboard import page
+from raceme.reporting import dashboard as page
 from raceme.reporting.dashboard.server import COOKIE, Dashboard, address_of, bind, serve
 from raceme.reporting.dashboard.source import Watched
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raceme.core.events import Placement
-from raceme.reporting.clusters_plot import Bands, Flow, Streams, extent, flows
+from raceme.reporting.plots import Bands, Flow, Streams, extent, flows
 
 PLACE = {1: 0, 2: 1, 3: 2}
 

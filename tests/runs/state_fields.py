@@ -15,7 +15,7 @@ from raceme.core.requests import Bases
 from raceme.core.scheduling import RoundState
 from raceme.core.strategy import Variant
 from raceme.runs.checkpoints import STATE
-from raceme.strategies.cdfl.scheduling import RequestState
+from raceme.strategies.cdfl.strategy import RequestState
 from raceme.strategies.csafl import WindowState
 from raceme.strategies.fedcompass import ArrivalState
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raceme.strategies.panicle.grouping import (
+from raceme.strategies.panicle.probes import (
     best_partition,
     least_score,
     nearest_group,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from raceme.strategies.panicle.grouping import PartitionDecision, decided
+from raceme.strategies.panicle.probes import PartitionDecision, decided
 
 LEVEL, MOST = 0.45, 12
 

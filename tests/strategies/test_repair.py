@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raceme.strategies.panicle.grouping import comes_from, movers, parts_of_split, plan_reassignment
+from raceme.strategies.panicle.probes import comes_from, movers, parts_of_split, plan_reassignment
 
 
 def test_a_group_that_has_no_cluster_is_split_off() -> None:

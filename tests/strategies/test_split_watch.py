@@ -9,7 +9,7 @@ from raceme.core.clients import Client
 from raceme.core.events import ClusterChange
 from raceme.core.requests import InFlight, Update
 from raceme.strategies import CASA, CASAParameters
-from raceme.strategies.casa.landmarks import SplitWatch
+from raceme.strategies.casa.buffers import SplitWatch
 from raceme.strategies.shared import affinity, laplacian, largest_gap
 
 

@@ -1,1 +1,174 @@
 """A run in the browser: its store read as it grows, and the page that draws it."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from pathlib import Path, PurePosixPath
+
+from markupsafe import Markup
+
+from raceme.core.errors import UserError
+from raceme.reporting.dashboard.source import ComparisonSource, RunSource
+
+_TYPES = {".js": "text/javascript", ".css": "text/css"}
+_ROOT = files("raceme.reporting.dashboard") / "assets"
+_MAIN = "main.js"
+_PLOTTER = "vendor/uPlot.iife.min.js"
+_LICENCE = "vendor/uPlot.LICENSE"
+_STYLES = ("vendor/uPlot.min.css", "board.css")
+
+_IMPORT = re.compile(r'^import (\{[^}]*\}) from "([^"]+)";\n', re.MULTILINE)
+_EXPORT = re.compile(r"^export ((?:function|class|const) (\w+))", re.MULTILINE)
+
+
+def _found(folder: str = "") -> dict[str, str]:
+    """Return the files below a folder that a browser may ask for, with their types."""
+    names: dict[str, str] = {}
+    for entry in (_ROOT / folder if folder else _ROOT).iterdir():
+        name = f"{folder}/{entry.name}" if folder else entry.name
+        if entry.is_dir():
+            names |= _found(name)
+        elif PurePosixPath(name).suffix in _TYPES:
+            names[name] = _TYPES[PurePosixPath(name).suffix]
+    return names
+
+
+ASSETS = _found()
+"""Name of each file to its type."""
+
+
+def read_asset(name: str) -> str:
+    """Return the text of one of the page's files."""
+    return (_ROOT / name).read_text(encoding="utf-8")
+
+
+@cache
+def live_page() -> str:
+    """Return the page that follows a run."""
+    return read_asset("index.html")
+
+
+@cache
+def style() -> str:
+    """Return the style sheets of the panels, for a page that is one file."""
+    return "\n".join(read_asset(name) for name in _STYLES)
+
+
+@cache
+def script() -> str:
+    """Return plotter and modules as one script, for a page that is one file.
+
+    Modules import by name, with no other names and in no circle, and export what they declare: so
+    each one is a function here, which is called with the others' exports at hand.
+    """
+    linked = "".join(_linked(name) for name in _in_order(_MAIN, set()))
+    plotter = f"/*\nuPlot: {read_asset(_LICENCE)}*/\n{read_asset(_PLOTTER)}"
+    return f'{plotter}\n"use strict";\nconst modules = {{}};\n{linked}'
+
+
+def _linked(name: str) -> str:
+    text = read_asset(name)
+    exported = ", ".join(declared for _, declared in _EXPORT.findall(text))
+    text = _IMPORT.sub(
+        lambda found: f'const {found[1]} = modules["{_resolved(name, found[2])}"];\n', text
+    )
+    text = _EXPORT.sub(r"\1", text)
+    return f'modules["{name}"] = (() => {{\n{text}return {{ {exported} }};\n}})();\n'
+
+
+def _in_order(name: str, seen: set[str]) -> list[str]:
+    """Return a module behind all that it imports."""
+    if name in seen:
+        return []
+    seen.add(name)
+    found = []
+    for _, imported in _IMPORT.findall(read_asset(name)):
+        found += _in_order(_resolved(name, imported), seen)
+    return [*found, name]
+
+
+def _resolved(importer: str, imported: str) -> str:
+    parts = list(PurePosixPath(importer).parent.parts)
+    for part in PurePosixPath(imported).parts:
+        if part == "..":
+            parts.pop()
+        elif part != ".":
+            parts.append(part)
+    return "/".join(parts)
+
+
+# -----------------------------------------------------------------------------
+# The page frozen into a file: panels, script and data, without a server.
+# -----------------------------------------------------------------------------
+
+
+_MOST_SCORES = 250_000
+"""Clients' own accuracies that are kept: 1.3 MB of text."""
+_MOST_POSITIONS = 100_000
+"""Positions on the map that are kept: 1 MB."""
+_MOST_BYTES = 30_000_000
+"""A file with more is nothing that one opens; `raceme watch` shows such a run."""
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """What a template needs to hold the panels.
+
+    Attributes
+    ----------
+    style, script : Markup
+        What stands in ``<style>`` and ``<script>``.
+    data : Markup
+        JSON for a ``<script>`` of that type.
+    policy : str
+        The page's content security policy: this script and no other, and no network.
+    """
+
+    style: Markup
+    script: Markup
+    data: Markup
+    policy: str
+
+
+def frozen_run(folder: Path) -> Frozen | None:
+    """Freeze the page of a run; None if it is too large for a file.
+
+    Raises
+    ------
+    UserError
+        The folder cannot be read.
+    """
+    source = RunSource(folder, most_scores=_MOST_SCORES, most_positions=_MOST_POSITIONS)
+    source.read_all()
+    return _frozen(source.pieces)
+
+
+def frozen_comparison(folder: Path) -> Frozen | None:
+    """Freeze the page of a comparison, as :func:`frozen_run` does that of a run."""
+    source = ComparisonSource(folder)
+    while source.poll():
+        pass
+    if source.trouble:
+        raise UserError(source.trouble)
+    return _frozen(source.pieces)
+
+
+def _frozen(pieces: Sequence[str]) -> Frozen | None:
+    if sum(map(len, pieces)) > _MOST_BYTES:
+        return None
+    # JSON may write any letter as its number: no text in it ends the element that it stands in.
+    data = "[" + ",".join(pieces).replace("<", "\\u003c") + "]"
+    program = script()
+    digest = base64.b64encode(hashlib.sha256(program.encode()).digest()).decode()
+    # Figures have their colours in attributes.
+    policy = (
+        f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; "
+        "img-src data:; base-uri 'none'; form-action 'none'"
+    )
+    return Frozen(Markup(style()), Markup(program), Markup(data), policy)

@@ -29,7 +29,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from raceme.core.errors import UserError
 from raceme.flower.ports import HttpConnection, Listener, is_loopback, listen, names_this_machine
-from raceme.reporting.dashboard.page import ASSETS, live_page, read_asset
+from raceme.reporting.dashboard import ASSETS, live_page, read_asset
 from raceme.reporting.dashboard.source import ComparisonSource, RunSource, Watched
 
 # -----------------------------------------------------------------------------

@@ -29,8 +29,16 @@ from raceme.core.options import option, with_defaults
 from raceme.core.requests import InFlight, Outcome, Request, Update
 from raceme.core.strategy import Method, Variant
 from raceme.strategies import shared as spectral
-from raceme.strategies.casa.buffers import Code, Encoder, ModelBuffers, Sketches, WholeModels
-from raceme.strategies.casa.landmarks import Landmarks, SplitWatch, shortener
+from raceme.strategies.casa.buffers import (
+    Code,
+    Encoder,
+    Landmarks,
+    ModelBuffers,
+    Sketches,
+    SplitWatch,
+    WholeModels,
+    shortener,
+)
 from raceme.strategies.shared import client_decay, cluster_decay, omega, staleness_bound
 
 log = getLogger("raceme")

@@ -34,14 +34,6 @@ from raceme.core.options import option
 from raceme.core.requests import InFlight, Outcome, Request, Update
 from raceme.core.strategy import InUse, Method, Needs
 from raceme.flower.messages import Shelf
-from raceme.strategies.panicle.grouping import (
-    comes_from,
-    decided,
-    least_score,
-    nearest_group,
-    parts_of_split,
-    plan_reassignment,
-)
 from raceme.strategies.panicle.probes import (
     HALVES,
     Examples,
@@ -49,8 +41,14 @@ from raceme.strategies.panicle.probes import (
     Sketcher,
     apartness,
     between,
+    comes_from,
+    decided,
     inside,
+    least_score,
+    nearest_group,
     own_share,
+    parts_of_split,
+    plan_reassignment,
     settings_of_probe,
     shown,
     spread,
