@@ -12,8 +12,10 @@ from forking import Commands, commands
 
 @pytest.fixture(autouse=True)
 def _flower_logs_to_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `caplog` see Flower's log, also after a test that had Flower's Ray engine silence it."""
-    monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)
+    """Let `caplog` see Flower's log, also after a command of a test that has silenced it."""
+    logger = logging.getLogger("flwr")
+    logger.setLevel(logging.INFO)
+    monkeypatch.setattr(logger, "propagate", True)
 
 
 @pytest.fixture(autouse=True)

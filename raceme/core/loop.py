@@ -698,11 +698,9 @@ class Loop:
         progress.last_refusal = f"{task.client}: {reason}"
         log.warning("The %s of %s was rejected: %s", task.reply, task.client, reason)
         self._observe(events.UpdateRejected(now, task.client, reason, task.sent_at))
-        if is_away:
-            # Should it be there all the same, it is not asked again at once.
-            client.ready_at = now + _REST_SECONDS[1]
-        elif rests:
+        if is_away or rests:
             client.ready_at = now + _REST_SECONDS[min(client.failures, len(_REST_SECONDS) - 1)]
+        if rests and not is_away:
             client.failures += 1
         self._free(task.client)
         self._apply(self._method.scheduling.lost(task, now))

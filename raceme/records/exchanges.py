@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from raceme.core.errors import UserError
 from raceme.core.timeline import Exchange, Switched
+from raceme.records.folder import MESSAGES as MESSAGES
 
-MESSAGES, CLIENTS, SUMMARY = "messages.csv", "clients.csv", "summary.json"
+CLIENTS, SUMMARY = "clients.csv", "summary.json"
 
 Floats = NDArray[np.float64]
 Span = tuple[float, float]

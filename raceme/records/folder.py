@@ -12,12 +12,13 @@ from urllib.parse import quote
 from raceme.core.config import RunConfig, write_toml
 from raceme.core.errors import PlainFormatter, UserError
 from raceme.core.files import absolute, atomic_write
-from raceme.records.exchanges import MESSAGES
 
 CONFIG = "config.toml"
 ERROR = "error.txt"
 """Why a run of a comparison failed."""
 _STORE = "run.sqlite"
+MESSAGES = "messages.csv"
+"""Every message of a simulated Flower app."""
 _FILES = {
     *(CONFIG, ERROR, _STORE, "run.log", "summary.json"),
     *("similarity.npz", "positions.jsonl", "wall-times.csv", "report.html"),

@@ -512,6 +512,7 @@ class ClientMap(EventHandler):
         """Write the snapshot of the end, unless the last evaluation has one."""
         if self._is_missing:
             self._write(event)
+        self._file.bring_back(event.updates)
 
     def _write(self, event: Evaluated | RunEnded) -> None:
         method, is_last = self._method, isinstance(event, RunEnded)

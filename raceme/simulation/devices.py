@@ -229,9 +229,9 @@ class Device:
         up = load.bytes_up / self.bandwidth_up if self.bandwidth_up else 0.0
         return down + compute * (load.scale * jitter) + up
 
-    def fails(self, task: int) -> bool:
-        """Return whether the reply to a task of this number is an error."""
-        return False
+    def failure(self, task: int) -> str | None:
+        """Return why the reply to a task of this number is an error; None if it is none."""
+        return None
 
     @property
     def is_per_sample(self) -> bool:
@@ -459,6 +459,10 @@ def _kebab(name: str) -> str:
 DROPPED = "the task was lost on the way"
 TOO_SLOW = "the task took longer than its time to live"
 LOST_BEFORE = "the reply was unusable in the recorded run too"
+AWAY_BEFORE = "the client was away in the recorded run too"
+WENT_OFFLINE, IS_OFFLINE = "the device went offline", "the device is offline"
+AWAY = frozenset({AWAY_BEFORE, WENT_OFFLINE, IS_OFFLINE})
+"""What is lost because its device is not there, which is no failure of the device's."""
 
 
 class Outcome(NamedTuple):
@@ -547,7 +551,7 @@ class DeviceModel:
             return Outcome(expires, DROPPED)
         if due > expires:
             return Outcome(expires, TOO_SLOW)
-        return Outcome(due, LOST_BEFORE if self.device.fails(number) else None)
+        return Outcome(due, self.device.failure(number))
 
     def stop(self) -> None:
         """Drop all work: the device has gone offline."""
@@ -653,6 +657,8 @@ PREFIX = "trace:"
 """Begins the name of a device profile that is the folder of a run."""
 
 
+_LEFT = "went offline"
+"""What a server says of work whose device has left."""
 _SERVER_SECONDS = 1.0
 """A longer time between a reply and the next task is not the server's work."""
 _MOMENT = 1e-3
@@ -665,12 +671,12 @@ class Leg(NamedTuple):
     ----------
     seconds : float
         From sending it to having its reply.
-    lost : bool
-        The reply was unusable.
+    failure : str or None
+        Why the reply was unusable.
     """
 
     seconds: float
-    lost: bool
+    failure: str | None = None
 
 
 @dataclass(frozen=True)
@@ -693,9 +699,9 @@ class TracedDevice(Device):
         """Return the mean of the recorded times."""
         return fmean(leg.seconds for leg in self.legs)
 
-    def fails(self, task: int) -> bool:
-        """Return whether the recorded task was lost."""
-        return self.legs[task % len(self.legs)].lost
+    def failure(self, task: int) -> str | None:
+        """Return why the recorded task was lost, if it was."""
+        return self.legs[task % len(self.legs)].failure
 
 
 def traced_fleet(folder: str, clients: int) -> tuple[list[Device], list[str]]:
@@ -749,28 +755,35 @@ def _recorded_clients(folder: str, record: RunRecord, clients: int) -> list[str]
 
 def _legs(record: RunRecord, name: str) -> tuple[Leg, ...]:
     """Return a client's tasks in the order in which it was given them."""
+    updates, rejections = record.updates, record.rejections
+    failures = [
+        AWAY_BEFORE if any(away in reason for away in (*AWAY, _LEFT)) else LOST_BEFORE
+        for reason in rejections.reason
+    ]
     tasks = sorted(
-        (float(sent), float(returned), lost)
-        for rows, lost in ((record.updates, False), (record.rejections, True))
-        for sent, returned, client in zip(rows.dispatched_at, rows.time, rows.client, strict=True)
+        (float(sent), float(returned), failure)
+        for rows, reasons in ((updates, [""] * len(updates.time)), (rejections, failures))
+        for sent, returned, client, failure in zip(
+            rows.dispatched_at, rows.time, rows.client, reasons, strict=True
+        )
         if client == name
     )
     # In rounds a client waits for the others, which is not its own time.
     asynchronous = bool(record.updates.staleness.any())
     joined = {client.client: client.joined_at for client in record.clients}
     legs, before = [], joined.get(name, -math.inf)
-    for sent, returned, lost in tasks:
+    for sent, returned, failure in tasks:
         # What the server took to hand out the next task belongs to the recorded rhythm.
         gap = sent - before
         seconds = returned - sent + (gap if asynchronous and 0 < gap < _SERVER_SECONDS else 0.0)
-        legs.append(Leg(seconds, lost))
+        legs.append(Leg(seconds, failure or None))
         # After an unusable reply a method lets the client rest: a replay does so by itself.
-        before = -math.inf if lost else returned
+        before = -math.inf if failure else returned
     # What it was at when the run ended took longer than until then: a replay in which it would
     # come back earlier could not be the recorded run.
     open_for = record.end - max(returned for _, returned, _ in tasks)
     if legs[0].seconds <= open_for:
-        legs.append(Leg(open_for + _MOMENT, lost=False))
+        legs.append(Leg(open_for + _MOMENT))
     return tuple(legs)
 
 

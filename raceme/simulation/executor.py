@@ -170,8 +170,10 @@ def answer(
     """
     flower.start_now(message)
     try:
-        number = int(message.metadata.message_id)
-        with nullcontext() if seed is None else own_randomness([seed, context.node_id, number]):
+        own = nullcontext()
+        if seed is not None:
+            own = own_randomness([seed, context.node_id, int(message.metadata.message_id)])
+        with own:
             reply = client_app(message, context)
         if not isinstance(reply, Message):
             raise TypeError(f"the ClientApp returned no Message but {reply!r}")

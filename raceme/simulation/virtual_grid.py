@@ -18,7 +18,10 @@ from raceme.flower import messages as flower
 from raceme.flower.grid import PatientGrid
 from raceme.records.record import Communication
 from raceme.simulation.devices import (
+    AWAY,
+    IS_OFFLINE,
     PREFIX,
+    WENT_OFFLINE,
     Cost,
     Device,
     DeviceModel,
@@ -536,7 +539,7 @@ class VirtualGrid(PatientGrid):
         if client is None:
             pending.lost = f"there is no node {node_id}"
         elif node_id not in self._online:
-            pending.lost, pending.due = "the device is offline", min(expires, now + self._notice)
+            pending.lost, pending.due = IS_OFFLINE, min(expires, now + self._notice)
         else:
             device = client.device
             load = self._cost(message, client.context, device.examples)
@@ -612,7 +615,8 @@ class VirtualGrid(PatientGrid):
         pending = self._pending.pop(message_id)
         client = pending.client
         if pending.lost is not None:
-            code = flower.NODE_UNAVAILABLE if client is None else flower.REPLY_MESSAGE_UNAVAILABLE
+            is_away = client is None or pending.lost in AWAY
+            code = flower.NODE_UNAVAILABLE if is_away else flower.REPLY_MESSAGE_UNAVAILABLE
             reply = flower.error_reply(pending.message, code, pending.lost)
         else:
             assert client is not None, "a message to no node is lost"
@@ -658,7 +662,7 @@ class VirtualGrid(PatientGrid):
                 self._drop(message_id)
                 continue
             self._executor.cancel(message_id)
-            pending.lost = "the device went offline"
+            pending.lost = WENT_OFFLINE
             noticed = min(pending.expires, self._queue.now + self._notice)
             if pending.due != noticed:
                 self._queue.cancel(pending.event)

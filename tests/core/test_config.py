@@ -460,8 +460,14 @@ def test_options_that_cannot_be_read_are_one_line(
     options_type: object, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Moons, "options_type", options_type)
+    config = config_of(dataset="moons")
+
+    def read() -> None:
+        config.to_mapping()
+        config.read(Moons.options_type)
+
     with pytest.raises(UserError, match=said):
-        config_of(dataset="moons").to_mapping()
+        read()
 
 
 @pytest.mark.parametrize(

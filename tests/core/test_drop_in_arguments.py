@@ -107,7 +107,7 @@ def test_a_start_that_is_impossible_is_said(told: dict, words: str) -> None:
 
 def test_one_of_flowers_strategies_around_one_of_ours_is_said() -> None:
     wrapped = flower.DifferentialPrivacyServerSideFixedClipping(CASA(), 0.1, 1.0, 5)
-    with pytest.raises(UserError, match=r"cannot be put around CASA.* LocalDpMod"):
+    with pytest.raises(UserError, match=r"cannot be put around it.* CASA's .* LocalDpMod"):
         wrapped.start(grid_of(numpy_app()), initial_numpy())
 
 

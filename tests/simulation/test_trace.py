@@ -76,7 +76,7 @@ def test_a_longer_run_begins_again_with_the_first_recorded_task(tmp_path: Path) 
 
 
 def test_the_mean_duration_is_that_of_the_recorded_tasks() -> None:
-    device = TracedDevice(legs=(Leg(1.0, False), Leg(3.0, True)))
+    device = TracedDevice(legs=(Leg(1.0), Leg(3.0, "lost")))
     assert device.mean_duration(Workload(examples=10)) == 2.0
 
 
