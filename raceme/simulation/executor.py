@@ -22,7 +22,7 @@ import tempfile
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from multiprocessing import forkserver
@@ -170,10 +170,10 @@ def answer(
     """
     flower.start_now(message)
     try:
-        own = nullcontext()
-        if seed is not None:
-            own = own_randomness([seed, context.node_id, int(message.metadata.message_id)])
-        with own:
+        with ExitStack() as stack:
+            if seed is not None:
+                drawn = [seed, context.node_id, int(message.metadata.message_id)]
+                stack.enter_context(own_randomness(drawn))
             reply = client_app(message, context)
         if not isinstance(reply, Message):
             raise TypeError(f"the ClientApp returned no Message but {reply!r}")
