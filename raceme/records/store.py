@@ -222,6 +222,7 @@ def _event(time: float, kind: str, body: str) -> Event:
         It holds none.
     """
     try:
+        time = float(time)
         tree, known = json.loads(body), _KINDS[kind]
         if known is Evaluated:
             scores = tree["per_client"]
