@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.app import Message
 
 from raceme.core import messages as names
-from raceme.core.errors import UserError
+from raceme.core.errors import UserError, printable
 from raceme.core.events import ClaimRefused
 from raceme.core.messages import count_of, error_line, name_of
 from raceme.flower.messages import CLIENT_APP_RAISED_EXCEPTION, INVALID_APP, LOAD_APP_EXCEPTION
@@ -449,7 +449,8 @@ class Fleet:
         elif _NO_QUERY not in (reply.error.reason or ""):
             if reply.error.code in _FINAL:
                 self.refused[node_id] = ""
-            return f"node {node_id} did not answer its greeting: {error_line(reply)}"
+            reason = f"node {node_id} did not answer its greeting: {error_line(reply)}"
+            return printable(reason)
         # Any Flower ClientApp can take part: one that answers no queries is its node, and how many
         # examples it has comes with its first update. Until then it stands for no size of a client.
         client_id = name_of(stated.get(names.CLIENT_ID, f"node-{node_id}"))

@@ -272,8 +272,8 @@ class RunConfig:
     checkpoint_every: int = option(0, "updates between two checkpoints (0: none by updates)", low=0)
     checkpoint_seconds: float | None = option(
         None,
-        "wall-clock time between two checkpoints (0: none by time; auto: 60 on real devices, "
-        "and in comparisons, 0 in a run on virtual time)",
+        "wall-clock time between two checkpoints (0: none by time; auto: as often as takes 2 % "
+        "of the time on real devices, 60 in comparisons, 0 in a run on virtual time)",
         unit=SECONDS,
         low=0,
     )

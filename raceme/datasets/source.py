@@ -20,6 +20,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
+from tokenize import TokenError
 from types import ModuleType
 from typing import IO, Any, TypeVar
 from zipfile import BadZipFile, ZipFile
@@ -717,7 +718,14 @@ def read_arrays(path: Path, names: Collection[str] | None = None) -> dict[str, N
             return {name: _read(path, archive, members[name]) for name in wanted}
     except (BadZipFile, EOFError, ValueError, TypeError, NotImplementedError) as error:
         raise ReadingError(" ".join(str(error).split())[:200] or "it is damaged") from None
-    except (SyntaxError, RecursionError, MemoryError, OverflowError, LookupError) as error:
+    except (
+        SyntaxError,
+        TokenError,
+        RecursionError,
+        MemoryError,
+        OverflowError,
+        LookupError,
+    ) as error:
         raise ReadingError(f"an array's header is malformed ({type(error).__name__})") from None
     except (RuntimeError, ZlibError) as error:
         raise ReadingError(f"it is damaged ({' '.join(str(error).split())[:200]})") from None

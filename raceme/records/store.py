@@ -21,7 +21,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from raceme.core import events
@@ -220,6 +220,7 @@ def _event(time: float, kind: str, body: str) -> Event:
         It holds none.
     """
     try:
+        time = float(time)
         tree, known = json.loads(body), _KINDS[kind]
         if change := _READ.get(known):
             change(tree)
@@ -336,7 +337,9 @@ _BATCH = 500
 _MILESTONES = (Evaluated, TasksTested, RunEnded)
 """Kinds of events that are written at once."""
 _SECONDS = 1.0
-"""Events are kept in memory no longer than this; programs that watch the run see them by then."""
+"""Events are kept in memory no longer than this: a dashboard shows them by then."""
+_PAUSES = (0.1, 0.5, 2.0, 5.0)
+"""Seconds before a transaction is tried again for which no file could be opened."""
 
 # A row that is there already is left alone: Ctrl-C can come between the end of a transaction and
 # the moment at which the rows in memory are forgotten, and they are then written a second time.
@@ -425,10 +428,7 @@ class RunStore(AbstractContextManager["RunStore"]):
                 self._rows, last = [], self._event
             if not self.failure:
                 try:
-                    with connection:
-                        connection.executemany(_INSERT, self._leaving)
-                        while self._schemas:
-                            connection.execute(_view_of(self._schemas.pop()))
+                    self._insert(connection)
                 except sqlite3.Error as error:
                     self.failure = f"{error}, after {self._written} of {last} events"
             # Ctrl-C before this line leaves the rows for the next time.
@@ -437,6 +437,24 @@ class RunStore(AbstractContextManager["RunStore"]):
                 raise UserError(f"Cannot write {self.path}: {self.failure}.")
             self._written = last
             return last
+
+    def _insert(self, connection: sqlite3.Connection) -> None:
+        """Write the rows that are leaving; wait a while for a file that cannot be opened now."""
+        schemas = list(self._schemas)
+        for pause in (*_PAUSES, None):
+            try:
+                with connection:
+                    connection.executemany(_INSERT, self._leaving)
+                    for schema in schemas:
+                        connection.execute(_view_of(schema))
+            except sqlite3.OperationalError as error:
+                # The journal of a transaction is a file: all descriptors may be in use.
+                if pause is None or error.sqlite_errorcode != sqlite3.SQLITE_CANTOPEN:
+                    raise
+                sleep(pause)
+            else:
+                del self._schemas[: len(schemas)]
+                return
 
     def close(self) -> None:
         """Write what is left, if that is possible, and close the file; twice does no harm."""

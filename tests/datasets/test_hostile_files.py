@@ -65,6 +65,7 @@ def load(path: Path) -> None:
         (headed("(" * 9000 + ")" * 9000), "header"),
         (headed("-" * 9000 + "1"), "header"),
         (headed("import os"), "header"),
+        (headed("{'descr': ("), "header"),
         (b"\x93NUMPY\x02\x00" + struct.pack("<I", 2**31) + b" " * 1000, "header"),
         (b"\x93NUMPY\x03\x00" + bytes(100), r"format 3\.0"),
         (b"hello", "magic"),

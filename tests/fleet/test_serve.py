@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sqlite3
+import time
 import urllib.request
 from contextlib import closing
 from pathlib import Path
@@ -222,3 +223,16 @@ def test_tls_and_registered_keys_keep_everybody_else_out(tmp_path: Path) -> None
         assert foreign_key.stop() == 0
     out = tmp_path / "out"
     are_applied_once(out, len(updates(out)))
+
+
+def test_a_kill_undoes_little_by_default(tmp_path: Path) -> None:
+    checkpoints = tmp_path / "out" / CHECKPOINTS
+    with loopback(tmp_path) as bed:
+        server = start_server(bed, "--max-updates", "1000000")
+        start_device(bed, 0)
+        server.wait_for(r"update +1 ", 240)
+        begun = time.monotonic()
+        while len(list(checkpoints.glob("*.safetensors"))) < 2:
+            assert time.monotonic() < begun + 30, "no second checkpoint"
+            time.sleep(0.5)
+        server.handle.kill()

@@ -15,13 +15,13 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 from fleets import MODEL, pulled_app
-from flwr.app import Context, Message, RecordDict
+from flwr.app import Context, Error, Message, RecordDict
 from serving import serving
 
 from raceme.core import events
 from raceme.core.signals import StopSignal
 from raceme.fleet.device import join
-from raceme.flower.fleet_client import Endpoint
+from raceme.flower.fleet_client import Endpoint, Keys
 from raceme.flower.fleet_protocol import to_pem
 from raceme.flower.messages import identify_process
 from raceme.strategies import FedAsync, Plan
@@ -34,11 +34,15 @@ def spoiled(reply: Message, _index: int) -> Message:
     return reply
 
 
+def keys_of(pem: bytes) -> Keys:
+    private = load_pem_private_key(pem, None)
+    assert isinstance(private, ec.EllipticCurvePrivateKey)
+    return private, private.public_key()
+
+
 def be(address: str, key: bytes, partition: int, spoils: bool) -> None:
     """Answer as one device; one that spoils leaves after each answer, and comes back."""
-    private = load_pem_private_key(key, None)
-    assert isinstance(private, ec.EllipticCurvePrivateKey)
-    keys = private, private.public_key()
+    keys = keys_of(key)
     app = pulled_app([np.ones(8)] * 2, change=spoiled if spoils else None)
     while True:
         with join(Endpoint(address, True), keys, StopSignal(), register=False) as link:
@@ -57,6 +61,35 @@ def be(address: str, key: bytes, partition: int, spoils: bool) -> None:
                     break
         # So that it is missed.
         time.sleep(1)
+
+
+def complain(address: str, key: bytes) -> None:
+    """Answer everything with a long error."""
+    with join(Endpoint(address, True), keys_of(key), StopSignal(), register=False) as link:
+        while True:
+            if (received := link.receive(0.5)) is not None:
+                message = received[1]()
+                identify_process(message.metadata.run_id, link.node_id)
+                link.send(Message(Error(0, "x" * 5000), reply_to=message), 0.1)
+
+
+def test_the_reason_of_a_rejection_is_a_short_line(tmp_path: Path) -> None:
+    key = ec.generate_private_key(ec.SECP384R1())
+    pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    seen: list[events.Event] = []
+    with serving(tmp_path, registered=lambda: [to_pem(key.public_key())]) as server:
+        spawn = multiprocessing.get_context("spawn")
+        device = spawn.Process(target=complain, args=(server.address, pem), daemon=True)
+        device.start()
+        try:
+            plan = Plan(eval_every=1000, max_time=4.0)
+            FedAsync().run(server.grid, MODEL, 1000, plan=plan, observe=seen.append)
+        finally:
+            device.kill()
+            device.join(20)
+    reasons = [event.reason for event in seen if isinstance(event, events.UpdateRejected)]
+    assert "did not answer its greeting: xxx" in reasons[0]
+    assert max(map(len, reasons)) <= 300
 
 
 def test_one_that_leaves_and_comes_back_ends_no_run(tmp_path: Path) -> None:

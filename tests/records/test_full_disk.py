@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import resource
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +19,7 @@ from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
 from raceme.core.events import Event, UpdateApplied
 from raceme.records.folder import log_file, saved_in
-from raceme.records.store import read_events
+from raceme.records.store import RunStore, read_events
 from raceme.reporting.artefacts import missing_line, write_all
 from raceme.runs.checkpoints import CheckpointFolder
 from raceme.runs.experiment import Outcome, simulate
@@ -119,3 +121,23 @@ def test_a_run_that_cannot_begin_leaves_the_folder_for_the_next(tmp_path: Path) 
         simulate(keys)
     assert run(tmp_path / "out", max_updates=3).unwritten == {}
     assert not CheckpointFolder(tmp_path / "out").path.exists()
+
+
+def test_a_moment_without_file_descriptors_loses_no_event(tmp_path: Path) -> None:
+    """As when connections have taken them all."""
+    event = UpdateApplied(1, 1.0, "a", 0, 0, 0, 0.5, 0.5, 0.1, 4, 4)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with RunStore(tmp_path) as store:
+        store.observe(event)
+        # No file can be opened above the highest number that is free now.
+        free = os.dup(0)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+        later = threading.Timer(1.0, resource.setrlimit, (resource.RLIMIT_NOFILE, (soft, hard)))
+        later.start()
+        try:
+            store.commit()
+        finally:
+            later.join()
+        assert not store.failure
+    assert read_events(tmp_path) == [event]

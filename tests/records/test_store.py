@@ -515,3 +515,18 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="Cannot write"):
         RunStore(tmp_path / "file" / "run")
+
+
+@pytest.mark.parametrize("time", [None, "soon"])
+def test_a_forged_time_is_named(tmp_path: Path, time: str | None) -> None:
+    with RunStore(tmp_path) as store:
+        store.observe(UpdateApplied(1, 1.0, "a", 0, 0, 0, 0.5, 0.5, 0.1, 4, 4))
+    with closing(sqlite3.connect(tmp_path / "run.sqlite")) as connection, connection:
+        connection.execute("PRAGMA writable_schema = 1")
+        connection.execute(
+            "UPDATE sqlite_master SET sql = replace(sql, 'time REAL NOT NULL', 'time REAL')"
+        )
+    with closing(sqlite3.connect(tmp_path / "run.sqlite")) as connection, connection:
+        connection.execute("UPDATE events SET time = ?", (time,))
+    with pytest.raises(UserError, match="no UpdateApplied can be read"):
+        read_events(tmp_path)
