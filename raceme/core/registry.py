@@ -44,7 +44,7 @@ SERVER = {
 }
 """Packages of the extra ``server`` as they are imported, and as they are installed."""
 
-INSTALL = "python3 -m pip install -e '.[server]'"
+INSTALL = "python3 -m pip install 'raceme[server]'"
 """What installs them, typed in a checkout."""
 
 
@@ -66,8 +66,8 @@ def explained(error: ModuleNotFoundError) -> Exception:
     if package is None:
         return error
     return UserError(
-        f"{package} is not installed: this is an installation for a device. On a host, type in "
-        f"Raceme's folder: {INSTALL}"
+        f"{package} is not installed: this is an installation for a device. On a host "
+        f"type: {INSTALL}"
     )
 
 

@@ -38,7 +38,7 @@ NAME = "ray"
 ADDRESS = "ray://"
 """What the address of Ray's own client begins with."""
 
-INSTALL = "python3 -m pip install -e '.[simulation]'"
+INSTALL = "python3 -m pip install 'raceme[simulation]'"
 _CONNECT_SECONDS = 20.0
 _NODE_SECONDS = 60.0
 """Time for a node to say what is installed there: it starts a process for it."""
