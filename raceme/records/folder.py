@@ -20,9 +20,19 @@ _STORE = "run.sqlite"
 MESSAGES = "messages.csv"
 """Every message of a simulated Flower app."""
 _FILES = {
-    *(CONFIG, ERROR, _STORE, "run.log", "summary.json"),
-    *("similarity.npz", "positions.jsonl", "wall-times.csv", "report.html"),
-    *("accuracy.png", "clusters.png", "devices.png", "similarity.png"),
+    CONFIG,
+    ERROR,
+    _STORE,
+    "run.log",
+    "summary.json",
+    "similarity.npz",
+    "positions.jsonl",
+    "wall-times.csv",
+    "report.html",
+    "accuracy.png",
+    "clusters.png",
+    "devices.png",
+    "similarity.png",
 }
 _FIGURE = b"Software\0Raceme"
 """In the head of every figure, those of methods' own measures included."""

@@ -95,7 +95,12 @@ VIEWS: Mapping[str, str] = {
     "evaluations": (
         _view(
             "Evaluated",
-            *("updates", "accuracy", "loss", "clusters", "asked", "weighted_accuracy"),
+            "updates",
+            "accuracy",
+            "loss",
+            "clusters",
+            "asked",
+            "weighted_accuracy",
             unit="measure.unit",
         ).replace(
             " FROM", ", (SELECT count(*) FROM json_each(body, '$.per_client')) AS answered FROM", 1

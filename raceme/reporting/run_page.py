@@ -220,8 +220,16 @@ def clients_table(record: RunRecord) -> PageTable:
     total = len(record.clients)
     shown = f"{len(rows)} of {total:,} clients" if len(rows) < total else f"{total} clients"
     heads = (
-        *("client", "group", "cluster", "examples", "updates", "rejected", "median task (s)"),
-        *("at work", "median staleness", record.measure.word),
+        "client",
+        "group",
+        "cluster",
+        "examples",
+        "updates",
+        "rejected",
+        "median task (s)",
+        "at work",
+        "median staleness",
+        record.measure.word,
     )
     return PageTable(f"The numbers: {shown}", heads, rows)
 
@@ -502,8 +510,18 @@ def _typical(values: list[float]) -> str:
 
 
 _OPTIONS = (
-    *("strategy", "dataset", "data-root", "model", "clients", "partition", "devices"),
-    *("max-updates", "max-time", "target-accuracy", "eval-every", "seed"),
+    "strategy",
+    "dataset",
+    "data-root",
+    "model",
+    "clients",
+    "partition",
+    "devices",
+    "max-updates",
+    "max-time",
+    "target-accuracy",
+    "eval-every",
+    "seed",
 )
 """Keys that are shown as options of their own, in this order; the others follow --set."""
 _NEVER = ("out", "resume", "strategy", "dataset", "seed")
@@ -724,9 +742,13 @@ def _evaluations(record: RunRecord) -> PageTable:
     some = f"{len(rows)} of " if len(rows) < len(found.time) else ""
     title = f"The numbers: {some}{plural(len(found.time), 'evaluation')}"
     heads = (
-        *("time (s)", "updates", record.measure.label),
+        "time (s)",
+        "updates",
+        record.measure.label,
         *(["by test examples"] if weighted else []),
-        *("loss", "clusters", "clients that answered"),
+        "loss",
+        "clusters",
+        "clients that answered",
     )
     return PageTable(title, heads, rows, words=())
 
