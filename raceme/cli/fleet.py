@@ -169,6 +169,23 @@ class _Formatter(PlainFormatter):
 
 def serve(
     keys: Mapping[str, Value],
+    app: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[APP_DIR]",
+            help="folder of a Flower app, which is served instead of Raceme's; with --strategy, "
+            "that method takes the place of the app's strategy",
+            show_default=False,
+        ),
+    ] = None,
+    run_config: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="'KEY=VALUE …'",
+            help="with APP_DIR: changes the app's run config, as in `flwr run`",
+            show_default=False,
+        ),
+    ] = None,
     address: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="where devices connect")
     ] = "0.0.0.0:9092",
@@ -215,7 +232,8 @@ def serve(
 ) -> None:
     """Be the server: hold a run, and let devices (raceme device) train for it.
 
-    The same command with the same --out resumes a run that was stopped or has crashed.
+    The same command with the same --out resumes a run that was stopped or has crashed. With APP_DIR
+    it serves a Flower app of your own, whose run cannot be resumed.
     """
     parsed_address("--address", address, "0.0.0.0:9092")
     if http is not None:
@@ -228,13 +246,22 @@ def serve(
     # What matters of gRPC's own lines about a port that is taken is said in ours.
     if os.environ.get("GRPC_VERBOSITY", "error") == "error":
         os.environ["GRPC_VERBOSITY"] = "none"
-    from raceme.cli.run import end_with
+    from raceme.cli.run import end_app_with, end_with
     from raceme.core.signals import StopRequest
-    from raceme.fleet.serve import ServeOptions, is_complete, prepare, with_device_keys
+    from raceme.fleet.serve import ServeOptions, is_complete, prepare, serve_app, with_device_keys
     from raceme.fleet.serve import serve as run
     from raceme.reporting.console import RunProgress
 
     folder = None if certificates is None else certificates.expanduser()
+    if app is not None:
+        if watch:
+            raise UserError("--watch is for Raceme's own app: use `raceme watch` with the --out.")
+        options = ServeOptions(address, folder, any_device, clients_min, metrics, reconnect, http)
+        show_log(sys.stdout, PlainFormatter("%(levelname)s: %(message)s"))
+        end_app_with(*serve_app(app, run_config or (), keys, options))
+        return
+    if run_config:
+        raise UserError("--run-config changes the run config of an app: name its folder, APP_DIR.")
     settings = prepare(keys if any_device else with_device_keys(keys, folder))
     if is_complete(settings):
         print(f"The run in {settings.out} is complete: a higher --max-updates goes on with it.")

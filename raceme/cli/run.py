@@ -18,6 +18,7 @@ from raceme.core.options import Value
 
 if TYPE_CHECKING:
     from raceme.runs.experiment import Outcome
+    from raceme.simulation.apps import AppEnding
 
 
 def run(keys: Mapping[str, Value], watch: Watch = False, watch_address: Address = ADDRESS) -> None:
@@ -82,6 +83,15 @@ def end_with(outcome: Outcome) -> None:
     if outcome.interrupted:
         raise typer.Exit(130)
     if not outcome.complete:
+        raise typer.Exit(1)
+
+
+def end_app_with(ending: AppEnding, reason: str) -> None:
+    """End a command by how the ServerApp of a Flower app has ended: nothing if it returned."""
+    if ending == "interrupted":
+        raise typer.Exit(130)
+    if ending != "returned":
+        print(f"raceme: {reason}.", file=sys.stderr)
         raise typer.Exit(1)
 
 
@@ -190,7 +200,7 @@ def simulate(
     ServerApp and ClientApp are used as they are, whatever the strategy.
     """
     from raceme.reporting.waiting import print_simulation
-    from raceme.simulation.apps import AppEnding, Settings, write_results
+    from raceme.simulation.apps import Settings, write_results
     from raceme.simulation.apps import simulate as run
 
     for name, seconds in (("--max-time", max_time), ("--max-wall-time", max_wall_time)):
@@ -219,11 +229,7 @@ def simulate(
     print_simulation(summary, simulated.out)
     if unwritten:
         print(f"raceme: {', '.join(unwritten)} could not be written.", file=sys.stderr)
-    if simulated.ending is AppEnding.INTERRUPTED:
-        raise typer.Exit(130)
-    if simulated.ending is not AppEnding.RETURNED:
-        print(f"raceme: {simulated.reason}.", file=sys.stderr)
-        raise typer.Exit(1)
+    end_app_with(simulated.ending, simulated.reason)
     if summary["trains_in_vain"]:
         first = summary["first_failure"]
         print(f"raceme: all training failed. The first failure: {first}", file=sys.stderr)

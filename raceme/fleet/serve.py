@@ -10,15 +10,17 @@ import sqlite3
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeVar
 
+import click
 import tomli_w
 import uvicorn
+from flwr.app import Message, MessageType
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST, generate_latest
@@ -33,6 +35,7 @@ from raceme.core.config import RunConfig, as_tables, read_toml
 from raceme.core.errors import UserError, printable
 from raceme.core.events import (
     ClaimRefused,
+    Event,
     EventHandler,
     Observer,
     RunEnded,
@@ -41,15 +44,21 @@ from raceme.core.events import (
     UpdateRejected,
 )
 from raceme.core.options import Value
-from raceme.core.strategy import StopCheck, never_stop
+from raceme.core.signals import interrupted_by_signals
+from raceme.core.strategy import Method, StopCheck, never_stop
 from raceme.fleet.certificates import DEVICE_KEYS, read_certificates, registered_keys
 from raceme.fleet.served_grid import ServedGrid
 from raceme.fleet.tasks import OWN_APP
-from raceme.flower.app import App, build_bundle
+from raceme.flower.app import App, app_metadata, build_bundle, server_context
 from raceme.flower.fleet_client import Certificates
 from raceme.flower.fleet_server import FleetApi, PortInUseError
 from raceme.flower.link_state import RECONNECT_SECONDS, LinkState
-from raceme.flower.messages import MESSAGE_UNAVAILABLE, NODE_UNAVAILABLE, REPLY_MESSAGE_UNAVAILABLE
+from raceme.flower.messages import (
+    MESSAGE_UNAVAILABLE,
+    NODE_UNAVAILABLE,
+    REPLY_MESSAGE_UNAVAILABLE,
+    size_of,
+)
 from raceme.flower.ports import (
     HttpConnection,
     is_loopback,
@@ -57,10 +66,14 @@ from raceme.flower.ports import (
     most_connections,
     names_this_machine,
 )
+from raceme.records.folder import new_folder
 from raceme.records.store import read_events
 from raceme.runs import experiment
 from raceme.runs.checkpoints import CHECKPOINTS
 from raceme.runs.experiment import Outcome
+from raceme.simulation import apps
+from raceme.simulation.apps import AppEnding, FlowerApp
+from raceme.simulation.devices import category
 from raceme.training.models import initial_arrays
 
 # -----------------------------------------------------------------------------
@@ -362,6 +375,8 @@ class StatusPort:
 
 log = logging.getLogger("raceme.serve")
 
+GridT = TypeVar("GridT", bound=ServedGrid)
+
 _ANSWER_SECONDS = 2.0
 _TURN_SECONDS = 300.0
 """A server that has not answered a call, or a method not looked for replies, for so long fails."""
@@ -480,39 +495,16 @@ def serve(
     UserError
         Options conflict, a port or folder is taken, or a file cannot be written.
     """
-    certificates, registered = _credentials(options)
     state = LinkState(app_of(config))
-    state.reconnect = options.reconnect
     model = sum(len(array.data) for array in initial_arrays(config).values())
     state.largest = _LEAST_LIMIT + _MODELS_LIMIT * model
-    api = FleetApi(
-        state, options.address, certificates, registered, options.http, most_connections()
-    )
     strategy = experiment.build_strategy(config)
     metrics = Metrics(state, lambda: strategy.progress.fleet.by_node, lambda: len(strategy.models))
-    api.calls.on_call = metrics.hear
+    out = Path(config.out)
+    grid_of = partial(ServedGrid, state, out / CHECKPOINTS, stopping=stop)
     try:
-        with ExitStack() as stack:
-            stack.enter_context(_private_files())
-            stack.enter_context(api)
-            grid = ServedGrid(
-                state,
-                Path(config.out) / CHECKPOINTS,
-                partial(_listen, api, options),
-                clients_min=options.clients_min,
-                stopping=stop,
-            )
-            stack.callback(grid.close)
-            port = _status_port(options, metrics.page, partial(_health, api, grid, state))
-            if port is not None:
-                stack.enter_context(port)
+        with _private_files(), _answering(state, options, metrics, grid_of) as grid:
             return experiment.conduct(config, strategy, grid, *observers, metrics, stop=stop)
-    except PortInUseError as error:
-        option = "--http" if error.address == options.http else "--address"
-        raise UserError(
-            f"Cannot listen on {error.address}: another process has the port, or the address is "
-            f"not this host's. Stop that process, or choose another with {option}."
-        ) from None
     except (OSError, sqlite3.OperationalError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         if isinstance(error, OSError) and error.errno not in _UNWRITABLE:
@@ -521,6 +513,54 @@ def serve(
             f"Cannot go on writing to {config.out}: {reason}. When that is mended, the same "
             "command resumes from the last checkpoint."
         ) from error
+
+
+@contextmanager
+def _answering(
+    state: LinkState,
+    options: ServeOptions,
+    metrics: Metrics,
+    grid_of: Callable[..., GridT],
+) -> Iterator[GridT]:
+    """Answer devices and monitors from a link state meanwhile; yield the grid on it.
+
+    Parameters
+    ----------
+    state : LinkState
+        Nodes and messages of the run.
+    options : ServeOptions
+        Options of the server.
+    metrics : Metrics
+        Figures of the run.
+    grid_of : Callable
+        Makes the grid, given `listen` and `clients_min`.
+
+    Raises
+    ------
+    UserError
+        Options conflict, or a port is taken.
+    """
+    certificates, registered = _credentials(options)
+    state.reconnect = options.reconnect
+    api = FleetApi(
+        state, options.address, certificates, registered, options.http, most_connections()
+    )
+    api.calls.on_call = metrics.hear
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(api)
+            grid = grid_of(listen=partial(_listen, api, options), clients_min=options.clients_min)
+            stack.callback(grid.close)
+            port = _status_port(options, metrics.page, partial(_health, api, grid, state))
+            if port is not None:
+                stack.enter_context(port)
+            yield grid
+    except PortInUseError as error:
+        option = "--http" if error.address == options.http else "--address"
+        raise UserError(
+            f"Cannot listen on {error.address}: another process has the port, or the address is "
+            f"not this host's. Stop that process, or choose another with {option}."
+        ) from None
 
 
 def _status_port(
@@ -581,3 +621,136 @@ def _credentials(
             "--any-device."
         )
     return certificates, partial(registered_keys, folder)
+
+
+# -----------------------------------------------------------------------------
+# A user's own Flower app: its bundle for the devices, its ServerApp in this process.
+# -----------------------------------------------------------------------------
+
+
+_OF_APPS = ("strategy", "seed", "out")
+"""Keys of a run that concern an app of the user's, beside those of the strategy."""
+
+
+class AppServedGrid(ServedGrid):
+    """A served grid for ServerApps that only ask for nodes and replies, as Flower's strategies do.
+
+    Its state cannot be saved: what a ServerApp has done so far is not in it.
+
+    Attributes
+    ----------
+    check_training : Callable or None
+        Called before training messages are sent; raises if they are not to be.
+    """
+
+    check_training: Callable[[], None] | None = None
+
+    def get_node_ids(self) -> Iterable[int]:
+        """Return the nodes that are online, as soon as there are enough of them."""
+        self._begin()
+        self.looked_at = self._clock()
+        self._has_fleet_changed()
+        return super().get_node_ids()
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Send messages, and admit replies as large as models of their size need."""
+        messages = list(messages)
+        for message in messages:
+            limit = _LEAST_LIMIT + _MODELS_LIMIT * size_of(message)
+            self._state.largest = max(self._state.largest, limit)
+            if self.check_training is not None and category(message) == MessageType.TRAIN:
+                self.check_training()
+        return super().push_messages(messages)
+
+
+def serve_app(
+    folder: Path, run_config: Sequence[str], keys: Mapping[str, Value], options: ServeOptions
+) -> tuple[AppEnding, str]:
+    """Serve a user's Flower app to devices until its ServerApp returns.
+
+    The app is used as `flwr run` would: devices fetch its bundle, and its ServerApp is called with
+    the served grid. With the key ``strategy`` that method is started in the place of the app's
+    strategy, as by ``raceme simulate --strategy``.
+
+    Parameters
+    ----------
+    folder : Path
+        Where the app's ``pyproject.toml`` is.
+    run_config : Sequence[str]
+        What changes the app's run config, as it was typed.
+    keys : Mapping
+        ``strategy``, its hyper-parameters, ``seed``, and ``out`` for the run store of the method.
+    options : ServeOptions
+        Options of the server.
+
+    Returns
+    -------
+    tuple[AppEnding, str]
+        How the ServerApp ended, and why if it did not return.
+
+    Raises
+    ------
+    UserError
+        The app cannot be read or bundled, keys do not fit, or a port or folder is taken.
+    """
+    strategy, make = _method_of_app(keys)
+    app = apps.read_app(folder, run_config)
+    state = LinkState(_bundled(app))
+    state.largest = _LEAST_LIMIT
+    methods: list[Method] = []
+    metrics = Metrics(
+        state,
+        lambda: methods[0].progress.fleet.by_node if methods else {},
+        lambda: len(methods[0].models) if methods else 0,
+    )
+    with ExitStack() as stack:
+        server_app = app.load_server()
+        if make is not None:
+            with _private_files():
+                out = new_folder(str(keys.get("out", "")), app.name)
+                store = stack.enter_context(apps.method_store(out))
+            log.info("Events of %s are written to %s", strategy, out)
+
+            def observe(event: Event) -> None:
+                for observer in (store.observe, metrics):
+                    observer(event)
+
+            methods = stack.enter_context(apps.replaced(strategy, make, observe))
+        grid = stack.enter_context(
+            _answering(state, options, metrics, partial(AppServedGrid, state, Path(os.devnull)))
+        )
+        context = server_context(state.run_id, app.run_config)
+        stack.enter_context(interrupted_by_signals())
+        if make is not None:
+            grid.check_training = partial(apps.check_replaced, methods, app, strategy)
+        ending, reason = apps.call_server(app, lambda: server_app(grid, context))
+        if grid.check_training is not None and ending is AppEnding.RETURNED:
+            grid.check_training()
+    return ending, reason
+
+
+def _method_of_app(keys: Mapping[str, Value]) -> tuple[str, Callable[..., Method] | None]:
+    """Return the method that takes the place of an app's strategy, and what makes it."""
+    strategy = str(keys.get("strategy", ""))
+    own = {name: value for name, value in keys.items() if name not in _OF_APPS}
+    if strategy:
+        make = partial(apps.build_method, strategy, own, int(keys.get("seed", 0)))
+        make()
+        return strategy, make
+    if unused := [name for name in keys if name != "strategy"]:
+        raise UserError(
+            f"--{unused[0]} concerns a method of Raceme's, and the app starts its own strategy: "
+            "name a method with --strategy. The app's own keys go into --run-config."
+        )
+    return "", None
+
+
+def _bundled(app: FlowerApp) -> App:
+    """Return a user's app as the bundle that devices fetch."""
+    try:
+        bundle = build_bundle(app.folder)
+        name, version, _ = app_metadata(bundle)
+    except (ValueError, OSError, click.ClickException) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"The app in {app.folder} cannot be bundled: {reason}") from None
+    return App(name, version, bundle, app.run_config)

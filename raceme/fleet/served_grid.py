@@ -193,9 +193,7 @@ class ServedGrid(PatientGrid):
 
         Of many replies the first that have come are returned, and the others at the next call.
         """
-        if not self._listens:
-            self._listens = True
-            self._listen()
+        self._begin()
         wanted = frozenset(message_ids)
         while True:
             self.looked_at = self._clock()
@@ -212,6 +210,12 @@ class ServedGrid(PatientGrid):
             with self._news:
                 if not self._has_news:
                     self._news.wait(left)
+
+    def _begin(self) -> None:
+        """Begin to answer calls, if that has not been done."""
+        if not self._listens:
+            self._listens = True
+            self._listen()
 
     def forget(self, message_ids: Iterable[str]) -> None:
         """Drop messages: those that were not fetched are not handed out any more."""

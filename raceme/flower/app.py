@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -50,11 +50,14 @@ class App:
         Publisher/name, and version.
     bundle : bytes
         The bundle.
+    run_config : Mapping[str, Value]
+        What overrides the run config in it.
     """
 
     name: str
     version: str
     bundle: bytes
+    run_config: Mapping[str, Value] = field(default_factory=dict)
 
 
 def build_bundle(folder: Path) -> bytes:

@@ -207,7 +207,7 @@ class LinkState(InMemoryLinkState):
             app.name,
             app.version,
             digest,
-            {},
+            dict(app.run_config),
             NOOP_FEDERATION_ID,
             None,
             flwr_aid=NOOP_FLWR_AID,

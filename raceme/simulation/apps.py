@@ -1040,14 +1040,14 @@ def simulate(settings: Settings) -> Simulated:
             free_evaluation=settings.evaluation_share is None,
         )
         if make is not None:
-            observe = stack.enter_context(_store(out)).observe
+            observe = stack.enter_context(method_store(out)).observe
             methods = stack.enter_context(replaced(str(settings.strategy), make, observe))
-            grid.check_training = partial(_check_replaced, methods, app, settings.strategy)
+            grid.check_training = partial(check_replaced, methods, app, settings.strategy)
         # What importing drew is not part of what the ServerApp draws.
         seed_process([settings.seed, _SERVER])
         context = compat.server_context(grid.run.run_id, app.run_config)
         with _wall_limit(settings.max_wall_time):
-            ending, reason = _call(app, lambda: server_app(grid, context))
+            ending, reason = call_server(app, lambda: server_app(grid, context))
         if grid.check_training is not None and ending is AppEnding.RETURNED:
             grid.check_training()
         for exchange in grid.unanswered():
@@ -1058,7 +1058,7 @@ def simulate(settings: Settings) -> Simulated:
     )
 
 
-def _check_replaced(methods: Sequence[Method], app: FlowerApp, strategy: str | None) -> None:
+def check_replaced(methods: Sequence[Method], app: FlowerApp, strategy: str | None) -> None:
     """Raise UserError if a method takes the place of no strategy."""
     if not methods:
         raise UserError(
@@ -1068,7 +1068,7 @@ def _check_replaced(methods: Sequence[Method], app: FlowerApp, strategy: str | N
 
 
 @contextmanager
-def _store(out: Path) -> Iterator[RunStore]:
+def method_store(out: Path) -> Iterator[RunStore]:
     """Open the run store of a method; an error of the user's leaves none."""
     try:
         with RunStore(out) as store:
@@ -1078,7 +1078,7 @@ def _store(out: Path) -> Iterator[RunStore]:
         raise
 
 
-def _call(app: FlowerApp, server_app: Any) -> tuple[AppEnding, str]:
+def call_server(app: FlowerApp, server_app: Callable[[], object]) -> tuple[AppEnding, str]:
     """Call the ServerApp and say how it ended, and why if it did not return."""
     try:
         server_app()
