@@ -9,7 +9,7 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from raceme.core.config import RunConfig
-from raceme.core.errors import PlainFormatter, show_log
+from raceme.core.errors import PlainFormatter, show_log, shown_by_flower
 from raceme.core.signals import StopRequest, end_with_parent
 from raceme.flower.grid import has_devices, told_parent
 from raceme.reporting.artefacts import missing_line
@@ -28,6 +28,7 @@ app = ServerApp()
 
 
 @app.main()
+@shown_by_flower()
 def main(grid: Grid, context: Context) -> None:
     """Start the strategy that the run config names, and leave its artefacts.
 

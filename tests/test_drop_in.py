@@ -66,6 +66,27 @@ def test_a_quickstart_on_ray(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs raceme[simulation]")
+def test_trees_end_a_run_on_ray_with_one_line(tmp_path: Path) -> None:
+    app = write_quickstart(tmp_path / "app", arguments="")
+    server = app / "quickstart" / "server_app.py"
+    trees = "ArrayRecord([np.frombuffer(b'a tree', np.uint8)])"
+    text = server.read_text().replace("initial_arrays=initial_net()", f"initial_arrays={trees}")
+    server.write_text(f"import numpy as np\n{text}")
+    with loopback(tmp_path) as place:
+        place.superlink("--insecure", "--simulation")
+        run = place.flwr("run", str(app), "--stream")
+        run.wait_for("Trees cannot be averaged", 240)
+        run.wait()
+        listed = place.flwr("ls", "--format", "json")
+        listed.wait()
+        assert "finished:failed" in listed.text()
+        assert "Traceback" not in run.text()
+        assert "Exit Code" not in run.text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_quickstart_on_a_superlink_with_supernodes_and_devices(tmp_path: Path) -> None:
     app, out = write_quickstart(tmp_path / "app", arguments=""), tmp_path / "model.pt"
     with loopback(tmp_path) as place:

@@ -31,7 +31,7 @@ from flwr.serverapp import Grid
 from raceme.core import events
 from raceme.core import messages as names
 from raceme.core.clients import Client
-from raceme.core.errors import UserError, unknown_name
+from raceme.core.errors import UserError, shown_by_flower, unknown_name
 from raceme.core.evaluation import EvaluateFn, Packer, mean_metrics, tested_by_server
 from raceme.core.events import ACCURACY, LOSS_MEASURE, change_line, home, is_news
 from raceme.core.messages import InvalidModelError, Vector, from_array, to_array
@@ -1291,6 +1291,7 @@ class FlowerRun:
         return f"Number of rounds: {self.num_rounds}"
 
 
+@shown_by_flower()
 def start(method: Method, **told: Any) -> RunResult:
     """Run a method with ClientApps that know nothing of Raceme.
 

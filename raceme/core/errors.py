@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import logging
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TextIO
 
@@ -132,6 +133,40 @@ class UserError(Exception):
 
     def __init__(self, message: str, snippet: str = "") -> None:
         super().__init__(f"{plain(message)}\n{snippet}" if snippet else plain(message))
+
+
+class _OneLine(logging.Filter):
+    """Reduces what Flower logs about a UserError of a ServerApp to its message.
+
+    Flower logs the traceback, and then an exit code with a link to its explanation. The run has
+    failed for Flower all the same.
+    """
+
+    def __init__(self, error: UserError) -> None:
+        super().__init__()
+        self._error = error
+        self._is_told = False
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether a record is shown, which may be changed before."""
+        if record.exc_info and record.exc_info[1] is self._error:
+            record.msg, record.args = str(self._error), ()
+            record.exc_info = record.exc_text = None
+            self._is_told = True
+        return not (self._is_told and str(record.msg).startswith("Exit Code: "))
+
+
+@contextmanager
+def shown_by_flower() -> Iterator[None]:
+    """Let Flower's runtime show a UserError that leaves a ServerApp as one line."""
+    try:
+        yield
+    except UserError as error:
+        logger = logging.getLogger("flwr")
+        # Only the last one can be what ends the ServerApp.
+        logger.filters = [one for one in logger.filters if not isinstance(one, _OneLine)]
+        logger.addFilter(_OneLine(error))
+        raise
 
 
 _MANY = 60

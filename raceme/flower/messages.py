@@ -19,6 +19,7 @@ from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
 from flwr.common.serde import message_from_proto, message_to_proto
 from flwr.proto.message_pb2 import Message as ProtoMessage
 from flwr.supercore.run import Run as Run
+from flwr.supercore.run import RunNotRunningException as RunNotRunningException
 from flwr.supercore.task_identity import TaskIdentity
 from numpy.typing import NDArray
 

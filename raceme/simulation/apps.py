@@ -40,6 +40,7 @@ from raceme.core.signals import handled_by
 from raceme.core.strategy import Method
 from raceme.datasets.source import without_operators
 from raceme.flower import app as compat
+from raceme.flower.messages import RunNotRunningException
 from raceme.records import exchanges
 from raceme.records.folder import new_folder
 from raceme.records.record import read_run
@@ -397,6 +398,14 @@ class Halted(BaseException):
     """
 
 
+class OtherThreadError(UserError, RunNotRunningException):
+    """The grid is called from another thread than the ServerApp's.
+
+    Flower's older driver API looks for nodes in a thread of its own, which ends at the second of
+    these exceptions. It looks for them before each use as well, in the thread of the ServerApp.
+    """
+
+
 _MOST_ASKS, _MOST_ASKS_OF_CHANGING = 1_000, 100_000
 """So often in a row a ServerApp may ask for what cannot come: of a fleet that stays as it is, and
 of one whose clients come and go."""
@@ -541,7 +550,7 @@ class AppGrid(VirtualGrid):
     def _work(self) -> Iterator[None]:
         """Do a call of the ServerApp's, which is over at the limit of time at the latest."""
         if threading.get_ident() != self.thread:
-            raise UserError(
+            raise OtherThreadError(
                 "The ServerApp uses its grid from several threads: on virtual time it can only "
                 "be used from the one that main(grid, context) is called in."
             )

@@ -477,3 +477,21 @@ def test_the_page_says_what_the_error_says() -> None:
         if name in (*CSAFL_VARIANTS, "casa-c", "casa-d"):
             continue
         assert SPOKEN.get(name, name) in (others if name in NEEDS_KINDS else any_app).lower(), name
+
+
+def test_what_a_method_cannot_do_is_one_line_of_flowers_log(lines: list[str]) -> None:
+    """As Flower's runtime ends: with the exception, and an exit code that says nothing more."""
+    trees = ArrayRecord([np.frombuffer(b"a tree", np.uint8)])
+    flower = logging.getLogger("flwr")
+    with pytest.raises(UserError) as raised:
+        CASA().start(grid_of(numpy_app()), trees)
+    lines.clear()
+    with_traceback: list[bool] = []
+    flower.handlers[-1].addFilter(lambda record: with_traceback.append(bool(record.exc_info)) or 1)
+    flower.error("%s raised an exception", "ServerApp", exc_info=raised.value)
+    flower.error("Exit Code: 700\nAn unhandled exception occurred")
+    assert lines == [str(raised.value)]
+    assert with_traceback == [False]
+    # What else goes wrong is shown as a whole.
+    flower.error("%s raised an exception", "ServerApp", exc_info=ValueError("another"))
+    assert with_traceback == [False, True]

@@ -1,6 +1,7 @@
 """What a person can get wrong about a Flower app, and what is said then."""
 
 import sys
+import threading
 from pathlib import Path
 from unittest.mock import patch
 
@@ -173,6 +174,45 @@ def test_a_clientapp_that_raises_half_of_the_time(tmp_path: Path) -> None:
     assert len(failures) == 2
     assert failures[0].failure is not None
     assert failures[0].failure.startswith("ValueError: no data\n")
+
+
+OLD_SERVER = """
+from flwr.common import ndarrays_to_parameters
+from flwr.server import LegacyContext, ServerConfig
+from flwr.server.strategy import FedAvg as OldFedAvg
+from flwr.server.workflow import DefaultWorkflow
+strategy = OldFedAvg(initial_parameters=ndarrays_to_parameters([np.zeros(4)]))
+legacy = LegacyContext(context=context, config=ServerConfig(num_rounds=2), strategy=strategy)
+DefaultWorkflow()(grid, legacy)
+"""
+OLD_CLIENT = """
+from flwr.client import NumPyClient
+from flwr.clientapp import ClientApp
+
+
+class Client(NumPyClient):
+    def fit(self, parameters, config):
+        return [values + 1 for values in parameters], 10, {}
+
+    def evaluate(self, parameters, config):
+        return 0.5, 10, {}
+
+
+app = ClientApp(client_fn=lambda context: Client().to_client())
+"""
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_the_thread_of_flowers_older_driver_interface_ends_silently(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raised: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    simulated = run(write_app(tmp_path, "drives", OLD_SERVER, OLD_CLIENT))
+    assert simulated.ending is AppEnding.RETURNED
+    assert len(simulated.fleet.tasks) == 2 * 2 * 2
+    assert not raised
+    assert "Traceback" not in capsys.readouterr().err
 
 
 def test_results_are_not_overwritten(tmp_path: Path) -> None:
