@@ -366,9 +366,9 @@ class Clusters:
         Parameters
         ----------
         parent : int
-            The cluster.
+            Id of the cluster, which exists no longer afterwards.
         parts : Iterable of Sequence[str]
-            Its members, divided.
+            The client ids of each part; no client may be in two.
         score, threshold : float
             What was measured, and the bound that it passed.
         """

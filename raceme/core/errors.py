@@ -146,7 +146,7 @@ def unknown_name(kind: str, name: str, valid: Iterable[str], listed_by: str = ""
     kind : str
         What the name stands for, e.g. ``"strategy"``.
     name : str
-        What the user wrote.
+        The name as the user typed it.
     valid : Iterable[str]
         All the names that exist.
     listed_by : str

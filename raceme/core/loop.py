@@ -80,9 +80,9 @@ class Loop:
     Parameters
     ----------
     method : Method
-        What is asked.
+        Strategy that says what clients are asked, and what becomes of their replies.
     grid : Grid
-        Any Flower grid.
+        Any Flower grid; a virtual one brings its own clock.
     plan : Plan
         Limits, evaluation schedule, concurrency, drift.
     observe : Observer
@@ -92,7 +92,7 @@ class Loop:
     timeout : float
         Seconds after which an unanswered task is lost.
     evaluate_config : ConfigRecord
-        Sent along with tests.
+        Settings that travel with every test of a model.
     evaluate_fn : Callable, optional
         Evaluates models on the server.
     identities : Identities, optional

@@ -128,7 +128,7 @@ class Ruling:
     Attributes
     ----------
     verdict : Verdict
-        In a word.
+        Whether the update is accepted, scaled or refused, or its client excluded.
     scale : float
         By how much Δ_i is multiplied; 1 leaves it as it is.
     measured, bound : float
@@ -154,7 +154,7 @@ class Guard:
     Parameters
     ----------
     options : Any
-        An instance of :attr:`options_type`.
+        Options of the protection, an instance of :attr:`options_type`.
 
     Attributes
     ----------
@@ -163,7 +163,7 @@ class Guard:
     is_on : bool
         Whether it judges at all: if not, nothing is kept for it.
     state : GuardState
-        What it knows.
+        Lengths, directions and records of former updates; part of a checkpoint.
     """
 
     options_type: type[NormOptions] | None = None

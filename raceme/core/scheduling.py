@@ -124,7 +124,7 @@ def in_turn(
     Parameters
     ----------
     online : Sequence[Client]
-        In order of greeting.
+        Clients that are online, in order of greeting.
     count : int
         How many to pick; at least one is.
     picked : dict[str, bool]
@@ -255,9 +255,9 @@ class SelectionContext:
     Attributes
     ----------
     now : float
-        The time in seconds.
+        Time on the grid's clock, in seconds.
     fleet : Fleet
-        The clients.
+        All clients that have been greeted, online or not.
     idle : Idle
         Those of them that have nothing to do.
     rng : numpy.random.Generator
@@ -547,7 +547,7 @@ class InRounds(Scheduler):
         Parameters
         ----------
         moment : SelectionContext
-            What the loop tells.
+            Time, fleet and idle clients, as the loop hands them to a scheduler.
         wanted : Callable
             Whether a client, given by its id, is to be asked; all idle ones by default.
         every : int
@@ -742,8 +742,6 @@ def then(first: Scheduler, second: Scheduler, is_over: Callable[[], bool]) -> Sc
 
     Parameters
     ----------
-    first, second : Scheduler
-        The policies.
     is_over : Callable
         Returns whether the first one's time is over; it follows from the method's state.
     """
