@@ -197,7 +197,7 @@ class Drift:
     dealt : Dealt
         All clients' data as they were dealt out.
     options : Any
-        An instance of :attr:`options_type`.
+        Options of the generator, an instance of :attr:`options_type`.
 
     Attributes
     ----------

@@ -364,7 +364,7 @@ def arrays_of(
     path : Path
         Path of the .npz file.
     needed, optional : Sequence[str]
-        Names of the arrays.
+        Names of arrays that must be there, and of those that may be.
     expected : str
         What the file is to hold, for error messages.
 
