@@ -287,14 +287,9 @@ class StatusPort:
     address : str
         ``HOST:PORT``.
     page : Callable
-        Returns the figures.
+        Returns the figures of the run, as the body of the response.
     health : Callable
-        See `Health`.
-
-    Attributes
-    ----------
-    address : str
-        Where it listens.
+        Returns whether all is well, and the details; see `Health`.
 
     Raises
     ------
@@ -467,9 +462,9 @@ def serve(
     Parameters
     ----------
     config : RunConfig
-        What :func:`prepare` has returned.
+        Configuration of the run, as :func:`prepare` returns it.
     options : ServeOptions
-        Options of the server.
+        Ports, certificates and other options of ``raceme serve``.
     observers : Observer
         Called with everything that happens.
     stop : Callable
