@@ -47,9 +47,9 @@ class App:
     Attributes
     ----------
     name, version : str
-        Publisher/name, and version.
+        Name as ``PUBLISHER/NAME``, and version, both of the app's ``pyproject.toml``.
     bundle : bytes
-        The bundle.
+        Content of the app's FAB file.
     """
 
     name: str

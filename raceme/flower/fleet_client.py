@@ -111,9 +111,9 @@ class Greeting(_Travelling):
     Attributes
     ----------
     protocol : int
-        Version of these calls.
+        Version of the calls below; server and device must have the same.
     version : str
-        Version of Raceme.
+        Version of the Raceme package, for messages only.
     """
 
     protocol: int
@@ -126,8 +126,6 @@ class NextRequest(_Travelling):
 
     Attributes
     ----------
-    node : int
-        The node.
     patience : float
         Seconds that the answer may take.
     have : str
@@ -145,12 +143,10 @@ class SendRequest(_Travelling):
 
     Attributes
     ----------
-    node : int
-        The node.
     asked : str
-        Id of the message.
+        Id of the message that the reply is to.
     body : bytes
-        The whole reply.
+        The encoded reply, with all its arrays.
     """
 
     node: int
@@ -358,9 +354,9 @@ class HttpError(grpc.RpcError):  # type: ignore[misc]
     Parameters
     ----------
     code : grpc.StatusCode
-        What has failed.
+        Status code that gRPC would give for the same failure.
     details : str
-        In words.
+        Text for people, as in gRPC's errors.
     """
 
     def __init__(self, code: grpc.StatusCode, details: str) -> None:
@@ -619,7 +615,7 @@ def connect(endpoint: Endpoint, keys: Keys, calls: Calls, *, register: bool) -> 
     Parameters
     ----------
     endpoint : Endpoint
-        The SuperLink.
+        Address of the SuperLink, and the certificates that it is recognised by.
     keys : Keys
         The node's own; each one stands for one node.
     calls : Calls

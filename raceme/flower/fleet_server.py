@@ -376,11 +376,11 @@ class _HttpApi:
     Parameters
     ----------
     calls : FleetCalls
-        Answers them.
+        Implementation of the calls, shared with gRPC.
     address : str
         ``HOST:PORT``.
     certificates : Certificates, optional
-        For TLS.
+        Certificate and key for TLS; without them the port speaks plain HTTP.
 
     Raises
     ------

@@ -165,7 +165,7 @@ class LinkState(InMemoryLinkState):
     Attributes
     ----------
     run_id : int
-        The run.
+        Id of the one run that is served.
     on_work : Callable
         Called with a node for which there is a message.
     on_news : Callable
@@ -273,7 +273,7 @@ class LinkState(InMemoryLinkState):
         Parameters
         ----------
         message_ids : Collection[str]
-            The messages.
+            Ids of the messages whose replies are wanted.
         most : int, optional
             Replies that are returned at most, the first that have come; errors come on top.
         """
@@ -349,8 +349,6 @@ class LinkState(InMemoryLinkState):
 
         Parameters
         ----------
-        node_id : int
-            The node.
         have : str
             The last message that has arrived there.
 

@@ -300,7 +300,7 @@ class SpillFile:
     Attributes
     ----------
     in_memory, in_file : int
-        Bytes held there now.
+        Bytes that are held now, in memory and in the file.
     """
 
     def __init__(self, budget: int = BUDGET) -> None:
@@ -379,7 +379,7 @@ class Shelf(MutableMapping[str, Vector]):
     Parameters
     ----------
     vectors : MutableMapping[str, Vector], optional
-        Initial contents.
+        Vectors to begin with, by name; none by default.
     budget : int
         Bytes in memory at most.
     """
