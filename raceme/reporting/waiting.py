@@ -288,7 +288,7 @@ def simulation_page(folder: Path, links: str) -> str:
     Parameters
     ----------
     folder : Path
-        What `raceme simulate` left.
+        Folder of a simulation that `raceme simulate` has written.
     links : str
         What stands before the name of a file in a link to it.
 

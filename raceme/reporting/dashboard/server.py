@@ -61,7 +61,7 @@ class Guard:
     Parameters
     ----------
     app : ASGIApp
-        What answers.
+        Application that answers the requests that are let through.
     host : str
         The address that is listened at.
     token : str
@@ -184,7 +184,8 @@ class Dashboard:
         Takes the name of a run in a comparison, empty for the folder itself, and returns its
         source; None if there is no such run.
     host, token : str
-        Access; see :class:`raceme.reporting.dashboard.server.Guard`.
+        Host and secret that requests must name; see
+        :class:`raceme.reporting.dashboard.server.Guard`.
     """
 
     def __init__(self, sources: Callable[[str], Source | None], host: str, token: str) -> None:
@@ -338,9 +339,9 @@ def serve(
     Parameters
     ----------
     listening : socket
-        What :func:`bind` returned.
+        Listening socket, as :func:`bind` returns it.
     watched : Watched
-        What is shown.
+        The run or comparison that the page shows.
     token : str
         What a browser has to know; empty for nothing.
     until : Callable
@@ -404,9 +405,9 @@ class DashboardProcess:
     Attributes
     ----------
     address : str
-        Of the page.
+        URL of the page, with the token where one is needed.
     process : Popen
-        What serves it.
+        The child process that serves the page.
     """
 
     address: str

@@ -285,9 +285,9 @@ def worst_share(accuracies: Iterable[float], measure: events.Measure, share: int
     accuracies : Iterable[float]
         One per client, or errors; those that are NaN are left out.
     measure : Measure
-        Which are the worst.
+        Says whether low or high numbers are the worst.
     share : int
-        One in so many.
+        Denominator of the share: 10 for a tenth.
 
     Returns
     -------
