@@ -133,9 +133,9 @@ class Tracker(ABC):
     Parameters
     ----------
     out : Path
-        The run's folder.
+        Folder of the run, with its artefacts.
     name : str
-        The run's name.
+        Name of the run in the tracker.
     parameters : Mapping[str, Value]
         The keys of the run.
     resumed : int or None
@@ -431,9 +431,9 @@ class TrackerObserver(EventHandler):
     Parameters
     ----------
     config : RunConfig
-        A resolved configuration.
+        Configuration of the run; its keys choose the trackers.
     out : Path
-        The run's folder.
+        Folder of the run, with its artefacts.
     resumed : int or None
         Updates that a resumed run goes on from; None for a new run.
     """
