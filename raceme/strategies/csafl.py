@@ -357,9 +357,9 @@ class CSAFLState:
     Attributes
     ----------
     initial : Vector
-        w0. Shape (d,).
+        w0: weights of the initial model. Shape (d,).
     grouped : bool
-        Whether there are groups.
+        Whether clients have been divided into groups.
     directions : dict[int, Vector]
         Mean of the unit updates of each group's members, for clients that join later.
     """

@@ -67,7 +67,7 @@ class ArrivalState:
     steps : dict[str, int]
         Q_i: steps of a client's latest work.
     sent_at : dict[str, float]
-        When it was sent.
+        Time in seconds at which each client's latest work was sent.
     groups : dict[int, ArrivalGroup]
         Groups that are waited for.
     made : int

@@ -51,7 +51,7 @@ def has_drifted(loss: float, before: float | None, delta: float) -> bool:
     before : float or None
         The same when the client was last asked; None if it never was: then nothing has drifted.
     delta : float
-        δ.
+        δ: increase of the loss that is still tolerated.
     """
     return before is not None and loss - before > delta
 
@@ -149,10 +149,8 @@ class Concepts:
 
         Parameters
         ----------
-        client : str
-            The client's id.
         now : int
-            Step of its data.
+            Step of the client's present data.
         memory : int
             How many steps it remembers; 0: all.
         """
@@ -222,12 +220,10 @@ class Concepts:
 
         Parameters
         ----------
-        client : str
-            The client's id.
         losses : Mapping
-            By step and model.
+            Loss of each model on the data of each step: step to model to loss.
         there : Container[int]
-            The models that exist.
+            Ids of the models that exist now.
         """
         own: dict[int, dict[int, float]] = {}
         for step, by_model in losses.items():

@@ -91,7 +91,7 @@ def disjoint_pairs(
     Parameters
     ----------
     clusters : Sequence[int]
-        Among these.
+        Ids of the clusters that are paired.
     are_mutual : Callable
         Whether two support each other.
     rng : numpy.random.Generator
@@ -114,8 +114,6 @@ class Partition:
 
     Attributes
     ----------
-    clusters : list[int]
-        Which.
     settled : bool
         Whether the last comparison has changed nothing.
     """
@@ -193,7 +191,7 @@ class Supported:
             For each client of the cluster, its losses by model, each of shape (n,). A client
             that has not measured a model does not support it.
         epsilon, alpha : float
-            ε and α.
+            ε: how much worse a loss may be on a sample; α: level of the test.
         """
 
         def agrees(own: dict[int, NDArray[np.float64]], other: int) -> bool:
@@ -715,7 +713,7 @@ class FAACLAsyncState(SupportState):
     tested_at : dict[str, dict[int, int]]
         When these were made: a count of all answers.
     answers : int
-        Answers so far.
+        Number of answers of all clients so far.
     trained : dict[str, int]
         Trainings of each client since it last measured models.
     waits : dict[str, int]

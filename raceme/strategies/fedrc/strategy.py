@@ -198,7 +198,7 @@ def mixing_of(masses: NDArray[np.float64]) -> NDArray[np.float64]:
     Parameters
     ----------
     masses : NDArray[np.float64]
-        m_i. Shape (K, classes).
+        m_i: responsibilities summed over the client's samples of each class. Shape (K, classes).
     """
     return np.asarray(masses.sum(axis=1) / masses.sum())
 

@@ -91,7 +91,7 @@ class FLUXState(QueryState):
     accuracies : list[float]
         Mean accuracy of the common model before each round but the first.
     most : float
-        Largest latent feature.
+        Largest latent feature of any sample that clients have reported.
     common : Vector or None
         The model under which clients describe themselves. Shape (d,).
     descriptors : dict[str, NDArray[np.float64]]
@@ -307,7 +307,7 @@ def elbow(distances: NDArray[np.float64]) -> float:
     Parameters
     ----------
     distances : NDArray[np.float64]
-        Ascending. Shape (n,).
+        Distances in ascending order. Shape (n,).
     """
     line = np.linspace(distances[0], distances[-1], len(distances))
     return float(distances[np.argmax(line - distances)])
@@ -319,7 +319,7 @@ def density_groups(points: NDArray[np.float64], reach: float) -> NDArray[np.int6
     Parameters
     ----------
     points : NDArray[np.float64]
-        Shape (n, c).
+        Points to be grouped, a row each. Shape (n, c).
     reach : float
         ε in distances at the elbow.
 

@@ -79,7 +79,7 @@ class PACFLState(QueryState):
     is_new : bool
         Whether a client has answered since clients were clustered last.
     is_clustered : bool
-        Whether they have been.
+        Whether clients have been clustered at all.
     """
 
     directions: dict[str, NDArray[np.float32]] = field(default_factory=dict)
@@ -195,9 +195,9 @@ def agglomerated(
     angles : NDArray[np.float64]
         A: symmetric, in degrees. Shape (n, n).
     beta : float
-        β.
+        β: largest distance, in degrees, at which two clusters are joined.
     how : str
-        ``"average"``, ``"maximum"`` or ``"minimum"``.
+        Linkage: ``"average"``, ``"maximum"`` or ``"minimum"`` of the pairwise angles.
     clusters : int
         Instead of β: how many clusters are left; 0 for none of that.
 
