@@ -320,7 +320,7 @@ class Way(NamedTuple):
     accelerator : str
         ``"cpu"``, ``"cuda"`` or ``"mps"``.
     threads : int
-        Threads of the CPU.
+        Number of CPU threads that torch uses.
     """
 
     accelerator: str
