@@ -190,7 +190,7 @@ def check_share(method: Method, arguments: FlowerArguments) -> None:
         name = type(method).__name__
         own = ", ".join(item.name for item in fields(method.parameters))
         raise UserError(
-            f"fraction_train means nothing to {name}, which chooses itself who takes part: leave "
+            f"fraction_train means nothing to {name}, which chooses the participants itself: leave "
             f"it out; {name}'s own arguments are {own}."
         )
 
@@ -688,7 +688,7 @@ class Names:
         self._of_node[node] = known
         self.mistaken.add(own)
         self.moved.add(node)
-        return f"it is '{stated}', who is known: it goes on as that"
+        return f"it is '{stated}', a known client: it goes on as that"
 
     def shown(self, event: Any) -> Any:
         """Return a report in which clients have the names that they state."""
@@ -1103,11 +1103,11 @@ class FlowerLog(events.EventHandler):
         super().__call__(event)
 
     def on_update_applied(self, event: events.UpdateApplied) -> None:
-        """Count it to the round."""
+        """Count the event to the round that it falls into."""
         self._updates.append(event)
 
     def on_update_rejected(self, event: events.UpdateRejected) -> None:
-        """Count it to the round."""
+        """Count the event to the round that it falls into."""
         self._rejected += 1
 
     def on_clusters_changed(self, event: events.ClustersChanged) -> None:
@@ -1556,7 +1556,7 @@ class _Run(events.EventHandler):
         self.told.observe(shown)
 
     def on_update_applied(self, event: events.UpdateApplied) -> None:
-        """Count it to the round."""
+        """Count the event to the round that it falls into."""
         self.rounds.applied(event.client)
         self._useless = -1
 

@@ -210,7 +210,7 @@ class NormProtection(Guard):
     def judge(
         self, client: str, delta: Vector, start: float, home: Home, awaited: int = 0
     ) -> Ruling:
-        """Judge the length."""
+        """Judge an update by its length alone, against those of other clients."""
         length = float(np.linalg.norm(delta))
         ruling = self._by_length(client, length, start, home)
         # What is refused is remembered too: half of the clients would have to lie for a median to.

@@ -284,7 +284,7 @@ class SelectionContext:
 
 @dataclass
 class NoState:
-    """Nothing to remember."""
+    """State of a scheduler that keeps nothing between two calls."""
 
 
 class Scheduler(ABC):

@@ -33,7 +33,7 @@ class StopSignal:
             os.write(self._writer, b"!")
 
     def is_set(self) -> bool:
-        """Return whether it is time to stop."""
+        """Return whether a signal has asked the process to stop."""
         return self._is_set
 
     def wait_or(self, file: int) -> bool:

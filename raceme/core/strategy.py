@@ -53,7 +53,7 @@ is empty, ends the run: it is the reason."""
 
 
 def never_stop() -> str:
-    """Never stop."""
+    """Return the empty text, by which a run goes on to its limit."""
     return ""
 
 
@@ -377,7 +377,7 @@ class Method(Strategy):
 
     @property
     def models(self) -> Mapping[int, Model]:
-        """The models by cluster."""
+        """The current model of each cluster, by cluster id."""
         return self.clusters.models
 
     def placement(self, client: str) -> Weights:
@@ -771,7 +771,7 @@ class Variant(Generic[Made]):
         object.__setattr__(self, "__doc__", self.summary)
 
     def __call__(self, parameters: Any = None, seed: int = 0, **arguments: Any) -> Made:
-        """Make the method."""
+        """Make the method, with the variant's defaults unless parameters are given."""
         parameters = self.parameters_type() if parameters is None else parameters
         return self.method(parameters, seed, **arguments)
 
