@@ -548,7 +548,7 @@ class ScenarioOptions:
 
 @dataclass(frozen=True)
 class ScenarioPartitionOptions(ScenarioOptions, SizeOptions):
-    """Options of the partition."""
+    """Options of the partition ``scenario``: those of the scenario, and sizes."""
 
 
 @dataclass(frozen=True)
@@ -568,7 +568,7 @@ class Scenario:
 
     @property
     def groups(self) -> int:
-        """Number of groups."""
+        """Number of true groups: 1 in s0, else 2."""
         return 1 if self.options.scenario == "s0" else 2
 
     @property

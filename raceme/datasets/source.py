@@ -618,7 +618,7 @@ def cached(
 
 
 def cache_folder() -> Path:
-    """Return the folder of the cache."""
+    """Return RACEME_CACHE, or else a folder under XDG_CACHE_HOME or ``~/.cache``."""
     own = os.environ.get("RACEME_CACHE")
     if own:
         return Path(own).expanduser()
