@@ -180,7 +180,7 @@ class Metrics(EventHandler, Collector):
     # Events of the run.
 
     def on_update_applied(self, event: UpdateApplied) -> None:
-        """Count an update."""
+        """Count an applied update, and note its staleness."""
         self._updates.inc()
         self._staleness.observe(event.staleness)
 
@@ -189,7 +189,7 @@ class Metrics(EventHandler, Collector):
         self._judged = (event.client, event.reason) if event.verdict.keeps_out else None
 
     def on_update_rejected(self, event: UpdateRejected) -> None:
-        """Count a rejection."""
+        """Count a rejection by its reason, or as one of the protection."""
         protected = self._judged == (event.client, event.reason)
         self._judged = None
         self._rejections.labels(_PROTECTION if protected else label_of(event.reason)).inc()
@@ -238,7 +238,7 @@ class Metrics(EventHandler, Collector):
         return sorted(((now - heard, name) for name, heard in last.items()), reverse=True)
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Yield the figures."""
+        """Yield gauges of devices and messages, read at the moment of the request."""
         online = len(self._state.online())
         yield GaugeMetricFamily("raceme_devices_online", "Devices that are online", online)
         queue = GaugeMetricFamily("raceme_messages", "Messages to devices", labels=["state"])

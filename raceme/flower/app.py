@@ -164,7 +164,7 @@ def is_flowers(function: object) -> bool:
 
 
 def server_context(run_id: int, run_config: Mapping[str, Value]) -> Context:
-    """Return the context of a ServerApp."""
+    """Return a ServerApp's context: the run's config, and an empty state."""
     return Context(
         run_id=run_id,
         node_id=SERVER_NODE_ID,

@@ -81,7 +81,7 @@ class _Travelling:
     """What is said in a call: fields as JSON, then, behind a zero byte, a body if there is one."""
 
     def to_bytes(self) -> bytes:
-        """Return it as it travels."""
+        """Return the fields as JSON, a zero byte, and the body."""
         stated = dict(vars(self))
         body: bytes = stated.pop("body", b"")
         return json.dumps(stated).encode() + b"\0" + body
@@ -284,7 +284,7 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class Certificates:
-    """What proves who the server is, all in PEM.
+    """The server's certificate and key, and the authority behind them, in PEM.
 
     Attributes
     ----------
@@ -417,7 +417,7 @@ class _HttpTransport:
         return CALLS[name].response.FromString(response.content)
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close all connections of the HTTP client."""
         self._client.close()
 
 
@@ -703,7 +703,7 @@ _KNOWS = {
 
 
 def knows_key(endpoint: Endpoint, keys: Keys) -> bool | None:
-    """Return whether a SuperLink knows a key, whoever is online with it; None if it does not say.
+    """Return whether a SuperLink knows a key, in use or not; None if it does not say.
 
     To a node that cannot go online it does not say why. A request that could never be granted it
     refuses for that reason only if it knows the key.

@@ -132,12 +132,12 @@ class PromptGrid(PatientGrid):
         self._pool = ThreadPoolExecutor(_AT_ONCE)
 
     def set_run(self, run: Run) -> None:
-        """Set the run."""
+        """Set the run whose messages Flower's grid sends."""
         self._grid.set_run(run)
 
     @property
     def run(self) -> Run:
-        """Run information."""
+        """The run, as Flower's grid describes it."""
         return self._grid.run
 
     def get_node_ids(self) -> Iterable[int]:
