@@ -208,7 +208,7 @@ class Traffic:
         self.phases: dict[str, dict[str, int]] = {}
 
     def observe(self, event: events.UpdateApplied | events.AnswerTaken) -> None:
-        """Count one request."""
+        """Add the bytes and the message of a request to its phase."""
         phase = self.phases.setdefault(event.phase, {"down": 0, "up": 0, "messages": 0})
         phase["down"] += int(event.bytes_down)
         phase["up"] += int(event.bytes_up)
@@ -993,7 +993,7 @@ class ProtectionSummary(EventHandler):
             self._honest.append(replace(found, measure=event.measure))
 
     def on_update_judged(self, event: events.UpdateJudged) -> None:
-        """Count a verdict."""
+        """Count a verdict on a client's update."""
         counts = self._counts[event.client]
         if event.verdict is Verdict.SCALED:
             # It is reported as applied, too.

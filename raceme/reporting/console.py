@@ -382,7 +382,7 @@ class PlainTable:
     lines: tuple[str, ...] = ()
 
     def rich(self) -> Table:
-        """Return it for the terminal."""
+        """Return the table as rich prints it at a terminal."""
         table = Table(
             title=escape(self.title),
             title_justify="left",

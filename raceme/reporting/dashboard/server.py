@@ -72,7 +72,7 @@ class Guard:
         self._app, self._host, self._token = app, host, token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request."""
+        """Answer an HTTP request, or refuse it if it names another host or no token."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -381,7 +381,7 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Capture none."""
+        """Leave signals to the process that started the server."""
         yield
 
 
