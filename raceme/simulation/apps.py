@@ -826,7 +826,7 @@ class Learned:
             self._executor.cancel(message_id)
 
     def close(self) -> None:
-        """Release the executor."""
+        """Close the executor that does the work."""
         self._executor.close()
 
     def _do_early(self, message: Message, context: Context) -> None:

@@ -107,7 +107,7 @@ class Job:
 
     @property
     def message_id(self) -> str:
-        """The id of the message."""
+        """Id of the message, which names the job."""
         return self.message.metadata.message_id
 
     def __str__(self) -> str:
@@ -533,14 +533,14 @@ class WorkingAhead(ABC, Generic[W]):
         self._results.pop(message_id, None)
 
     def close(self) -> None:
-        """End the workers."""
+        """End all workers, and drop what they have not done."""
         self._end_workers()
         self._workers = []
         self._jobs, self._results, self._waiting = {}, {}, []
 
     @abstractmethod
     def _start(self) -> W:
-        """Start a worker."""
+        """Start a worker that can take jobs."""
 
     @abstractmethod
     def _send(self, worker: W, job: Job) -> bool:
@@ -561,7 +561,7 @@ class WorkingAhead(ABC, Generic[W]):
 
     @abstractmethod
     def _end_workers(self) -> None:
-        """End the workers."""
+        """End the processes or actors of all workers."""
 
     # Handing work out.
 

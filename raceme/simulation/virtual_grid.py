@@ -173,7 +173,7 @@ class Pending:
     Attributes
     ----------
     client : NodeState or None
-        Whom it was sent to; None if there is no such node.
+        Node that it was sent to; None if there is no such node.
     expires : float
         When its time to live ends.
     due : float
@@ -472,7 +472,7 @@ class VirtualGrid(PatientGrid):
         return self._run
 
     def close(self) -> None:
-        """Release the executor."""
+        """Close the executor, which ends its workers."""
         self._executor.close()
 
     def state_dict(self) -> dict[str, Any]:
