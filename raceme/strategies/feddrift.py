@@ -237,7 +237,7 @@ class Concepts:
     def best(self, client: str, step: int, own: int | None) -> tuple[int, float]:
         """Return the model of least loss on a client's data of a step, and the loss.
 
-        A model that is isolated is nobody's but its own client's; a client that would be left
+        An isolated model is open to its own client only; a client that would be left
         without any may take all. Of equal ones the first.
         """
         losses = self.losses[client][step]
@@ -318,7 +318,7 @@ class ConceptParameters:
 
     @property
     def merges_below(self) -> float:
-        """δ'."""
+        """δ': distance below which two models are merged; by default δ."""
         return self.delta if self.merge_delta is None else self.merge_delta
 
 
@@ -546,11 +546,11 @@ class FollowsConcepts(Method):
 # Our own: Jothimurugesan et al. (AISTATS 2023) work in rounds and judge all clients together. Here
 # a client whose data have moved on measures all models before it trains again, and is judged at
 # once, by itself: it founds a model if its least loss has grown by more than δ, otherwise it takes
-# the best one. Where nobody says when data change, it measures again after every few of its updates
-# (``ask-every``). A new model is isolated until its client has measured W times more; after every
-# answer models that are alike are merged. An update is mixed in at once, with a weight that falls
-# with staleness as FedAsync's does; one to a model that was merged meanwhile goes into the merged
-# one. A client that has data of several models trains them in turn.
+# the best one. Where it is not known when data change, it measures again after every few of its
+# updates (``ask-every``). A new model is isolated until its client has measured W times more; after
+# every answer models that are alike are merged. An update is mixed in at once, with a weight that
+# falls with staleness as FedAsync's does; one to a model that was merged meanwhile goes into the
+# merged one. A client that has data of several models trains them in turn.
 # -----------------------------------------------------------------------------
 
 

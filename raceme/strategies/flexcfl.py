@@ -5,8 +5,8 @@ Duan et al., "Flexible Clustered Federated Learning for Client-Level Data Distri
 (Algorithm 3: EDC, eq 7, or MADC, eq 6). Every other client trains w0 when it is first picked, joins
 the group of the nearest direction (eq 8), and trains that group's model in the same round. Rounds
 of federated averaging go on inside each group (Algorithm 2), if wanted with a share of the other
-groups' models. Before each round clients say how many samples of each label they have; who has come
-to have others trains w0 again, and joins the group that is nearest now.
+groups' models. Before each round clients say how many samples of each label they have; a client
+whose labels have changed trains w0 again, and joins the group that is nearest now.
 
 FedGroup, a preliminary version, is FlexCFL without this migration. Ablations of the paper: RCC
 (``measure=random-clients``) and RAC (``newcomers=random``).
@@ -102,9 +102,9 @@ class ColdStart:
     def looks_foreign(self, group: int, delta: Vector) -> bool:
         """Return whether a client's latest update goes where another group's first ones went.
 
-        Our own: eq (8) asked of an update of the group's model, not of w0. Who has come to have
-        another group's data is pulled towards it. It costs a needless pre-training where it is
-        wrong, which it often is where groups overlap.
+        Our own: eq (8) asked of an update of the group's model, not of w0. A client whose data
+        are those of another group now is pulled towards it. It costs a needless pre-training where
+        it is wrong, which it often is where groups overlap.
 
         Parameters
         ----------

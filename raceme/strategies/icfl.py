@@ -233,7 +233,7 @@ class DividesBySimilarity(Method):
         self.clusters.split(cluster, parts, score=1.0 - smallest, threshold=1.0 - threshold)
 
     def _add_absent(self, cluster: int, parts: list[list[str]]) -> None:
-        """Put members that are offline to those whom they are most similar to, or to the most."""
+        """Put offline members to the part that they are most similar to, or to the largest."""
         present = {client for part in parts for client in part}
         for client in self.clusters.clients(cluster, online_only=False):
             if client not in present:

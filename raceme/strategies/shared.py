@@ -136,7 +136,7 @@ class StalenessParameters:
     b: float = option(4.0, "staleness up to which the hinge does nothing", low=0)
 
     def decay_of(self, staleness: int) -> float:
-        """Return s(τ)."""
+        """Return s(τ), by which an update of staleness τ is scaled."""
         return staleness_factor(self.decay, staleness, self.a, self.b)
 
 
@@ -250,7 +250,7 @@ def noise_gap(weights: Matrix, rng: np.random.Generator) -> float:
 
 
 def _scale(weights: Matrix) -> NDArray[np.float64]:
-    """Return the diagonal of D^(−1/2)."""
+    """Return the diagonal of D^(−1/2), with D the row sums of the affinities."""
     return np.asarray(1.0 / np.sqrt(weights.sum(axis=1)))
 
 

@@ -490,7 +490,7 @@ class SplitWatch:
         i : int
             Index of the client, a member of the cluster.
         others : NDArray[np.intp]
-            Clients with whom its similarity changes.
+            Clients to which its similarity changes.
         new : NDArray[np.float32]
             To what. Same shape as `others`.
         similarity, computed : ndarray

@@ -237,7 +237,7 @@ class TaskPart:
     borrowed : Tensor
         b: weighted sum of other clients' weights, shape (d,).
     shares : Tensor
-        α for each client of whom it borrows and each array, shape (clients, arrays).
+        α for each client that it borrows from and each array, shape (clients, arrays).
     held : Tensor
         θ*, shape (d,); empty for the task that is trained.
     """

@@ -11,9 +11,9 @@ are, and are trained.
 
 Where the thesis is silent (our readings): α is 0.05; support is found out anew each time; a merged
 cluster is compared again in the next pass only; "nothing changes" means the same clients together,
-whoever supports whom; a step of training is one pass of mini-batches; the last partition, of all
-clients, is worked on too. A client that comes later trains θ and is a partition of its own, which
-is joined with the others.
+whatever supports there are; a step of training is one pass of mini-batches; the last partition, of
+all clients, is worked on too. A client that comes later trains θ and is a partition of its own,
+which is joined with the others.
 """
 
 from __future__ import annotations

@@ -622,7 +622,7 @@ class Probes:
         return clients, matrix
 
     def rows(self, clients: list[str]) -> NDArray[np.intp]:
-        """Return the indices of clients."""
+        """Return the row of each client in the matrices, in the order given."""
         return np.array([self._index[client] for client in clients], np.intp)
 
     # Verbs.

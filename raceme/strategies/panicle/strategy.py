@@ -332,7 +332,7 @@ def carried(alpha: float, members: int, most: float) -> float:
     alpha : float
         α: share of the update in the cluster's model.
     members : int
-        m: members of its cluster, all of whom may be under way.
+        m: members of its cluster, all of which may be under way.
     most : float
         Upper bound of the result, whatever α and m are.
     """
@@ -597,7 +597,7 @@ class PanicleState:
     origins : dict[int, list[int]]
         Clusters that a cluster came from.
     changed : int
-        Clients of whom something new is known since clusters were looked at.
+        Clients of which something new is known since clusters were looked at.
     formed : bool
         Whether they were looked at.
     unlooked : int

@@ -5,9 +5,9 @@ ripe: from round 3 on, as soon as its accuracy has gained less than 0.06 in a ro
 the rounds are over. Under it every client describes its training samples once: latent features z,
 projected on l dimensions, of which it sends mean and standard deviation, of all samples and of each
 class. The server scales these, and density clustering finds the groups and their number: DBSCAN
-with 2 points, and ε at the elbow of the sorted distances to the nearest neighbour; whoever is noise
-is a cluster of its own. Federated averaging goes on in each. A newcomer needs no labels: its means
-and deviations of all samples tell the nearest group.
+with 2 points, and ε at the elbow of the sorted distances to the nearest neighbour; a client that is
+noise is a cluster of its own. Federated averaging goes on in each. A newcomer needs no labels: its
+means and deviations of all samples tell the nearest group.
 
 The projection is fitted on random points that all clients draw alike, up to 1.02 times the largest
 latent feature of all, which they state first. z is what comes into the first dense layer after the

@@ -8,8 +8,8 @@ degrees; the nearest clusters are joined as long as they are no farther apart th
 then trains by federated averaging. A newcomer's row is added, all are clustered again, and it goes
 on from its cluster's model.
 
-**U_i are directions of raw data**: of images they look like the client's mean images. Who must not
-show such pictures must not use this method.
+**U_i are directions of raw data**: of images they look like the client's mean images. Where such
+pictures must not leave the client, this method must not be used.
 
 Average linkage is the unweighted mean of two rows, as in the authors' code. Our readings: singular
 vectors are turned towards the mean of their class's samples, since an entry-wise least angle
