@@ -63,7 +63,7 @@ class Measurements(EventHandler):
         self._bytes_down += event.bytes_down
 
     def on_update_rejected(self, event: UpdateRejected) -> None:
-        """Count it."""
+        """Count a refused reply."""
         self._rejected += 1
 
     def of(self, event: Evaluated) -> dict[str, float]:
