@@ -162,6 +162,9 @@ def to_tree(value: Any) -> Any:
         return {str(key): to_tree(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [to_tree(inner) for inner in value]
+    if isinstance(value, set | frozenset):
+        # In order, so that two runs write the same.
+        return sorted(to_tree(inner) for inner in value)
     if isinstance(value, np.ndarray):
         return value.copy()
     if isinstance(value, np.generic):
@@ -185,6 +188,8 @@ _TYPES: dict[Any, tuple[type, ...]] = {
     MutableMapping: (dict,),
     list: (list,),
     tuple: (list,),
+    set: (list,),
+    frozenset: (list,),
     np.ndarray: (np.ndarray,),
 }
 """What stands in a tree for a type."""
@@ -218,6 +223,8 @@ def from_tree(kind: Any, tree: Any) -> Any:
         return {arguments[0](key): from_tree(arguments[1], inner) for key, inner in tree.items()}
     if origin is list:
         return [from_tree(arguments[0], inner) for inner in tree]
+    if origin in (set, frozenset):
+        return origin(from_tree(arguments[0], inner) for inner in tree)
     if origin is tuple:
         return tuple(from_tree(arguments[0], inner) for inner in tree)
     if isinstance(tree, np.ndarray):
