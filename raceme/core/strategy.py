@@ -335,6 +335,10 @@ class Method(Strategy):
     def on_answer(self, answer: Answer) -> None:
         """Take in the answer to work that was not training."""
 
+    def base_of(self, update: Update) -> Vector:
+        """Return the model that a client started from, for the protection. Shape (d,)."""
+        return self.bases.of(update.task)
+
     def on_join(self, client: Client) -> None:
         """Take in a client that was greeted, for the first time or again."""
         self.clusters.join(client.client_id)
@@ -674,10 +678,11 @@ class Method(Strategy):
 
     # What the loop does for every method.
 
-    def open_task(self, task: InFlight) -> None:
+    def open_task(self, task: InFlight, work: Request | None = None) -> None:
         """Keep what is needed of the models that travel, and tell the method of the task."""
         if self._keeps_base_of(task):
-            self.bases.open(task, self.models, self.placement(task.client))
+            sent = [self.spec.unpack(record) for record in work.own_models] if work else []
+            self.bases.open(task, self.models, self.placement(task.client), sent)
         embedding = self.embedding
         if embedding is not None and task.kind in TRAINING and embedding.wants(task.client):
             sent = dict.fromkeys(task.candidates, 1.0) or self.placement(task.client)

@@ -301,6 +301,14 @@ class FedSoftAsync(SoftUploads):
 
     # What the server does with an upload.
 
+    def base_of(self, update: Update) -> Vector:
+        """Return the mixture that the client trained: by the shares that it states."""
+        sent = self.bases.own(update.task)
+        if not sent:
+            return super().base_of(update)
+        alpha = stated_shares(update, len(sent))
+        return np.tensordot(alpha, np.stack(sent), axes=1).astype(np.float32)
+
     def on_update(self, update: Update) -> Outcome:
         """Mix the client's model in by the shares that it states, and send it all models."""
         alpha = stated_shares(update, len(self.models))
