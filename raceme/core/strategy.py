@@ -615,6 +615,8 @@ class Method(Strategy):
         if self.state is None:
             self.initialize(self.spec.unpack(initial_arrays))
             self.restored()
+        if self._loaded:
+            self._check_loaded()
         nothing_missed, self._loaded = self._loaded and loop.keeps_messages, False
         self.summary()
         loop.run(max_updates, nothing_missed)
@@ -662,6 +664,19 @@ class Method(Strategy):
         time_before = float(tree["time"])
         self._now, self._loaded = lambda: time_before, True
         self.restored()
+
+    def _check_loaded(self) -> None:
+        """Raise ValueError if a loaded vector has another length than the run's models."""
+        size = self.spec.size
+        weights = len(self.compared(np.empty(size, np.float32)))
+        for what, vectors, length in (
+            ("model", (model.vector for model in self.models.values()), size),
+            ("model that a client has", self.bases.vectors.values(), size),
+            ("remembered update", self.protection.state.directions.values(), weights),
+        ):
+            for vector in vectors:
+                if vector.shape != (length,):
+                    raise ValueError(f"a {what} of shape {vector.shape}, not ({length},)")
 
     def _work_in_rounds(self, *_given: Any, **_named: Any) -> NoReturn:
         """Raise UserError: a strategy around this one asks, which would train no client."""
