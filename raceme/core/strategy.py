@@ -141,6 +141,9 @@ class Needs:
         Whether `initialize` starts from the server's pre-trained models, where there are some.
     bases : bool
         Whether the models that clients train from are kept meanwhile: see `Update.base`.
+    mixture : Callable, optional
+        Returns which mixture of several models a client has trained, shape (d,), given its update
+        and the models that the request brought.
     one_model : bool
         Whether all clients share one model for good: a protection can then take its time, while
         clusters form by the first updates, poisoned ones included.
@@ -162,6 +165,7 @@ class Needs:
     validation: bool = False
     pretrained: bool = False
     bases: bool = False
+    mixture: Callable[[Update, Sequence[Vector]], Vector] | None = None
     one_model: bool = False
     exchange: bool = True
     by_distribution: Callable[[], bool] = lambda: False
@@ -334,10 +338,6 @@ class Method(Strategy):
 
     def on_answer(self, answer: Answer) -> None:
         """Take in the answer to work that was not training."""
-
-    def base_of(self, update: Update) -> Vector:
-        """Return the model that a client started from, for the protection. Shape (d,)."""
-        return self.bases.of(update.task)
 
     def on_join(self, client: Client) -> None:
         """Take in a client that was greeted, for the first time or again."""
@@ -696,8 +696,8 @@ class Method(Strategy):
     def open_task(self, task: InFlight, work: Request | None = None) -> None:
         """Keep what is needed of the models that travel, and tell the method of the task."""
         if self._keeps_base_of(task):
-            sent = [self.spec.unpack(record) for record in work.own_models] if work else []
-            self.bases.open(task, self.models, self.placement(task.client), sent)
+            brought = [self.spec.unpack(record) for record in work.own_models] if work else []
+            self.bases.open(task, self.models, self.placement(task.client), brought)
         embedding = self.embedding
         if embedding is not None and task.kind in TRAINING and embedding.wants(task.client):
             sent = dict.fromkeys(task.candidates, 1.0) or self.placement(task.client)
@@ -706,6 +706,11 @@ class Method(Strategy):
 
     def _keeps_base_of(self, task: InFlight) -> bool:
         return self.needs.bases or (self.protection.is_on and task.kind in TRAINING)
+
+    def base_of(self, update: Update) -> Vector:
+        """Return the model that a client started from, as long as that is kept. Shape (d,)."""
+        brought, mixture = self.bases.own(update.task), self.needs.mixture
+        return mixture(update, brought) if mixture and brought else self.bases.of(update.task)
 
     def received(self, update: Update) -> Update:
         """Return an update with its staleness, its age and its base, as they are now.

@@ -268,6 +268,7 @@ class FedSoftAsync(SoftUploads):
         return Needs(
             kinds=frozenset({TRAIN_MIXED}) | self.scheduling.asked_kinds,
             pretrained=True,
+            mixture=_trained_mixture,
             by_distribution=lambda: self.state.pretrained,
         )
 
@@ -300,14 +301,6 @@ class FedSoftAsync(SoftUploads):
         return Request(client, TRAIN_MIXED, models=(), arrays=models, settings=settings)
 
     # What the server does with an upload.
-
-    def base_of(self, update: Update) -> Vector:
-        """Return the mixture that the client trained: by the shares that it states."""
-        sent = self.bases.own(update.task)
-        if not sent:
-            return super().base_of(update)
-        alpha = stated_shares(update, len(sent))
-        return np.tensordot(alpha, np.stack(sent), axes=1).astype(np.float32)
 
     def on_update(self, update: Update) -> Outcome:
         """Mix the client's model in by the shares that it states, and send it all models."""
@@ -348,3 +341,9 @@ def stated_shares(update: Update, count: int) -> Shares:
             "on, sum 1"
         )
     return np.asarray(shares / shares.sum())
+
+
+def _trained_mixture(update: Update, models: Sequence[Vector]) -> Vector:
+    """Return the mixture of models by the shares that a client states. Shape (d,)."""
+    alpha = stated_shares(update, len(models))
+    return np.tensordot(alpha, np.stack(models), axes=1).astype(np.float32)
