@@ -154,9 +154,9 @@ def work_of(
     Parameters
     ----------
     message : Message
-        What is asked.
+        The server's request: kind of work, models and settings.
     context : Context
-        The node's.
+        The node's context: its configuration names the client, its state persists between messages.
     own : Callable, optional
         Returns the client of a user's own app; its data never change.
 

@@ -78,7 +78,7 @@ class OpenRun:
 
     @property
     def updates(self) -> pd.DataFrame:
-        """The accepted updates."""
+        """A row for each update that was applied, in order of time."""
         return _columns(self.record.updates)
 
     @property

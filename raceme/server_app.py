@@ -20,7 +20,7 @@ _ORPHAN_SECONDS = 20.0
 """A SuperLink that died may be back by then; if it is not, the run ends all the same."""
 
 _ON_TRUST = (
-    "Devices' ids are taken on trust: whoever may connect can say that it is any of them, unless "
+    "Devices' ids are taken on trust: any node that may connect can claim any of them, unless "
     "device-keys=FILE binds ids to keys (docs/server.md)"
 )
 

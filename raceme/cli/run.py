@@ -185,7 +185,7 @@ def simulate(
         ),
     ] = None,
 ) -> None:
-    """Run any Flower app on virtual time: how long it takes on a fleet, and who waits for whom.
+    """Run any Flower app on virtual time: how long it takes on a fleet, and which devices delay it.
 
     ServerApp and ClientApp are used as they are, whatever the strategy.
     """

@@ -41,7 +41,7 @@ class ForeignIdError(Exception):
     Attributes
     ----------
     client_id : str
-        What it states.
+        The id that the node claims.
     """
 
     def __init__(self, client_id: str, reason: str) -> None:
@@ -104,9 +104,9 @@ class BoundToKeys:
     Parameters
     ----------
     path : Path
-        The file: see :func:`read_device_keys`.
+        File of public keys with the ids that they stand for; see :func:`read_device_keys`.
     nodes : Nodes
-        The grid.
+        Grid that tells the public key of each node that is online.
 
     Raises
     ------
@@ -283,7 +283,7 @@ class Client:
     client_id : str
         The stable id that it states, which survives a restart of its device.
     num_examples : int
-        Training examples, n_i.
+        Number of training examples, n_i in the papers.
     group : int or None
         True group of its data where known; for reports only, no strategy looks at it.
     node_id : int or None
@@ -353,8 +353,6 @@ class Fleet:
 
         Parameters
         ----------
-        client : str
-            Its id.
         stated : int, optional
             What it states; by default what it stated in its greeting.
 
@@ -396,7 +394,7 @@ class Fleet:
         Parameters
         ----------
         online : Iterable[int]
-            Node ids.
+            Ids of the nodes that are online now.
         ask_again : bool
             Greet nodes too that were refused.
 
@@ -552,11 +550,9 @@ class Idle:
         Parameters
         ----------
         now : float
-            The time in seconds.
+            Time in seconds; clients that rest beyond it are not drawn.
         most : int
             How many; if there are fewer, all of them.
-        rng : numpy.random.Generator
-            Draws.
         """
         count, idle = len(self._all), len(self._names)
         drawn: dict[str, Client] = {}

@@ -366,9 +366,9 @@ class Clusters:
         Parameters
         ----------
         parent : int
-            The cluster.
+            Id of the cluster, which exists no longer afterwards.
         parts : Iterable of Sequence[str]
-            Its members, divided.
+            The client ids of each part; no client may be in two.
         score, threshold : float
             What was measured, and the bound that it passed.
         """
@@ -543,7 +543,7 @@ def nearest(vector: Vector, groups: Mapping[int, Sequence[Vector]]) -> dict[int,
 
 
 def parts_of(members: Sequence[str], labels: NDArray[np.int64]) -> list[list[str]]:
-    """Return clients by label."""
+    """Return the members of each part, in order of the labels from 0."""
     count = int(labels.max()) + 1
     return [
         [client for client, label in zip(members, labels, strict=True) if label == part]

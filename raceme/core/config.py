@@ -60,8 +60,6 @@ def read_toml(path: Path, pipe: bool = False) -> dict[str, Value]:
 
     Parameters
     ----------
-    path : Path
-        The file.
     pipe : bool
         A pipe will do, too: ``--config <(command)``.
 
@@ -575,7 +573,7 @@ def check_key(name: str, value: Any, further: Iterable[_Reader] = ()) -> tuple[K
     Parameters
     ----------
     name : str
-        The key.
+        The key as typed, dotted where it belongs to a reader: ``casa.gamma``.
     value : Any
         As a person wrote it.
     further : Iterable[tuple[Registry, str]]

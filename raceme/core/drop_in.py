@@ -190,7 +190,7 @@ def check_share(method: Method, arguments: FlowerArguments) -> None:
         name = type(method).__name__
         own = ", ".join(item.name for item in fields(method.parameters))
         raise UserError(
-            f"fraction_train means nothing to {name}, which chooses itself who takes part: leave "
+            f"fraction_train means nothing to {name}, which chooses the participants itself: leave "
             f"it out; {name}'s own arguments are {own}."
         )
 
@@ -246,14 +246,14 @@ class DtypeAdapter:
     Parameters
     ----------
     initial : ArrayRecord
-        The user's initial model.
+        The user's initial model, with arrays of any dtype.
 
     Attributes
     ----------
     initial : ArrayRecord
-        The part of it that methods work on.
+        The part of it that methods work on; bfloat16 is widened to float32.
     carried : dict[str, Array]
-        The other arrays.
+        Arrays that methods do not work on; clients get them as the user gave them.
 
     Raises
     ------
@@ -492,7 +492,7 @@ class ReplyAdapter:
     arguments : FlowerArguments
         Say which metric is the weight, and may name the accuracy.
     dtypes : DtypeAdapter
-        Translates models.
+        Adapts the models in replies to the dtypes that methods work on.
     keeps_numbers : bool
         Whether a record of numbers beside the model is none of a model.
 
@@ -661,7 +661,7 @@ class Names:
         node : int
             Where the reply comes from.
         content : RecordDict
-            The reply.
+            Records of the reply, of which one may state a ``client-id``.
         online : Callable
             Returns the nodes that are connected.
 
@@ -688,7 +688,7 @@ class Names:
         self._of_node[node] = known
         self.mistaken.add(own)
         self.moved.add(node)
-        return f"it is '{stated}', who is known: it goes on as that"
+        return f"it is '{stated}', a known client: it goes on as that"
 
     def shown(self, event: Any) -> Any:
         """Return a report in which clients have the names that they state."""
@@ -755,7 +755,7 @@ class Rounds:
     Attributes
     ----------
     over : int
-        Rounds that are over.
+        Number of rounds completed so far.
     tests : list[int]
         Rounds whose models were tested, or are being tested.
     trained, tested : dict[int, MetricRecord]
@@ -874,13 +874,11 @@ class FlowerGrid(OwnGrid):
     Parameters
     ----------
     grid : Grid
-        Where the clients are.
-    clock : Timeline
-        Its clock.
+        The grid that reaches the ClientApps: Flower's own, or a virtual one.
     arguments : FlowerArguments
         Names of records and of the weight.
     dtypes : DtypeAdapter
-        Translates models.
+        Adapts models to the dtypes of the user's app, and back.
     rounds : Rounds
         Know the number of the round that messages state, and are told what clients measure.
     heard : Callable
@@ -1088,7 +1086,7 @@ class FlowerLog(events.EventHandler):
     length : str
         How long the run is, in words of its head: ``"/3"`` rounds, or nothing.
     is_virtual : bool
-        Whether seconds are virtual.
+        Whether times are on a virtual clock; the log then says so.
     """
 
     def __init__(self, length: str, is_virtual: bool) -> None:
@@ -1105,11 +1103,11 @@ class FlowerLog(events.EventHandler):
         super().__call__(event)
 
     def on_update_applied(self, event: events.UpdateApplied) -> None:
-        """Count it to the round."""
+        """Count the event to the round that it falls into."""
         self._updates.append(event)
 
     def on_update_rejected(self, event: events.UpdateRejected) -> None:
-        """Count it to the round."""
+        """Count the event to the round that it falls into."""
         self._rejected += 1
 
     def on_clusters_changed(self, event: events.ClustersChanged) -> None:
@@ -1296,8 +1294,6 @@ def start(method: Method, **told: Any) -> RunResult:
 
     Parameters
     ----------
-    method : Method
-        The method.
     **told
         The fields of a `FlowerRun`.
 
@@ -1560,7 +1556,7 @@ class _Run(events.EventHandler):
         self.told.observe(shown)
 
     def on_update_applied(self, event: events.UpdateApplied) -> None:
-        """Count it to the round."""
+        """Count the event to the round that it falls into."""
         self.rounds.applied(event.client)
         self._useless = -1
 

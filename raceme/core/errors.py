@@ -1,4 +1,4 @@
-"""Errors that speak to the person who typed the command."""
+"""Errors whose text tells the user what is wrong, and what to do instead."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class PlainFormatter(logging.Formatter):
     """
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
-        """Return the line of a record."""
+        """Return the message without control characters, cut to a bearable length."""
         record.message = printable(record.message, _LONGEST_MESSAGE)
         return super().formatMessage(record)
 
@@ -113,7 +113,7 @@ def show_log(stream: TextIO, formatter: logging.Formatter, level: int = logging.
 
 
 # -----------------------------------------------------------------------------
-# Errors that speak to the person who typed the command.
+# Errors whose text tells the user what is wrong, and what to do instead.
 # -----------------------------------------------------------------------------
 
 
@@ -146,7 +146,7 @@ def unknown_name(kind: str, name: str, valid: Iterable[str], listed_by: str = ""
     kind : str
         What the name stands for, e.g. ``"strategy"``.
     name : str
-        What the user wrote.
+        The name as the user typed it.
     valid : Iterable[str]
         All the names that exist.
     listed_by : str

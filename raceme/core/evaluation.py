@@ -110,7 +110,7 @@ def read_score(reply: Message, cluster: int, latest: int = 0) -> ClientScore | N
     Parameters
     ----------
     reply : Message
-        What came back.
+        Reply to a test of a model.
     cluster : int
         Main cluster of the client.
     latest : int
@@ -215,16 +215,12 @@ class Evaluator:
     ----------
     method : Method
         The method whose models are tested.
-    grid : Grid
-        Where the clients are.
     clock : Timeline
-        The grid's.
-    packer : Packer
-        Makes records of models.
+        Clock of the grid, which dates the reports.
     steps : Steps
         Knows at which step clients' data are.
     config : ConfigRecord
-        Sent along.
+        Settings that travel with every test, the `evaluate_config` of a run.
     central : Callable, optional
         Evaluates models on the server.
     ttl : float

@@ -167,7 +167,7 @@ class UpdateJudged:
     Attributes
     ----------
     verdict : Verdict
-        What; never `ACCEPTED`.
+        What the protection did with the update; never `ACCEPTED`, which is not reported.
     measured, bound : float
         What was measured of it, and the bound for that: lengths of updates, or how far the client's
         updates agree with others', from −2 to 2.
@@ -318,7 +318,7 @@ class AnswerTaken:
     Attributes
     ----------
     kind : str
-        The kind of work.
+        Kind of work, as in :class:`~raceme.core.requests.Request`.
     phase : str
         What the method did meanwhile, for the account of bytes; by default the kind of work.
     bytes_down, bytes_up : int
@@ -437,9 +437,9 @@ class TasksTested:
         Client id to step to what it measured there, for the clients that answered. Steps whose data
         a client does not have any more are missing.
     asked : int
-        Clients that were online.
+        Number of clients that were online at that moment.
     measure : Measure
-        What the accuracies are.
+        What the scores are: accuracies, or errors and their unit.
     """
 
     time: float
@@ -500,7 +500,7 @@ class ClustersChanged:
     Attributes
     ----------
     change : ClusterChange
-        The verb.
+        The operation, such as a split or a merge.
     memberships : Mapping[str, Mapping[int, float]]
         The clients whose clusters changed, to the weight of each of their clusters from now on
         (positive, sum 1). Clients that are not named stay where they were.
@@ -555,13 +555,13 @@ class MeasureSchema:
     name : str
         Short name, an identifier: part of file names and of the view ``measure_<name>``.
     title : str
-        Name for people.
+        Name of the measure in tables and figures.
     columns : tuple[str, ...]
         The values of an event. With `per` there is one column, which maps keys to values.
     value : str
         The column that is summarised and drawn; by default the last one.
     unit : str
-        Unit of the value.
+        Unit of the value, for axis labels; empty for a plain number.
     per : str
         ``"client"`` or ``"cluster"``: what the keys of the column are. Empty for single values.
     of : str
@@ -704,7 +704,7 @@ class RunEnded:
     reason : str
         One line for the person: which limit was reached, or what ended it early.
     ending : Ending
-        The kind of end.
+        Kind of end, for programs: limit, target, interruption and so on.
     """
 
     time: float
@@ -780,9 +780,7 @@ class Placement:
     Attributes
     ----------
     time : float
-        When, in seconds.
-    client : str
-        Its id.
+        Time in seconds from which the weights hold.
     weights : Mapping[int, float]
         Cluster to its weight: positive, sum 1. Empty if its cluster was given up and the client
         was given no other.

@@ -34,8 +34,6 @@ def read_text(path: Path, most: int = _MOST_BYTES, pipe: bool = False) -> str:
 
     Parameters
     ----------
-    path : Path
-        The file.
     most : int
         Its largest size in bytes.
     pipe : bool

@@ -43,7 +43,7 @@ from raceme.core.timeline import Foreseeing, push, timeline_of
 
 log = getLogger("raceme")
 
-AT_REST = "at rest: nobody's loss rises, and no data will change"
+AT_REST = "at rest: no client's loss rises, and no data will change"
 
 _MESSAGE_TYPES = {
     names.EVALUATE: MessageType.EVALUATE,
@@ -80,9 +80,9 @@ class Loop:
     Parameters
     ----------
     method : Method
-        What is asked.
+        Strategy that says what clients are asked, and what becomes of their replies.
     grid : Grid
-        Any Flower grid.
+        Any Flower grid; a virtual one brings its own clock.
     plan : Plan
         Limits, evaluation schedule, concurrency, drift.
     observe : Observer
@@ -92,7 +92,7 @@ class Loop:
     timeout : float
         Seconds after which an unanswered task is lost.
     evaluate_config : ConfigRecord
-        Sent along with tests.
+        Settings that travel with every test of a model.
     evaluate_fn : Callable, optional
         Evaluates models on the server.
     identities : Identities, optional
@@ -451,7 +451,7 @@ class Loop:
         method, progress = self._method, self._progress
         node_id = self._fleet.clients[work.client].node_id
         if node_id is None:
-            raise ValueError(f"{type(method).__name__} has work for '{work.client}', who is away")
+            raise ValueError(f"{type(method).__name__} has work for '{work.client}', which is away")
         self._check_settings(work)
         records, size, versions = self._models(work)
         main = method.clusters.main(work.client)
@@ -533,7 +533,7 @@ class Loop:
         """Report a reply that no task waits for; it changes nothing."""
         node, now = reply.metadata.src_node_id, self.now()
         client = self._fleet.by_node.get(node, f"node {node}")
-        reason = "nobody waits for it: it was not asked for, is a repetition, or came too late"
+        reason = "no task waits for it: it was not asked for, is a repetition, or came too late"
         self._progress.rejected += 1
         log.warning("A reply of %s is ignored: %s", client, reason)
         self._observe(events.UpdateRejected(now, client, reason, now))

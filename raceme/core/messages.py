@@ -147,15 +147,15 @@ def array_of(
     Parameters
     ----------
     numbers : Mapping[str, NDArray]
-        What it states; finite.
+        The finite arrays of a client's reply, by name.
     name : str
-        Which of them.
+        Name of the wanted array.
     shape : Sequence of int or None
         What it must look like; None for any length from 1 on.
     low, high : float
-        Bounds of the numbers.
+        Bounds within which every number must lie.
     most : int
-        Elements at most.
+        Largest permitted number of elements.
 
     Raises
     ------
@@ -373,9 +373,9 @@ class ModelSpec:
     Attributes
     ----------
     names : tuple[str, ...]
-        Keys in the ArrayRecord.
+        Names of the arrays, the keys of the ArrayRecord.
     shapes : tuple[tuple[int, ...], ...]
-        Shape of each array.
+        Shape of each array, in the order of `names`.
     dtypes : tuple[str, ...]
         Data type of each array on the wire; the flat vector is always float32.
     """
@@ -582,7 +582,7 @@ def passes(settings: Mapping[str, object], examples: int) -> float:
     Parameters
     ----------
     settings : Mapping
-        The message's.
+        Settings of the training message: ``local-epochs``, ``local-steps``, ``batch-size``.
     examples : int
         Number of the client's training samples.
     """

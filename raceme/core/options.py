@@ -53,13 +53,13 @@ class Key(NamedTuple):
     default : Value
         As a person writes it.
     help : str
-        What it means.
+        One line on its meaning, as ``raceme list --keys`` shows it.
     type, unit : str
         As shown to a person; the unit may be empty.
     readers : Mapping[str, tuple[str, ...]]
         The names of what reads it, by kind; empty for a key that every run has.
     item : Field
-        The declaration.
+        Dataclass field that declares the key, its type and its range.
     """
 
     default: Value

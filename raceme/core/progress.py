@@ -45,13 +45,13 @@ class ClientScore:
         On the client's own test data; of a regression the mean absolute error. NaN if it could not
         test.
     step : int
-        Step of these data.
+        Step of the data that it tested on.
     examples : int
         How many they are; 0 if the client does not say.
     group : int or None
         True group of the data now, where data change and it is known; for reports only.
     measure : Measure
-        What `accuracy` is.
+        Whether `accuracy` is an accuracy, or an error and its unit.
     """
 
     cluster: int
@@ -239,7 +239,7 @@ class Progress:
     task_evaluation : Evaluation or None
         The one on all steps that is under way.
     fleet : Fleet
-        The clients.
+        All clients that have been greeted, online or not.
     """
 
     updates: int = 0
@@ -303,7 +303,7 @@ class StepSchedule(Protocol):
     per_client : bool
         Whether it counts each client's own uploads.
     in_rounds : bool
-        Whether it counts rounds.
+        Whether steps follow the number of completed rounds.
     """
 
     @property
@@ -339,7 +339,7 @@ class Plan:
     stop_at_target : bool
         Whether reaching it ends the run.
     eval_every : int
-        Updates between two evaluations.
+        Number of applied updates between two evaluations.
     eval_rounds : int
         Rounds or windows between two evaluations, of a method that has them; 0: `eval_every`.
     eval_steps : bool
@@ -388,7 +388,7 @@ class Plan:
         updates, num_updates : int
             Updates applied, and their limit; 0 stands for none.
         now : float
-            The time.
+            Time on the grid's clock, in seconds.
         rounds : int or None
             Rounds or windows that are over; None for a method without them.
         """
@@ -459,7 +459,7 @@ class Steps:
     rounds : Callable
         Returns how many rounds are over; None if the method works in none.
     observe : Observer
-        Told of every change.
+        Called with a `DataChanged` for every change.
     tests_tasks : bool
         Whether models are to be tested on the data of all steps; see `ended`.
     """

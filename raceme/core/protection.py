@@ -128,7 +128,7 @@ class Ruling:
     Attributes
     ----------
     verdict : Verdict
-        In a word.
+        Whether the update is accepted, scaled or refused, or its client excluded.
     scale : float
         By how much Δ_i is multiplied; 1 leaves it as it is.
     measured, bound : float
@@ -154,7 +154,7 @@ class Guard:
     Parameters
     ----------
     options : Any
-        An instance of :attr:`options_type`.
+        Options of the protection, an instance of :attr:`options_type`.
 
     Attributes
     ----------
@@ -163,7 +163,7 @@ class Guard:
     is_on : bool
         Whether it judges at all: if not, nothing is kept for it.
     state : GuardState
-        What it knows.
+        Lengths, directions and records of former updates; part of a checkpoint.
     """
 
     options_type: type[NormOptions] | None = None
@@ -210,7 +210,7 @@ class NormProtection(Guard):
     def judge(
         self, client: str, delta: Vector, start: float, home: Home, awaited: int = 0
     ) -> Ruling:
-        """Judge the length."""
+        """Judge an update by its length alone, against those of other clients."""
         length = float(np.linalg.norm(delta))
         ruling = self._by_length(client, length, start, home)
         # What is refused is remembered too: half of the clients would have to lie for a median to.

@@ -54,7 +54,7 @@ def explained(error: ModuleNotFoundError) -> Exception:
     Parameters
     ----------
     error : ModuleNotFoundError
-        What the import raised.
+        Error of the failed import, which names the missing module.
 
     Returns
     -------

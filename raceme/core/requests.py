@@ -62,8 +62,6 @@ class Request:
 
     Attributes
     ----------
-    client : str
-        Id of the client.
     kind : str
         Kind of work: a name in the ClientApp's registry of kinds, e.g. ``"train"``.
     models : tuple[int, ...] or None
@@ -114,18 +112,18 @@ class InFlight:
         The cluster whose model was sent; of several, the one that the client has chosen, once it is
         known.
     version : int
-        Version of that model.
+        Version of that model when it was sent.
     updates : int
         Updates that had been applied in the whole run by then.
     sent_at : float
-        When it was sent.
+        Time in seconds at which it was sent.
     bytes_down : int
         Size of the arrays that were sent; 0 if the client had them.
     candidates : dict[int, int]
         Where the work names models: their clusters in the order of their records, with their
         versions.
     kind : str
-        What was asked for.
+        Kind of work, as in :class:`Request`.
     step : int
         Step of the client's data that it was to work on.
     phase : str
@@ -188,10 +186,8 @@ class Bases:
 
         Parameters
         ----------
-        task : InFlight
-            The task.
         models : Mapping[int, Model]
-            The models by cluster.
+            All cluster models, by cluster id.
         weights : Mapping[int, float]
             The clusters that serve the client.
         sent : Sequence[Vector]
@@ -272,7 +268,7 @@ class Answer:
     num_examples : int
         Training examples of the client, n_i; 0 if it does not say.
     metrics : Mapping[str, float]
-        What the client measured.
+        Single numbers that the client measured, by name.
     numbers : Mapping[str, NDArray]
         Named arrays beside a model: losses per model and sample, label counts.
     bytes_up : int
@@ -393,14 +389,12 @@ def read_reply(
 
     Parameters
     ----------
-    reply : Message
-        What came back.
     task : InFlight
-        What was asked.
+        The request that it answers, as kept when it was sent.
     spec : ModelSpec
         What a model looks like.
     now : float
-        The time.
+        Time of arrival on the grid's clock, in seconds.
 
     Raises
     ------
@@ -624,9 +618,9 @@ class ClientEmbedding:
         Parameters
         ----------
         task : int
-            Number of the task.
+            Number of the request, unique in the run.
         models : Mapping[int, Model]
-            The models by cluster.
+            All cluster models, by cluster id.
         weights : Mapping[int, float]
             Those that are sent, with their shares in what the client starts from.
         chooses : bool
@@ -666,7 +660,7 @@ class ClientEmbedding:
         Parameters
         ----------
         models : Mapping[int, Model]
-            The models by cluster.
+            All cluster models, by cluster id.
         placement : Callable
             Returns the clusters that serve a client, with weights.
 

@@ -124,7 +124,7 @@ def in_turn(
     Parameters
     ----------
     online : Sequence[Client]
-        In order of greeting.
+        Clients that are online, in order of greeting.
     count : int
         How many to pick; at least one is.
     picked : dict[str, bool]
@@ -162,6 +162,9 @@ def to_tree(value: Any) -> Any:
         return {str(key): to_tree(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [to_tree(inner) for inner in value]
+    if isinstance(value, set | frozenset):
+        # In order, so that two runs write the same.
+        return sorted(to_tree(inner) for inner in value)
     if isinstance(value, np.ndarray):
         return value.copy()
     if isinstance(value, np.generic):
@@ -185,6 +188,8 @@ _TYPES: dict[Any, tuple[type, ...]] = {
     MutableMapping: (dict,),
     list: (list,),
     tuple: (list,),
+    set: (list,),
+    frozenset: (list,),
     np.ndarray: (np.ndarray,),
 }
 """What stands in a tree for a type."""
@@ -218,6 +223,8 @@ def from_tree(kind: Any, tree: Any) -> Any:
         return {arguments[0](key): from_tree(arguments[1], inner) for key, inner in tree.items()}
     if origin is list:
         return [from_tree(arguments[0], inner) for inner in tree]
+    if origin in (set, frozenset):
+        return origin(from_tree(arguments[0], inner) for inner in tree)
     if origin is tuple:
         return tuple(from_tree(arguments[0], inner) for inner in tree)
     if isinstance(tree, np.ndarray):
@@ -255,9 +262,9 @@ class SelectionContext:
     Attributes
     ----------
     now : float
-        The time in seconds.
+        Time on the grid's clock, in seconds.
     fleet : Fleet
-        The clients.
+        All clients that have been greeted, online or not.
     idle : Idle
         Those of them that have nothing to do.
     rng : numpy.random.Generator
@@ -284,7 +291,7 @@ class SelectionContext:
 
 @dataclass
 class NoState:
-    """Nothing to remember."""
+    """State of a scheduler that keeps nothing between two calls."""
 
 
 class Scheduler(ABC):
@@ -547,7 +554,7 @@ class InRounds(Scheduler):
         Parameters
         ----------
         moment : SelectionContext
-            What the loop tells.
+            Time, fleet and idle clients, as the loop hands them to a scheduler.
         wanted : Callable
             Whether a client, given by its id, is to be asked; all idle ones by default.
         every : int
@@ -742,8 +749,6 @@ def then(first: Scheduler, second: Scheduler, is_over: Callable[[], bool]) -> Sc
 
     Parameters
     ----------
-    first, second : Scheduler
-        The policies.
     is_over : Callable
         Returns whether the first one's time is over; it follows from the method's state.
     """

@@ -33,7 +33,7 @@ class StopSignal:
             os.write(self._writer, b"!")
 
     def is_set(self) -> bool:
-        """Return whether it is time to stop."""
+        """Return whether a signal has asked the process to stop."""
         return self._is_set
 
     def wait_or(self, file: int) -> bool:
@@ -78,7 +78,7 @@ def handled_by(handler: Any, *numbers: int) -> Iterator[None]:
     handler : Callable or signal.Handlers or None
         As `signal.signal` takes it; None sets none, for others that do so meanwhile.
     numbers : int
-        The signals.
+        Signal numbers, e.g. ``signal.SIGTERM``.
     """
     if threading.current_thread() is not threading.main_thread():
         numbers = ()

@@ -53,7 +53,7 @@ is empty, ends the run: it is the reason."""
 
 
 def never_stop() -> str:
-    """Never stop."""
+    """Return the empty text, by which a run goes on to its limit."""
     return ""
 
 
@@ -227,7 +227,7 @@ class Method(Strategy):
     Attributes
     ----------
     parameters : dataclass
-        Its hyper-parameters.
+        Hyper-parameters of the method, an instance of `parameters_type`.
     clusters : Clusters
         The models, and which of them serve each client.
     state : dataclass
@@ -239,7 +239,7 @@ class Method(Strategy):
     progress : Progress
         What has happened so far.
     result : RunResult
-        What the run leaves.
+        Models, metrics and clusters of clients, filled in as the run goes on.
     bases : Bases
         Models that clients are training from, if the method or its protection keeps them.
     protection : Guard
@@ -381,7 +381,7 @@ class Method(Strategy):
 
     @property
     def models(self) -> Mapping[int, Model]:
-        """The models by cluster."""
+        """The current model of each cluster, by cluster id."""
         return self.clusters.models
 
     def placement(self, client: str) -> Weights:
@@ -482,7 +482,7 @@ class Method(Strategy):
         Parameters
         ----------
         grid : Grid
-            Any Flower grid.
+            The grid that Flower hands to the ServerApp, or any other.
         initial_arrays : ArrayRecord
             The initial model; its names and shapes are those of every model of the run.
         num_rounds : int
@@ -557,7 +557,7 @@ class Method(Strategy):
         Parameters
         ----------
         grid : Grid
-            Any Flower grid.
+            Grid of Flower's interface: a real fleet's, or a virtual one.
         initial_arrays : ArrayRecord
             The initial model; its names and shapes are those of every model of the run.
         max_updates : int
@@ -781,7 +781,7 @@ class Variant(Generic[Made]):
     Attributes
     ----------
     method : type
-        The method.
+        Class of the method that it is a variant of.
     parameters_type : type
         Its parameters, with the variant's defaults.
     summary : str
@@ -796,7 +796,7 @@ class Variant(Generic[Made]):
         object.__setattr__(self, "__doc__", self.summary)
 
     def __call__(self, parameters: Any = None, seed: int = 0, **arguments: Any) -> Made:
-        """Make the method."""
+        """Make the method, with the variant's defaults unless parameters are given."""
         parameters = self.parameters_type() if parameters is None else parameters
         return self.method(parameters, seed, **arguments)
 
@@ -812,7 +812,7 @@ def average_by_cluster(
     Parameters
     ----------
     clusters : Clusters
-        Where the clients are.
+        The models, which are replaced in place, and the clients of each.
     updates : Sequence[Update]
         What came back from some of them.
     by_examples : bool

@@ -98,12 +98,12 @@ class WallTimeline:
     Parameters
     ----------
     grid : Grid
-        Where replies come from.
+        Grid that is polled for replies.
     shortest, longest : float
         Bounds in seconds of the pause between two polls; it starts at the shortest after every
         reply and grows by half each time nothing has come.
     clock, sleep : Callable
-        Replaceable for tests.
+        Read the time and pause, both in seconds; tests pass their own.
     start : float
         What time it is now.
     """
@@ -160,12 +160,8 @@ def push(grid: Grid, clock: Timeline, message: Message) -> str | None:
 
     Parameters
     ----------
-    grid : Grid
-        Where to.
     clock : Timeline
         The clock of the grid.
-    message : Message
-        The message.
 
     Returns
     -------
@@ -182,8 +178,6 @@ def timeline_of(grid: Grid, start: float = 0.0) -> Timeline:
 
     Parameters
     ----------
-    grid : Grid
-        Any Flower grid.
     start : float
         What time it is on the wall clock, in a resumed run.
     """

@@ -197,7 +197,7 @@ class Drift:
     dealt : Dealt
         All clients' data as they were dealt out.
     options : Any
-        An instance of :attr:`options_type`.
+        Options of the generator, an instance of :attr:`options_type`.
 
     Attributes
     ----------
@@ -304,7 +304,7 @@ class Evolution(Generic[State]):
         self._kept: OrderedDict[int, State] = OrderedDict()
 
     def at(self, step: int) -> State:
-        """Return the state of a step."""
+        """Return the state at a step, replayed from the nearest earlier one that is kept."""
         earlier = max((kept for kept in self._kept if kept <= step), default=0)
         state = self._kept[earlier] if earlier else self._start
         for number in range(earlier + 1, step + 1):
@@ -355,7 +355,7 @@ class SomeClients(Drift):
 
 @dataclass(frozen=True)
 class RotateOptions(ShareOptions):
-    """Options of rotate."""
+    """Options of the drift ``rotate``: clients and angle."""
 
     rotate_degrees: float = option(30.0, "degrees that images turn per step")
 
@@ -376,7 +376,7 @@ class Rotate(SomeClients):
             )
 
     def changed(self, data: ClientData, client: int, step: int) -> ClientData:
-        """Return the images turned."""
+        """Return images turned by the step times rotate-degrees."""
         degrees, blank = step * self.options.rotate_degrees % 360.0, self.dealt.dataset.blank
         train, test = (rotated(x, degrees, blank) for x in (data.x_train, data.x_test))
         return replace(data, x_train=train, x_test=test)
@@ -384,7 +384,7 @@ class Rotate(SomeClients):
 
 @dataclass(frozen=True)
 class LabelShiftOptions(ShareOptions):
-    """Options of label-shift."""
+    """Options of the drift ``label-shift``: clients and shift."""
 
     label_shift: int = option(1, "s of y + s mod C, per step")
 
@@ -405,7 +405,7 @@ class LabelShift(SomeClients):
             )
 
     def changed(self, data: ClientData, client: int, step: int) -> ClientData:
-        """Return other labels."""
+        """Return labels shifted by the step times label-shift, modulo C."""
         shift, classes = step * self.options.label_shift, self.dealt.dataset.num_classes
         train, test = ((y + shift) % classes for y in (data.y_train, data.y_test))
         return replace(data, y_train=train, y_test=test)
@@ -413,7 +413,7 @@ class LabelShift(SomeClients):
 
 @dataclass(frozen=True)
 class NoiseOptions(ShareOptions):
-    """Options of noise."""
+    """Options of the drift ``noise``: clients, and growth of the noise."""
 
     noise_growth: float = option(
         0.5, "standard deviation that is added per step, of normalised inputs", above=0
@@ -447,7 +447,7 @@ class Noise(SomeClients):
 
 @dataclass(frozen=True)
 class IncrementalOptions(DriftOptions):
-    """Options of incremental."""
+    """Options of the drift ``incremental``: how much data each step adds."""
 
     incremental_start: float = option(
         0.25,
@@ -809,7 +809,7 @@ class Mixture(Drift):
 
 @dataclass(frozen=True)
 class ConceptsOptions(DriftOptions):
-    """Options of concepts."""
+    """Options of the drift ``concepts``: number, pace and samples of the concepts."""
 
     concepts: int = option(2, "number of concepts", low=2)
     concept_steps: int = option(10, "steps over which the changes are spread", low=2)
@@ -903,7 +903,7 @@ _SAMPLES = 2
 
 @dataclass(frozen=True)
 class InOrderOptions(DriftOptions):
-    """Options of in-order."""
+    """Options of the drift ``in-order``: how far some clients are behind others."""
 
     in_order_lag: int = option(
         0, "periods that the last clients are behind the first (staggered drift)", low=0
@@ -990,7 +990,7 @@ _FEWEST = 2
 
 @dataclass(frozen=True)
 class TasksOptions(DriftOptions):
-    """Options of tasks."""
+    """Options of the drift ``tasks``: length and order of the sequence."""
 
     tasks_count: int | None = option(
         None, "length of the sequence (auto: 5, or as many as every client's labels)", low=2

@@ -43,7 +43,7 @@ class ImageSource(Source):
     Attributes
     ----------
     name : str
-        Name of the dataset.
+        Name in the registry of datasets, also in error messages.
     torchvision : str
         Class of torchvision that fetches and reads the files; empty if none does.
     """

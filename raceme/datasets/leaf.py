@@ -41,7 +41,7 @@ class LeafSource(Source):
     Attributes
     ----------
     name : str
-        Name of the dataset.
+        Name in the registry of datasets, also in error messages.
     folders : tuple[str, ...]
         Folders under data-root that may hold train/ and test/, or all_data/.
     hint : str
@@ -284,7 +284,7 @@ class Writers(NamedTuple):
     sizes : Indices
         Samples of each writer that are kept; 0 for one that cannot be a client.
     num_classes : int
-        Number of characters.
+        Number of characters that are kept, the classes of the task.
     """
 
     labels: Indices
@@ -358,7 +358,7 @@ def by_writer(
     options : CharacterOptions
         The characters and the writers that are kept.
     seed : int
-        Draws each writer's characters.
+        Seed by which each writer's characters are drawn.
     """
     kept = kinds(options.characters)
     position = np.full(len(CHARACTERS), -1)

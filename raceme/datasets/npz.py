@@ -364,7 +364,7 @@ def arrays_of(
     path : Path
         Path of the .npz file.
     needed, optional : Sequence[str]
-        Names of the arrays.
+        Names of arrays that must be there, and of those that may be.
     expected : str
         What the file is to hold, for error messages.
 
@@ -496,7 +496,7 @@ class NpzFolder(Source):
         return dataset if dataset.tokens else standardised(dataset)
 
     def count_clients(self, config: RunConfig) -> int:
-        """Return the number of files."""
+        """Return the number of .npz files in the folder: each is a client."""
         return len(self._files(config)[1])
 
     def _unscaled(self, config: RunConfig, count: int | None) -> Dataset:
@@ -525,7 +525,7 @@ class NpzFolder(Source):
         )
 
     def _files(self, config: RunConfig) -> tuple[Path, list[Path]]:
-        """Return the folder and its files."""
+        """Return the folder under data-root that holds .npz files, and these in order."""
         if not config.data_root:
             raise UserError(
                 f"{config.dataset} needs the folder with an .npz file for each person or device: "

@@ -419,11 +419,11 @@ def skew(
     Parameters
     ----------
     inputs : Inputs
-        Normalised, shape (n, ...).
+        Normalised inputs, shape (n, ...).
     config : RunConfig
         Names the partition and holds its options.
     group : int or None
-        The client's true group.
+        True group of the client; None where the partition has no groups.
     client : int
         Position of the client, which seeds its own noise.
     part : str
@@ -466,7 +466,7 @@ def rotated(inputs: Inputs, degrees: float, blank: float | Inputs = 0.0) -> Inpu
     inputs : Inputs
         Images, normalised or not.
     degrees : float
-        Angle in degrees, anticlockwise.
+        Angle, counted anticlockwise; any number.
     blank : float or Inputs
         What comes into view at the corners; of a shape that fits one image, and the same all over
         a channel.
@@ -548,7 +548,7 @@ class ScenarioOptions:
 
 @dataclass(frozen=True)
 class ScenarioPartitionOptions(ScenarioOptions, SizeOptions):
-    """Options of the partition."""
+    """Options of the partition ``scenario``: those of the scenario, and sizes."""
 
 
 @dataclass(frozen=True)
@@ -560,7 +560,7 @@ class Scenario:
     options : ScenarioOptions
         Name and parameters of the scenario.
     seed : int
-        Seed of the noise.
+        Seed of the noise, which is the same for a sample in every step.
     """
 
     options: ScenarioOptions
@@ -568,7 +568,7 @@ class Scenario:
 
     @property
     def groups(self) -> int:
-        """Number of groups."""
+        """Number of true groups: 1 in s0, else 2."""
         return 1 if self.options.scenario == "s0" else 2
 
     @property
@@ -696,8 +696,6 @@ def noisy(pixels: Inputs, variance: float, density: float, rng: np.random.Genera
         Variance of the Gaussian noise.
     density : float
         Share of the pixels, in expectation, that become 0 or 1, one as often as the other.
-    rng : np.random.Generator
-        Generator of the noise.
     """
     gaussian = rng.standard_normal(pixels.shape, np.float32)
     drawn = rng.random(pixels.shape, np.float32)

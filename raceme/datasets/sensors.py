@@ -616,7 +616,8 @@ class Fsdd(NpzFolder):
                 "(recordings, bands, times). Take dataset npz-folder for other data."
             )
         speakers = len(whole.users)
-        sharers = source.shared_out(config, speakers, f"fsdd has {speakers} speakers, of whom each")
+        held = f"fsdd has {speakers} speakers, of which each"
+        sharers = source.shared_out(config, speakers, held)
         parts = [
             (own[number :: len(clients)], speaker)
             for speaker, (own, clients) in enumerate(zip(whole.users, sharers, strict=True))

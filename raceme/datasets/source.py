@@ -68,7 +68,7 @@ class DataShape:
     Attributes
     ----------
     input_shape : tuple[int, ...]
-        Shape of one input.
+        Shape of one input, without the axis of samples.
     num_classes : int
         Number of classes; 0 where the task is a regression.
     tokens : int
@@ -313,7 +313,7 @@ def find_under(
     Parameters
     ----------
     config : RunConfig
-        Names the root, ``data_root``.
+        Its ``data_root`` names the root folder.
     name : str
         Name of the dataset, for error messages.
     folders : Sequence[str]
@@ -406,7 +406,7 @@ def by_test(
     Parameters
     ----------
     members : Sequence[Indices]
-        Samples of each client.
+        Positions of each client's samples in the dataset.
     test : NDArray or None
         Which samples are for testing, shape (N,); None if the data do not say.
     """
@@ -516,9 +516,9 @@ def client_samples(
     beta : float
         How far the clients' inputs differ.
     rng : np.random.Generator
-        The client's own generator.
+        Generator of this client alone, so that clients do not depend on each other.
     most : int
-        Largest number of samples.
+        Number of samples above which the count is cut.
 
     Returns
     -------
@@ -618,7 +618,7 @@ def cached(
 
 
 def cache_folder() -> Path:
-    """Return the folder of the cache."""
+    """Return RACEME_CACHE, or else a folder under XDG_CACHE_HOME or ``~/.cache``."""
     own = os.environ.get("RACEME_CACHE")
     if own:
         return Path(own).expanduser()

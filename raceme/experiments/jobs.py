@@ -610,7 +610,7 @@ class RayRuns:
         return failed
 
     def close(self) -> None:
-        """Leave the cluster."""
+        """Leave the Ray cluster if it was joined here; it ends if it was started here."""
         self._cluster.close()
 
     def _kept(self, job: Job, result: _Result) -> Finished:

@@ -110,7 +110,7 @@ class Published:
     traffic : float or None
         Bytes that were sent, as a multiple of those of the suite's reference.
     before, after, cluster : float or None
-        In percent: see :class:`Scored`.
+        Accuracies in percent as defined by :class:`Scored`; None where not reported.
     clusters : float or None
         Number of clusters at the end.
     remark : str

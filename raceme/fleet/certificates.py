@@ -64,7 +64,7 @@ def make_certificates(
     hosts : Sequence[str]
         Names and addresses under which devices reach the server.
     devices : Sequence[str]
-        Ids of devices.
+        Ids of the devices that get a key pair.
     days : int
         Validity of the server's certificate.
 
@@ -112,7 +112,7 @@ def read_device_key(
     Parameters
     ----------
     path : Path
-        File in OpenSSH format.
+        Private key in OpenSSH format, without a passphrase.
     allow_open : bool
         Accept a file that other users can read.
 

@@ -109,7 +109,7 @@ def limit_memory(mebibytes: int) -> None:
     Parameters
     ----------
     mebibytes : int
-        The limit in MiB.
+        Largest size of the process's own data, in MiB.
 
     Raises
     ------
@@ -156,7 +156,7 @@ def read_authority(path: Path) -> bytes:
     Parameters
     ----------
     path : Path
-        Certificates in PEM format.
+        One or several certificates in PEM format.
 
     Raises
     ------
@@ -186,9 +186,9 @@ def passing_trouble(text: str, address: str) -> str | None:
     Parameters
     ----------
     text : str
-        Message of gRPC.
+        Error message of gRPC, which holds that of the TLS handshake.
     address : str
-        Address of the SuperLink.
+        Address of the SuperLink, ``HOST:PORT``, for the messages.
 
     Returns
     -------
@@ -248,7 +248,7 @@ class Pause:
     growth : float
         Factor from one pause to the next.
     jitter : float
-        Largest relative deviation.
+        Largest relative deviation from the nominal length: 0.2 for up to 20 %.
     uniform : Callable
         Source of chance: takes bounds, returns a number between them.
     """

@@ -180,7 +180,7 @@ class Metrics(EventHandler, Collector):
     # Events of the run.
 
     def on_update_applied(self, event: UpdateApplied) -> None:
-        """Count an update."""
+        """Count an applied update, and note its staleness."""
         self._updates.inc()
         self._staleness.observe(event.staleness)
 
@@ -189,7 +189,7 @@ class Metrics(EventHandler, Collector):
         self._judged = (event.client, event.reason) if event.verdict.keeps_out else None
 
     def on_update_rejected(self, event: UpdateRejected) -> None:
-        """Count a rejection."""
+        """Count a rejection by its reason, or as one of the protection."""
         protected = self._judged == (event.client, event.reason)
         self._judged = None
         self._rejections.labels(_PROTECTION if protected else label_of(event.reason)).inc()
@@ -238,7 +238,7 @@ class Metrics(EventHandler, Collector):
         return sorted(((now - heard, name) for name, heard in last.items()), reverse=True)
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Yield the figures."""
+        """Yield gauges of devices and messages, read at the moment of the request."""
         online = len(self._state.online())
         yield GaugeMetricFamily("raceme_devices_online", "Devices that are online", online)
         queue = GaugeMetricFamily("raceme_messages", "Messages to devices", labels=["state"])
@@ -287,14 +287,9 @@ class StatusPort:
     address : str
         ``HOST:PORT``.
     page : Callable
-        Returns the figures.
+        Returns the figures of the run, as the body of the response.
     health : Callable
-        See `Health`.
-
-    Attributes
-    ----------
-    address : str
-        Where it listens.
+        Returns whether all is well, and the details; see `Health`.
 
     Raises
     ------
@@ -467,9 +462,9 @@ def serve(
     Parameters
     ----------
     config : RunConfig
-        What :func:`prepare` has returned.
+        Configuration of the run, as :func:`prepare` returns it.
     options : ServeOptions
-        Options of the server.
+        Ports, certificates and other options of ``raceme serve``.
     observers : Observer
         Called with everything that happens.
     stop : Callable

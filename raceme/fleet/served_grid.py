@@ -145,7 +145,7 @@ class ServedGrid(PatientGrid):
     stopping : Callable
         Returns something that is true once the run is to end.
     clock : Callable
-        Replaceable for tests.
+        Returns the time in seconds; tests pass their own.
     """
 
     is_virtual = False

@@ -140,7 +140,7 @@ class Trust:
         Parameters
         ----------
         run : Mapping
-            Configuration of the run.
+            Run configuration that the server sends.
         node : Mapping
             Configuration of the device, which its owner has given it.
 
@@ -237,8 +237,6 @@ class Apps:
 
         Parameters
         ----------
-        run_id : int
-            Id of the run.
         describe : Callable
             Returns the SuperLink's description of a run.
         fetch : Callable
@@ -435,7 +433,7 @@ class Held:
     Attributes
     ----------
     message : Message
-        The whole message.
+        The message with all its content, which is answered once it is due.
     expires_at : float
         When the server gives it up, on the device's clock.
     due_at : float
@@ -575,8 +573,6 @@ class Invitations:
 
         Parameters
         ----------
-        run_id : int
-            Id of the run.
         loss : float
             Loss that the reply states; NaN if none.
         stamp : Stamp or None
@@ -654,11 +650,11 @@ class Tasks:
     Parameters
     ----------
     apps : Apps
-        Loads the ClientApps.
+        Fetches and loads the ClientApp of each run.
     node_config : Mapping
         Node configuration of the device.
     interrupter : Interrupter
-        May end a task.
+        Can end a task that is under way, when the device is told to stop.
     invitations : Invitations, optional
         Invitations that are not accepted at once; by default all are.
 
@@ -694,7 +690,7 @@ class Tasks:
         head : Message
             The message without its content.
         fetch : Callable
-            Returns the whole message.
+            Fetches the message's content from the SuperLink, and returns the whole message.
         """
         started = time.monotonic()
         self._identify(link, head.metadata.run_id)

@@ -48,7 +48,7 @@ class Logs:
     Parameters
     ----------
     out : Path
-        The run's folder.
+        Folder of the run, into which the files go once it exists.
     """
 
     def __init__(self, out: Path) -> None:
@@ -245,7 +245,7 @@ class CpuShare:
     Parameters
     ----------
     process_id : int
-        The process.
+        Id of the process, which is stopped and continued by signals.
     share : float
         From above 0 to 1; 1 leaves it alone.
     """

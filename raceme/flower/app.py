@@ -47,9 +47,9 @@ class App:
     Attributes
     ----------
     name, version : str
-        Publisher/name, and version.
+        Name as ``PUBLISHER/NAME``, and version, both of the app's ``pyproject.toml``.
     bundle : bytes
-        The bundle.
+        Content of the app's FAB file.
     """
 
     name: str
@@ -164,7 +164,7 @@ def is_flowers(function: object) -> bool:
 
 
 def server_context(run_id: int, run_config: Mapping[str, Value]) -> Context:
-    """Return the context of a ServerApp."""
+    """Return a ServerApp's context: the run's config, and an empty state."""
     return Context(
         run_id=run_id,
         node_id=SERVER_NODE_ID,

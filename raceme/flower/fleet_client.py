@@ -81,7 +81,7 @@ class _Travelling:
     """What is said in a call: fields as JSON, then, behind a zero byte, a body if there is one."""
 
     def to_bytes(self) -> bytes:
-        """Return it as it travels."""
+        """Return the fields as JSON, a zero byte, and the body."""
         stated = dict(vars(self))
         body: bytes = stated.pop("body", b"")
         return json.dumps(stated).encode() + b"\0" + body
@@ -111,9 +111,9 @@ class Greeting(_Travelling):
     Attributes
     ----------
     protocol : int
-        Version of these calls.
+        Version of the calls below; server and device must have the same.
     version : str
-        Version of Raceme.
+        Version of the Raceme package, for messages only.
     """
 
     protocol: int
@@ -126,8 +126,6 @@ class NextRequest(_Travelling):
 
     Attributes
     ----------
-    node : int
-        The node.
     patience : float
         Seconds that the answer may take.
     have : str
@@ -145,12 +143,10 @@ class SendRequest(_Travelling):
 
     Attributes
     ----------
-    node : int
-        The node.
     asked : str
-        Id of the message.
+        Id of the message that the reply is to.
     body : bytes
-        The whole reply.
+        The encoded reply, with all its arrays.
     """
 
     node: int
@@ -288,7 +284,7 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class Certificates:
-    """What proves who the server is, all in PEM.
+    """The server's certificate and key, and the authority behind them, in PEM.
 
     Attributes
     ----------
@@ -358,9 +354,9 @@ class HttpError(grpc.RpcError):  # type: ignore[misc]
     Parameters
     ----------
     code : grpc.StatusCode
-        What has failed.
+        Status code that gRPC would give for the same failure.
     details : str
-        In words.
+        Text for people, as in gRPC's errors.
     """
 
     def __init__(self, code: grpc.StatusCode, details: str) -> None:
@@ -421,7 +417,7 @@ class _HttpTransport:
         return CALLS[name].response.FromString(response.content)
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close all connections of the HTTP client."""
         self._client.close()
 
 
@@ -619,7 +615,7 @@ def connect(endpoint: Endpoint, keys: Keys, calls: Calls, *, register: bool) -> 
     Parameters
     ----------
     endpoint : Endpoint
-        The SuperLink.
+        Address of the SuperLink, and the certificates that it is recognised by.
     keys : Keys
         The node's own; each one stands for one node.
     calls : Calls
@@ -707,7 +703,7 @@ _KNOWS = {
 
 
 def knows_key(endpoint: Endpoint, keys: Keys) -> bool | None:
-    """Return whether a SuperLink knows a key, whoever is online with it; None if it does not say.
+    """Return whether a SuperLink knows a key, in use or not; None if it does not say.
 
     To a node that cannot go online it does not say why. A request that could never be granted it
     refuses for that reason only if it knows the key.

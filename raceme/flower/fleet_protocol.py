@@ -49,7 +49,7 @@ class Call:
     Attributes
     ----------
     request, response : type
-        What travels.
+        Protobuf classes of the request and of the response.
     """
 
     request: type[Message]
@@ -89,9 +89,9 @@ class FleetError(Exception):
     Parameters
     ----------
     code : grpc.StatusCode
-        Why, in gRPC's terms.
+        Status code, as gRPC defines it.
     details : str
-        Why, in words.
+        Reason in words, which the caller gets.
     number : int, optional
         Flower's number of the error, which its SuperNodes show.
     """
@@ -107,7 +107,7 @@ class Signer:
     Parameters
     ----------
     private_key : EllipticCurvePrivateKey
-        The node's.
+        Private key of the node, with which calls are signed.
     public_key : EllipticCurvePublicKey
         The other half of it.
     """

@@ -1,7 +1,7 @@
 """The server's side of Flower's Fleet API, over gRPC and HTTP, and of Raceme's own calls.
 
 Calls are answered in one event loop, so that a device may wait at the server until there is work
-for it, and whoever makes one is known before its body is read.
+for it; the caller is authenticated before the body of the call is read.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class FleetCalls:
             See :meth:`Signatures.caller`.
         """
         key = self._signatures.caller(metadata)
-        # Unknown keys are not kept: anybody can make some.
+        # Unknown keys are not kept: any caller can make as many as it likes.
         if self._state.get_node_id_by_public_key(key) is not None:
             self._signatures.remember(key, metadata)
         return key
@@ -376,11 +376,11 @@ class _HttpApi:
     Parameters
     ----------
     calls : FleetCalls
-        Answers them.
+        Implementation of the calls, shared with gRPC.
     address : str
         ``HOST:PORT``.
     certificates : Certificates, optional
-        For TLS.
+        Certificate and key for TLS; without them the port speaks plain HTTP.
 
     Raises
     ------

@@ -94,7 +94,7 @@ class _Upload:
     missing : deque[str]
         Ids of the parts that have not arrived yet, in the order in which they are looked for.
     contents : dict[str, bytes]
-        The others.
+        Parts that have arrived, by their ids.
     progressed_at : float
         When the last of them arrived, or when it was announced.
     """
@@ -120,9 +120,9 @@ class PromptGrid(PatientGrid):
     Parameters
     ----------
     grid : HttpGrid
-        Flower's grid.
+        Flower's grid, whose connection to the SuperLink is used.
     clock : Callable
-        Replaceable for tests.
+        Returns the time in seconds; tests pass their own.
     """
 
     def __init__(self, grid: HttpGrid, clock: Callable[[], float] = time.monotonic) -> None:
@@ -132,12 +132,12 @@ class PromptGrid(PatientGrid):
         self._pool = ThreadPoolExecutor(_AT_ONCE)
 
     def set_run(self, run: Run) -> None:
-        """Set the run."""
+        """Set the run whose messages Flower's grid sends."""
         self._grid.set_run(run)
 
     @property
     def run(self) -> Run:
-        """Run information."""
+        """The run, as Flower's grid describes it."""
         return self._grid.run
 
     def get_node_ids(self) -> Iterable[int]:

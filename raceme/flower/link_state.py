@@ -71,7 +71,7 @@ class MessageCache:
         self._waiting[message_id] = message
 
     def get(self, message_id: str) -> Message | None:
-        """Return a message."""
+        """Return a message that waits or is on its way; None if there is none."""
         return self._waiting.get(message_id) or self._handed_out.get(message_id)
 
     def hand_out(self, message_id: str) -> Message | None:
@@ -86,7 +86,7 @@ class MessageCache:
         return found
 
     def drop(self, message_id: str) -> None:
-        """Forget a message."""
+        """Forget a message, and free the room that it takes."""
         self._waiting.pop(message_id, None)
         found = self._handed_out.pop(message_id, None)
         if found is not None:
@@ -165,7 +165,7 @@ class LinkState(InMemoryLinkState):
     Attributes
     ----------
     run_id : int
-        The run.
+        Id of the one run that is served.
     on_work : Callable
         Called with a node for which there is a message.
     on_news : Callable
@@ -273,7 +273,7 @@ class LinkState(InMemoryLinkState):
         Parameters
         ----------
         message_ids : Collection[str]
-            The messages.
+            Ids of the messages whose replies are wanted.
         most : int, optional
             Replies that are returned at most, the first that have come; errors come on top.
         """
@@ -349,8 +349,6 @@ class LinkState(InMemoryLinkState):
 
         Parameters
         ----------
-        node_id : int
-            The node.
         have : str
             The last message that has arrived there.
 

@@ -300,7 +300,7 @@ class SpillFile:
     Attributes
     ----------
     in_memory, in_file : int
-        Bytes held there now.
+        Bytes that are held now, in memory and in the file.
     """
 
     def __init__(self, budget: int = BUDGET) -> None:
@@ -343,7 +343,7 @@ class SpillFile:
         return Place(self, offset, size)
 
     def read(self, offset: int, size: int) -> bytes:
-        """Return bytes of the file."""
+        """Return `size` bytes of the file from an offset on."""
         assert self._file is not None, "something was written"
         self._file.seek(offset)
         data = self._file.read(size)
@@ -366,7 +366,7 @@ class Place:
         self._spill, self._offset, self._size = spill, offset, size
 
     def read(self) -> bytes:
-        """Return the bytes."""
+        """Return the stored bytes, read from the file."""
         return self._spill.read(self._offset, self._size)
 
     def __del__(self) -> None:
@@ -379,7 +379,7 @@ class Shelf(MutableMapping[str, Vector]):
     Parameters
     ----------
     vectors : MutableMapping[str, Vector], optional
-        Initial contents.
+        Vectors to begin with, by name; none by default.
     budget : int
         Bytes in memory at most.
     """

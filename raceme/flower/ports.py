@@ -70,7 +70,7 @@ def listen(host: str, port: int, limit: int = MOST_BROWSERS) -> Listener:
     Parameters
     ----------
     host : str
-        Name or address.
+        Host name, or IPv4 or IPv6 address, of this machine.
     port : int
         0 for any that is free.
     limit : int
@@ -137,7 +137,7 @@ def names_this_machine(header: str, host: str) -> bool:
     Parameters
     ----------
     header : str
-        The header.
+        Value of the Host header, with or without a port.
     host : str
         The address that is listened at.
     """

@@ -115,7 +115,7 @@ class ClientAccount:
     Attributes
     ----------
     messages : int
-        Messages to it.
+        Number of messages that were sent to it.
     tasks : int
         Those that took its time.
     failures : int
@@ -149,11 +149,11 @@ class Fleet:
     end : float
         Virtual time at the end, in seconds.
     clients : tuple[str, ...]
-        All clients.
+        Ids of all clients, also of those without a message.
     tasks : tuple[Task, ...]
         All messages, in the order of sending.
     offline : Mapping[str, list[Span]]
-        When clients were offline.
+        Spans of time in which each client was offline, in seconds.
     """
 
     end: float

@@ -138,7 +138,7 @@ def aligned(
     points : ndarray
         Shape (n, k).
     clients : Sequence[str]
-        Whose they are.
+        Client ids, in the order of the points.
     before : Mapping
         Client to its position before; others are left out.
     """
@@ -163,7 +163,7 @@ def flattened(
     points : ndarray
         Shape (n, k).
     clients : Sequence[str]
-        Whose they are.
+        Client ids, in the order of the points.
     before : Mapping
         Client to its place in the plane before: it begins there, and stays near.
 
@@ -287,11 +287,11 @@ class Snapshot:
     time : float
         When, in seconds of the run.
     clients : tuple[str, ...]
-        Their ids.
+        Ids of the clients, in the order of `points`.
     points : NDArray[np.int16]
         Their positions, in steps of 1 / `SCALE`. Shape (n, k).
     updates : int
-        Applied by then.
+        Number of updates applied by then.
     is_last : bool
         Whether the run ended with it, rather than that it was due.
     """

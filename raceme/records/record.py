@@ -349,7 +349,7 @@ class TraceFile(AbstractContextManager["TraceFile"]):
     Parameters
     ----------
     folder : Path
-        The run's folder.
+        Folder of the run, in which the file is written.
     communication : Callable, optional
         How long transfers take, where that is known beforehand: on virtual time. Real devices say
         when they computed; the rest of a task's time is communication there.
@@ -402,8 +402,6 @@ def line_of(event: Event, communication: Communication | None = None) -> dict[st
 
     Parameters
     ----------
-    event : Event
-        Any event.
     communication : Callable, optional
         How long transfers take, where that is known beforehand.
 

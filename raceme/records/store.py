@@ -625,12 +625,12 @@ class Reading:
     Attributes
     ----------
     events : list[Event]
-        In their order.
+        New events, in the order in which they were stored.
     restarted : bool
         The store is another one than before, or was taken back to an earlier event by a run that
         was resumed: all that was read before is void, and `events` begin with the first.
     more : bool
-        There is more already.
+        Whether the store has more events that are not read yet.
     """
 
     events: list[Event]

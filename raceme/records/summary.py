@@ -65,7 +65,7 @@ def unrest(accuracies: Sequence[float], measure: Measure = ACCURACY) -> float | 
     accuracies : Sequence[float]
         Mean client accuracy, or mean absolute error, of each evaluation, in their order.
     measure : Measure
-        Which of the two.
+        Whether the numbers are accuracies, or errors and their unit.
 
     Returns
     -------
@@ -208,7 +208,7 @@ class Traffic:
         self.phases: dict[str, dict[str, int]] = {}
 
     def observe(self, event: events.UpdateApplied | events.AnswerTaken) -> None:
-        """Count one request."""
+        """Add the bytes and the message of a request to its phase."""
         phase = self.phases.setdefault(event.phase, {"down": 0, "up": 0, "messages": 0})
         phase["down"] += int(event.bytes_down)
         phase["up"] += int(event.bytes_up)
@@ -362,9 +362,7 @@ class Upload:
     Attributes
     ----------
     seq : int
-        Number of the update.
-    client : str
-        Whose.
+        Sequence number of the update in the run.
     session : int
         The session that it fell into, from 1.
     before, after : float or None
@@ -590,11 +588,11 @@ def shares(estimate: Mapping[int, float], of: Mapping[int, int], row: Upload) ->
     Parameters
     ----------
     estimate : Mapping[int, float]
-        Weight of each cluster.
+        Weight of each cluster for the client, as the method estimates it.
     of : Mapping[int, int]
         The distribution that each cluster stands for.
     row : Upload
-        The upload.
+        The upload; its true mixture says how many distributions there are.
     """
     found = [0.0] * len(row.mixture)
     for cluster, weight in estimate.items():
@@ -615,7 +613,7 @@ def matching(
     Parameters
     ----------
     clusters : Sequence[int]
-        The clusters.
+        Ids of all clusters that occur in the estimates.
     pairs : Sequence
         True mixture and estimated weights by cluster, of each upload.
 
@@ -701,7 +699,7 @@ class RunSummary(EventHandler):
     weighted_accuracy, best_weighted_accuracy : float or None
         The same, weighted by the clients' numbers of test examples.
     measure : Measure
-        What these are.
+        Whether these are accuracies, or errors and their unit.
     asked, answered : int or None
         Clients that were asked in the latest evaluation, and of them those that answered.
     traffic : Traffic
@@ -817,7 +815,7 @@ class RunSummary(EventHandler):
         strategy, dataset, model : str
             Names, as the user typed them.
         seed : int
-            Seed of everything random.
+            Seed of the run, from which all its randomness follows.
         wall_time : float
             Seconds that the run took on this machine.
         target : float, optional
@@ -995,7 +993,7 @@ class ProtectionSummary(EventHandler):
             self._honest.append(replace(found, measure=event.measure))
 
     def on_update_judged(self, event: events.UpdateJudged) -> None:
-        """Count a verdict."""
+        """Count a verdict on a client's update."""
         counts = self._counts[event.client]
         if event.verdict is Verdict.SCALED:
             # It is reported as applied, too.

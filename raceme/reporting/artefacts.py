@@ -57,7 +57,7 @@ def write_all(
     out : Path
         The run's folder, with its ``run.sqlite``.
     summary : Mapping
-        The content of ``summary.json``.
+        Numbers of the run, written as ``summary.json``.
     models : Mapping[int, Arrays]
         Cluster to its model's arrays by name.
     clients : Iterable

@@ -29,7 +29,7 @@ class Pace:
     Parameters
     ----------
     clock : Callable
-        Seconds of real time.
+        Returns the real time in seconds; tests pass their own.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -89,7 +89,7 @@ class RunProgress(EventHandler):
     console : Console, optional
         Where to print; standard output if not given.
     clock : Callable
-        Seconds of real time.
+        Returns the real time in seconds; tests pass their own.
     """
 
     def __init__(
@@ -367,13 +367,13 @@ class PlainTable:
     Attributes
     ----------
     title : str
-        What it shows.
+        Line above the table that says what it shows.
     columns : tuple[str, ...]
-        Their heads.
+        Headings of the columns; the first column holds words, the others numbers.
     rows : tuple[tuple[str, ...], ...]
-        Their cells.
+        Texts of the cells, row by row, one per column.
     lines : tuple[str, ...]
-        What is said below.
+        Remarks below the table, a line each.
     """
 
     title: str
@@ -382,7 +382,7 @@ class PlainTable:
     lines: tuple[str, ...] = ()
 
     def rich(self) -> Table:
-        """Return it for the terminal."""
+        """Return the table as rich prints it at a terminal."""
         table = Table(
             title=escape(self.title),
             title_justify="left",

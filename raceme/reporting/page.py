@@ -149,7 +149,7 @@ class PageTable:
     Attributes
     ----------
     title : str
-        What it shows.
+        Heading above the table; what it shows.
     heads : tuple of str
         The columns' heads; none for a table of names and values.
     rows : tuple of tuples of str
@@ -159,7 +159,7 @@ class PageTable:
     kind : str
         How it is set: a class of ``page.css``.
     marked : Collection[int]
-        Rows that stand out.
+        Numbers of the rows that are highlighted, from 0.
     """
 
     title: str
@@ -240,11 +240,11 @@ def render(template: str, *, frozen: Frozen | None = None, **content: Any) -> st
     Parameters
     ----------
     template : str
-        Its name.
+        File name of the template, without a folder.
     frozen : Frozen, optional
         The panels of the dashboard, which stand above all else.
     content : Any
-        What the template names.
+        Values of the variables that the template names.
     """
     found = _environment().get_template(template)
     return found.render(version=raceme.__version__, frozen=frozen, **content)

@@ -85,12 +85,10 @@ def accuracy_figure(
 
     Parameters
     ----------
-    record : RunRecord
-        The run.
     target : float, optional
         Target accuracy, drawn as a line.
     title : str
-        Names the run.
+        Title of the figure, e.g. the name of the run; empty for none.
     clock : str
         What the axis of time is called.
     """
@@ -353,7 +351,7 @@ def staleness_figure(records: Mapping[str, RunRecord], *, height: float = 0.55) 
     Parameters
     ----------
     records : Mapping[str, RunRecord]
-        Label to a run.
+        Label of each method to its run.
     height : float
         Of a row, in inches.
     """
@@ -432,7 +430,7 @@ def similarity_figure(
     matrix : ndarray
         Similarities, NaN where not known. Shape (n, n).
     clusters : dict[str, int]
-        Client id to cluster.
+        Cluster of each client at the end, by client id.
     of : int
         Number of all clients, if these are a part of them.
     """
@@ -534,10 +532,8 @@ def measure_figure(record: RunRecord, schema: MeasureSchema, *, clock: str = CLO
 
     Parameters
     ----------
-    record : RunRecord
-        The run.
     schema : MeasureSchema
-        The measure; see :attr:`raceme.records.record.RunRecord.drawn_measures`.
+        Declares the measure; see :attr:`raceme.records.record.RunRecord.drawn_measures`.
     clock : str
         What the axis of time is called.
     """
@@ -590,7 +586,7 @@ def shares_figure(records: Mapping[str, RunRecord], schema: MeasureSchema) -> Fi
     records : Mapping[str, RunRecord]
         Label to a run. A single run needs no label.
     schema : MeasureSchema
-        The measure.
+        Declares the measure, whose value is a share.
     """
     figure, axes = one_axes(
         7.2, 3.6, schema.heading, x=f"share of the {schema.of}", y="how often it is more", grid="y"
@@ -679,11 +675,6 @@ def mixtures_figure(record: RunRecord) -> Figure:
     Above, a dot is an upload and the line the mean by session. Below, a client of each of the first
     few distributions, with its mixture at each of its uploads: true above, estimated below (figure
     5 of "Client-Driven Federated Learning").
-
-    Parameters
-    ----------
-    record : RunRecord
-        The run.
     """
     found = record.uploads.divergences()
     if not found:
@@ -811,8 +802,6 @@ def graph_figure(record: RunRecord, schema: MeasureSchema, *, clock: str = CLOCK
 
     Parameters
     ----------
-    record : RunRecord
-        The run.
     schema : MeasureSchema
         The measure: per cluster the others that it names.
     clock : str
@@ -1015,11 +1004,6 @@ def tasks_figure(record: RunRecord) -> Figure:
 
     A column of the map is a moment: the end of a step. Framed is the task that was trained on then;
     below the frame are former tasks, above it the next one, before any training on it.
-
-    Parameters
-    ----------
-    record : RunRecord
-        The run.
     """
     tasks = TaskAccuracies(record.task_tests)
     if not tasks.count:
@@ -1172,11 +1156,6 @@ def uploads_figure(record: RunRecord) -> Figure:
     Both are on test data of the mixture that the upload was trained on. A dot is an upload, a line
     the mean over the clients by session, and clusters are tested by the server on sets of their own
     (figures 3 and 9–19 of "Client-Driven Federated Learning").
-
-    Parameters
-    ----------
-    record : RunRecord
-        The run.
     """
     only_clusters = bool(record.cluster_scores) and not _has_uploads(record)
     title = _CLUSTERS_TITLE if only_clusters else _TITLE
@@ -1326,7 +1305,7 @@ class Streams:
     groups : Mapping[str, int or None]
         Client id to true group, by which clients with the same history are ordered.
     end : float
-        When the run ended.
+        Time at which the run ended, in seconds.
 
     Attributes
     ----------
@@ -1408,7 +1387,7 @@ class Streams:
         Parameters
         ----------
         drawn : Sequence
-            What :meth:`bands` returns.
+            The bands as :meth:`bands` returns them.
         width : float
             How long a bend takes, in seconds.
         end : float

@@ -61,14 +61,12 @@ class Members:
 
     Attributes
     ----------
-    cluster : int
-        Its number.
     colour : str
         Its colour in the plots.
     clients : tuple of str
-        The first ids.
+        Ids of the first members; a page shows no more.
     further : int
-        Members beyond them.
+        Number of members that are not listed.
     counts : tuple of int
         Members of each true group, in the order of :attr:`Membership.groups`.
     weight : float
@@ -97,11 +95,11 @@ class Membership:
     groups : tuple of str
         Names of the true groups.
     clusters : tuple of Members
-        The first clusters.
+        The first clusters with their members; a page shows no more.
     further : int
-        Clusters beyond them.
+        Number of clusters that are not listed.
     without : int
-        Clients without a cluster.
+        Number of clients without a cluster.
     shared : int
         Clients of several clusters, which are listed where their weight is largest.
     """
@@ -536,7 +534,7 @@ def repeat_command(config: Mapping[str, Value], defaults: Mapping[str, Value]) -
     config : Mapping[str, Value]
         The resolved keys of the run.
     defaults : Mapping[str, Value]
-        The keys' defaults.
+        Default of every key, against which the run's are compared.
     """
     differing = {
         name: value
@@ -582,7 +580,7 @@ def run_page(folder: Path, links: str) -> str:
     Parameters
     ----------
     folder : Path
-        What `raceme run` left.
+        Folder of a run that `raceme run` has written.
     links : str
         What stands before the name of a file in a link to it.
 

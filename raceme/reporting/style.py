@@ -261,7 +261,7 @@ def draw_spans(
     Parameters
     ----------
     axes : Axes
-        Where.
+        Axes of time, to which the boxes are added.
     rows : Mapping[str, int]
         The row of each client that is shown.
     spans : Iterable of (str, float, float)
@@ -330,7 +330,7 @@ class Drift:
     Attributes
     ----------
     time, updates : float, int
-        When.
+        Time in seconds, and updates applied by then.
     clients : frozenset of str or None
         Whose data; None stands for all clients.
     steps : tuple of (int, int)
@@ -385,7 +385,7 @@ def mark_drifts(axes: Axes, changes: Sequence[DataChanged], seconds: float, y: f
     axes : Axes
         With its final limits of time.
     changes : Sequence[DataChanged]
-        In order of time.
+        Reported changes, in order of time.
     seconds : float
         Seconds in a unit of the axis of time.
     y : float

@@ -72,7 +72,7 @@ def simulation_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     kinds = ", ".join(f"{count:,} {kind}" for kind, count in summary["messages_by_kind"].items())
     return [
         ("virtual time", _time(summary)),
-        ("if nobody waited", f"{duration(summary['without_waiting'])} for the same work"),
+        ("without waiting", f"{duration(summary['without_waiting'])} for the same work"),
         ("devices", _shares(summary)),
         *_waited_for(summary),
         ("messages", f"{summary['messages']:,}{f' ({kinds})' if kinds else ''}"),
@@ -152,7 +152,7 @@ def timeline_figure(fleet: Fleet, *, clock: str = CLOCK) -> Figure:
     end = _window(fleet, tasks)
     seconds = time_axis(axes, 0.0, end, clock)
     part = first_part(end, fleet.end, seconds)
-    axes.set_title(f"Devices at work, and whom the others waited for{part}")
+    axes.set_title(f"Devices at work, and which the others waited for{part}")
     _rows_axis(axes, order, len(fleet.clients))
     if not tasks:
         say_empty(axes, "no message took any time")
@@ -216,7 +216,7 @@ def waiting_figure(fleet: Fleet, accounts: Sequence[ClientAccount]) -> Figure:
     right.tick_params(axis="y", length=0)
     if not held_up.any():
         right.set_xlim(0.0, 1.0)
-        say_empty(right, "nobody waited for anybody")
+        say_empty(right, "no device waited for another")
     handles, _ = left.get_legend_handles_labels()
     if fleet.offline:
         # What is left of the time.
@@ -288,7 +288,7 @@ def simulation_page(folder: Path, links: str) -> str:
     Parameters
     ----------
     folder : Path
-        What `raceme simulate` left.
+        Folder of a simulation that `raceme simulate` has written.
     links : str
         What stands before the name of a file in a link to it.
 
@@ -346,7 +346,7 @@ def _tiles(summary: Mapping[str, Any]) -> list[Tile]:
     share = summary["idle_share"]
     return [
         Tile("virtual time", duration(summary["virtual_time"]), "until the ServerApp returned"),
-        Tile("if nobody waited", duration(summary["without_waiting"]), "for the same work"),
+        Tile("without waiting", duration(summary["without_waiting"]), "for the same work"),
         Tile("waiting", "–" if share is None else f"{share:.0%}", "of the devices' time"),
         Tile(
             "traffic",

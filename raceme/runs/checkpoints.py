@@ -537,7 +537,7 @@ def restore(folder: CheckpointFolder, config: RunConfig, strategy: Method, grid:
     folder : CheckpointFolder
         The checkpoints of the run.
     config : RunConfig
-        The resolved configuration.
+        Configuration of the resumed run, with every key resolved.
     strategy : Method
         New, of the same method.
     grid : Grid

@@ -160,7 +160,7 @@ def check_parts(config: RunConfig) -> None:
     Parameters
     ----------
     config : RunConfig
-        A resolved configuration.
+        Configuration of the run, with every key resolved.
 
     Raises
     ------
@@ -270,7 +270,7 @@ def conduct(
     Parameters
     ----------
     config : RunConfig
-        A resolved configuration.
+        Configuration of the run, with every key resolved.
     strategy : Method
         The method, as `build_strategy` makes it.
     grid : Grid
@@ -443,7 +443,7 @@ def training_settings(config: RunConfig, report_timing: bool = False) -> ConfigR
     Parameters
     ----------
     config : RunConfig
-        A resolved configuration.
+        Configuration of the run, with every key resolved.
     report_timing : bool
         Ask for times of the machine's clock, which differ from run to run.
     """

@@ -63,7 +63,7 @@ class Measurements(EventHandler):
         self._bytes_down += event.bytes_down
 
     def on_update_rejected(self, event: UpdateRejected) -> None:
-        """Count it."""
+        """Count a refused reply."""
         self._rejected += 1
 
     def of(self, event: Evaluated) -> dict[str, float]:
@@ -133,9 +133,9 @@ class Tracker(ABC):
     Parameters
     ----------
     out : Path
-        The run's folder.
+        Folder of the run, with its artefacts.
     name : str
-        The run's name.
+        Name of the run in the tracker.
     parameters : Mapping[str, Value]
         The keys of the run.
     resumed : int or None
@@ -431,9 +431,9 @@ class TrackerObserver(EventHandler):
     Parameters
     ----------
     config : RunConfig
-        A resolved configuration.
+        Configuration of the run; its keys choose the trackers.
     out : Path
-        The run's folder.
+        Folder of the run, with its artefacts.
     resumed : int or None
         Updates that a resumed run goes on from; None for a new run.
     """

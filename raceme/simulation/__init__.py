@@ -47,7 +47,7 @@ def executor_for(
     Parameters
     ----------
     target : str
-        The ClientApp, as ``module:attribute``.
+        Import path of the ClientApp, as ``module:attribute``.
     workers : str or int
         Number of worker processes; 0 does all work in this process. ``"auto"`` starts one per
         core where there are several, if the run has enough work for that to pay and is not itself
@@ -106,7 +106,7 @@ def training_seconds(config: RunConfig, examples: Sequence[int]) -> float:
     Parameters
     ----------
     config : RunConfig
-        A resolved configuration.
+        Configuration of the run, with every key resolved.
     examples : Sequence[int]
         Training examples of each client.
 

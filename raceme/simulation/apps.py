@@ -74,7 +74,7 @@ class FlowerApp:
     folder : Path
         Where its ``pyproject.toml`` is; absolute.
     name : str
-        The project's name.
+        Name of the project in ``pyproject.toml``.
     server, client : str
         The ServerApp and the ClientApp, as ``module:attribute``.
     run_config : Mapping[str, Value]
@@ -168,7 +168,7 @@ def read_app(folder: Path, overrides: Sequence[str] = ()) -> FlowerApp:
     Parameters
     ----------
     folder : Path
-        Where its ``pyproject.toml`` is.
+        Folder of the app, with its ``pyproject.toml``.
     overrides : Sequence[str]
         What changes its run config, as ``flwr run`` takes it after ``--run-config``:
         ``"key=1 other='text'"``, or a TOML file.
@@ -258,9 +258,9 @@ def build_method(name: str, parameters: Mapping[str, Value], seed: int, **argume
     Parameters
     ----------
     name : str
-        As in ``raceme list``.
+        Name of the method in ``raceme list``, or ``module:Class``.
     parameters : Mapping[str, Value]
-        Its hyper-parameters, as ``casa.gamma``.
+        Hyper-parameters by dotted key, e.g. ``casa.gamma``.
     seed : int
         Decides whatever the method leaves to chance.
     **arguments : Any
@@ -331,7 +331,7 @@ def replaced(name: str, make: Callable[..., Method], observe: Observer) -> Itera
     Parameters
     ----------
     name : str
-        The method's name.
+        Name of the method, for messages.
     make : Callable
         Makes the method, given the arguments of the strategy that is started.
     observe : Observer
@@ -735,9 +735,9 @@ class Learned:
     Parameters
     ----------
     executor : Executor
-        Does the work.
+        Executor that does the work itself.
     nodes : Sequence[Node]
-        The fleet.
+        All nodes of the simulated fleet, with their devices.
     examples : int or None
         Training examples of a client, if that is not to be learned.
     evaluation_share : float or None
@@ -826,7 +826,7 @@ class Learned:
             self._executor.cancel(message_id)
 
     def close(self) -> None:
-        """Release the executor."""
+        """Close the executor that does the work."""
         self._executor.close()
 
     def _do_early(self, message: Message, context: Context) -> None:
@@ -900,17 +900,17 @@ class Settings:
     Attributes
     ----------
     folder : Path
-        The app's.
+        Folder of the app, with its ``pyproject.toml``.
     clients : int
         Number of simulated SuperNodes.
     devices : str
-        Device profile.
+        Device profile: a name, a TOML file, ``module:function`` or ``trace:FOLDER``.
     run_config : tuple[str, ...]
         What changes the app's run config, as it was typed.
     strategy : str or None
         Method that takes the place of the app's strategy.
     parameters : Mapping[str, Value]
-        Its hyper-parameters, as ``casa.gamma``.
+        Hyper-parameters of that method by dotted key, e.g. ``casa.gamma``.
     workers : str or int
         Number of worker processes; see :func:`~raceme.simulation.executor_for`.
     seed : int
@@ -964,16 +964,12 @@ class Simulated:
 
     Attributes
     ----------
-    app : FlowerApp
-        The app.
-    settings : Settings
-        What was simulated.
     out : Path
         The folder with all that it left.
     fleet : Fleet
         The tasks of every client, and when each was sent, begun, ended and answered.
     ending : AppEnding
-        How the ServerApp ended.
+        Whether the ServerApp returned, raised, or was ended.
     reason : str
         Why it did not return; empty if it did.
     wall_time : float

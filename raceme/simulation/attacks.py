@@ -65,7 +65,7 @@ class Attack:
     Parameters
     ----------
     options : Any
-        An instance of :attr:`options_type`.
+        Options of the attack, an instance of :attr:`options_type`.
 
     Attributes
     ----------

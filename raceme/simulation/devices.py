@@ -121,7 +121,7 @@ class Workload(NamedTuple):
     epochs : float
         Passes over the device's training examples.
     bytes_down, bytes_up : int
-        Size of the transfers.
+        Bytes that the device receives and sends.
     scale : float
         Factor on the compute time, e.g. the share of a model that is trained.
     examples : int or None
@@ -199,7 +199,7 @@ class Device:
         Parameters
         ----------
         load : Workload
-            What the task costs.
+            Bytes, passes and samples of the task.
         rng : numpy.random.Generator
             The device's own; one number is drawn, so that jitter does not change later draws, and
             a second one by a device with a random part.
@@ -276,8 +276,6 @@ def fleet(profile: str, clients: int, seed: int) -> list[Device]:
     profile : str
         Name of a built-in profile, path of a TOML file, or ``module:function``: a function of
         `clients` and `seed` that returns the devices.
-    clients : int
-        Number of devices.
     seed : int
         Decides which devices are the slow ones, and draws from ranges.
 
@@ -320,7 +318,7 @@ class _Profile:
     Parameters
     ----------
     name : str
-        As it was typed.
+        The profile as the user typed it, for error messages.
     rng : numpy.random.Generator
         Draws which devices a group has, and from ranges.
     """
@@ -494,9 +492,9 @@ class DeviceModel:
     Attributes
     ----------
     device : Device
-        What it is like.
+        Speed, bandwidth and availability of the device.
     examples : int
-        Its training examples.
+        Number of training examples that it has.
     entropy : tuple[int, ...]
         Decides jitter, lost tasks and random absences.
     busy_until : float
@@ -531,9 +529,9 @@ class DeviceModel:
         Parameters
         ----------
         load : Workload
-            What the task costs.
+            Bytes, passes and samples of the task.
         now : float
-            When it is sent.
+            Virtual time at which the task is sent, in seconds.
         expires : float
             When its time to live ends: a lost task is answered by then.
         """
@@ -710,9 +708,9 @@ def traced_fleet(folder: str, clients: int) -> tuple[list[Device], list[str]]:
     Parameters
     ----------
     folder : str
-        The run's folder.
+        Folder of the recorded run, with its ``run.sqlite``.
     clients : int
-        Number of devices.
+        Number of devices, which must be that of the recording.
 
     Returns
     -------

@@ -107,7 +107,7 @@ class Job:
 
     @property
     def message_id(self) -> str:
-        """The id of the message."""
+        """Id of the message, which names the job."""
         return self.message.metadata.message_id
 
     def __str__(self) -> str:
@@ -125,7 +125,7 @@ class InProcess:
     client_app : ClientApp
         The app that answers messages. An exception in it becomes Flower's error reply.
     seed : int, optional
-        See :func:`answer`.
+        Seed of apps that draw from the process's own random numbers; see :func:`answer`.
     """
 
     def __init__(self, client_app: ClientApp, seed: int | None = None) -> None:
@@ -158,8 +158,6 @@ def answer(
 
     Parameters
     ----------
-    client_app : ClientApp
-        The app.
     message : Message
         What is asked; its id is the number of the message.
     context : Context
@@ -362,9 +360,9 @@ class Desk:
     Parameters
     ----------
     app : ClientApp
-        Answers.
+        The ClientApp that answers requests.
     seed : int or None
-        See :func:`answer`.
+        Seed of apps that draw from the process's own random numbers; see :func:`answer`.
     """
 
     def __init__(self, app: ClientApp, seed: int | None) -> None:
@@ -419,11 +417,11 @@ def open_desk(target: str, seed: int | None, log_level: int) -> Desk | str:
     Parameters
     ----------
     target : str
-        The ClientApp, as ``module:attribute``.
+        Import path of the ClientApp, as ``module:attribute``.
     seed : int, optional
-        See :func:`answer`.
+        Seed of apps that draw from the process's own random numbers; see :func:`answer`.
     log_level : int
-        Of Flower's logger.
+        Level of Flower's logger in this process, e.g. ``logging.INFO``.
     """
     logging.getLogger("flwr").setLevel(log_level)
     try:
@@ -481,10 +479,8 @@ class WorkingAhead(ABC, Generic[W]):
     ----------
     target : str
         The ClientApp, as ``module:attribute``; every worker imports it.
-    workers : int
-        Number of workers.
     seed : int, optional
-        See :func:`answer`.
+        Seed of apps that draw from the process's own random numbers; see :func:`answer`.
     """
 
     never_ready = "Workers end before they have loaded the ClientApp {target}: {how}"
@@ -537,14 +533,14 @@ class WorkingAhead(ABC, Generic[W]):
         self._results.pop(message_id, None)
 
     def close(self) -> None:
-        """End the workers."""
+        """End all workers, and drop what they have not done."""
         self._end_workers()
         self._workers = []
         self._jobs, self._results, self._waiting = {}, {}, []
 
     @abstractmethod
     def _start(self) -> W:
-        """Start a worker."""
+        """Start a worker that can take jobs."""
 
     @abstractmethod
     def _send(self, worker: W, job: Job) -> bool:
@@ -565,7 +561,7 @@ class WorkingAhead(ABC, Generic[W]):
 
     @abstractmethod
     def _end_workers(self) -> None:
-        """End the workers."""
+        """End the processes or actors of all workers."""
 
     # Handing work out.
 
@@ -655,7 +651,7 @@ class WorkingAhead(ABC, Generic[W]):
         Parameters
         ----------
         worker : Worker
-            It.
+            The worker that died.
         told : str
             How it died, and what else the messages of this class tell.
         """
@@ -693,10 +689,8 @@ class SharedMemory:
     ----------
     handle : int
         File descriptor of the memory, `slots` times `slot_bytes` long; owned by this object.
-    slots : int
-        Number of slots.
     slot_bytes : int
-        Size of each.
+        Size of each slot in bytes.
     """
 
     def __init__(self, handle: int, slots: int, slot_bytes: int) -> None:

@@ -169,7 +169,7 @@ def check_nodes(nodes: Mapping[str, str]) -> None:
     Parameters
     ----------
     nodes : Mapping[str, str]
-        Names by node id.
+        Name of each node, by Ray's node id.
 
     Raises
     ------
@@ -290,7 +290,7 @@ class _Version:
     data : list[bytes]
         The same here: as long as they are, nothing else has their ids.
     users : int
-        Tasks that have it.
+        Number of open tasks that refer to it.
     """
 
     reference: Any
@@ -449,7 +449,7 @@ class _Actor(Worker):
     Attributes
     ----------
     actor : ActorHandle
-        Ray's.
+        Ray's handle, by which the actor is called.
     node_id : str
         Ray's id of the node that it is on; empty until it is ready.
     versions : dict[str, list[Key]]
@@ -475,7 +475,7 @@ class RayActors(WorkingAhead[_Actor]):
     target, seed
         See :class:`~raceme.simulation.executor.WorkingAhead`.
     workers : str
-        Which cluster; see :class:`Cluster`.
+        Ray cluster to use, ``"ray"`` or ``"ray://HEAD:PORT"``; see :class:`Cluster`.
     cores : int
         CPUs of a cluster that is started here.
     config : RunConfig, optional

@@ -39,7 +39,7 @@ class SampleStore:
     Parameters
     ----------
     device : torch.device
-        Where they are kept.
+        Device of torch in whose memory the samples are kept.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -154,7 +154,7 @@ class NodeState:
     Attributes
     ----------
     device : DeviceModel
-        Its timing.
+        How long its work takes, and when it is online.
     context : Context
         Flower's, with the state that the ClientApp keeps.
     at_work : dict[str, None]
@@ -173,11 +173,11 @@ class Pending:
     Attributes
     ----------
     client : NodeState or None
-        Whom it was sent to; None if there is no such node.
+        Node that it was sent to; None if there is no such node.
     expires : float
         When its time to live ends.
     due : float
-        When it is answered.
+        Virtual time of the reply, in seconds.
     lost : str or None
         Why it is answered by an error; None if it is not.
     event : int
@@ -187,7 +187,7 @@ class Pending:
     sent, begun, ended : float
         When it was sent, and when its device is at work for it; for observers of the grid.
     bytes_down : int
-        Its size, likewise.
+        Bytes of the message; for observers of the grid.
     """
 
     message: Message
@@ -309,9 +309,9 @@ class VirtualGrid(PatientGrid):
     Parameters
     ----------
     client_app : ClientApp
-        Answers the messages.
+        ClientApp that answers the messages of every node.
     nodes : Sequence[Node]
-        The fleet.
+        All nodes of the fleet, with their devices.
     run_config : Mapping[str, Value]
         Flower's run config, handed to the ClientApp.
     seed : int
@@ -319,7 +319,7 @@ class VirtualGrid(PatientGrid):
     executor : Executor, optional
         Where the work is done; in this process if not given.
     cost : Cost
-        What messages cost devices.
+        Work that each message costs a device: bytes, passes, samples.
     observe : ExchangeObserver, optional
         Told of every message that is over, and of devices that come and go.
     notice : float
@@ -472,7 +472,7 @@ class VirtualGrid(PatientGrid):
         return self._run
 
     def close(self) -> None:
-        """Release the executor."""
+        """Close the executor, which ends its workers."""
         self._executor.close()
 
     def state_dict(self) -> dict[str, Any]:

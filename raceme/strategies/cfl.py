@@ -77,7 +77,7 @@ class CFLState:
     deltas : dict[str, Vector]
         The latest Δ_i of each client; emptied for the members of a cluster that is divided.
     examples : dict[str, int]
-        Its n_i.
+        n_i: number of training examples of each client.
     """
 
     deltas: dict[str, Vector] = field(default_factory=dict)

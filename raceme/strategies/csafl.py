@@ -11,10 +11,11 @@ The variants of the paper's Table II are the same loop with parts switched: `upd
 
 What the paper leaves open, or lost, is read so: an update that is late by more than the threshold
 is dropped, and its group's members, when all are free, train from the same model; what is not back
-when the budget is spent does not count; idle is who waits for others before or after updates that
-are made together. A client's latency is that of its pre-training, as the server measures it: one
-draw, since no server knows a device's mean. A client that joins later pre-trains in its first
-window, and goes to the group whose mean direction its update has the largest cosine with.
+when the budget is spent does not count; a client is idle while it waits for others before or after
+updates that are made together. A client's latency is that of its pre-training, as the server
+measures it: one draw, since no server knows a device's mean. A client that joins later pre-trains
+in its first window, and goes to the group whose mean direction its update has the largest cosine
+with.
 """
 
 from __future__ import annotations
@@ -257,7 +258,7 @@ class InWindows(Scheduler):
         return [] if group is None else self._released(group)
 
     def wake_at(self) -> float:
-        """Return the end of the window."""
+        """Return when the window ends; infinity if none is open."""
         return self.state.ends_at if self.state.members else math.inf
 
     def wake(self, now: float) -> tuple[Collection[int], Sequence[Update]]:
@@ -267,7 +268,7 @@ class InWindows(Scheduler):
         state.fruitless = state.fruitless + 1 if late and not state.done else 0
         if state.fruitless == 1:
             log.warning(
-                "Nobody was done within window %d: is the budget of %g s too short?",
+                "No client was done within window %d: is the budget of %g s too short?",
                 state.number,
                 self._budget,
             )
@@ -285,7 +286,7 @@ class InWindows(Scheduler):
             return ""
         return (
             f"no update fits into the budget of {self._budget:g} s: in {self.state.fruitless} "
-            "windows in a row nobody was done before the end: it must be longer"
+            "windows in a row no client was done before the end: it must be longer"
         )
 
     # Groups that update together.
@@ -357,9 +358,9 @@ class CSAFLState:
     Attributes
     ----------
     initial : Vector
-        w0. Shape (d,).
+        w0: weights of the initial model. Shape (d,).
     grouped : bool
-        Whether there are groups.
+        Whether clients have been divided into groups.
     directions : dict[int, Vector]
         Mean of the unit updates of each group's members, for clients that join later.
     """

@@ -40,12 +40,10 @@ def mix_by_staleness(method: Method, update: Update, cluster: int, staleness: in
     ----------
     method : Method
         One whose parameters are :class:`FedAsyncParameters`.
-    update : Update
-        The update.
     cluster : int
         The cluster whose model changes.
     staleness : int
-        τ.
+        τ: updates applied to the model since the client received it.
     """
     alpha = method.parameters.alpha * method.parameters.decay_of(staleness)
     method.models[cluster].mix(update.vector, alpha)

@@ -41,7 +41,7 @@ class FedBuffState:
     total : Vector
         Sum of the scaled deltas collected so far; of statistics, of what clients have. Shape (d,).
     count : int
-        How many they are.
+        Number of deltas in the sum.
     """
 
     total: Vector
@@ -249,9 +249,9 @@ class FADASState:
     total : NDArray[np.float64]
         Sum of the updates collected so far; of statistics, of what clients have. Shape (d,).
     count : int
-        How many they are.
+        Number of updates in the sum.
     largest_staleness : int
-        s_max among them.
+        s_max: largest staleness of the updates in the sum.
     steps : int
         t: steps of the server so far.
     """
@@ -356,9 +356,9 @@ class PORTState:
     total : NDArray[np.float64]
         Sum of the weighted updates; of statistics, of what clients have. Shape (d,).
     weight : float
-        Sum of their weights.
+        Sum of the weights of these updates.
     count : int
-        How many they are.
+        Number of updates in the sum.
     before : Vector or None
         The model before the last step. Shape (d,).
     at_work : dict[str, int]

@@ -1,9 +1,8 @@
 """FedCompass: fast clients take more local steps, so that groups of clients arrive together.
 
 Li et al., "FedCompass: Efficient Cross-Silo Federated Learning on Heterogeneous Client Devices
-Using a Computing Power-Aware Scheduler", ICLR 2024. Who takes how many steps, and who waits for
-whom, is in :mod:`raceme.strategies.fedcompass`. When a group is complete, ``w ← w + (α/N) Σ st(s_i)
-(w_i − w)``, with ``st(s) = (1 + s)^−a``: N clients, s_i staleness, all against the same w.
+Using a Computing Power-Aware Scheduler", ICLR 2024. When a group is complete, ``w ← w + (α/N) Σ
+st(s_i) (w_i − w)``, with ``st(s) = (1 + s)^−a``: N clients, s_i staleness, all against the same w.
 
 The authors' code has st(s) = (1 + s)^a, which counts stale updates more; we take that for a slip.
 N is the number of clients online. The paper's local optimiser is Adam, with mini-batches of 64.
@@ -67,7 +66,7 @@ class ArrivalState:
     steps : dict[str, int]
         Q_i: steps of a client's latest work.
     sent_at : dict[str, float]
-        When it was sent.
+        Time in seconds at which each client's latest work was sent.
     groups : dict[int, ArrivalGroup]
         Groups that are waited for.
     made : int
@@ -131,7 +130,7 @@ class ByArrival(Scheduler):
         return ready
 
     def _assign(self, client: str, now: float) -> None:
-        """Say how many steps a client takes, and with whom it is expected back."""
+        """Say how many steps a client takes, and which group it is to arrive with."""
         state = self.state
         seconds = state.seconds.get(client)
         if seconds is None:

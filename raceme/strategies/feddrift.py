@@ -51,7 +51,7 @@ def has_drifted(loss: float, before: float | None, delta: float) -> bool:
     before : float or None
         The same when the client was last asked; None if it never was: then nothing has drifted.
     delta : float
-        δ.
+        δ: increase of the loss that is still tolerated.
     """
     return before is not None and loss - before > delta
 
@@ -149,10 +149,8 @@ class Concepts:
 
         Parameters
         ----------
-        client : str
-            The client's id.
         now : int
-            Step of its data.
+            Step of the client's present data.
         memory : int
             How many steps it remembers; 0: all.
         """
@@ -222,12 +220,10 @@ class Concepts:
 
         Parameters
         ----------
-        client : str
-            The client's id.
         losses : Mapping
-            By step and model.
+            Loss of each model on the data of each step: step to model to loss.
         there : Container[int]
-            The models that exist.
+            Ids of the models that exist now.
         """
         own: dict[int, dict[int, float]] = {}
         for step, by_model in losses.items():
@@ -241,7 +237,7 @@ class Concepts:
     def best(self, client: str, step: int, own: int | None) -> tuple[int, float]:
         """Return the model of least loss on a client's data of a step, and the loss.
 
-        A model that is isolated is nobody's but its own client's; a client that would be left
+        An isolated model is open to its own client only; a client that would be left
         without any may take all. Of equal ones the first.
         """
         losses = self.losses[client][step]
@@ -322,7 +318,7 @@ class ConceptParameters:
 
     @property
     def merges_below(self) -> float:
-        """δ'."""
+        """δ': distance below which two models are merged; by default δ."""
         return self.delta if self.merge_delta is None else self.merge_delta
 
 
@@ -550,11 +546,11 @@ class FollowsConcepts(Method):
 # Our own: Jothimurugesan et al. (AISTATS 2023) work in rounds and judge all clients together. Here
 # a client whose data have moved on measures all models before it trains again, and is judged at
 # once, by itself: it founds a model if its least loss has grown by more than δ, otherwise it takes
-# the best one. Where nobody says when data change, it measures again after every few of its updates
-# (``ask-every``). A new model is isolated until its client has measured W times more; after every
-# answer models that are alike are merged. An update is mixed in at once, with a weight that falls
-# with staleness as FedAsync's does; one to a model that was merged meanwhile goes into the merged
-# one. A client that has data of several models trains them in turn.
+# the best one. Where it is not known when data change, it measures again after every few of its
+# updates (``ask-every``). A new model is isolated until its client has measured W times more; after
+# every answer models that are alike are merged. An update is mixed in at once, with a weight that
+# falls with staleness as FedAsync's does; one to a model that was merged meanwhile goes into the
+# merged one. A client that has data of several models trains them in turn.
 # -----------------------------------------------------------------------------
 
 

@@ -5,8 +5,8 @@ Duan et al., "Flexible Clustered Federated Learning for Client-Level Data Distri
 (Algorithm 3: EDC, eq 7, or MADC, eq 6). Every other client trains w0 when it is first picked, joins
 the group of the nearest direction (eq 8), and trains that group's model in the same round. Rounds
 of federated averaging go on inside each group (Algorithm 2), if wanted with a share of the other
-groups' models. Before each round clients say how many samples of each label they have; who has come
-to have others trains w0 again, and joins the group that is nearest now.
+groups' models. Before each round clients say how many samples of each label they have; a client
+whose labels have changed trains w0 again, and joins the group that is nearest now.
 
 FedGroup, a preliminary version, is FlexCFL without this migration. Ablations of the paper: RCC
 (``measure=random-clients``) and RAC (``newcomers=random``).
@@ -102,14 +102,12 @@ class ColdStart:
     def looks_foreign(self, group: int, delta: Vector) -> bool:
         """Return whether a client's latest update goes where another group's first ones went.
 
-        Our own: eq (8) asked of an update of the group's model, not of w0. Who has come to have
-        another group's data is pulled towards it. It costs a needless pre-training where it is
-        wrong, which it often is where groups overlap.
+        Our own: eq (8) asked of an update of the group's model, not of w0. A client whose data
+        are those of another group now is pulled towards it. It costs a needless pre-training where
+        it is wrong, which it often is where groups overlap.
 
         Parameters
         ----------
-        group : int
-            The client's group.
         delta : Vector
             What training its model has changed. Shape (d,), weights only.
         """
@@ -172,12 +170,10 @@ class ColdStart:
 
         Parameters
         ----------
-        client : str
-            The client's id.
         counts : Sequence[int]
             Training samples per label, now.
         examples : int
-            n_i, at the start.
+            n_i: number of training samples at the start.
         tolerance : float
             Share of the data that may change.
         """
@@ -214,9 +210,9 @@ def has_shifted(
     now, then : Sequence[int]
         Samples per label. Shape (labels,).
     examples : int
-        n_i.
+        n_i: number of training samples of the client.
     tolerance : float
-        Share of the data.
+        Share of the samples that may change; the paper's value is 0.2.
     """
     difference = np.abs(np.asarray(now, np.int64) - np.asarray(then, np.int64))
     return bool(difference.mean() > tolerance / len(difference) * examples)
@@ -232,7 +228,7 @@ def find_groups(
     deltas : NDArray[np.float32]
         One update per row. Shape (n, d).
     groups : int
-        m, at most n.
+        m: number of groups, at most n.
     measure : str
         ``"edc"``: k-means++ on the updates' cosines to their main directions. ``"madc"``:
         hierarchical clustering on the differences of their cosines. ``"random-clients"``: each
@@ -263,9 +259,9 @@ def group_by_edc(deltas: NDArray[np.float32], groups: int, seed: int) -> NDArray
     deltas : NDArray[np.float32]
         One update per row. Shape (n, d).
     groups : int
-        m, at most n.
+        m: number of groups, at most n.
     seed : int
-        Of k-means++.
+        Seed of the initial centres of k-means++.
     """
     directions = np.linalg.svd(deltas, full_matrices=False)[2][:groups]
     points = cosines(deltas, directions) / groups
@@ -282,7 +278,7 @@ def madc(similarity: NDArray[np.floating]) -> NDArray[np.float64]:
     Parameters
     ----------
     similarity : NDArray[np.floating]
-        S. Shape (n, n).
+        S: cosine similarities of the clients' updates. Shape (n, n).
     """
     n = len(similarity)
     distances = np.zeros((n, n))
@@ -592,7 +588,7 @@ def mix_groups(models: Sequence[Model], eta_g: float) -> None:
     models : Sequence[Model]
         The groups that trained in the round.
     eta_g : float
-        η_g.
+        η_g: learning rate between groups; 0 leaves them apart.
     """
     norms = [float(np.linalg.norm(model.vector)) or 1.0 for model in models]
     units = [model.vector / np.float32(norm) for model, norm in zip(models, norms, strict=True)]

@@ -40,7 +40,7 @@ class MeanSimilarity:
     Attributes
     ----------
     position : dict[str, int]
-        Row of each client.
+        Row and column of each client in the matrices.
     mean : NDArray[np.float32]
         Symmetric, diagonal 1; 0 for a pair that has never been compared. Shape (n, n).
     count : NDArray[np.int64]
@@ -69,7 +69,7 @@ class MeanSimilarity:
         first, second : Sequence[str]
             Clients; either the same twice, or such that no pair is among them twice.
         values : NDArray[np.floating]
-            Shape (len(first), len(second)).
+            New similarities of these pairs. Shape (len(first), len(second)).
         """
         rows, columns = self._rows(first), self._rows(second)
         block = np.ix_(rows, columns)
@@ -107,7 +107,7 @@ def alpha_star(t: float, planned: float, start: float, growth: float) -> float:
     t, planned : float
         The round, and the number T of rounds planned.
     start, growth : float
-        α*(0) and ε.
+        Initial threshold α*(0), and rate ε at which it approaches 1.
     """
     return 1.0 - (1.0 - start) * math.exp(-growth * t / planned)
 
@@ -233,7 +233,7 @@ class DividesBySimilarity(Method):
         self.clusters.split(cluster, parts, score=1.0 - smallest, threshold=1.0 - threshold)
 
     def _add_absent(self, cluster: int, parts: list[list[str]]) -> None:
-        """Put members that are offline to those whom they are most similar to, or to the most."""
+        """Put offline members to the part that they are most similar to, or to the largest."""
         present = {client for part in parts for client in part}
         for client in self.clusters.clients(cluster, online_only=False):
             if client not in present:

@@ -58,7 +58,7 @@ def stepped(
     Parameters
     ----------
     vector : Vector
-        w. Shape (d,).
+        w: the model before the step. Shape (d,).
     step : NDArray
         How the weights change. Shape (d,).
     mean : NDArray
@@ -91,9 +91,9 @@ def cluster_decay(size: int, omega_t: float, alpha0: float) -> float:
     size : int
         Clients in the cluster, |C_k|.
     omega_t : float
-        Ω(t).
+        Ω(t): decay with the number t of updates, see :func:`omega`.
     alpha0 : float
-        Initial value α0.
+        α0: factor of the share, the same for all clusters.
     """
     return alpha0 * omega_t / math.log2(size + 3)
 
@@ -136,7 +136,7 @@ class StalenessParameters:
     b: float = option(4.0, "staleness up to which the hinge does nothing", low=0)
 
     def decay_of(self, staleness: int) -> float:
-        """Return s(τ)."""
+        """Return s(τ), by which an update of staleness τ is scaled."""
         return staleness_factor(self.decay, staleness, self.a, self.b)
 
 
@@ -165,7 +165,7 @@ class Gap:
     parts : int
         R: number of parts that it suggests.
     size : float
-        λ_{R+1} − λ_R.
+        Width of the gap, λ_{R+1} − λ_R.
     """
 
     parts: int
@@ -250,7 +250,7 @@ def noise_gap(weights: Matrix, rng: np.random.Generator) -> float:
 
 
 def _scale(weights: Matrix) -> NDArray[np.float64]:
-    """Return the diagonal of D^(−1/2)."""
+    """Return the diagonal of D^(−1/2), with D the row sums of the affinities."""
     return np.asarray(1.0 / np.sqrt(weights.sum(axis=1)))
 
 
@@ -319,7 +319,7 @@ def norms_of(deltas: NDArray[np.float32], examples: NDArray[np.integer]) -> Norm
     deltas : NDArray[np.float32]
         Δ_i, one row per client. Shape (m, d).
     examples : NDArray[np.integer]
-        n_i. Shape (m,).
+        n_i: number of training examples of each client. Shape (m,).
     """
     shares = examples / examples.sum()
     mean = float(np.linalg.norm(shares @ deltas))
@@ -418,7 +418,7 @@ def regroup(clusters: Clusters, clients: Sequence[str], labels: NDArray[np.integ
     Parameters
     ----------
     clusters : Clusters
-        Where they are.
+        The clusters, whose members are moved in place.
     clients : Sequence[str]
         The clients that were grouped.
     labels : NDArray[np.integer]

@@ -67,7 +67,7 @@ class Client:
     config : RunConfig
         The run's configuration, with what the node and the dataset fill in.
     train, test : Samples
-        Its own samples.
+        Its own samples for training and for testing.
     num_classes : int
         Number of classes, of which it need not have all; 0 for a regression.
     network : Network

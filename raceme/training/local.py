@@ -32,11 +32,11 @@ class TrainingSettings:
     Attributes
     ----------
     lr : float
-        Learning rate.
+        Learning rate η of the local optimiser.
     batch_size : int
         Samples per step; the last step of an epoch takes what is left.
     local_epochs : int
-        Passes over the samples.
+        Number of passes over the client's samples.
     local_steps : int
         Exactly so many steps instead, through as many epochs as they take; 0: epochs count.
     optimizer : str
@@ -286,13 +286,13 @@ def epochs(
     Parameters
     ----------
     count : int
-        Number of samples.
+        Number of the client's training samples.
     settings : TrainingSettings
         Hyper-parameters. With a number of steps the last epoch ends where they do.
     needs_pairs : bool
         Leave a last mini-batch of one sample out.
     rng : np.random.Generator
-        Shuffles.
+        Generator of the permutations, one per epoch.
 
     Raises
     ------
@@ -337,10 +337,8 @@ def train(
     ----------
     network : Network
         Holds the weights to start from, and afterwards the trained ones.
-    samples : Samples
-        The client's training samples.
     settings : TrainingSettings
-        Hyper-parameters.
+        Learning rate, batch size, epochs and so on.
     rng : np.random.Generator
         Shuffles the samples, and seeds the network's own randomness.
     arrays : Mapping[str, ArrayRecord]

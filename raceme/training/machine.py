@@ -111,7 +111,7 @@ class Meter(Protocol):
     """Measures energy from :meth:`start` to :meth:`joules`."""
 
     def start(self) -> None:
-        """Begin anew."""
+        """Begin a measurement, in place of an earlier one."""
 
     def joules(self) -> float | None:
         """End, and return the energy taken since; None if it could not be read."""
@@ -145,7 +145,7 @@ class Rapl:
         return cls(readable) if readable else None
 
     def start(self) -> None:
-        """Begin anew."""
+        """Begin a measurement, in place of an earlier one."""
         self._before = self._read()
 
     def joules(self) -> float | None:
@@ -211,7 +211,7 @@ class Ina3221:
         return cls(lines) if lines else None
 
     def start(self) -> None:
-        """Begin anew."""
+        """Begin a measurement, in place of an earlier one."""
         self._joules, self._last = 0.0, None
         self.sample()
         self._ended.clear()
@@ -320,7 +320,7 @@ class Way(NamedTuple):
     accelerator : str
         ``"cpu"``, ``"cuda"`` or ``"mps"``.
     threads : int
-        Threads of the CPU.
+        Number of CPU threads that torch uses.
     """
 
     accelerator: str

@@ -189,7 +189,7 @@ class ChannelsFirst(nn.Module):
     Parameters
     ----------
     input_shape : tuple[int, ...]
-        Shape of one input.
+        Shape of one input, without the axis of samples.
     """
 
     def __init__(self, input_shape: tuple[int, ...]) -> None:
@@ -329,9 +329,9 @@ class Recurrent(nn.Module):
     tokens : int
         Size of the vocabulary; 0 for a window of quantities.
     layer : type
-        ``nn.GRU`` or ``nn.LSTM``.
+        Class of the layer, ``nn.GRU`` or ``nn.LSTM``.
     num_classes : int
-        Number of outputs.
+        Number of outputs: one per class, or 1 for a regression.
     """
 
     def __init__(
@@ -399,9 +399,9 @@ class Block(nn.Module):
     Parameters
     ----------
     inputs, outputs : int
-        Channels.
+        Number of channels that come in and go out.
     stride : int
-        Of the first convolution.
+        Stride of the first convolution, and of the shortcut.
     """
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
@@ -473,9 +473,9 @@ def build(
         `num_classes`, and `tokens` if it has a parameter of that name, and returns a network. The
         current folder is searched for the module too.
     input_shape : tuple[int, ...]
-        Shape of one input.
+        Shape of one input, without the axis of samples.
     num_classes : int
-        Number of outputs.
+        Number of outputs: one per class, or 1 for a regression.
     seed : int
         Seed of the initial weights. torch's global generator is left as it was.
     tokens : int
@@ -571,7 +571,7 @@ class Objective:
         outputs : Tensor
             Shape (n, outputs).
         targets : Tensor
-            Labels, shape (n,).
+            Labels or standardised quantities, shape (n,).
         reduction : str
             ``"mean"``, ``"sum"``, or ``"none"`` for the loss of each sample, shape (n,).
         """
@@ -593,7 +593,7 @@ class Regression(Objective):
     Attributes
     ----------
     target : Target
-        What is predicted.
+        Unit, mean and standard deviation of the predicted quantity.
     """
 
     target: Target
@@ -739,7 +739,7 @@ class Network:
     weights, gradient : Tensor
         All parameters and their gradients, shape (d,), float32, in the accelerator's memory.
     accelerator : str
-        Where it computes.
+        Where it computes, as torch names it: ``"cpu"``, ``"cuda"`` or ``"mps"``.
     slices : dict[str, slice]
         Where each parameter lies in them.
     trained : tuple[nn.Parameter, ...]

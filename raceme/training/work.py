@@ -49,7 +49,7 @@ class ClientWork:
     client : Client
         The client that is asked, with its samples.
     content : RecordDict
-        The message's records.
+        All records of the message: models, further arrays, settings.
     settings : ConfigRecord
         The one of them that says how to do it.
     state : RecordDict
@@ -148,7 +148,7 @@ class ClientWork:
         Parameters
         ----------
         spec : ModelSpec
-            What :meth:`receive` has returned.
+            Layout of the received model, as :meth:`receive` returned it.
         received : ArrayRecord
             The model that was trained: in the place of what stays here its values go back.
         """
@@ -245,7 +245,7 @@ class Answer:
     metrics : Mapping[str, int or float or list[float]]
         Single numbers, and short lists of them.
     model : ArrayRecord or None
-        The trained model.
+        The trained model; None for work that does not train.
     numbers : Mapping[str, NDArray]
         Numbers by sample or by class, by name.
     told : Mapping[str, Value]
@@ -306,7 +306,7 @@ def score_former(
     received : ArrayRecord
         The model that it goes on from: the one that was sent, or one made of several.
     completed_by : str
-        See :func:`measure`.
+        Name of the completion of the received model; see :func:`measure`.
 
     Returns
     -------
@@ -391,7 +391,7 @@ def measure(work: ClientWork, model: ArrayRecord, completed_by: str = "") -> tup
     work : ClientWork
         What the client is asked.
     model : ArrayRecord
-        The received model.
+        Model as received from the server.
     completed_by : str
         Name of the completion that makes of the received model the one to be tested, in the
         client's network; empty if it is that already.

@@ -229,7 +229,7 @@ def test_a_reply_that_nobody_waits_for_changes_nothing_and_is_counted(
     np.testing.assert_array_equal(disturbed.models[0].vector, plain.models[0].vector)
     assert disturbed.progress.updates == plain.progress.updates == 6
     rejected = of(events.UpdateRejected, seen)
-    assert {(r.client, r.reason[:19]) for r in rejected} == {(whose, "nobody waits for it")}
+    assert {(r.client, r.reason[:20]) for r in rejected} == {(whose, "no task waits for it")}
     assert len(rejected) == disturbed.progress.rejected >= 6
     # Whoever sends such replies cannot end a run with them.
     assert not disturbed.progress.rejected_in_a_row
@@ -240,11 +240,11 @@ def test_a_reply_to_a_task_that_was_given_up_is_ignored() -> None:
     # of 2 s and 2.5 s are given up with their windows, and come at 4 s and 6 s all the same.
     seen = on_grid(Tenacious, InSpans(), 2.0)
     rejected = of(events.UpdateRejected, seen)
-    assert [(r.dispatched_at, r.time, r.reason[:19]) for r in rejected] == [
-        (2.0, 2.5, "its window ended fi"),
-        (4.0, 4.0, "nobody waits for it"),
-        (2.5, 5.0, "its window ended fi"),
-        (6.0, 6.0, "nobody waits for it"),
+    assert [(r.dispatched_at, r.time, r.reason[:20]) for r in rejected] == [
+        (2.0, 2.5, "its window ended fir"),
+        (4.0, 4.0, "no task waits for it"),
+        (2.5, 5.0, "its window ended fir"),
+        (6.0, 6.0, "no task waits for it"),
     ]
     assert [u.time for u in of(events.UpdateApplied, seen)] == [2.0]
 

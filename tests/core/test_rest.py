@@ -43,7 +43,7 @@ def ended(seen: Sequence[events.Event]) -> events.RunEnded:
 def test_a_run_ends_when_everybody_has_looked_and_no_data_will_change() -> None:
     seen = run([Device(), Device(seconds_per_round=3.0)])
     # They look as soon as they have trained: the second one after 3 s.
-    reason = "at rest: nobody's loss rises, and no data will change"
+    reason = "at rest: no client's loss rises, and no data will change"
     assert ended(seen) == events.RunEnded(3.0, 2, reason, Ending.AT_REST)
 
 

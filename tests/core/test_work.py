@@ -268,7 +268,7 @@ def test_work_for_a_client_that_is_away_is_a_mistake_of_the_method() -> None:
     strategy = Confused()
     grid = grid_of(pulled_app(), devices(1.0))
     strategy.progress.fleet.clients["c1"] = Client("c1", 10)
-    with pytest.raises(ValueError, match="Confused has work for 'c1', who is away"):
+    with pytest.raises(ValueError, match="Confused has work for 'c1', which is away"):
         strategy.run(grid, MODEL, 1)
 
 

@@ -60,7 +60,7 @@ def test_an_uneven_number_gives_the_first_speaker_more_clients(root: Path) -> No
 def test_what_is_not_there_or_not_enough_is_one_clear_line(root: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"There are no \.npz files in"):
         datasets.load(config_of(tmp_path / "none", 4))
-    with pytest.raises(UserError, match="has 2 speakers, of whom each is at least one client"):
+    with pytest.raises(UserError, match="has 2 speakers, of which each is at least one client"):
         datasets.load(config_of(root, 1))
     with pytest.raises(UserError, match="too few recordings for 160 clients"):
         datasets.load(config_of(root, 160))

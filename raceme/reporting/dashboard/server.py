@@ -61,7 +61,7 @@ class Guard:
     Parameters
     ----------
     app : ASGIApp
-        What answers.
+        Application that answers the requests that are let through.
     host : str
         The address that is listened at.
     token : str
@@ -72,7 +72,7 @@ class Guard:
         self._app, self._host, self._token = app, host, token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request."""
+        """Answer an HTTP request, or refuse it if it names another host or no token."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -184,7 +184,8 @@ class Dashboard:
         Takes the name of a run in a comparison, empty for the folder itself, and returns its
         source; None if there is no such run.
     host, token : str
-        Access; see :class:`raceme.reporting.dashboard.server.Guard`.
+        Host and secret that requests must name; see
+        :class:`raceme.reporting.dashboard.server.Guard`.
     """
 
     def __init__(self, sources: Callable[[str], Source | None], host: str, token: str) -> None:
@@ -338,9 +339,9 @@ def serve(
     Parameters
     ----------
     listening : socket
-        What :func:`bind` returned.
+        Listening socket, as :func:`bind` returns it.
     watched : Watched
-        What is shown.
+        The run or comparison that the page shows.
     token : str
         What a browser has to know; empty for nothing.
     until : Callable
@@ -380,7 +381,7 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Capture none."""
+        """Leave signals to the process that started the server."""
         yield
 
 
@@ -404,9 +405,9 @@ class DashboardProcess:
     Attributes
     ----------
     address : str
-        Of the page.
+        URL of the page, with the token where one is needed.
     process : Popen
-        What serves it.
+        The child process that serves the page.
     """
 
     address: str

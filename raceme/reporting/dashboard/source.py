@@ -184,7 +184,7 @@ class Columns(EventHandler):
         self._tell_clusters(event.time)
 
     def on_run_ended(self, event: events.RunEnded) -> None:
-        """Tell the end."""
+        """Keep time, updates and reason of the end for browsers."""
         self._ending = {
             "time": _seconds(event.time),
             "updates": int(event.updates),
@@ -285,9 +285,9 @@ def worst_share(accuracies: Iterable[float], measure: events.Measure, share: int
     accuracies : Iterable[float]
         One per client, or errors; those that are NaN are left out.
     measure : Measure
-        Which are the worst.
+        Says whether low or high numbers are the worst.
     share : int
-        One in so many.
+        Denominator of the share: 10 for a tenth.
 
     Returns
     -------
@@ -607,7 +607,7 @@ class _Curve(EventHandler):
         return reading.more
 
     def on_evaluated(self, event: events.Evaluated) -> None:
-        """Add a point."""
+        """Add an evaluation to the curves of mean and worst accuracy."""
         scores = [accuracy for _, accuracy, _ in event.per_client.values()]
         for name, value in (
             ("time", event.time),

@@ -33,7 +33,7 @@ class Code:
     query : Vector
         What the model is compared by with stored ones: ``stored_j @ query_i`` is cos(w_i, w_j).
     norm : float
-        Length of the model.
+        Euclidean length of the model.
     """
 
     stored: Vector
@@ -74,7 +74,7 @@ class Sketches:
     size : int
         Numbers in a projection; a code has three more.
     seed : int
-        Decides the projection.
+        Seed of the random projection: equal seeds project alike.
     """
 
     def __init__(self, reference: Vector, size: int, seed: int) -> None:
@@ -143,11 +143,11 @@ class ModelBuffers:
     codes : NDArray[np.float32]
         Stored models, each divided by its length; see `Code`. Shape (capacity, c).
     norms : NDArray[np.float32]
-        Their lengths. Shape (capacity,).
+        Euclidean length of each stored model. Shape (capacity,).
     references : NDArray[np.int64]
         Buffers that hold each stored model; 0 marks a free place. Shape (capacity,).
     total : int
-        Σ_j |buf_j|.
+        Number of items in all buffers together, Σ_j |buf_j|.
     """
 
     slots: NDArray[np.int32] = field(default_factory=lambda: np.empty((0, 0), np.int32))
@@ -177,7 +177,7 @@ class ModelBuffers:
         Parameters
         ----------
         buffer : int
-            Whose buffer.
+            Index of the client that has the buffer.
         query : Vector
             The model's side of the comparison; see `Code`. Shape (c,).
 
@@ -203,7 +203,7 @@ class ModelBuffers:
         Parameters
         ----------
         buffer : int
-            Whose buffer.
+            Index of the client that has the buffer.
         owners : NDArray[np.intp]
             Whose models in it. Shape (m,).
         weights : NDArray[np.float64]
@@ -264,7 +264,7 @@ class ModelBuffers:
         alphas : NDArray[np.float64]
             Last α_i of every client. Shape (n,).
         rng : numpy.random.Generator
-            Draws among equal ones.
+            Decides among items that are equal by these rules.
         """
         excess = self.total - budget
         if excess <= 0:
@@ -368,7 +368,7 @@ class Landmarks:
         members : Sequence[str]
             All clients of the cluster, offline ones included.
         parts : list[list[str]]
-            Its landmarks, divided.
+            Landmarks of the cluster, divided; the other members are appended in place.
         """
         labels = {client: label for label, part in enumerate(parts) for client in part}
         known = [client for client in labels if client in self._rows]
@@ -452,7 +452,7 @@ class SplitWatch:
         Parameters
         ----------
         members : NDArray[np.intp]
-            Its clients by index.
+            Indices of the cluster's clients.
         computed : NDArray[np.bool_]
             Which pairs are known, of all clients.
         clients : int
@@ -471,7 +471,7 @@ class SplitWatch:
         weights : NDArray[np.float64]
             Affinities of the members. Shape (m, m).
         gap : float
-            Their largest eigengap.
+            Largest eigengap of these affinities.
         """
         self.degrees, self.gap, self.drift = weights.sum(axis=1), gap, 0.0
 
@@ -488,9 +488,9 @@ class SplitWatch:
         Parameters
         ----------
         i : int
-            A member.
+            Index of the client, a member of the cluster.
         others : NDArray[np.intp]
-            Clients with whom its similarity changes.
+            Clients to which its similarity changes.
         new : NDArray[np.float32]
             To what. Same shape as `others`.
         similarity, computed : ndarray

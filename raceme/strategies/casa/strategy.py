@@ -82,7 +82,7 @@ class CASAState:
     reference : Vector
         Weights of the initial model, against which sketches are taken. Shape (d,).
     round : int
-        t: updates received.
+        t: number of updates received so far.
     clients : list[str]
         Client ids; the position of a client is its index i. Length n.
     start : NDArray[np.int64]
@@ -90,13 +90,13 @@ class CASAState:
     alpha : NDArray[np.float64]
         Its last α_i; 0 before its first update.
     examples : NDArray[np.int64]
-        |D_i|.
+        |D_i|: number of training examples. Shape (n,).
     similarity : NDArray[np.float32]
-        A: symmetric, diagonal 1.
+        A: symmetric matrix of cosines, 1 on the diagonal. Shape (n, n).
     computed : NDArray[np.bool_]
         Which pairs of A are known.
     buffers : ModelBuffers
-        buf_i of every client.
+        buf_i: the models that each client is compared with.
     landmarks : Landmarks
         The clients that are none, and how they follow those that are.
     """
@@ -564,7 +564,7 @@ def magnitude_mask(w_i: Vector, share: float, trainable: Mask | None = None) -> 
     w_i : Vector
         The client's model. Shape (d,).
     share : float
-        S_i.
+        S_i: share of the weights that is masked, from 0 to 1.
     trainable : Mask, optional
         Which numbers of it are weights; the others are never masked. Shape (d,); None for all.
     """

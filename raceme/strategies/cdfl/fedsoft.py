@@ -99,7 +99,7 @@ class FedSoft(Method):
         )
 
     def scheduler(self) -> Scheduler:
-        """Work in rounds, with those whom clusters draw."""
+        """Work in rounds, with the clients that clusters draw."""
         return InRounds(participants=self._draw, queries=self._queries)
 
     def initialize(self, vector: Vector) -> None:
@@ -118,7 +118,7 @@ class FedSoft(Method):
     # Every few rounds: importance.
 
     def _queries(self, moment: SelectionContext) -> Sequence[Request] | None:
-        """Ask for losses before some rounds; then let those train whom clusters have drawn."""
+        """Ask for losses before some rounds; then let the clients that clusters draw train."""
         asked = self.scheduling.ask_first(moment, every=self.parameters.estimate_every)
         if asked is not None:
             return [self._measure(client) for client in asked]

@@ -187,8 +187,6 @@ class OnRequest(Scheduler):
 
         Parameters
         ----------
-        client : str
-            The client's id.
         held : ArrayRecord
             The model that it holds. It travels, though the client has it, so that clients need no
             memory, and counts as no traffic.
@@ -456,7 +454,7 @@ def cluster_shares(alpha: Shares, bar: float | None = None) -> Shares:
     Parameters
     ----------
     alpha : Shares
-        α. Shape (K,).
+        α: weight of each cluster for the upload. Shape (K,).
     bar : float, optional
         β1's bar; by default the mean of α, which is 1/K ("ave" in the paper's Table 2).
     """
@@ -584,8 +582,6 @@ class SoftUploads(Method):
 
         Parameters
         ----------
-        update : Update
-            The upload.
         alpha : Shares
             α, in order of the clusters. Shape (K,).
         """

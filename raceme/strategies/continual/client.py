@@ -121,7 +121,7 @@ def elastic(strength: float, fisher: ArrayRecord, former: ArrayRecord) -> TermBu
     Parameters
     ----------
     strength : float
-        λ.
+        λ: strength of the penalty, at least 0.
     fisher, former : ArrayRecord
         F and w*: how much each weight matters for former tasks, and where it was.
 
@@ -182,7 +182,7 @@ class Masks:
     Parameters
     ----------
     network : Network
-        Whose units.
+        Network whose units are masked.
     sigmoid : bool
         Whether a mask M is the sigmoid of what is trained (APD), or what is trained itself.
     """
@@ -233,11 +233,11 @@ class TaskPart:
     mask : Tensor
         What is trained of M, shape (units,).
     adaptive : Tensor
-        τ, shape (d,).
+        τ: task-adaptive weights, shape (d,).
     borrowed : Tensor
-        b, shape (d,).
+        b: weighted sum of other clients' weights, shape (d,).
     shares : Tensor
-        α for each client of whom it borrows and each array, shape (clients, arrays).
+        α for each client that it borrows from and each array, shape (clients, arrays).
     held : Tensor
         θ*, shape (d,); empty for the task that is trained.
     """
@@ -267,9 +267,9 @@ class Strengths:
     Attributes
     ----------
     sparsity : float
-        λ1.
+        λ1: strength of the L1 penalty on task-adaptive weights, and on unbounded masks.
     drift : float
-        λ2.
+        λ2: strength of the penalty on changes of former tasks' weights.
     mu : float
         μ, of FedProx's term on the shared part.
 
@@ -297,7 +297,7 @@ class Decomposition:
     network : Network
         Holds θ of the present task; each step sets it anew.
     masks : Masks
-        Of its units.
+        Layout of the masks of the network's units.
     shared : Tensor
         σ as it was received.
     part : TaskPart
@@ -307,7 +307,7 @@ class Decomposition:
     others : Tensor
         A_i of other clients, shape (clients, d).
     strengths : Strengths
-        λ1, λ2 and μ.
+        Strengths λ1, λ2 and μ of the penalties.
 
     Attributes
     ----------

@@ -268,7 +268,7 @@ class Adaptive:
     indices : NDArray[np.int32]
         Where they are not 0.
     values : NDArray[np.float32]
-        What they are there.
+        Values at these positions, in the same order.
     """
 
     indices: NDArray[np.int32]

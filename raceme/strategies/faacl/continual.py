@@ -102,7 +102,7 @@ class ConceptRequest:
     Attributes
     ----------
     clusters : list[int]
-        Whose models it measures.
+        Ids of the clusters whose models it measures.
     clients : list[str]
         Whose local models it measures.
     steps : list[int]

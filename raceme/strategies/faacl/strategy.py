@@ -11,9 +11,9 @@ are, and are trained.
 
 Where the thesis is silent (our readings): α is 0.05; support is found out anew each time; a merged
 cluster is compared again in the next pass only; "nothing changes" means the same clients together,
-whoever supports whom; a step of training is one pass of mini-batches; the last partition, of all
-clients, is worked on too. A client that comes later trains θ and is a partition of its own, which
-is joined with the others.
+whatever supports there are; a step of training is one pass of mini-batches; the last partition, of
+all clients, is worked on too. A client that comes later trains θ and is a partition of its own,
+which is joined with the others.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def disjoint_pairs(
     Parameters
     ----------
     clusters : Sequence[int]
-        Among these.
+        Ids of the clusters that are paired.
     are_mutual : Callable
         Whether two support each other.
     rng : numpy.random.Generator
@@ -114,8 +114,6 @@ class Partition:
 
     Attributes
     ----------
-    clusters : list[int]
-        Which.
     settled : bool
         Whether the last comparison has changed nothing.
     """
@@ -193,7 +191,7 @@ class Supported:
             For each client of the cluster, its losses by model, each of shape (n,). A client
             that has not measured a model does not support it.
         epsilon, alpha : float
-            ε and α.
+            ε: how much worse a loss may be on a sample; α: level of the test.
         """
 
         def agrees(own: dict[int, NDArray[np.float64]], other: int) -> bool:
@@ -715,7 +713,7 @@ class FAACLAsyncState(SupportState):
     tested_at : dict[str, dict[int, int]]
         When these were made: a count of all answers.
     answers : int
-        Answers so far.
+        Number of answers of all clients so far.
     trained : dict[str, int]
         Trainings of each client since it last measured models.
     waits : dict[str, int]

@@ -50,9 +50,9 @@ def responsibilities(
     Parameters
     ----------
     losses : NDArray[np.float64]
-        ℓ. Shape (K, n).
+        ℓ: loss of each model on each sample. Shape (K, n).
     labels : NDArray[np.integer]
-        y. Shape (n,).
+        y: class of each sample. Shape (n,).
     mixing, table : NDArray[np.float64]
         ω and C. Shapes (K,) and (K, classes).
 

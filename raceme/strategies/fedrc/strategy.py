@@ -4,7 +4,7 @@ Guo et al., "FedRC: Tackling Diverse Distribution Shifts Challenge in Federated 
 Clustering", ICML 2024 (arXiv 2301.12379). K models are trained by expectation maximisation. How
 much model k is responsible for sample j of client i is divided by how frequent its label is among
 all that is assigned to k: ``γ_ijk ∝ ω_ik exp(−ℓ(x_ij, y_ij; θ_k)) / C[k][y_ij]``, sum 1 over k. A
-client of other labels or other inputs thus joins a model as readily; one to whom the same inputs
+client of other labels or other inputs thus joins a model as readily; one to which the same inputs
 mean other labels (concept shift) does not. ``ω_ik`` is the mean of γ over the client's samples. The
 client trains each θ_k on Σ_j γ_ijk ℓ; the server averages by numbers of samples, and C[k] becomes
 what clients have assigned to k of each class, at least 1e-8, over its sum. γ, ω and C are uniform
@@ -15,8 +15,8 @@ then one after the other to train them; K models come back, and count as K updat
 with the model of its largest ω; the soft mixture of predictions is left out, since the paper's
 figure 6c has this one ahead, and a client that is new is placed by one such assignment. Our
 readings: a step's loss is the mean over its mini-batch of γ ℓ; clients whose answers a round did
-without count in C with their last ones; the paper's removal of models that hardly anybody uses is
-switched off in the authors' code, and is left out. The server keeps K shares of each class for
+without count in C with their last ones; the paper's removal of models that hardly any client uses
+is switched off in the authors' code, and is left out. The server keeps K shares of each class for
 each client. An assignment takes as long as K passes without gradients.
 """
 
@@ -126,7 +126,7 @@ class FedRC(Method):
         return Request(client, LABEL_MASSES, models=models, arrays=arrays, settings=settings)
 
     def _table(self) -> NDArray[np.float64]:
-        """Return C."""
+        """Return C, the share of each class in what is assigned to each model."""
         return label_table(list(self._agreeing().values()))
 
     def _agreeing(self) -> dict[str, NDArray[np.float64]]:
@@ -198,7 +198,7 @@ def mixing_of(masses: NDArray[np.float64]) -> NDArray[np.float64]:
     Parameters
     ----------
     masses : NDArray[np.float64]
-        m_i. Shape (K, classes).
+        m_i: responsibilities summed over the client's samples of each class. Shape (K, classes).
     """
     return np.asarray(masses.sum(axis=1) / masses.sum())
 

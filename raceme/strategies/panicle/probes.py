@@ -74,7 +74,7 @@ def silhouettes(distances: Distances, labels: Labels, alone: float = ALONE) -> N
     Parameters
     ----------
     distances : Distances
-        Shape (m, m).
+        Distance of every two clients, symmetric. Shape (m, m).
     labels : Labels
         Group of each client, from 0. Shape (m,).
     alone : float
@@ -105,9 +105,9 @@ def best_partition(distances: Distances, most: int) -> Partition:
     Parameters
     ----------
     distances : Distances
-        Shape (m, m).
+        Distance of every two clients, symmetric. Shape (m, m).
     most : int
-        Groups at most.
+        Largest number of groups that is tried.
     """
     count = len(distances)
     if count < 2:
@@ -135,9 +135,9 @@ def least_score(level: float, groups: int, clients: int) -> float:
     Parameters
     ----------
     level : float
-        For few large groups.
+        Score that a partition into few large groups needs.
     groups : int
-        How many there are.
+        Number of groups of the partition.
     clients : int
         How many they were made of.
     """
@@ -188,7 +188,7 @@ class Reassignment:
     Attributes
     ----------
     merges : list[list[int]]
-        Clusters that become one.
+        Ids of the clusters of each merge, which become one cluster.
     splits : dict[int, list[int]]
         Wanted groups that a cluster is divided into, where it is the one that most of their
         members are in.
@@ -258,7 +258,7 @@ def comes_from(cluster: int, former: int, origins: Mapping[int, Sequence[int]]) 
     Parameters
     ----------
     cluster, former : int
-        Their numbers.
+        Ids of the cluster and of the supposed origin.
     origins : Mapping[int, Sequence[int]]
         Clusters that a cluster came from.
     """
@@ -284,11 +284,11 @@ def parts_of_split(
     Parameters
     ----------
     inside : Sequence[str]
-        Its clients.
+        Clients of the cluster that is split.
     group_of : Mapping[str, int]
         The group of each client that has one, those of other clusters included.
     groups : Sequence[int]
-        Those that leave.
+        Numbers of the groups that leave the cluster.
     stays : Callable
         Whether a client that does not leave stays; else it is in no part.
     """
@@ -338,13 +338,13 @@ def decided(distances: Distances, now: Labels, level: float, most: int) -> Parti
     Parameters
     ----------
     distances : Distances
-        Shape (m, m).
+        Distance of every two clients, symmetric. Shape (m, m).
     now : Labels
         The cluster of each client. Shape (m,).
     level : float
         Silhouette score that a partition into few large groups needs.
     most : int
-        Groups at most.
+        Largest number of groups that is tried.
     """
     if len(now) < 2:
         return PartitionDecision(None)
@@ -383,7 +383,7 @@ class Sketcher:
     size : int
         Numbers of a sketch; 0 for none.
     seed : int
-        Decides signs and places.
+        Seed of the random signs and positions.
     """
 
     def __init__(self, size: int, seed: int = 0) -> None:
@@ -397,7 +397,7 @@ class Sketcher:
         Parameters
         ----------
         delta : Vector
-            The change. Shape (d,).
+            Change of the model's weights. Shape (d,).
 
         Returns
         -------
@@ -516,7 +516,7 @@ class Probes:
         Parameters
         ----------
         clients : list[str]
-            Clear ones.
+            Clear clients, in the order of rows and columns.
 
         Returns
         -------
@@ -622,7 +622,7 @@ class Probes:
         return clients, matrix
 
     def rows(self, clients: list[str]) -> NDArray[np.intp]:
-        """Return the indices of clients."""
+        """Return the row of each client in the matrices, in the order given."""
         return np.array([self._index[client] for client in clients], np.intp)
 
     # Verbs.
@@ -632,8 +632,6 @@ class Probes:
 
         Parameters
         ----------
-        client : str
-            Whose.
         direction : Vector
             At unit length. Shape (size,).
         """
@@ -748,8 +746,6 @@ def shown(now: Labels, most: int, rng: np.random.Generator) -> Rows:
         The cluster of each client. Shape (m,).
     most : int
         How many stand for all; 0: all.
-    rng : numpy.random.Generator
-        Draws them.
     """
     rows = np.arange(len(now))
     if not most or len(rows) <= most:
@@ -767,11 +763,11 @@ def spread(probes: Probes, clients: list[str], standing: list[str], labels: Labe
     probes : Probes
         What is known of them.
     clients : list[str]
-        Clear ones.
+        All clear clients that are grouped.
     standing : list[str]
         Those of them that stand for all, in the same order.
     labels : Labels
-        Their groups, from 0.
+        Group of each client in `standing`, from 0.
     """
     if len(standing) == len(clients):
         return labels
@@ -791,7 +787,7 @@ class Examples:
     Attributes
     ----------
     of : dict[int, list[str]]
-        Those of each cluster.
+        Client ids that stand for each cluster.
     """
 
     of: dict[int, list[str]] = field(default_factory=dict)
@@ -899,7 +895,7 @@ def apartness(
     members : Mapping[int, Sequence[str]]
         Clear clients of each cluster.
     asked : Collection[str]
-        Those to answer for.
+        Clients whose distance is wanted.
 
     Returns
     -------
@@ -936,7 +932,7 @@ def own_share(apart: float, samples: int, prior: float) -> float:
     samples : int
         n: its training samples, 1 at least.
     prior : float
-        n₀, above 0.
+        n₀: number of samples that the cluster's model counts for, above 0.
     """
     own = min(samples, prior) * apart
     return own / (own + prior * (1.0 - apart))
@@ -960,6 +956,6 @@ def between(shared: Vector, own: Vector, share: float) -> NDArray[np.float32]:
     own : Vector
         z: the client's latest model. Shape (d,).
     share : float
-        μ.
+        μ: share of the client's own model, from 0 to 1.
     """
     return np.asarray(shared + np.float32(share) * (own - shared), np.float32)

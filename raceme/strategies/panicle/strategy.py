@@ -114,7 +114,7 @@ class Tail:
     Attributes
     ----------
     model : Model
-        w̄.
+        w̄: running mean of the latest versions.
     count : int
         Versions since it was begun.
     """
@@ -133,7 +133,7 @@ class ModelAverages:
     Attributes
     ----------
     tails : dict[int, Tail]
-        By cluster.
+        Running average of each cluster's model, by cluster id.
     """
 
     tails: dict[int, Tail] = field(default_factory=dict)
@@ -144,9 +144,9 @@ class ModelAverages:
         Parameters
         ----------
         cluster : int
-            Whose model it is.
+            Id of the cluster that has the model.
         vector : Vector
-            w. Shape (d,).
+            w: the new version. Shape (d,).
         share : float
             How much of the n versions so far is averaged over, about; 0: nothing is.
         members : int
@@ -174,7 +174,7 @@ class ModelAverages:
         Parameters
         ----------
         models : Mapping[int, Model]
-            The models by cluster.
+            Latest cluster models, by cluster id.
         counters : NDArray[np.bool_], optional
             Numbers of a model of which a mean has no meaning, shape (d,): they are the model's.
         """
@@ -207,7 +207,7 @@ class ClientMemory:
     totals : dict[int, Vector]
         Σ z_i over the clients that count in a cluster. Shape (d,).
     counts : dict[int, int]
-        How many that are.
+        Number of clients in each of these sums.
     """
 
     models: MutableMapping[str, Vector] = field(default_factory=dict)
@@ -281,11 +281,11 @@ def share_of(members: int, rounds: float, alpha0: float, ease: float) -> float:
     Parameters
     ----------
     members : int
-        m, at least 1.
+        m: number of members of the cluster, at least 1.
     rounds : float
         Updates per member that the cluster has learnt from.
     alpha0 : float
-        α0 of :func:`~raceme.strategies.shared.cluster_decay`.
+        α0: factor of the share, as in :func:`~raceme.strategies.shared.cluster_decay`.
     ease : float
         Rounds after which the first share has halved.
     """
@@ -330,11 +330,11 @@ def carried(alpha: float, members: int, most: float) -> float:
     Parameters
     ----------
     alpha : float
-        α: the update's share.
+        α: share of the update in the cluster's model.
     members : int
-        m: members of its cluster, all of whom may be under way.
+        m: members of its cluster, all of which may be under way.
     most : float
-        Share at most.
+        Upper bound of the result, whatever α and m are.
     """
     return min(most, _UNDER_WAY / (alpha * max(1, members)))
 
@@ -458,7 +458,7 @@ class DriftDetector:
         Parameters
         ----------
         length : float
-            Its length.
+            Euclidean length of the update.
         typical : float
             That of the others' updates; 0 if it is not known.
         """
@@ -523,9 +523,9 @@ def call_others(
         When each client's data were last found to have changed, in updates of the run. What is
         long past is removed.
     now : int
-        Updates of the run.
+        Updates applied in the run so far.
     clients : int
-        Clients that are compared.
+        Number of clients that are compared with each other.
     """
     for client in [c for c, then in changes.items() if not _is_recent(then, now, clients)]:
         del changes[client]
@@ -544,9 +544,9 @@ def are_changing(changes: Mapping[str, int], now: int, clients: int) -> bool:
     changes : Mapping[str, int]
         When each client's data were last found to have changed, in updates of the run.
     now : int
-        Updates of the run.
+        Updates applied in the run so far.
     clients : int
-        Clients that are compared.
+        Number of clients that are compared with each other.
     """
     return any(_is_recent(then, now, clients) for then in changes.values())
 
@@ -579,7 +579,7 @@ class PanicleState:
     Attributes
     ----------
     initial : Vector
-        w0. Shape (d,).
+        w0: weights of the initial model. Shape (d,).
     probes : Probes
         Directions from w0, and how alike clients are.
     detectors : dict[str, DriftDetector]
@@ -597,11 +597,11 @@ class PanicleState:
     origins : dict[int, list[int]]
         Clusters that a cluster came from.
     changed : int
-        Clients of whom something new is known since clusters were looked at.
+        Clients of which something new is known since clusters were looked at.
     formed : bool
         Whether they were looked at.
     unlooked : int
-        Updates since then.
+        Updates applied since clusters were looked at.
     wanted : int
         Probes that each client is to answer; more where two leave it open if there are clusters.
     withheld : dict[str, Vector]

@@ -240,7 +240,7 @@ def running_share(number: int, models: int, every: int) -> float:
     number : int
         r: the round, from 0.
     models, every : int
-        M and P.
+        M: number of models; P: rounds from one clustering to the next.
     """
     return 1.0 / ((number + 1) // (models * every) + 1)
 
@@ -253,7 +253,7 @@ def profile_rows(blocks: Sequence[dict[int, Vector]], models: int) -> NDArray[np
     blocks : Sequence of dict[int, Vector]
         Of each client. Shape (c,) each.
     models : int
-        M.
+        M: number of models, and of blocks per profile.
 
     Returns
     -------
@@ -292,11 +292,11 @@ def grouped(profiles: NDArray[np.float64], groups: int, seed: int) -> NDArray[np
     Parameters
     ----------
     profiles : NDArray[np.float64]
-        Shape (n, c).
+        Profile of each client, a row each. Shape (n, c).
     groups : int
         M; fewer if there are fewer clients.
     seed : int
-        Of k-means.
+        Seed of the initial centres of k-means.
 
     Returns
     -------
@@ -320,7 +320,7 @@ def found_groups(profiles: NDArray[np.float64], seed: int) -> NDArray[np.int64]:
     profiles : NDArray[np.float64]
         Shape (n, c), n at least 3.
     seed : int
-        Of k-means.
+        Seed of the initial centres of k-means.
 
     Returns
     -------

@@ -55,9 +55,9 @@ def main_directions(rows: Matrix, count: int) -> Matrix:
     Parameters
     ----------
     rows : NDArray[np.float64]
-        Samples. Shape (n, d).
+        Samples, one per row. Shape (n, d).
     count : int
-        p: how many.
+        p: number of singular vectors.
 
     Returns
     -------
@@ -102,11 +102,11 @@ def moments(latent: Matrix, labels: NDArray[np.integer] | None, classes: int) ->
     Parameters
     ----------
     latent : NDArray[np.float64]
-        Shape (n, l).
+        Latent features of the samples. Shape (n, l).
     labels : NDArray[np.integer] or None
-        Shape (n,).
+        Class of each sample, shape (n,); None if there are no classes.
     classes : int
-        U.
+        U: number of classes of the task.
 
     Returns
     -------
@@ -129,7 +129,7 @@ def projected(features: Matrix, points: Matrix, dimensions: int) -> Matrix:
     features, points : NDArray[np.float64]
         Shapes (n, f) and (m, f).
     dimensions : int
-        l.
+        l: number of components to project on.
 
     Returns
     -------

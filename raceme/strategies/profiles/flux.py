@@ -5,9 +5,9 @@ ripe: from round 3 on, as soon as its accuracy has gained less than 0.06 in a ro
 the rounds are over. Under it every client describes its training samples once: latent features z,
 projected on l dimensions, of which it sends mean and standard deviation, of all samples and of each
 class. The server scales these, and density clustering finds the groups and their number: DBSCAN
-with 2 points, and ε at the elbow of the sorted distances to the nearest neighbour; whoever is noise
-is a cluster of its own. Federated averaging goes on in each. A newcomer needs no labels: its means
-and deviations of all samples tell the nearest group.
+with 2 points, and ε at the elbow of the sorted distances to the nearest neighbour; a client that is
+noise is a cluster of its own. Federated averaging goes on in each. A newcomer needs no labels: its
+means and deviations of all samples tell the nearest group.
 
 The projection is fitted on random points that all clients draw alike, up to 1.02 times the largest
 latent feature of all, which they state first. z is what comes into the first dense layer after the
@@ -91,7 +91,7 @@ class FLUXState(QueryState):
     accuracies : list[float]
         Mean accuracy of the common model before each round but the first.
     most : float
-        Largest latent feature.
+        Largest latent feature of any sample that clients have reported.
     common : Vector or None
         The model under which clients describe themselves. Shape (d,).
     descriptors : dict[str, NDArray[np.float64]]
@@ -307,7 +307,7 @@ def elbow(distances: NDArray[np.float64]) -> float:
     Parameters
     ----------
     distances : NDArray[np.float64]
-        Ascending. Shape (n,).
+        Distances in ascending order. Shape (n,).
     """
     line = np.linspace(distances[0], distances[-1], len(distances))
     return float(distances[np.argmax(line - distances)])
@@ -319,7 +319,7 @@ def density_groups(points: NDArray[np.float64], reach: float) -> NDArray[np.int6
     Parameters
     ----------
     points : NDArray[np.float64]
-        Shape (n, c).
+        Points to be grouped, a row each. Shape (n, c).
     reach : float
         ε in distances at the elbow.
 

@@ -8,8 +8,8 @@ degrees; the nearest clusters are joined as long as they are no farther apart th
 then trains by federated averaging. A newcomer's row is added, all are clustered again, and it goes
 on from its cluster's model.
 
-**U_i are directions of raw data**: of images they look like the client's mean images. Who must not
-show such pictures must not use this method.
+**U_i are directions of raw data**: of images they look like the client's mean images. Where such
+pictures must not leave the client, this method must not be used.
 
 Average linkage is the unweighted mean of two rows, as in the authors' code. Our readings: singular
 vectors are turned towards the mean of their class's samples, since an entry-wise least angle
@@ -79,7 +79,7 @@ class PACFLState(QueryState):
     is_new : bool
         Whether a client has answered since clients were clustered last.
     is_clustered : bool
-        Whether they have been.
+        Whether clients have been clustered at all.
     """
 
     directions: dict[str, NDArray[np.float32]] = field(default_factory=dict)
@@ -195,9 +195,9 @@ def agglomerated(
     angles : NDArray[np.float64]
         A: symmetric, in degrees. Shape (n, n).
     beta : float
-        β.
+        β: largest distance, in degrees, at which two clusters are joined.
     how : str
-        ``"average"``, ``"maximum"`` or ``"minimum"``.
+        Linkage: ``"average"``, ``"maximum"`` or ``"minimum"`` of the pairwise angles.
     clusters : int
         Instead of β: how many clusters are left; 0 for none of that.
 

@@ -91,7 +91,7 @@ export class Dots {
   }
 }
 
-const MOST_APART = 300; // Of more dots, so many cover each other that nobody misses one.
+const MOST_APART = 300; // Of more dots, so many cover each other that a missing one is not seen.
 const TURNS = 40;
 
 /** Move dots that cover each other apart, so that each can be seen; others stay where they are. */

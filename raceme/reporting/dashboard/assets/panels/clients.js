@@ -173,7 +173,7 @@ export class ClientsPanel {
       if (element === place) place = place.nextSibling;
       else this.body.insertBefore(element, place);
     }
-    // Who is moved loses it.
+    // An element that is moved loses the focus.
     if (document.activeElement !== focused) focused?.focus({ preventScroll: true });
   }
 

@@ -1,4 +1,4 @@
-// Who works when: a row per device, the fastest on top, a bar per task.
+// When devices work: a row per device, the fastest on top, a bar per task.
 
 import { Canvas, ticks } from "../canvas.js";
 import { clusterColour, named } from "../colours.js";

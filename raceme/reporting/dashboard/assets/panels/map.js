@@ -8,7 +8,7 @@ import { countUntil } from "../run.js";
 import { make, nameElement, plural, timeText } from "../words.js";
 
 const GOLDEN = Math.PI * (3 - Math.sqrt(5));
-const LEAST = 1.5; // Smaller dots are drawn as squares: nobody sees it.
+const LEAST = 1.5; // Smaller dots are drawn as squares, which look the same.
 const LEAST_APART = 0.14; // Where 1 is the root of the mean square distance from the middle.
 const MARGIN = 16;
 

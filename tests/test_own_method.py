@@ -1,0 +1,59 @@
+"""A method in its user's own files, with a client half and a measure of its own."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from processes import ROOT
+from typer.testing import CliRunner
+
+from raceme.cli import app
+
+FILES = ("my_method.py", "my_client.py")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder in which the files lie, and commands are typed."""
+    for name in FILES:
+        shutil.copy(ROOT / "tests" / "own" / name, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def test_it_is_no_longer_than_a_page_or_two() -> None:
+    lines = [len((ROOT / "tests" / "own" / name).read_text().splitlines()) for name in FILES]
+    assert sum(lines) <= 120
+
+
+def test_its_kind_of_work_and_its_measure_are_everywhere(folder: Path) -> None:
+    run = ["run", "--strategy", "my_method:ByMeans", "--max-updates", "400", "--workers", "0"]
+    ended = CliRunner().invoke(app, [*run, "--out", "out"], catch_exceptions=False)
+    assert "distance to the nearest cluster" in ended.output
+    summary = json.loads((folder / "out" / "summary.json").read_text())
+    assert summary["accuracy"] > 0.95
+    assert summary["purity"] == 1.0
+    assert summary["bytes_by_phase"]["my_client:mean_inputs"]["up"] > 0
+    assert (folder / "out" / "measure-far.png").is_file()
+    with closing(sqlite3.connect(folder / "out" / "run.sqlite")) as store:
+        rows = store.execute("SELECT client, far FROM measure_far").fetchall()
+    assert len({client for client, _ in rows}) == 40
+    assert summary["measures"]["far"]["value"] == pytest.approx(max(far for _, far in rows))
+
+
+def test_it_stands_beside_others_in_a_comparison(folder: Path) -> None:
+    chosen = ["compare", "my_method:ByMeans", "fedasync", "--seeds", "0", "--workers", "1"]
+    limits = ["--max-updates", "80", "--clients", "8", "--out", "cmp"]
+    CliRunner().invoke(app, [*chosen, *limits], catch_exceptions=False)
+    with (folder / "cmp" / "compare.csv").open(newline="") as file:
+        rows = {row["strategy"]: row for row in csv.DictReader(file)}
+    own, other = rows["my_method:ByMeans"], rows["fedasync"]
+    assert float(own["measure_far"]) > 0
+    assert other["measure_far"] == ""
