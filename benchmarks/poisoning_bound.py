@@ -7,6 +7,10 @@ The oracle knows who attacks: it refuses these clients from their first update o
 What its run loses against the clean one is lost with the clients: their work, and another order of
 events. No filter can win that back. Accuracy is that of the clients that do not attack, in the
 clean run too.
+
+The attack ``collude`` is not one of Raceme's: all attackers send the same direction, at `TIMES` the
+length of their honest update, so just below the bound on lengths. ``--set attackers=0.3`` makes
+them six of twenty.
 """
 
 from __future__ import annotations
@@ -19,16 +23,19 @@ from statistics import fmean
 from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from raceme.core.config import RunConfig
 from raceme.core.events import Evaluated, Event, Verdict
+from raceme.core.messages import Vector
 from raceme.core.protection import FilterProtection, Ruling
 from raceme.runs import experiment
-from raceme.simulation.attacks import attackers_of
+from raceme.simulation.attacks import SignFlip, attackers_of
 
 CLEAN, ORACLE = "clean", "oracle"
+COLLUDE, TIMES = "collude", 9.0
 SETTINGS: dict[str, dict[str, object]] = {
     "digits": {"clients": 20, "max-updates": 500},
     "mnist": {
@@ -50,6 +57,20 @@ def oracle(attackers: frozenset[str]) -> Callable[..., Ruling]:
     return judge
 
 
+def colluding(_attack: SignFlip, delta: Vector, _rng: np.random.Generator) -> Vector:
+    """Return what every attacker sends as Δ: the same vector, but for its length."""
+    common = np.random.default_rng(0).standard_normal(len(delta), np.float32)
+    return np.asarray(common * np.float32(TIMES * np.linalg.norm(delta) / np.linalg.norm(common)))
+
+
+def attacked(keys: dict[str, object], attack: str, honest: frozenset[str], last: int) -> float:
+    """Return the accuracy under an attack, in %."""
+    if attack != COLLUDE:
+        return accuracy({**keys, "attack": attack}, honest, last)
+    with patch.object(SignFlip, "update", colluding):
+        return accuracy({**keys, "attack": "sign-flip"}, honest, last)
+
+
 def accuracy(keys: dict[str, object], honest: frozenset[str], last: int) -> float:
     """Run; return the mean of some clients' accuracies in the last evaluations, in %."""
     seen: list[Event] = []
@@ -62,15 +83,17 @@ def accuracy(keys: dict[str, object], honest: frozenset[str], last: int) -> floa
 
 def row(keys: dict[str, object], attacks: list[str], last: int) -> dict[str, float]:
     """Return the accuracies of the clean run, with the oracle, and with the filter."""
-    attack = {"attack": attacks[0], "protection": "filter"}
-    config = experiment.resolve(RunConfig.from_mapping({**keys, **attack}))
+    protected = {**keys, "protection": "filter"}
+    # Who attacks depends on their share only.
+    config = experiment.resolve(RunConfig.from_mapping({**keys, "attack": "sign-flip"}))
     bad = frozenset(f"client-{number}" for number in attackers_of(config))
     honest = frozenset(f"client-{number}" for number in range(config.num_clients)) - bad
-    found = {CLEAN: accuracy(keys, honest, last)}
+    clean = {name: value for name, value in keys.items() if not name.startswith("attack")}
+    found = {CLEAN: accuracy(clean, honest, last)}
     with patch.object(FilterProtection, "judge", oracle(bad)):
-        found[ORACLE] = accuracy({**keys, **attack}, honest, last)
-    for attack["attack"] in attacks:
-        found[attack["attack"]] = accuracy({**keys, **attack}, honest, last)
+        found[ORACLE] = attacked(protected, attacks[0], honest, last)
+    for attack in attacks:
+        found[attack] = attacked(protected, attack, honest, last)
     return found
 
 

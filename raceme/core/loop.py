@@ -412,8 +412,8 @@ class Loop:
         if places is not None and len(wanted) > places:
             order = rng.permutation(len(wanted))[:places]
             wanted = [wanted[index] for index in order]
-        for message, task in [self._message(work) for work in wanted]:
-            self._send(message, task)
+        for work, (message, task) in [(work, self._message(work)) for work in wanted]:
+            self._send(work, message, task)
         if wanted or not self._progress.in_flight:
             self._evaluator.ask(self._idle, again=True)
 
@@ -428,9 +428,9 @@ class Loop:
         # A client that went offline with a task trains no more: it must not keep others from work.
         return places - sum(clients[task.client].node_id is not None for task in open_tasks)
 
-    def _send(self, message: Message, task: InFlight) -> None:
+    def _send(self, work: Request, message: Message, task: InFlight) -> None:
         """Send work, and remember it until the reply."""
-        self._method.open_task(task)
+        self._method.open_task(task, work)
         self._method.scheduling.sent(task, self.now())
         self._idle.remove(task.client)
         if message_id := push(self._grid, self._clock, message):
@@ -553,7 +553,7 @@ class Loop:
         if not guard.is_on:
             return update
         client, spec = update.task.client, method.spec
-        base = method.bases.of(update.task)
+        base = method.base_of(update)
         delta = np.asarray(update.vector - base)
         start = float(np.linalg.norm(spec.compared(base)))
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -85,6 +86,17 @@ class Request:
     phase: str = ""
     is_held: bool = False
 
+    @property
+    def own_models(self) -> list[ArrayRecord]:
+        """The models among `arrays`, of work that names no cluster."""
+        if self.models != ():
+            return []
+        numbered = itertools.takewhile(
+            self.arrays.__contains__, map(names.candidate, itertools.count())
+        )
+        found = [names.ARRAYS] if names.ARRAYS in self.arrays else numbered
+        return [self.arrays[name] for name in found]
+
 
 @dataclass(frozen=True)
 class InFlight:
@@ -148,9 +160,10 @@ class Bases:
     Attributes
     ----------
     vectors : MutableMapping[str, Vector]
-        The models, by a name of the version: ``<cluster>/<version>``, or ``task <number>`` for the
-        weighted mean that a client of several clusters was sent: another client may have been sent
-        the same version of one of them.
+        The models, by a name of the version: ``<cluster>/<version>``, or ``task <number>`` for one
+        that was made for a single task: the weighted mean that a client of several clusters was
+        sent, or a model that the method put into the request, such as the initial one. Of several
+        such models the further ones are ``task <number>/1`` and so on.
     users : dict[str, int]
         Number of open tasks that started from each.
     """
@@ -162,7 +175,13 @@ class Bases:
         # One of every client at work is too much for the memory of a large fleet.
         self.vectors = Shelf(self.vectors)
 
-    def open(self, task: InFlight, models: Mapping[int, Model], weights: Weights) -> None:
+    def open(
+        self,
+        task: InFlight,
+        models: Mapping[int, Model],
+        weights: Weights,
+        sent: Sequence[Vector] = (),
+    ) -> None:
         """Keep the models that a client may start from until its task is over.
 
         Parameters
@@ -171,8 +190,13 @@ class Bases:
             All cluster models, by cluster id.
         weights : Mapping[int, float]
             The clusters that serve the client.
+        sent : Sequence[Vector]
+            The models that the request itself brings in place of theirs.
         """
-        if task.kind == names.TRAIN_BEST:
+        if sent:
+            for name, vector in zip(_own_names(task), sent, strict=False):
+                self.hold(name, vector)
+        elif task.kind == names.TRAIN_BEST:
             for cluster, version in task.candidates.items():
                 self.hold(f"{cluster}/{version}", models[cluster].vector)
         elif len(weights) == 1 or task.candidates:
@@ -182,17 +206,22 @@ class Bases:
 
     def of(self, task: InFlight) -> Vector:
         """Return the model that a client has started from. Shape (d,)."""
-        own = f"task {task.number}"
-        return self.vectors[own if own in self.vectors else f"{task.cluster}/{task.version}"]
+        own = self.own(task)
+        return own[0] if own else self.vectors[f"{task.cluster}/{task.version}"]
+
+    def own(self, task: InFlight) -> list[Vector]:
+        """Return the models that were made for a task alone, each of shape (d,)."""
+        return [self.vectors[name] for name in self._held_for(task)]
+
+    def _held_for(self, task: InFlight) -> list[str]:
+        return list(itertools.takewhile(self.vectors.__contains__, _own_names(task)))
 
     def close(self, task: InFlight) -> None:
         """Note that a task is over; forget a model from which no client trains any more."""
-        own = f"task {task.number}"
-        if task.kind == names.TRAIN_BEST:
+        kept = self._held_for(task)
+        if not kept and task.kind == names.TRAIN_BEST:
             kept = [f"{cluster}/{version}" for cluster, version in task.candidates.items()]
-        else:
-            kept = [own if own in self.vectors else f"{task.cluster}/{task.version}"]
-        for name in kept:
+        for name in kept or [f"{task.cluster}/{task.version}"]:
             self.release(name)
 
     def hold(self, name: str, vector: Vector) -> None:
@@ -207,6 +236,11 @@ class Bases:
             self.users[name] -= 1
             if not self.users[name]:
                 del self.users[name], self.vectors[name]
+
+
+def _own_names(task: InFlight) -> Iterator[str]:
+    own = f"task {task.number}"
+    return itertools.chain([own], (f"{own}/{index}" for index in itertools.count(1)))
 
 
 # -----------------------------------------------------------------------------

@@ -141,6 +141,9 @@ class Needs:
         Whether `initialize` starts from the server's pre-trained models, where there are some.
     bases : bool
         Whether the models that clients train from are kept meanwhile: see `Update.base`.
+    mixture : Callable, optional
+        Returns which mixture of several models a client has trained, shape (d,), given its update
+        and the models that the request brought.
     one_model : bool
         Whether all clients share one model for good: a protection can then take its time, while
         clusters form by the first updates, poisoned ones included.
@@ -162,6 +165,7 @@ class Needs:
     validation: bool = False
     pretrained: bool = False
     bases: bool = False
+    mixture: Callable[[Update, Sequence[Vector]], Vector] | None = None
     one_model: bool = False
     exchange: bool = True
     by_distribution: Callable[[], bool] = lambda: False
@@ -611,6 +615,8 @@ class Method(Strategy):
         if self.state is None:
             self.initialize(self.spec.unpack(initial_arrays))
             self.restored()
+        if self._loaded:
+            self._check_loaded()
         nothing_missed, self._loaded = self._loaded and loop.keeps_messages, False
         self.summary()
         loop.run(max_updates, nothing_missed)
@@ -659,6 +665,19 @@ class Method(Strategy):
         self._now, self._loaded = lambda: time_before, True
         self.restored()
 
+    def _check_loaded(self) -> None:
+        """Raise ValueError if a loaded vector has another length than the run's models."""
+        size = self.spec.size
+        weights = len(self.compared(np.empty(size, np.float32)))
+        for what, vectors, length in (
+            ("model", (model.vector for model in self.models.values()), size),
+            ("model that a client has", self.bases.vectors.values(), size),
+            ("remembered update", self.protection.state.directions.values(), weights),
+        ):
+            for vector in vectors:
+                if vector.shape != (length,):
+                    raise ValueError(f"a {what} of shape {vector.shape}, not ({length},)")
+
     def _work_in_rounds(self, *_given: Any, **_named: Any) -> NoReturn:
         """Raise UserError: a strategy around this one asks, which would train no client."""
         name = type(self).__name__
@@ -674,10 +693,11 @@ class Method(Strategy):
 
     # What the loop does for every method.
 
-    def open_task(self, task: InFlight) -> None:
+    def open_task(self, task: InFlight, work: Request | None = None) -> None:
         """Keep what is needed of the models that travel, and tell the method of the task."""
         if self._keeps_base_of(task):
-            self.bases.open(task, self.models, self.placement(task.client))
+            brought = [self.spec.unpack(record) for record in work.own_models] if work else []
+            self.bases.open(task, self.models, self.placement(task.client), brought)
         embedding = self.embedding
         if embedding is not None and task.kind in TRAINING and embedding.wants(task.client):
             sent = dict.fromkeys(task.candidates, 1.0) or self.placement(task.client)
@@ -686,6 +706,11 @@ class Method(Strategy):
 
     def _keeps_base_of(self, task: InFlight) -> bool:
         return self.needs.bases or (self.protection.is_on and task.kind in TRAINING)
+
+    def base_of(self, update: Update) -> Vector:
+        """Return the model that a client started from, as long as that is kept. Shape (d,)."""
+        brought, mixture = self.bases.own(update.task), self.needs.mixture
+        return mixture(update, brought) if mixture and brought else self.bases.of(update.task)
 
     def received(self, update: Update) -> Update:
         """Return an update with its staleness, its age and its base, as they are now.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from clustered import CENTRES, GROUPS, centre_losses, plain
-from fleets import grid_of, pulled_app, read, write
+from fleets import grid_of, pulled_app, read, several_of, write
 from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from runs import of
@@ -19,7 +20,7 @@ from test_resuming import TIMEOUT, whole
 from raceme.core import events
 from raceme.core.events import UpdateJudged, Verdict
 from raceme.core.protection import FilterProtection, Guard, NoProtection, NormProtection, Ruling
-from raceme.core.requests import Bases
+from raceme.core.requests import Bases, Update
 from raceme.simulation import Device, VirtualGrid
 from raceme.strategies import (
     CASA,
@@ -28,6 +29,7 @@ from raceme.strategies import (
     CSAFL,
     FAACL,
     IFCA,
+    STRATEGIES,
     CASAPlus,
     CDFLParameters,
     CFLAsync,
@@ -219,6 +221,74 @@ def test_an_honest_fleet_is_bit_for_bit_the_same_with_a_bound_on_lengths(method:
     assert again == seen
     assert plain(guarded["clusters"]) == plain(state["clusters"])
     assert plain(guarded["state"]) == plain(state["state"])
+
+
+class Notes(NormProtection):
+    """Lets everything pass; keeps what each client is said to have changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.deltas: list[tuple[str, np.ndarray]] = []
+
+    def judge(self, client: str, delta: np.ndarray, *rest: Any) -> Ruling:
+        self.deltas.append((client, delta.copy()))
+        return Ruling()
+
+
+def growing_fleet() -> VirtualGrid:
+    """The twelve honest clients, of which every third comes when the others have long begun."""
+    rng = np.random.default_rng(0)
+    targets = [CENTRES[group] + 0.01 * rng.normal(size=8) for group in GROUPS]
+    late = Device(jitter=0.3, online=((8.0, math.inf),))
+    fleet = [late if index % 3 == 1 else Device(jitter=0.3) for index in range(12)]
+    return grid_of(pulled_app(targets, step=0.1), fleet, GROUPS)
+
+
+FEW_FIRST = {
+    name: {"pretrain": 2, "groups": 2} for name in ("flexcfl", "flexcfl-async", "fedgroup")
+}
+"""Parameters with which some clients are still to be placed when others have groups."""
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_update_is_judged_from_the_model_that_was_sent(name: str) -> None:
+    """It may send its cluster's model, the initial one, one of several, or a mixture."""
+    strategy = STRATEGIES[name](seed=1, **FEW_FIRST.get(name, {}))
+    guard, grid = Notes(), growing_fleet()
+    sent: dict[str, RecordDict] = {}
+    changed: list[tuple[str, np.ndarray]] = []
+    push, base_of = grid.push_messages, strategy.base_of
+
+    def pushed(messages: Any) -> Any:
+        listed = list(messages)
+        for message in listed:
+            if message.metadata.message_type.startswith("train"):
+                sent[f"c{message.metadata.dst_node_id - 100}"] = message.content
+        return push(listed)
+
+    def started_from(update: Update) -> np.ndarray:
+        content, task = sent[update.task.client], update.task
+        if "arrays" in content:
+            base = read(content["arrays"])
+        elif task.kind == "train-best":
+            base = several_of(content)[list(task.candidates).index(task.cluster)]
+        elif task.kind == "train-mixed":
+            base = np.tensordot(update.numbers["shares"], several_of(content), axes=1)
+        else:
+            (base,) = several_of(content)
+        changed.append((task.client, update.vector - base.astype(np.float32)))
+        return base_of(update)
+
+    grid.push_messages = pushed  # type: ignore[method-assign]
+    strategy.base_of = started_from  # type: ignore[method-assign]
+    strategy.protection = guard
+    strategy.run(grid, START, UPDATES, TIMEOUT, probe=centre_losses)
+    assert len(changed) >= UPDATES
+    for (client, told), (same, true) in zip(guard.deltas, changed, strict=True):
+        assert client == same
+        assert np.array_equal(told, true)
+    # Nothing is kept of a task that is over.
+    assert not strategy.bases.vectors or strategy.progress.in_flight or held(strategy)
 
 
 def test_without_protection_nothing_is_kept_for_it() -> None:

@@ -1,5 +1,6 @@
 """A run survives the end of its process: checkpoints, going on, and what cannot be gone on with."""
 
+import copy
 import json
 import logging
 import math
@@ -8,6 +9,7 @@ import shutil
 import signal
 import sqlite3
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
 from raceme.core.scheduling import RoundsParameters
 from raceme.records.store import RunStore, read_events
-from raceme.runs.checkpoints import DamagedError, read_tree, write_tree
+from raceme.runs.checkpoints import CHECKPOINTS, DamagedError, read_tree, write_tree
 from raceme.runs.experiment import simulate
 from raceme.simulation import Device, VirtualGrid
 from raceme.strategies import STRATEGIES, Plan
@@ -185,6 +187,53 @@ def test_a_run_that_goes_on_is_the_one_that_was_never_interrupted(
         # Compared as text: numbers that are none are equal there.
         assert list(map(repr, rest)) == list(map(repr, seen[observed:]))
         assert rest_models == models
+
+
+def arrays_of(tree: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield where arrays are in a tree."""
+    if isinstance(tree, np.ndarray):
+        yield place
+    elif isinstance(tree, dict | list):
+        for key, inner in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from arrays_of(inner, (*place, key))
+
+
+@pytest.mark.parametrize("name", ["casa", "panicle", "flexcfl-async", "fedbuff"])
+def test_arrays_of_wrong_shapes_end_in_one_line(name: str, tmp_path: Path) -> None:
+    """One array of each kind is forged: the model, what clients started from, what was judged."""
+    keys = {"strategy": name, "dataset": "digits", "clients": 8, "workers": "0"}
+    keys |= {"max-updates": 30, "checkpoint-every": 20, "protection": "filter"}
+    keys |= {"out": str(tmp_path)}
+    simulate(RunConfig.from_mapping(keys), lambda event: None)
+    newest = max((tmp_path / CHECKPOINTS).iterdir())
+    tree, note = read_tree(newest)
+    kinds = {place[:2]: place for place in arrays_of(tree["strategy"])}
+    assert {("clusters", "models"), ("bases", "vectors"), ("protection", "directions")} <= set(
+        kinds
+    )
+    for kind, place in kinds.items():
+        for forged in (np.zeros(3, np.float32), np.zeros((2, 5), np.float32)):
+            shutil.rmtree(tmp_path / CHECKPOINTS)
+            changed = copy.deepcopy(tree)
+            inner = changed["strategy"]
+            for key in place[:-1]:
+                inner = inner[key]
+            inner[place[-1]] = forged.astype(inner[place[-1]].dtype)
+            write_tree(newest, changed, note)
+            resumed = RunConfig.from_mapping({**keys, "out": "", "resume": str(tmp_path)})
+            reason = refusal(resumed)
+            # What a method only measures anew may be of any shape.
+            assert reason or kind[0] == "state"
+            assert "\n" not in reason
+
+
+def refusal(config: RunConfig) -> str:
+    """Run, and return why that was refused; nothing if it was not."""
+    try:
+        simulate(config, lambda event: None)
+    except UserError as error:
+        return str(error)
+    return ""
 
 
 # The command line, killed.

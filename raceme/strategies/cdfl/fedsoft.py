@@ -268,6 +268,7 @@ class FedSoftAsync(SoftUploads):
         return Needs(
             kinds=frozenset({TRAIN_MIXED}) | self.scheduling.asked_kinds,
             pretrained=True,
+            mixture=_trained_mixture,
             by_distribution=lambda: self.state.pretrained,
         )
 
@@ -340,3 +341,9 @@ def stated_shares(update: Update, count: int) -> Shares:
             "on, sum 1"
         )
     return np.asarray(shares / shares.sum())
+
+
+def _trained_mixture(update: Update, models: Sequence[Vector]) -> Vector:
+    """Return the mixture of models by the shares that a client states. Shape (d,)."""
+    alpha = stated_shares(update, len(models))
+    return np.tensordot(alpha, np.stack(models), axes=1).astype(np.float32)
