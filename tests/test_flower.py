@@ -94,7 +94,8 @@ def test_windows_and_migration_on_ray(tmp_path: Path) -> None:
             record = read_run(out)
             assert len(record.splits) == 1
             if strategy == "csafl":
-                assert set(record.idle_times.window) == {1, 2, 3, 4}
+                windows = {event.values["window"] for event in record.measured["idle"]}
+                assert windows == {1, 2, 3, 4}
             else:
                 (change,) = record.data_changes
                 before, after = record.assignment(change.time), record.assignment()

@@ -42,12 +42,12 @@ def test_csafl_in_windows_of_seconds(tmp_path: Path) -> None:
         'strategy="csafl" max-rounds=3',
         f"csafl.groups=2 csafl.picked=4 csafl.threshold=0 csafl.budget={budget}",
     )
-    idle = record.idle_times
-    # Each of four members reports each of three windows once, and nobody waits longer than it is.
-    assert sorted(zip(idle.window, idle.client, strict=True)) == [
+    idle = [event.values for event in record.measured["idle"]]
+    # Each of four members reports each of three windows once, and none waits longer than it is.
+    assert sorted((own["window"], own["client"]) for own in idle) == [
         (window, f"board-{number}") for window in (1, 2, 3) for number in range(DEVICES)
     ]
-    assert all(0.0 <= share <= 1.0 + 0.5 / budget for share in idle.share)
+    assert all(0.0 <= own["seconds"] <= budget + 0.5 for own in idle)
     # Two groups, and everybody in one of them; in each window somebody was done in time.
     assert len(record.splits) == 1
     assert len(set(record.assignment().values())) == 2
