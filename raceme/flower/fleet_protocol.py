@@ -13,6 +13,7 @@ from base64 import b64decode, b64encode
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cache
 from importlib.metadata import version
 from typing import Any
 
@@ -148,7 +149,9 @@ class Signer:
         self._signed_at = time.monotonic()
 
 
+@cache
 def _versions() -> dict[str, str]:
+    # To look into the installed metadata takes longer than a call.
     return {
         "flwr-package-name": "flwr",
         _VERSION: version("flwr"),
