@@ -322,8 +322,8 @@ class PatientCalls:
 
     Attributes
     ----------
-    max_tries : int or None
-        1 once the connection is being given up.
+    leaving : bool
+        The connection is being closed: calls are made once, with a short deadline.
     pull_failed : bool
         True if a request for the next message failed after it may have reached the SuperLink,
         which hands a message out only once.
@@ -334,7 +334,7 @@ class PatientCalls:
     def __init__(
         self, stop: StopSignal, endpoint: Endpoint, answered: Callable[[], None] = lambda: None
     ) -> None:
-        self.max_tries: int | None = None
+        self.leaving = False
         self.pull_failed = False
         self._stop = stop
         self._endpoint = endpoint
@@ -344,22 +344,20 @@ class PatientCalls:
 
     def invoke(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call `target` with a deadline; see `raceme.flower.fleet_client.Calls`."""
-        # Flower hands requests over in both ways.
-        request = args[0] if args else kwargs.get("request")
+        request = args[0]
         pull = fleet.is_pull(request)
         pause = Pause(0.5, 20.0, growth=1.7)
         tries, arrived = 0, False
         while True:
             tries += 1
-            leaving = self.max_tries == 1
-            if leaving:
+            if self.leaving:
                 kwargs["timeout"] = _LEAVE_DEADLINE_SECONDS
             else:
                 kwargs.setdefault("timeout", _PULL_DEADLINE_SECONDS if pull else _DEADLINE_SECONDS)
             try:
                 result = target(*args, **kwargs)
             except grpc.RpcError as error:
-                if leaving:
+                if self.leaving:
                     raise
                 reason = self._judge(error, tries)
                 arrived |= not _never_sent(error)

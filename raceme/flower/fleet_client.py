@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import random
 import ssl
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +20,7 @@ import httpx
 from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.app import Message
 from flwr.app.message import remove_content_from_message
-from flwr.common.constant import HEARTBEAT_DEFAULT_INTERVAL
+from flwr.common.constant import HEARTBEAT_CALL_TIMEOUT, HEARTBEAT_DEFAULT_INTERVAL
 from flwr.common.serde import message_from_proto, message_to_proto, run_from_proto
 from flwr.proto.fab_pb2 import GetFabRequest
 from flwr.proto.fleet_pb2 import (
@@ -39,6 +37,7 @@ from flwr.proto.message_pb2 import ObjectTree, PushObjectRequest
 from flwr.proto.node_pb2 import Node
 from flwr.proto.run_pb2 import GetRunRequest
 from flwr.supercore.error import ApiErrorCode, FlowerError
+from flwr.supercore.heartbeat import HeartbeatSender
 from flwr.supercore.inflatable import inflatable_object as inflatable
 from flwr.supercore.inflatable.inflatable_protobuf_utils import (
     make_confirm_message_received_fn_protobuf,
@@ -51,13 +50,13 @@ from flwr.supercore.inflatable.inflatable_utils import (
     pull_and_inflate_object_from_tree,
     push_objects,
 )
+from flwr.supercore.primitives.asymmetric import generate_key_pairs, public_key_to_bytes
 from flwr.supercore.run import Run as Run
 from google.protobuf.message import Message as ProtoMessage
 
 from raceme import __version__
 from raceme.flower.fleet_protocol import CALLS, MEDIA_TYPE, Signer, path_of
 from raceme.flower.fleet_protocol import SERVICE as FLEET_SERVICE
-from raceme.flower.fleet_protocol import generate_keys as generate_keys
 from raceme.flower.messages import decode, encode, joined, parted, set_message_id, size_of, split
 
 SERVICE = "raceme.Fleet"
@@ -302,14 +301,14 @@ class Calls(Protocol):
 
     Attributes
     ----------
-    max_tries : int or None
-        1 when the connection is given up.
+    leaving : bool
+        The connection is being closed: calls are made once, with a short deadline.
     pull_failed : bool
         True if a request for the next message failed after it may have reached the SuperLink,
         which hands a message out only once.
     """
 
-    max_tries: int | None
+    leaving: bool
     pull_failed: bool
 
     def invoke(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -541,46 +540,16 @@ def _first_of(pulled: PullMessagesResponse) -> tuple[Message, ObjectTree]:
     return message_from_proto(pulled.messages_list[0]), pulled.message_object_trees[0]
 
 
-class _Heart:
-    """Sends heartbeats from a thread of its own; a failed one is sent again, later and later."""
-
-    def __init__(self, transport: Transport, node_id: int, calls: Calls) -> None:
-        self._transport, self._calls = transport, calls
-        interval = HEARTBEAT_DEFAULT_INTERVAL
-        self._request = SendNodeHeartbeatRequest(
-            node=Node(node_id=node_id), heartbeat_interval=interval
-        )
-        self._interval = float(interval)
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._beat, daemon=True)
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *_raised: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _beat(self) -> None:
-        failures = 0
-        while True:
-            try:
-                response = self._transport("SendNodeHeartbeat", self._request, _HEARTBEAT_SECONDS)
-                succeeded = bool(response.success)
-            except grpc.RpcError:
-                succeeded = False
-            if succeeded:
-                self._calls.answered()
-                failures, pause = 0, self._interval * random.uniform(0.7, 0.9)
-            else:
-                # The main thread decides what a failure means.
-                failures, pause = failures + 1, min(2.0**failures, _LONGEST_BEAT_PAUSE)
-            if self._ended.wait(pause):
-                return
-
-
-_HEARTBEAT_SECONDS = 5.0
-_LONGEST_BEAT_PAUSE = 20.0
+def _beat(transport: Transport, node: Node, calls: Calls) -> bool:
+    """Send a heartbeat; return whether it has arrived. The main thread decides what else means."""
+    request = SendNodeHeartbeatRequest(node=node, heartbeat_interval=HEARTBEAT_DEFAULT_INTERVAL)
+    try:
+        response = transport("SendNodeHeartbeat", request, HEARTBEAT_CALL_TIMEOUT)
+    except grpc.RpcError:
+        return False
+    if response.success:
+        calls.answered()
+    return bool(response.success)
 
 
 def _interruptible(
@@ -624,40 +593,46 @@ def connect(endpoint: Endpoint, keys: Keys, calls: Calls, *, register: bool) -> 
         Make the node known first, and forget it on the way out; a SuperLink that authenticates
         its nodes allows neither.
     """
-    signer = Signer(*keys)
-    calls.max_tries = None
-    with contextlib.ExitStack() as stack:
-        direct: Direct | None = None
-        transport: Transport
-        if endpoint.transport == HTTP:
-            transport = _HttpTransport(endpoint, signer)
-            stack.callback(transport.close)
-        else:
-            channel = signed_channel(endpoint, keys)
-            stack.callback(channel.close)
-            transport = _GrpcTransport(channel, calls.wait_for)
-            direct = Direct(channel, calls.invoke, calls.wait_for)
+    public_key = public_key_to_bytes(keys[1])
+    calls.leaving = False
+    with _transport(endpoint, keys, calls.wait_for) as (transport, channel):
 
         def invoke(name: str, request: ProtoMessage) -> Any:
             return calls.invoke(partial(transport, name), request)
 
         if register:
-            invoke("RegisterNode", RegisterNodeFleetRequest(public_key=signer.public_bytes))
+            invoke("RegisterNode", RegisterNodeFleetRequest(public_key=public_key))
+        direct = None if channel is None else Direct(channel, calls.invoke, calls.wait_for)
         if direct is not None and not direct.greet():
             direct = None
         request = ActivateNodeRequest(
-            public_key=signer.public_bytes, heartbeat_interval=HEARTBEAT_DEFAULT_INTERVAL
+            public_key=public_key, heartbeat_interval=HEARTBEAT_DEFAULT_INTERVAL
         )
         node_id = invoke("ActivateNode", request).node_id
+        heart = HeartbeatSender(partial(_beat, transport, Node(node_id=node_id), calls))
+        heart.start()
         try:
-            with _Heart(transport, node_id, calls):
-                yield Link(node_id, transport, calls, direct)
+            yield Link(node_id, transport, calls, direct)
         finally:
-            calls.max_tries = 1
+            heart.stop()
+            calls.leaving = True
             with contextlib.suppress(grpc.RpcError):
                 invoke("DeactivateNode", DeactivateNodeRequest(node_id=node_id))
                 if register:
                     invoke("UnregisterNode", UnregisterNodeFleetRequest(node_id=node_id))
+
+
+@contextlib.contextmanager
+def _transport(
+    endpoint: Endpoint, keys: Keys, wait_for: Callable[[grpc.Future], bool]
+) -> Iterator[tuple[Transport, grpc.Channel | None]]:
+    """Open what makes signed calls, and for gRPC the channel behind it."""
+    if endpoint.transport == HTTP:
+        with contextlib.closing(_HttpTransport(endpoint, Signer(*keys))) as transport:
+            yield transport, None
+    else:
+        with signed_channel(endpoint, keys) as channel:
+            yield _GrpcTransport(channel, wait_for), channel
 
 
 def open_channel(endpoint: Endpoint) -> grpc.Channel:
@@ -671,6 +646,11 @@ def open_channel(endpoint: Endpoint) -> grpc.Channel:
 def signed_channel(endpoint: Endpoint, keys: Keys) -> grpc.Channel:
     """Open a channel on which every call is signed."""
     return grpc.intercept_channel(open_channel(endpoint), _SigningInterceptor(Signer(*keys)))
+
+
+def generate_keys() -> Keys:
+    """Make a key pair for a node that registers itself."""
+    return generate_key_pairs()
 
 
 def is_pull(request: object) -> bool:
@@ -708,17 +688,8 @@ def knows_key(endpoint: Endpoint, keys: Keys) -> bool | None:
     To a node that cannot go online it does not say why. A request that could never be granted it
     refuses for that reason only if it knows the key.
     """
-    signer = Signer(*keys)
-    request = ActivateNodeRequest(public_key=signer.public_bytes, heartbeat_interval=-1.0)
-    with contextlib.ExitStack() as stack:
-        transport: Transport
-        if endpoint.transport == HTTP:
-            transport = _HttpTransport(endpoint, signer)
-            stack.callback(transport.close)
-        else:
-            channel = signed_channel(endpoint, keys)
-            stack.callback(channel.close)
-            transport = _GrpcTransport(channel, lambda _call: True)
+    request = ActivateNodeRequest(public_key=public_key_to_bytes(keys[1]), heartbeat_interval=-1.0)
+    with _transport(endpoint, keys, lambda _call: True) as (transport, _):
         try:
             transport("ActivateNode", request, _QUESTION_SECONDS)
         except grpc.RpcError as error:

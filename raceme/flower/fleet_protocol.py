@@ -18,21 +18,22 @@ from importlib.metadata import version
 from typing import Any
 
 import grpc
-from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec
+from flwr.common.constant import SYSTEM_TIME_TOLERANCE, TIMESTAMP_TOLERANCE
 from flwr.proto import fab_pb2, fleet_pb2, heartbeat_pb2, message_pb2, run_pb2
+from flwr.supercore.primitives.asymmetric import (
+    bytes_to_public_key,
+    public_key_to_bytes,
+    sign_message,
+    verify_signature,
+)
 from google.protobuf.message import Message
 
 SERVICE = "flwr.proto.Fleet"
 MEDIA_TYPE = "application/protobuf"
 SUPPORTED = ((1, 39), (1, 43))
 """The oldest and the newest release of Flower whose SuperNodes and SuperLinks are known to work."""
-
-SIGNED_SECONDS = 300.0
-"""How old a signature may be. It is of the time alone, so that it can be used again as long."""
-SKEW_SECONDS = 5.0
-"""How much later than the server's clock a signature may be."""
 
 _PUBLIC_KEY, _SIGNATURE, _TIMESTAMP = "flwr-public-key", "flwr-signature", "flwr-timestamp"
 _BINARY = "-bin"
@@ -117,7 +118,7 @@ class Signer:
         self, private_key: ec.EllipticCurvePrivateKey, public_key: ec.EllipticCurvePublicKey
     ) -> None:
         self._private = private_key
-        self.public_bytes = to_pem(public_key)
+        self.public_bytes = public_key_to_bytes(public_key)
         self._signed_at = float("-inf")
         self._timestamp, self._signature = "", b""
 
@@ -145,7 +146,7 @@ class Signer:
         if time.monotonic() < self._signed_at + _REUSED_SECONDS:
             return
         self._timestamp = datetime.now(UTC).isoformat()
-        self._signature = self._private.sign(self._timestamp.encode(), ec.ECDSA(hashes.SHA256()))
+        self._signature = sign_message(self._private, self._timestamp.encode())
         self._signed_at = time.monotonic()
 
 
@@ -191,8 +192,8 @@ class Signatures:
     def remember(self, key: bytes, metadata: Mapping[str, Any]) -> None:
         """Let the signature of a known key count for a while without being computed again."""
         signature = _bytes_of(metadata, _SIGNATURE)
-        if self._proven.get(key, ("", b""))[1] != signature:
-            self._proven[key] = (str(metadata[_TIMESTAMP]), signature, time.monotonic())
+        if key not in self._proven or self._proven[key][1] != signature:
+            self._proven[key] = (metadata[_TIMESTAMP], signature, time.monotonic())
 
 
 def _bytes_of(metadata: Mapping[str, Any], name: str) -> bytes:
@@ -207,18 +208,18 @@ def _bytes_of(metadata: Mapping[str, Any], name: str) -> bytes:
 
 def _verify(key: bytes, timestamp: str, signature: bytes) -> None:
     try:
-        public = serialization.load_pem_public_key(key)
-        if not isinstance(public, ec.EllipticCurvePublicKey):
+        if not verify_signature(bytes_to_public_key(key), timestamp.encode("ascii"), signature):
             raise ValueError
-        public.verify(signature, timestamp.encode("ascii"), ec.ECDSA(hashes.SHA256()))
         age = (datetime.now(UTC) - datetime.fromisoformat(timestamp)).total_seconds()
-    except (InvalidSignature, ValueError, TypeError):
+    # Keys of another kind have no such signatures.
+    except (ValueError, TypeError, AttributeError, UnsupportedAlgorithm):
         raise _unauthenticated("Invalid signature") from None
-    if not -SKEW_SECONDS < age < SIGNED_SECONDS + SKEW_SECONDS:
+    # A signature is of the time alone, so that it can be used again as long.
+    if not -SYSTEM_TIME_TOLERANCE < age < TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE:
         when = f"{abs(age):.0f} s {'ago' if age > 0 else 'ahead'}"
         raise _unauthenticated(
             f"Invalid timestamp: by the server's clock the call was signed {when}, and at most "
-            f"{SIGNED_SECONDS:.0f} s are allowed. Set the device's clock"
+            f"{TIMESTAMP_TOLERANCE} s are allowed. Set the device's clock"
         )
 
 
@@ -238,16 +239,3 @@ def _check_version(stated: object) -> None:
         grpc.StatusCode.FAILED_PRECONDITION,
         f"This node has Flower {str(stated)[:_TEXT]!a}; supported are {oldest} to {newest}",
     )
-
-
-def to_pem(key: ec.EllipticCurvePublicKey) -> bytes:
-    """Return a public key as it travels."""
-    return key.public_bytes(
-        serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
-    )
-
-
-def generate_keys() -> tuple[ec.EllipticCurvePrivateKey, ec.EllipticCurvePublicKey]:
-    """Make a key pair for a node that registers itself."""
-    private = ec.generate_private_key(ec.SECP384R1())
-    return private, private.public_key()

@@ -124,35 +124,29 @@ class FleetCalls:
         self._signatures = Signatures()
         self.on_call: Callable[[int], None] = lambda _node: None
 
-    def caller(self, metadata: Mapping[str, Any]) -> bytes:
+    def caller(self, name: str, metadata: Mapping[str, Any]) -> bytes:
         """Return the public key that has signed a call.
 
         Raises
         ------
         FleetError
-            See :meth:`Signatures.caller`.
+            See :meth:`Signatures.caller`; or the key is not registered, or is new and the call is
+            none of a new node.
         """
         key = self._signatures.caller(metadata)
+        is_known = self._state.get_node_id_by_public_key(key) is not None
+        if not is_known and self._registered is not None:
+            # It may have been registered meanwhile.
+            self.admit()
+            is_known = self._state.get_node_id_by_public_key(key) is not None
         # Unknown keys are not kept: any caller can make as many as it likes.
-        if self._state.get_node_id_by_public_key(key) is not None:
+        if is_known:
             self._signatures.remember(key, metadata)
-        return key
-
-    def check_key(self, name: str, key: bytes) -> None:
-        """Refuse a call of a node that is not known, by the key that has signed it.
-
-        Raises
-        ------
-        FleetError
-            The key is not registered, or is new and the call is none of a new node.
-        """
-        self.look_for(key)
-        if self._state.get_node_id_by_public_key(key) is not None:
-            return
-        if name not in _FIRST:
+        elif name not in _FIRST:
             raise _unknown_node()
-        if self._registered is not None:
+        elif self._registered is not None:
             raise _not_registered() if name == _REGISTER else _not_activated()
+        return key
 
     def answer(self, name: str, key: bytes, request: Any) -> ProtoMessage:
         """Answer a call that a node has signed with its key.
@@ -182,11 +176,6 @@ class FleetCalls:
         """Let the registered nodes in, if there is a list of them."""
         if self._registered is not None:
             self._state.admit(self._registered())
-
-    def look_for(self, key: bytes) -> None:
-        """Look whether a node with an unknown key has been registered meanwhile."""
-        if self._registered is not None and self._state.get_node_id_by_public_key(key) is None:
-            self.admit()
 
     # One method for each call, in the order in which a node makes them.
 
@@ -343,22 +332,54 @@ def _announced(message: Message, tree: ObjectTree) -> PullMessagesResponse:
     )
 
 
-class _Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Refuses calls over gRPC that no known node has signed, before their body is read."""
+Answer = Callable[[bytes, Any], Awaitable[Any]]
+"""Answers a call over gRPC: takes the key that has signed it, and its request."""
 
-    def __init__(self, calls: FleetCalls) -> None:
-        self._calls = calls
 
-    async def intercept_service(
-        self, continuation: Callable[[Any], Awaitable[Any]], details: Any
-    ) -> Any:
+class _GrpcCalls(grpc.GenericRpcHandler):  # type: ignore[misc]
+    """Hands calls over gRPC on; refuses those that no known node has signed, before their body.
+
+    Parameters
+    ----------
+    calls : FleetCalls
+        Check of the callers.
+    answers : Mapping[str, Answer]
+        Answers of Raceme's own calls, by their paths; Flower's are those of `calls`.
+    """
+
+    def __init__(self, calls: FleetCalls, answers: Mapping[str, Answer]) -> None:
+        self._calls, self._answers = calls, answers
+
+    def service(self, details: Any) -> Any:
+        """Return the handler of a call, by its path and metadata; None if there is no such call."""
+        name = details.method.rpartition("/")[2]
         try:
-            key = self._calls.caller(dict(details.invocation_metadata))
-            self._calls.check_key(details.method.rpartition("/")[2], key)
+            key = self._calls.caller(name, dict(details.invocation_metadata))
         except FleetError as error:
             # A handler of a stream: the request of another is read before it is called.
             return grpc.stream_unary_rpc_method_handler(partial(_abort, error))
-        return await continuation(details)
+        if (own := self._answers.get(details.method)) is not None:
+            return grpc.unary_unary_rpc_method_handler(partial(_answered, partial(own, key)))
+        if details.method != f"/{SERVICE}/{name}" or name not in CALLS:
+            return None
+        return grpc.unary_unary_rpc_method_handler(
+            partial(_answered, partial(self._flowers, name, key)),
+            CALLS[name].request.FromString,
+            CALLS[name].response.SerializeToString,
+        )
+
+    async def _flowers(self, name: str, key: bytes, request: Any) -> ProtoMessage:
+        return self._calls.answer(name, key, request)
+
+
+async def _answered(answer: Callable[[Any], Awaitable[Any]], request: Any, context: Any) -> Any:
+    """Answer a call, or say why it is refused."""
+    try:
+        return await answer(request)
+    except FleetError as error:
+        await _abort(error, (), context)
+    except ValueError as error:
+        await context.abort(_Code.INVALID_ARGUMENT, str(error))
 
 
 async def _abort(error: FleetError, _requests: object, context: Any) -> None:
@@ -435,8 +456,7 @@ class _HttpApi:
 
     async def _answer(self, name: str, request: Request) -> Response:
         try:
-            key = self._calls.caller(request.headers)
-            self._calls.check_key(name, key)
+            key = self._calls.caller(name, request.headers)
             if request.headers.get("content-type", "").partition(";")[0] != MEDIA_TYPE:
                 raise FleetError(_Code.INVALID_ARGUMENT, f"{MEDIA_TYPE} is expected")
             body = await _body_of(request, self._largest)
@@ -447,7 +467,7 @@ class _HttpApi:
             if error.number is not None:
                 stated["code"] = error.number
             return JSONResponse(stated, _HTTP_STATUS.get(error.code, 400))
-        except DecodeError:
+        except (DecodeError, ValueError):
             return JSONResponse({"detail": "The request cannot be read"}, 400)
         return Response(answer, media_type=MEDIA_TYPE)
 
@@ -581,23 +601,10 @@ class FleetApi:
             ("grpc.max_allowed_incoming_connections", self._connections),
             ("grpc.max_receive_message_length", self._state.largest),
         ]
-        server = grpc.aio.server(options=[*_OPTIONS, *limits], interceptors=[_Gate(self.calls)])
-        flowers = {
-            name: grpc.unary_unary_rpc_method_handler(
-                partial(self._answer, name),
-                call.request.FromString,
-                call.response.SerializeToString,
-            )
-            for name, call in CALLS.items()
-        }
-        answers = {wire.GREET: self._greet, wire.NEXT: self._next, wire.SEND: self._send}
-        own = {
-            name: grpc.unary_unary_rpc_method_handler(partial(self._answer_own, answer))
-            for name, answer in answers.items()
-        }
-        for service, methods in ((SERVICE, flowers), (wire.SERVICE, own)):
-            handler = grpc.method_handlers_generic_handler(service, methods)
-            server.add_generic_rpc_handlers((handler,))
+        server = grpc.aio.server(options=[*_OPTIONS, *limits])
+        own = {wire.GREET: self._greet, wire.NEXT: self._next, wire.SEND: self._send}
+        answers = {f"/{wire.SERVICE}/{name}": answer for name, answer in own.items()}
+        server.add_generic_rpc_handlers((_GrpcCalls(self.calls, answers),))
         try:
             if self._certificates is None:
                 server.add_insecure_port(self._address)
@@ -616,27 +623,6 @@ class FleetApi:
                 self._connections,
                 self._state.largest,
             )
-
-    async def _answer(self, name: str, request: Any, context: Any) -> Any:
-        """Answer a call of Flower's."""
-        try:
-            key = self.calls.caller(dict(context.invocation_metadata()))
-            return self.calls.answer(name, key, request)
-        except FleetError as error:
-            await _abort(error, (), context)
-
-    async def _answer_own(
-        self, answer: Callable[[bytes, bytes], Awaitable[bytes]], request: bytes, context: Any
-    ) -> bytes:
-        """Answer a call of Raceme's devices: with the public key that has signed it."""
-        try:
-            key = self.calls.caller(dict(context.invocation_metadata()))
-            return await answer(key, request)
-        except FleetError as error:
-            await _abort(error, (), context)
-        except ValueError as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        return b""
 
     async def _greet(self, key: bytes, request: bytes) -> bytes:
         greeting, own = wire.Greeting.from_bytes(request), wire.Greeting(wire.PROTOCOL, __version__)

@@ -10,7 +10,6 @@ import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -25,7 +24,6 @@ from flwr.proto.message_pb2 import (
     PushObjectResponse,
 )
 from flwr.supercore.inflatable.inflatable_object import get_object_tree
-from flwr.supercore.retry import wrap_stub
 from processes import ROOT
 
 import raceme as package
@@ -205,9 +203,7 @@ def test_a_request_for_work_that_may_have_been_served_in_vain_is_remembered(
     failure: Failure, doubtful: bool
 ) -> None:
     made, server = calls(), Server(failure)
-    stub = SimpleNamespace(PullMessages=server)
-    wrap_stub(stub, made)  # type: ignore[arg-type]
-    stub.PullMessages(request=fleet.PullMessagesRequest())  # As Flower's connection calls it.
+    made.invoke(server, fleet.PullMessagesRequest())
     assert made.pull_failed is doubtful
     assert server.timeouts == [20.0, 20.0]
 
@@ -274,7 +270,7 @@ def test_a_stopped_device_waits_no_longer() -> None:
 
 def test_leaving_is_tried_once_and_briefly() -> None:
     leaving, server = calls(), Server(DOWN)
-    leaving.max_tries = 1
+    leaving.leaving = True
     with pytest.raises(grpc.RpcError):
         leaving.invoke(server, object())
     assert server.timeouts == [3.0]

@@ -13,9 +13,11 @@ import grpc
 import httpx
 import pytest
 from cryptography.hazmat.primitives import hashes
-from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from flwr.proto.fleet_pb2 import ActivateNodeRequest, PullMessagesRequest
 from flwr.proto.node_pb2 import Node
+from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 from serving import Server, answer, fetch, light_device, number_of, serving
 
 from raceme.core.errors import UserError
@@ -24,7 +26,7 @@ from raceme.fleet.certificates import make_certificates, read_certificates
 from raceme.fleet.device import OtherTransportError, StoppedError, join
 from raceme.flower import fleet_protocol
 from raceme.flower.fleet_client import Endpoint, generate_keys, knows_key
-from raceme.flower.fleet_protocol import MEDIA_TYPE, Signer, path_of, to_pem
+from raceme.flower.fleet_protocol import MEDIA_TYPE, Signer, path_of
 from raceme.flower.link_state import LinkState
 
 
@@ -78,7 +80,7 @@ def test_both_transports_serve_one_run(tmp_path: Path) -> None:
 
 def test_a_registered_key_is_needed_and_enough(tmp_path: Path) -> None:
     known, other = generate_keys(), generate_keys()
-    with serving(tmp_path, registered=lambda: [to_pem(known[1])]) as server:
+    with serving(tmp_path, registered=lambda: [public_key_to_bytes(known[1])]) as server:
         endpoint = Endpoint(server.http, insecure=True, transport="http")
         assert knows_key(endpoint, known) is True
         assert knows_key(endpoint, other) is False
@@ -131,12 +133,12 @@ def signed(ago: float = 0.0, **others: str) -> tuple[dict[str, str], bytes]:
     timestamp = (datetime.now(UTC) - timedelta(seconds=ago)).isoformat()
     signature = private.sign(timestamp.encode(), ec.ECDSA(hashes.SHA256()))
     headers = {
-        "flwr-public-key": b64encode(to_pem(public)).decode(),
+        "flwr-public-key": b64encode(public_key_to_bytes(public)).decode(),
         "flwr-timestamp": timestamp,
         "flwr-signature": b64encode(signature).decode(),
         **others,
     }
-    return headers, to_pem(public)
+    return headers, public_key_to_bytes(public)
 
 
 @pytest.mark.parametrize(
@@ -160,6 +162,22 @@ def test_a_release_that_is_not_supported_is_told_which_are(tmp_path: Path, relea
         response = post(server, "ActivateNode", request.SerializeToString(), headers)
     assert response.status_code == 412
     assert response.json()["detail"].endswith("supported are 1.39 to 1.43")
+
+
+@pytest.mark.parametrize(
+    "private",
+    [rsa.generate_private_key(65537, 2048), ed25519.Ed25519PrivateKey.generate()],
+    ids=["rsa", "ed25519"],
+)
+def test_keys_of_another_kind_are_refused(
+    tmp_path: Path, private: rsa.RSAPrivateKey | ed25519.Ed25519PrivateKey
+) -> None:
+    headers, _ = signed()
+    pem = private.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+    headers["flwr-public-key"] = b64encode(pem).decode()
+    with serving(tmp_path) as server:
+        response = post(server, "ActivateNode", b"", headers)
+    assert (response.status_code, response.json()) == (401, {"detail": "Invalid signature"})
 
 
 def test_calls_that_are_not_a_nodes_own_are_refused(tmp_path: Path) -> None:

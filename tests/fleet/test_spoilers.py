@@ -16,13 +16,13 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from fleets import MODEL, pulled_app
 from flwr.app import Context, Error, Message, RecordDict
+from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 from serving import serving
 
 from raceme.core import events
 from raceme.core.signals import StopSignal
 from raceme.fleet.device import join
 from raceme.flower.fleet_client import Endpoint, Keys
-from raceme.flower.fleet_protocol import to_pem
 from raceme.flower.messages import identify_process
 from raceme.strategies import FedAsync, Plan
 
@@ -77,7 +77,7 @@ def test_the_reason_of_a_rejection_is_a_short_line(tmp_path: Path) -> None:
     key = ec.generate_private_key(ec.SECP384R1())
     pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     seen: list[events.Event] = []
-    with serving(tmp_path, registered=lambda: [to_pem(key.public_key())]) as server:
+    with serving(tmp_path, registered=lambda: [public_key_to_bytes(key.public_key())]) as server:
         spawn = multiprocessing.get_context("spawn")
         device = spawn.Process(target=complain, args=(server.address, pem), daemon=True)
         device.start()
@@ -96,7 +96,7 @@ def test_one_that_leaves_and_comes_back_ends_no_run(tmp_path: Path) -> None:
     keys = [ec.generate_private_key(ec.SECP384R1()) for _ in range(2)]
     pems = [key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()) for key in keys]
     seen: list[events.Event] = []
-    public = [to_pem(key.public_key()) for key in keys]
+    public = [public_key_to_bytes(key.public_key()) for key in keys]
     with serving(tmp_path, registered=lambda: public, clients_min=2) as server:
         spawn = multiprocessing.get_context("spawn")
         devices = [

@@ -25,7 +25,7 @@ def test_the_latest_messages_are_kept_until_they_are_too_many_bytes() -> None:
     assert cache.hand_out("a") is None
     assert cache.hand_out("b") is sent["b"]
     cache.drop("b")
-    cache.drop("nobody")
+    cache.drop("unknown")
     # Those of c and of d: there is room again.
     assert cache.hand_out("d") is sent["d"]
     assert cache.get("c") is sent["c"]
