@@ -489,14 +489,13 @@ class Loop:
 
     def _check_settings(self, work: Request) -> None:
         """Raise UserError for a setting that no client reads: it would be ignored silently."""
-        own = self._method.needs.settings
-        if own is None:
+        unknown = work.settings.keys() - SETTINGS - self._method.train_config.keys()
+        own = self._method.needs.settings if unknown else None
+        if own is None or not unknown - own:
             return
         known = SETTINGS | own | self._method.train_config.keys()
-        for name in sorted(work.settings.keys() - known):
-            raise unknown_name(
-                f"setting in a request of {type(self._method).__name__}", name, known
-            )
+        kind = f"setting in a request of {type(self._method).__name__}"
+        raise unknown_name(kind, min(unknown - own), known)
 
     def _models(self, work: Request) -> tuple[dict[str, ArrayRecord], int, dict[int, int]]:
         """Return the models that travel, their size, and the versions of named ones by cluster."""

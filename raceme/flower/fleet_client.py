@@ -12,7 +12,7 @@ import json
 import ssl
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, Protocol, Self, cast, get_type_hints
 
 import grpc
@@ -76,6 +76,10 @@ _LONGEST_HEAD = 1000
 """Bytes of all that a call states beside its body."""
 
 
+# Evaluated anew they would take longer than all else that a call needs.
+_hints = cache(get_type_hints)
+
+
 class _Travelling:
     """What is said in a call: fields as JSON, then, behind a zero byte, a body if there is one."""
 
@@ -97,7 +101,7 @@ class _Travelling:
         head, _, body = data.partition(b"\0")
         read = json.loads(head) if len(head) < _LONGEST_HEAD else None
         stated = {**read, "body": body} if isinstance(read, dict) else {}
-        kinds = get_type_hints(cls)
+        kinds = _hints(cast(Any, cls))
         if any(type(stated.get(name)) is not kind for name, kind in kinds.items()):
             raise ValueError(f"no {cls.__name__}")
         return cls(**{name: stated[name] for name in kinds})
