@@ -117,7 +117,7 @@ def main() -> None:
     """Run the command line; what the user got wrong is one line on standard error, exit code 2."""
     keep_output()
     try:
-        raise SystemExit(app(standalone_mode=False))
+        raise SystemExit(app(prog_name="raceme", standalone_mode=False))
     except click.ClickException as error:
         # A command without arguments shows its help.
         if isinstance(error, getattr(click.exceptions, "NoArgsIsHelpError", ())):
