@@ -34,7 +34,7 @@ export class ComparisonBoard {
       panel("curves", "Accuracy", "wide",
         make("div", { class: "options" }, this.casesLabel,
           make("label", {}, "over ", this.choice)),
-        this.chart.element, this.chart.legend),
+        ...this.chart.parts),
       panel("runs", "Runs", "wide", this.table)));
     onTheme(() => this.changed());
     this.planned = false;

@@ -1,7 +1,7 @@
 // Where the page begins: a run that is told piece by piece, or one that is frozen into the file.
 
 import { Board } from "./board.js";
-import { clusterColour } from "./colours.js";
+import { clusterColour, themeChoice } from "./colours.js";
 import { ComparisonBoard } from "./comparison.js";
 import { Run } from "./run.js";
 import { make } from "./words.js";
@@ -9,6 +9,7 @@ import { make } from "./words.js";
 const place = document.getElementById("dashboard");
 const frozen = document.getElementById("run-data");
 
+document.querySelector("header")?.append(themeChoice());
 if (frozen) showFrozen(JSON.parse(frozen.textContent));
 else follow(new URLSearchParams(location.search).get("run") ?? "");
 
