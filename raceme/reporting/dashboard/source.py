@@ -416,6 +416,10 @@ class RunSource:
                 self._tell({"summary": parse_json(read_text(self.folder / SUMMARY))})
             except ReadingError as error:
                 raise UserError(f"{self.folder / SUMMARY} is damaged: {error}.") from None
+        if self._is_new(ERROR):
+            # The last line of a traceback says what went wrong.
+            lines = read_text(self.folder / ERROR).strip().splitlines()
+            self._tell({"failure": lines[-1] if lines else "no reason given"})
         for snapshot in self._positions.read():
             self._snapshots += 1
             stride = 1 + self._told_positions // self._most_positions
@@ -495,11 +499,13 @@ def check_watchable(folder: Path) -> None:
     """
     if not folder.is_dir():
         what = "is no folder" if folder.exists() else "does not exist"
-        raise UserError(f"{folder} {what}; expected the folder of a run, a comparison or several runs.")
+        raise UserError(
+            f"{folder} {what}; expected the folder of a run, a comparison or several runs."
+        )
     if not (folder / FILE_NAME).exists() and not is_comparison(folder):
         raise UserError(
-            f"{folder} holds no run: expected the run.sqlite of `raceme run`, or the runs of "
-            "`raceme compare`."
+            f"{folder} holds no run: expected the run.sqlite of `raceme run`, the runs of "
+            "`raceme compare`, or a folder of such runs."
         )
 
 
@@ -655,11 +661,10 @@ class _Curve(EventHandler):
             config, started = {}, 0.0
         above, _, seed = self._name.rpartition("/seed-")
         case, _, method = above.rpartition("/")
-        strategy, dataset = config.get("strategy", ""), config.get("dataset", "")
         self._known = {
             "case": case,
-            # Runs side by side may be of several datasets.
-            "method": method or f"{strategy} on {dataset}",
+            "method": method or config.get("strategy", ""),
+            "dataset": config.get("dataset"),
             "label": f"{method}, seed {seed}" if method else self._name,
             "seed": config.get("seed"),
             "first": not method or self._is_first(),

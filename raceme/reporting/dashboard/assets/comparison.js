@@ -157,7 +157,12 @@ export class ComparisonBoard {
 
   /** Return for each method the mean of its runs, and one standard deviation to either side. */
   meansOf(shown, x, at) {
-    const groups = Map.groupBy(shown.map(([, one]) => one), ({ method }) => method);
+    const several = new Set(shown.map(([, { dataset }]) => dataset)).size > 1;
+    const groups = new Map();
+    for (const [, one] of shown) {
+      const key = several ? `${one.method} on ${one.dataset}` : one.method;
+      groups.set(key, [...(groups.get(key) ?? []), one]);
+    }
     return [...groups].map(([method, runs]) => {
       const curves = runs.map((one) => resampled(at(one), one.points.accuracy, x));
       const found = x.map((_, index) => meanAndDeviation(curves.map((curve) => curve[index])));
