@@ -45,13 +45,21 @@ function setTheme(chosen) {
   listeners.forEach((call) => call());
 }
 
+// Paper is white.
+let before = theme;
+window.addEventListener("beforeprint", () => {
+  before = theme;
+  setTheme("light");
+});
+window.addEventListener("afterprint", () => setTheme(before));
+
 /** Return a choice of the theme. */
 export function themeChoice() {
-  const choice = make("select", { "aria-label": "Theme", class: "theme",
+  const choice = make("select", { "aria-label": "Theme",
     onchange: () => setTheme(choice.value) },
   ...["system", "light", "dark"].map((name) => make("option", { value: name }, name)));
   choice.value = theme;
-  return make("label", { class: "options" }, "theme ", choice);
+  return make("label", { class: "theme-choice" }, "theme ", choice);
 }
 
 function shown(colour) {
