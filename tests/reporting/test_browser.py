@@ -286,6 +286,21 @@ def test_the_theme_is_switched_and_panels_have_help(replayed: Browser) -> None:
     assert replayed.run(f"{helped}.filter((one) => !one.querySelector('.help')).length") == 0
 
 
+def test_paper_gets_all_panels_in_light_colours(replayed: Browser) -> None:
+    dark = [{"name": "prefers-color-scheme", "value": "dark"}]
+    replayed.command("Emulation.setEmulatedMedia", features=dark)
+    paper = "return getComputedStyle(document.documentElement).getPropertyValue('--paper').trim()"
+    shown = replayed.run(paper)
+    table = "return raceme.board.panels.at(-1).rows?.length ?? 0"
+    assert replayed.run(table) == 0, "out of sight"
+    replayed.run("dispatchEvent(new Event('beforeprint'))")
+    assert replayed.run(table) == 40
+    assert luminance(replayed.run(paper)) > 0.8
+    replayed.run("dispatchEvent(new Event('afterprint'))")
+    assert replayed.run(paper) == shown
+    replayed.command("Emulation.setEmulatedMedia", features=[])
+
+
 def test_crashes_and_devices_are_told_in_words(browser: Browser, tmp_path: Path) -> None:
     with RunStore(tmp_path / "run") as store:
         for name in ("pi-1", "pi-2"):
