@@ -124,7 +124,7 @@ ADDRESS = f"{_HOST}:{_PORT}"
 
 def watch(
     folder: Annotated[
-        Path, typer.Argument(metavar="RUN_DIR", help="folder of a run or of a comparison")
+        Path, typer.Argument(metavar="RUN_DIR", help="folder of a run, a comparison, or several")
     ],
     host: Annotated[
         str,
@@ -134,15 +134,17 @@ def watch(
     ] = _HOST,
     port: Annotated[int, typer.Option(metavar="INTEGER", help="0: any", min=0, max=65535)] = _PORT,
 ) -> None:
-    """Show a run or a comparison in the browser: as it goes on, or replayed. Ctrl-C ends it."""
+    """Show a run, a comparison, or all runs of a folder in the browser. Ctrl-C ends it."""
     from raceme.flower.ports import is_loopback
-    from raceme.reporting.dashboard.server import address_of, bind, new_token, serve
+    from raceme.reporting.dashboard.server import address_of, bind, new_token, qr_code, serve
     from raceme.reporting.dashboard.source import Watched, check_watchable, is_comparison
 
     check_watchable(folder)
     token = "" if is_loopback(host) else new_token()
     with bind(host, port) as listening:
-        print(f"{folder}: {address_of(listening, token)}  (Ctrl-C ends it)", flush=True)
+        address = address_of(listening, token)
+        print(f"{folder}: {address}  (Ctrl-C ends it)", flush=True)
+        _print_code(qr_code(address))
         with suppress(KeyboardInterrupt):
             serve(listening, Watched(folder, is_comparison(folder)), token, _never)
 
@@ -166,11 +168,12 @@ def watched(shown: bool, folder: Path, address: str, *, comparison: bool = False
     if not shown:
         yield
         return
-    from raceme.reporting.dashboard.server import watching
+    from raceme.reporting.dashboard.server import qr_code, watching
 
     host, port = parsed_address("--watch-address", address, ADDRESS, any_port=True)
     with watching(folder, host, port, comparison=comparison) as beside:
         print(f"Watch it at {beside.address}", flush=True)
+        _print_code(qr_code(beside.address))
         ended: typer.Exit | None = None
         try:
             yield
@@ -184,6 +187,12 @@ def watched(shown: bool, folder: Path, address: str, *, comparison: bool = False
                 beside.wait()
         if ended is not None:
             raise ended
+
+
+def _print_code(code: str) -> None:
+    """Print a QR code on a terminal that has its characters."""
+    if code and sys.stdout.isatty() and "utf" in sys.stdout.encoding.lower():
+        print(code, flush=True)
 
 
 def _is_terminal() -> bool:

@@ -40,6 +40,15 @@ _PALETTE = (
     "#d55e00",
     "#8c6d46",
     "#5e3c99",
+    # Of sixteen clusters no two have one colour.
+    "#c2185b",
+    "#6b8e23",
+    "#00838f",
+    "#b026d3",
+    "#3949ab",
+    "#7f1d1d",
+    "#1b5e20",
+    "#7a86e0",
 )
 
 # Solid, dashed, dotted, dash-dotted.

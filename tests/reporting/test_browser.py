@@ -194,6 +194,162 @@ def test_what_a_click_opens_a_key_closes(replayed: Browser) -> None:
     replayed.until(lambda: "Members" in detail.text)
 
 
+CHART = "const chart = raceme.board.panels[0].chart;"
+
+
+def test_a_chart_zooms_and_keeps_its_zoom(replayed: Browser) -> None:
+    from selenium.webdriver.common.action_chains import ActionChains
+    from selenium.webdriver.common.keys import Keys
+
+    def shown() -> list[float]:
+        found = f"{CHART} const {{ min, max }} = chart.plot.scales.x; return [min, max]"
+        low, high = replayed.until(lambda: replayed.run(found))
+        return [low, high]
+
+    whole = shown()
+    area = replayed.driver.find_element("css selector", "#panel-accuracy .u-over")
+    mouse = ActionChains(replayed.driver)
+    mouse.move_to_element_with_offset(area, -200, 0).click_and_hold().move_by_offset(150, 0)
+    mouse.release().perform()
+    replayed.until(lambda: shown() != whole)
+    zoomed = shown()
+    assert whole[0] < zoomed[0] < zoomed[1] < whole[1]
+    replayed.until(lambda: "s):" in replayed.run(f"{CHART} return chart.where.textContent"))
+    # What arrives meanwhile leaves it as it is.
+    replayed.run("raceme.run.revision += 1; raceme.board.changed()")
+    replayed.run("return new Promise((done) => requestAnimationFrame(() => done()))")
+    assert shown() == zoomed
+    chart = replayed.driver.find_element("css selector", "#panel-accuracy .chart")
+    chart.send_keys(Keys.ARROW_RIGHT)
+    assert shown()[0] > zoomed[0]
+    chart.send_keys("-")
+    assert shown()[1] - shown()[0] > zoomed[1] - zoomed[0]
+    chart.send_keys("0")
+    assert shown() == whole
+
+
+def test_a_chart_smooths_and_has_logarithmic_axes(replayed: Browser) -> None:
+    set_to = "const e = document.querySelector(arguments[0]); e.value = arguments[1];"
+    values = f"{CHART} return chart.plot.data.at(-1)"
+    raw = replayed.until(lambda: replayed.run(values))
+    smoothing = "#panel-accuracy [aria-label=Smoothing]"
+    replayed.run(f"{set_to} e.dispatchEvent(new Event('input'))", smoothing, "0.5")
+    weighted, expected = 0.0, []
+    for number, value in enumerate(raw, 1):
+        weighted = 0.5 * weighted + 0.5 * value
+        expected.append(weighted / (1 - 0.5**number))
+    assert replayed.run(values) == pytest.approx(expected)
+    for scale, least in (("x", 0), ("y", 1)):
+        change = f"{set_to} e.dispatchEvent(new Event('change'))"
+        replayed.run(change, "#panel-accuracy [aria-label=Scale]", scale)
+        found = replayed.run(f"{CHART} return chart.plot.data[arguments[0]][0]", least)
+        assert found > 0
+        assert replayed.run(f"{CHART} return chart.plot.scales[arguments[0]].distr", scale) == 3
+
+
+def test_a_chart_is_saved_as_csv_and_as_a_picture(replayed: Browser, tmp_path: Path) -> None:
+    where = {"behavior": "allow", "downloadPath": str(tmp_path)}
+    replayed.command("Browser.setDownloadBehavior", **where)
+    press = (
+        "[...document.querySelectorAll('#panel-accuracy .tools button')]"
+        ".find((one) => one.textContent === arguments[0]).click()"
+    )
+    replayed.until(lambda: replayed.run(f"{CHART} return Boolean(chart.plot)"))
+    for kind in ("CSV", "PNG"):
+        replayed.run(press, kind)
+        replayed.until(lambda kind=kind: list(tmp_path.glob(f"*.{kind.lower()}")))
+    (table,) = tmp_path.glob("*.csv")
+    lines = table.read_text().splitlines()
+    assert lines[0].startswith('"virtual time (s)",')
+    assert lines[0].endswith('"mean of the clients"')
+    assert len(lines) - 1 == replayed.run("return raceme.run.tables.evaluations.rows")
+    (picture,) = tmp_path.glob("*.png")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_theme_is_switched_and_panels_have_help(replayed: Browser) -> None:
+    paper = "return getComputedStyle(document.body).backgroundColor"
+    choose = (
+        "const s = document.querySelector('[aria-label=Theme]'); s.value = arguments[0];"
+        "s.dispatchEvent(new Event('change'))"
+    )
+    replayed.run(choose, "dark")
+    dark = replayed.run(paper)
+    replayed.run(choose, "light")
+    assert replayed.run(paper) != dark
+    replayed.run(choose, "system")
+    summary = replayed.driver.find_element("css selector", "#panel-clusters summary")
+    replayed.run("arguments[0].scrollIntoView({block: 'center'})", summary)
+    summary.click()
+    assert "Purity is the share" in replayed.describe()
+    helped = "return [...document.querySelectorAll('.panel:not(.detail)')]"
+    assert replayed.run(f"{helped}.filter((one) => !one.querySelector('.help')).length") == 0
+
+
+def test_paper_gets_all_panels_in_light_colours(replayed: Browser) -> None:
+    dark = [{"name": "prefers-color-scheme", "value": "dark"}]
+    replayed.command("Emulation.setEmulatedMedia", features=dark)
+    paper = "return getComputedStyle(document.documentElement).getPropertyValue('--paper').trim()"
+    shown = replayed.run(paper)
+    table = "return raceme.board.panels.at(-1).rows?.length ?? 0"
+    assert replayed.run(table) == 0, "out of sight"
+    replayed.run("dispatchEvent(new Event('beforeprint'))")
+    assert replayed.run(table) == 40
+    assert luminance(replayed.run(paper)) > 0.8
+    replayed.run("dispatchEvent(new Event('afterprint'))")
+    assert replayed.run(paper) == shown
+    replayed.command("Emulation.setEmulatedMedia", features=[])
+
+
+def test_crashes_and_devices_are_told_in_words(browser: Browser, tmp_path: Path) -> None:
+    with RunStore(tmp_path / "run") as store:
+        for name in ("pi-1", "pi-2"):
+            store.observe(ClientJoined(0.0, name, 0, 10, None))
+        store.observe(UpdateRejected(50.0, "pi-1", "error 5: no reason given", 40.0))
+        store.observe(ClientLeft(60.0, "pi-2"))
+        store.observe(ClientJoined(80.0, "pi-2", 0, 10, None))
+    (tmp_path / "run" / "error.txt").write_text("Traceback\nValueError: no data\n")
+    with watching(tmp_path / "run", "127.0.0.1", 0) as beside:
+        browser.open(beside.address)
+        browser.resize(1300, 3000)
+        browser.until(lambda: "The run has failed" in browser.describe())
+        lines = "return [...document.querySelectorAll('.happenings li')].map((l) => l.innerText)"
+        found = browser.until(lambda: browser.run(lines))
+    assert [line.split("\n")[1:] for line in found] == [
+        ["crash", "the run failed: ValueError: no data"],
+        ["online", "pi-2"],
+        ["offline", "pi-2"],
+        ["rejected", "pi-1: the device went offline"],
+    ]
+
+
+def test_an_index_lists_filters_and_compares_runs(
+    browser: Browser, finished: Path, tmp_path: Path
+) -> None:
+    for age, name in enumerate(("new", "old", "cmp/casa/seed-0", "cmp/casa/seed-1")):
+        shutil.copytree(finished, tmp_path / name)
+        os.utime(tmp_path / name / "config.toml", (1e9 - age, 1e9 - age))
+    with watching(tmp_path, "127.0.0.1", 0, comparison=True) as beside:
+        browser.open(beside.address)
+        browser.until(lambda: "4/4 runs finished" in browser.describe())
+        names = "return [...document.querySelectorAll('.runs tbody bdi')].map((b) => b.textContent)"
+        ordered = ["new", "old", "cmp / casa, seed 0", "cmp / casa, seed 1"]
+        browser.until(lambda: browser.run(names) == ordered)
+        legend = "return [...document.querySelectorAll('.legend bdi')].map((b) => b.textContent)"
+        browser.until(lambda: len(browser.run(legend)) == 4)
+        browser.driver.find_element("css selector", "[aria-label='Draw old']").click()
+        browser.until(lambda: browser.run(legend) == ["new", "casa, seed 0", "casa, seed 1"])
+        browser.driver.find_element("css selector", "input[type=search]").send_keys("cmp")
+        browser.until(lambda: browser.run(names) == ordered[2:])
+        pick = "const s = document.querySelector('[aria-label=Lines]'); s.value = 'mean';"
+        browser.run(f"{pick} s.dispatchEvent(new Event('change'))")
+        browser.until(lambda: browser.run(legend) == ["casa (2 runs)"])
+        bands = "return raceme.board.chart.plot.bands.length"
+        assert browser.run(bands) == 1
+        browser.run("document.querySelector('.runs a').click()")
+        browser.until(lambda: "The run is over" in browser.describe())
+
+
 def test_the_table_sorts_and_searches(replayed: Browser) -> None:
     replayed.run("document.getElementById('panel-clients').scrollIntoView()")
     first = "return document.querySelector('.clients tbody .link')?.textContent"
@@ -222,13 +378,14 @@ def test_texts_stand_out_from_what_is_behind_them(replayed: Browser, theme: str)
                 ".map((name) => s.getPropertyValue(`--${name}`).trim())"
             )
             assert contrast(*pair) >= 4.5, (theme, text, behind)
-    # What is drawn in a cluster's colour: 3, as WCAG asks of graphics, in the dark; on white
-    # orange, blue and rose have less, and a cluster's name stands beside its colour.
-    if theme == "dark":
-        card = replayed.run(f"{named} return s.getPropertyValue('--card').trim()")
-        for cluster in range(9):
-            swatch = replayed.run("return raceme.clusterColour(arguments[0])", cluster)
-            assert contrast(swatch, card) >= 3, cluster
+    # WCAG asks 3 of graphics: lines, dots and streams in a cluster's colour.
+    card = replayed.run(f"{named} return s.getPropertyValue('--card').trim()")
+    colours = [
+        replayed.run("return raceme.clusterColour(arguments[0])", cluster) for cluster in range(17)
+    ]
+    assert len(set(colours)) == 17, "sixteen clusters besides the first are told apart"
+    for cluster, colour in enumerate(colours):
+        assert contrast(colour, card) >= 3, (theme, cluster)
     replayed.command("Emulation.setEmulatedMedia", features=[])
 
 
@@ -328,7 +485,7 @@ def test_a_comparison_shows_all_curves_and_leads_to_its_runs(
             shutil.copytree(finished, tmp_path / method / seed)
     with watching(tmp_path, "127.0.0.1", 0, comparison=True) as beside:
         browser.open(beside.address)
-        browser.until(lambda: "4 of 4 runs so far are finished" in browser.describe())
+        browser.until(lambda: "4/4 runs finished" in browser.describe())
         legend = "return document.querySelectorAll('.legend button').length"
         browser.until(lambda: browser.run(legend) == 4)
         browser.driver.find_element("link text", "fedasync, seed 1").click()
@@ -343,7 +500,7 @@ def test_a_suite_of_cases_shows_the_case_that_is_picked(
         shutil.copytree(finished, tmp_path / case / method / "seed-0")
     with watching(tmp_path, "127.0.0.1", 0, comparison=True) as beside:
         browser.open(beside.address)
-        browser.until(lambda: "2 of 2 runs so far are finished" in browser.describe())
+        browser.until(lambda: "2/2 runs finished" in browser.describe())
         legend = "return document.querySelector('.legend').textContent"
         browser.until(lambda: browser.run(legend) == "casa, seed 0")
         pick = "const s = document.querySelector('[aria-label=Case]'); s.value = 'har';"

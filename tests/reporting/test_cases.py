@@ -71,3 +71,23 @@ def test_what_is_no_comparison_is_refused(tmp_path: Path) -> None:
     assert is_comparison(tmp_path)
     assert is_comparison(tmp_path / "har")
     assert not is_comparison(tmp_path / "har" / "casa" / "seed-0")
+
+
+def test_a_folder_of_runs_and_comparisons_is_an_index(tmp_path: Path) -> None:
+    begun(tmp_path / "one", 0.5)
+    (tmp_path / "one" / "config.toml").write_text('strategy = "casa"\ndataset = "digits"\n')
+    begun(tmp_path / "cmp" / "fedavg" / "seed-3", 0.75)
+    (tmp_path / "notes").mkdir()
+    check_watchable(tmp_path)
+    assert is_comparison(tmp_path)
+    assert not is_comparison(tmp_path / "one"), "a run is no index of what is in it"
+    runs = told(ComparisonSource(tmp_path))
+    found = {name: (run["case"], run["method"], run["label"]) for name, run in runs.items()}
+    assert found == {
+        "one": ("", "casa", "one"),
+        "cmp/fedavg/seed-3": ("cmp", "fedavg", "fedavg, seed 3"),
+    }
+    assert runs["one"]["started"] > 0
+    run = Watched(tmp_path, comparison=True).source("one")
+    assert run is not None
+    assert run.folder == tmp_path / "one"

@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 from raceme.core.events import ClientJoined, UpdateApplied
 from raceme.records.store import RunStore
 from raceme.reporting import dashboard as page
-from raceme.reporting.dashboard.server import COOKIE, Dashboard, address_of, bind, serve
+from raceme.reporting.dashboard.server import COOKIE, Dashboard, address_of, bind, qr_code, serve
 from raceme.reporting.dashboard.source import Watched
 
 TOKEN = "a-token-that-nobody-guesses"
@@ -92,6 +92,22 @@ def test_the_token_becomes_a_cookie_that_no_script_and_no_other_site_sees(tmp_pa
     assert browser.get("/").status_code == 200
     browser.cookies.set(COOKIE, "wrong", domain="192.0.2.7")
     assert client(tmp_path, "0.0.0.0", TOKEN, "192.0.2.7").get("/").status_code == 403
+
+
+def test_all_addresses_are_printed_as_one_that_a_phone_can_open() -> None:
+    with bind("0.0.0.0", 0) as listening:
+        shown = urlsplit(address_of(listening, TOKEN))
+    assert shown.hostname not in (None, "0.0.0.0")
+    assert shown.query == f"token={TOKEN}"
+
+
+def test_the_code_in_the_terminal_is_for_other_machines_only() -> None:
+    pytest.importorskip("segno")
+    rows = qr_code(f"http://192.0.2.7:8321/?token={TOKEN}").splitlines()
+    assert len(rows) > 10
+    assert max(map(len, rows)) < 80
+    for own in ("http://127.0.0.1:8321/", "http://localhost:8321/", "http://[::1]:8321/"):
+        assert qr_code(own) == ""
 
 
 @pytest.fixture

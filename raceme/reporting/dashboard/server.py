@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import io
 import json
 import os
 import secrets
@@ -323,9 +324,36 @@ def address_of(listening: socket.socket, token: str) -> str:
     """Return the address of the page, for a person to open."""
     host, port = listening.getsockname()[:2]
     if host in ("0.0.0.0", "::"):
-        host = socket.gethostname()
+        host = _own_address()
     shown = f"[{host}]" if ":" in host else host
     return f"http://{shown}:{port}/" + (f"?token={token}" if token else "")
+
+
+def _own_address() -> str:
+    """Return the address at which other machines of the network, a phone too, find this one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            # Sends nothing: it only picks the interface (192.0.2.1 is for documentation).
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            return socket.gethostname()
+        return str(probe.getsockname()[0])
+
+
+def qr_code(address: str) -> str:
+    """Return the address as a QR code of block characters, for the camera of a phone.
+
+    Empty if other machines do not reach it, or if segno (extra ``server``) is not installed.
+    """
+    if is_loopback(URL(address).hostname or ""):
+        return ""
+    try:
+        import segno
+    except ImportError:
+        return ""
+    text = io.StringIO()
+    segno.make(address, error="l").terminal(text, border=2, compact=True)
+    return text.getvalue()
 
 
 def serve(

@@ -416,6 +416,10 @@ class RunSource:
                 self._tell({"summary": parse_json(read_text(self.folder / SUMMARY))})
             except ReadingError as error:
                 raise UserError(f"{self.folder / SUMMARY} is damaged: {error}.") from None
+        if self._is_new(ERROR):
+            # The last line of a traceback says what went wrong.
+            lines = read_text(self.folder / ERROR).strip().splitlines()
+            self._tell({"failure": lines[-1] if lines else "no reason given"})
         for snapshot in self._positions.read():
             self._snapshots += 1
             stride = 1 + self._told_positions // self._most_positions
@@ -481,8 +485,8 @@ def new_generation() -> int:
 
 
 _COMPARISON = "compare.json"
-_RUNS = ("*/seed-*", "*/*/seed-*")
-"""Where the runs of a comparison are; those of a suite of several cases are a folder deeper."""
+_RUNS = ("*/seed-*", "*/*/seed-*", "*/*/*/seed-*")
+"""Runs of a comparison; of a suite or of a folder of comparisons; of a folder of suites."""
 
 
 def check_watchable(folder: Path) -> None:
@@ -495,17 +499,21 @@ def check_watchable(folder: Path) -> None:
     """
     if not folder.is_dir():
         what = "is no folder" if folder.exists() else "does not exist"
-        raise UserError(f"{folder} {what}; expected the folder of a run or of a comparison.")
+        raise UserError(
+            f"{folder} {what}; expected the folder of a run, a comparison or several runs."
+        )
     if not (folder / FILE_NAME).exists() and not is_comparison(folder):
         raise UserError(
-            f"{folder} holds no run: expected the run.sqlite of `raceme run`, or the runs of "
-            "`raceme compare`."
+            f"{folder} holds no run: expected the run.sqlite of `raceme run`, the runs of "
+            "`raceme compare`, or a folder of such runs."
         )
 
 
 def is_comparison(folder: Path) -> bool:
-    """Return whether a folder has the runs of a comparison, or of several."""
-    begun = (f"{runs}/{FILE_NAME}" for runs in _RUNS)
+    """Return whether a folder has several runs: of a comparison, of a suite, or side by side."""
+    if (folder / FILE_NAME).is_file():
+        return False
+    begun = (f"{runs}/{FILE_NAME}" for runs in ("*", *_RUNS))
     patterns = (_COMPARISON, f"*/{_COMPARISON}", *begun)
     return any(path.is_file() for pattern in patterns for path in folder.glob(pattern))
 
@@ -551,9 +559,11 @@ class ComparisonSource:
 
     def found(self) -> dict[str, Path]:
         """Return the folders of runs that there are now, by name."""
+        single = (store.parent for store in self.folder.glob(f"*/{FILE_NAME}"))
+        of_comparisons = (path for runs in _RUNS for path in self.folder.glob(runs))
         return {
             path.relative_to(self.folder).as_posix(): path
-            for path in sorted(path for runs in _RUNS for path in self.folder.glob(runs))
+            for path in sorted({*single, *of_comparisons})
             if path.is_dir() and not path.is_symlink()
         }
 
@@ -562,7 +572,7 @@ class ComparisonSource:
         more, troubles, told = False, [], {}
         for name, path in self.found().items():
             if name not in self._runs:
-                self._runs[name] = _Curve(path, case=name.rpartition("/")[0].rpartition("/")[0])
+                self._runs[name] = _Curve(path, name)
             run = self._runs[name]
             try:
                 more |= run.poll()
@@ -583,8 +593,8 @@ _CURVE = (events.UpdateApplied, events.Evaluated, events.ClustersChanged, events
 class _Curve(EventHandler):
     """What a comparison shows of one of its runs."""
 
-    def __init__(self, folder: Path, case: str) -> None:
-        self._folder, self._case = folder, case
+    def __init__(self, folder: Path, name: str) -> None:
+        self._folder, self._name = folder, name
         self._follower = StoreFollower(folder)
         self._begin()
 
@@ -592,6 +602,7 @@ class _Curve(EventHandler):
         self._summary = RunSummary()
         self._points: defaultdict[str, list[Any]] = defaultdict(list)
         self._last: dict[str, Any] = {}
+        self._known: dict[str, Any] = {}
         self._anew = True
 
     def poll(self) -> bool:
@@ -619,14 +630,9 @@ class _Curve(EventHandler):
 
     def take(self) -> Mapping[str, Any]:
         """Return what is new, ready for JSON; nothing if nothing is."""
-        method, seed = self._folder.parent.name, self._folder.name.removeprefix("seed-")
         summary = self._summary
         state = {
-            "case": self._case,
-            "method": method,
-            "label": f"{method}, seed {seed}",
-            "first": self._is_first(),
-            "planned": self._planned(),
+            **self._about(),
             "state": self._word(),
             "updates": summary.updates,
             "clusters": summary.clusters,
@@ -644,13 +650,29 @@ class _Curve(EventHandler):
         seeds = sorted(self._folder.parent.glob("seed-*"), key=lambda path: (len(path.name), path))
         return bool(seeds) and seeds[0] == self._folder
 
-    def _planned(self) -> Any:
-        if self._last.get("planned"):
-            return self._last["planned"]
+    def _about(self) -> dict[str, Any]:
+        """Return what stands in the run's path and configuration."""
+        if self._known.get("planned"):
+            return self._known
         try:
-            return read_toml(self._folder / CONFIG).get("max-updates")
-        except UserError:
-            return None
+            config: Mapping[str, Any] = read_toml(self._folder / CONFIG)
+            started = (self._folder / CONFIG).stat().st_mtime
+        except (UserError, OSError):
+            config, started = {}, 0.0
+        above, _, seed = self._name.rpartition("/seed-")
+        case, _, method = above.rpartition("/")
+        self._known = {
+            "case": case,
+            "method": method or config.get("strategy", ""),
+            "dataset": config.get("dataset"),
+            "label": f"{method}, seed {seed}" if method else self._name,
+            "seed": config.get("seed"),
+            "first": not method or self._is_first(),
+            "single": not method,
+            "started": round(started),
+            "planned": config.get("max-updates"),
+        }
+        return self._known
 
     def _word(self) -> str:
         if (self._folder / ERROR).is_file():

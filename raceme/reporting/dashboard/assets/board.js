@@ -42,6 +42,9 @@ export class Board {
       this.detail.element);
     this.watchSight();
     onTheme(() => this.changed());
+    // On paper all of them are in sight.
+    window.addEventListener("beforeprint", () =>
+      this.panels.filter(({ element }) => !element.hidden).forEach((one) => one.draw(this.moment)));
   }
 
   controls() {

@@ -5,10 +5,15 @@ import { make, number } from "./words.js";
 
 const FONT = "12px system-ui, sans-serif";
 
-/** A chart of lines. `describe` returns what it shows now; see `draw`. */
+const STEP = 1.5; // How far one press zooms.
+const SCALES = { linear: "linear", x: "log x", y: "log y" };
+
+/** A chart of lines with its tools and legend. `draw` says what it shows. */
 export class Chart {
   constructor(label, height) {
-    this.element = make("div", { class: "chart", role: "img", "aria-label": label, tabindex: "0" });
+    this.label = label;
+    this.element = make("div", { class: "chart", role: "img", "aria-label": label, tabindex: "0",
+      onkeydown: (event) => this.press(event) });
     this.legend = make("ul", { class: "legend" });
     this.hidden = new Set();
     this.height = height;
@@ -16,11 +21,42 @@ export class Chart {
     this.shape = "";
     this.marks = [];
     this.until = null;
+    this.zoom = null;
+    this.smoothing = 0;
+    this.scale = "linear";
+    this.tools = this.makeTools();
     new ResizeObserver(() => this.fit()).observe(this.element);
-    onTheme(() => {
-      this.shape = "";
-      if (this.shown) this.draw(this.shown);
-    });
+    onTheme(() => this.again());
+  }
+
+  /** What a panel shows of it. */
+  get parts() {
+    return [this.tools, this.element, this.legend];
+  }
+
+  makeTools() {
+    const smooth = make("input", { type: "range", min: 0, max: 0.95, step: 0.05, value: 0,
+      "aria-label": "Smoothing", oninput: () => {
+        this.smoothing = Number(smooth.value);
+        this.again();
+      } });
+    const scale = make("select", { "aria-label": "Scale", onchange: () => {
+      this.scale = scale.value;
+      this.zoom = null;
+      this.again();
+    } }, ...Object.entries(SCALES).map(([key, text]) => make("option", { value: key }, text)));
+    const button = (text, title, onclick) =>
+      make("button", { type: "button", title, "aria-label": title, onclick }, text);
+    this.reset = button("Reset zoom", "Show all (0)", () => this.zoomTo(null));
+    this.reset.hidden = true;
+    this.where = make("output", { class: "where" });
+    return make("div", { class: "options tools" },
+      make("label", {}, "smoothing ", smooth), scale,
+      button("−", "Zoom out (−)", () => this.zoomBy(STEP)),
+      button("+", "Zoom in (+); or drag. Shift and drag, or ← →, move", () => this.zoomBy(1 / STEP)),
+      this.reset,
+      button("CSV", "Save the lines as CSV", () => save(csvOf(this.shown), `${this.label}.csv`)),
+      button("PNG", "Save the chart as PNG", () => this.savePicture()), this.where);
   }
 
   fit() {
@@ -30,12 +66,18 @@ export class Chart {
     }
   }
 
+  again() {
+    this.shape = "";
+    if (this.shown) this.draw(this.shown);
+  }
+
   /**
    * Draw lines.
    *
-   * shown.x: ascending numbers. shown.lines: [{ key, name, colour, dash, width, values }].
-   * shown.xLabel, shown.yLabel: text. shown.marks: [{ at, name, colour, dash }].
-   * shown.until: where the moment is; what is later is veiled.
+   * shown.x: ascending numbers. shown.lines: [{ key, name, colour, dash, width, values, band }];
+   * a band is [lower values, upper values]. shown.xLabel, shown.yLabel: text.
+   * shown.marks: [{ at, name, colour, dash }]. shown.until: where the moment is; what is later is
+   * veiled.
    */
   draw(shown) {
     this.shown = shown;
@@ -48,7 +90,7 @@ export class Chart {
       shown.xLabel,
       shown.yLabel,
     ]);
-    const data = [shown.x, ...shown.lines.map((line) => line.values)];
+    const data = this.dataOf(shown);
     if (shape !== this.shape) {
       this.shape = shape;
       this.plot?.destroy();
@@ -57,6 +99,75 @@ export class Chart {
     } else {
       this.plot.setData(data);
     }
+  }
+
+  /** Return what uPlot draws: the lines, smoothed, then the edges of the bands. */
+  dataOf({ x, lines }) {
+    const bands = lines.flatMap(({ band }) => band ?? []);
+    const columns = [...lines.map(({ values }) => values), ...bands].map((values) => {
+      const found = this.smoothing ? smoothed(values, this.smoothing) : values;
+      return this.scale === "y" ? found.map((value) => (value > 0 ? value : null)) : found;
+    });
+    const first = this.scale === "x" ? Math.max(0, x.findIndex((value) => value > 0)) : 0;
+    return first ? [x, ...columns].map((column) => column.slice(first)) : [x, ...columns];
+  }
+
+  /** Show a stretch of the axis, [from, to], or all of it. */
+  zoomTo(range) {
+    this.zoom = range;
+    this.reset.hidden = !range;
+    this.plot?.setData(this.plot.data);
+  }
+
+  zoomBy(factor, shift = 0) {
+    const { min, max } = this.plot.scales.x;
+    const half = ((max - min) / 2) * factor;
+    const middle = (min + max) / 2 + shift * (max - min);
+    this.zoomTo([middle - half, middle + half]);
+  }
+
+  press(event) {
+    const call = {
+      "+": () => this.zoomBy(1 / STEP), "-": () => this.zoomBy(STEP), 0: () => this.zoomTo(null),
+      ArrowLeft: () => this.zoomBy(1, -0.2), ArrowRight: () => this.zoomBy(1, 0.2),
+    }[event.key];
+    if (!call || !this.plot || event.ctrlKey || event.metaKey) return;
+    event.preventDefault();
+    call();
+  }
+
+  /** Have Shift and a drag, or a finger once it is zoomed, move what is shown. */
+  bindPan(plot) {
+    let held = null;
+    plot.over.addEventListener("pointerdown", (event) => {
+      if (!event.shiftKey && !(event.pointerType === "touch" && this.zoom)) return;
+      held = [event.clientX, plot.scales.x.min, plot.scales.x.max];
+      plot.over.setPointerCapture(event.pointerId);
+    });
+    plot.over.addEventListener("pointermove", (event) => {
+      if (!held) return;
+      const [from, min, max] = held;
+      const by = ((from - event.clientX) / plot.over.clientWidth) * (max - min);
+      this.zoomTo([min + by, max + by]);
+    });
+    for (const name of ["pointerup", "pointercancel"]) {
+      plot.over.addEventListener(name, () => (held = null));
+    }
+  }
+
+  xRange(shown, low, high) {
+    if (this.scale === "x") {
+      const [from, to] = this.zoom ?? [low, high];
+      return [Math.max(from, low), Math.max(to, low * 1.01)];
+    }
+    return this.zoom ?? shown.range?.() ?? (low === high ? [low - 1, high + 1] : [low, high]);
+  }
+
+  yRange(shown, low, high) {
+    if (low === null || low === undefined) return [0, 1];
+    if (this.scale === "y") return uPlot.rangeLog(low, high, 10, true);
+    if (this.zoom || !shown.yRange) return uPlot.rangeNum(low, high, 0.1, true);
+    return shown.yRange(null, low, high);
   }
 
   options(shown, width) {
@@ -74,8 +185,22 @@ export class Chart {
       width,
       height: this.height,
       legend: { show: false },
-      cursor: { y: false, points: { size: 7 }, drag: { x: true, y: false } },
-      scales: { x: { time: false, range: shown.range }, y: { range: shown.yRange } },
+      cursor: {
+        y: false,
+        points: { size: 7 },
+        drag: { x: true, y: false, setScale: false },
+        bind: {
+          mousedown: (_, __, handle) => (event) => (event.shiftKey ? null : handle(event)),
+          dblclick: () => () => this.zoomTo(null),
+        },
+      },
+      scales: {
+        x: { time: false, distr: this.scale === "x" ? 3 : 1,
+          range: (_, low, high) => this.xRange(this.shown, low, high) },
+        y: { distr: this.scale === "y" ? 3 : 1,
+          range: (_, low, high) => this.yRange(this.shown, low, high) },
+      },
+      bands: bandsOf(shown.lines),
       axes: [
         { ...axis, label: shown.xLabel, labelSize: 18, size: 34, values },
         { ...axis, label: shown.yLabel, labelSize: 18, size: 52, values },
@@ -90,8 +215,17 @@ export class Chart {
           spanGaps: true,
           points: { show: (plot) => plot.data[0].length < 3 },
         })),
+        ...shown.lines.flatMap((found) => (found.band ?? []).map(() =>
+          ({ width: 0, spanGaps: true, points: { show: false }, show: !this.hidden.has(found.key) }))),
       ],
       hooks: {
+        ready: [(plot) => this.bindPan(plot)],
+        setSelect: [(plot) => {
+          const { left, width: wide } = plot.select;
+          if (wide < 3) return;
+          plot.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
+          this.zoomTo([plot.posToVal(left, "x"), plot.posToVal(left + wide, "x")]);
+        }],
         draw: [(plot) => this.drawMarks(plot)],
         setCursor: [(plot) => this.tell(plot)],
       },
@@ -151,7 +285,7 @@ export class Chart {
         button.addEventListener("click", () => {
           const shows = this.hidden.delete(line.key) || (this.hidden.add(line.key), false);
           button.setAttribute("aria-pressed", String(shows));
-          this.plot.setSeries(index + 1, { show: shows });
+          this.again();
         });
         return make("li", {}, button);
       }),
@@ -161,9 +295,75 @@ export class Chart {
   /** Say in the legend what the lines are where the mouse is. */
   tell(plot) {
     const index = plot.cursor.idx;
+    const x = plot.data[0][index ?? -1];
+    this.where.textContent = x === undefined ? "" :
+      `${this.shown.xLabel}: ${x.toLocaleString("en", { maximumSignificantDigits: 6 })}`;
     for (const [line, element] of this.values ?? []) {
       const value = index === null || index === undefined ? null : plot.data[line + 1][index];
       element.textContent = value === null || value === undefined ? "" : number(value, 3);
     }
   }
+
+  /** Save what is drawn, with its legend below. */
+  savePicture() {
+    const source = this.plot.ctx.canvas;
+    const scale = window.devicePixelRatio || 1;
+    const lines = this.shown.lines.filter(({ key }) => !this.hidden.has(key));
+    const canvas = make("canvas", { width: source.width,
+      height: source.height + (lines.length + 1) * 18 * scale });
+    const context = canvas.getContext("2d");
+    context.fillStyle = named("card");
+    context.fillRect(0, 0, canvas.width, canvas.height);
+    context.drawImage(source, 0, 0);
+    context.scale(scale, scale);
+    context.font = FONT;
+    lines.forEach(({ name, colour, dash, width }, index) => {
+      const y = source.height / scale + (index + 0.5) * 18;
+      context.strokeStyle = colour ?? named("ink");
+      context.lineWidth = width ?? 1.6;
+      context.setLineDash(dash ?? []);
+      context.beginPath();
+      context.moveTo(56, y);
+      context.lineTo(84, y);
+      context.stroke();
+      context.fillStyle = named("ink");
+      context.fillText(name, 92, y + 4);
+    });
+    canvas.toBlob((blob) => save(blob, `${this.label}.png`));
+  }
+}
+
+/** Return bands of uPlot between the edges, which come behind all lines. */
+function bandsOf(lines) {
+  let at = lines.length + 1;
+  return lines.filter(({ band }) => band).map(({ colour }) => {
+    at += 2;
+    return { series: [at - 1, at - 2], fill: `${colour}33` };
+  });
+}
+
+/** Return an exponential moving average, without a pull to its start (as TensorBoard's). */
+function smoothed(values, weight) {
+  let [sum, count] = [0, 0];
+  return Array.from(values, (value) => {
+    if (value === null || value === undefined) return value;
+    sum = weight * sum + (1 - weight) * value;
+    count += 1;
+    return sum / (1 - weight ** count);
+  });
+}
+
+function csvOf({ x, xLabel, lines }) {
+  // A spreadsheet would take a name that begins so for a formula.
+  const cell = (text) => `"${String(text).replace(/^[=+@-]/, "'$&").replaceAll('"', '""')}"`;
+  const rows = Array.from(x, (value, row) =>
+    [value, ...lines.map(({ values }) => values[row] ?? "")].join(","));
+  const head = [xLabel, ...lines.map(({ name }) => name)].map(cell).join(",");
+  return new Blob([[head, ...rows, ""].join("\n")], { type: "text/csv" });
+}
+
+function save(blob, name) {
+  const href = URL.createObjectURL(blob);
+  make("a", { href, download: name.replace(/[^\w.-]+/g, "-").toLowerCase() }).click();
+  setTimeout(() => URL.revokeObjectURL(href), 10000);
 }

@@ -3,39 +3,52 @@
 import { Chart } from "./chart.js";
 import { onTheme, seriesLook } from "./colours.js";
 import { panel } from "./panel.js";
-import { make, number, refill, timeUnit } from "./words.js";
+import { make, number, plural, refill, timeUnit } from "./words.js";
 
 const MOST_LINES = 40;
+const MOST_FIRST = 12; // Of an index this many runs are drawn until others are selected.
+const HEADS = [
+  "run", "state", "updates", "accuracy", "best", "worst tenth", "clusters", "time", "started",
+];
 
 export class ComparisonBoard {
   constructor(run, links = true) {
     this.links = links;
     this.run = run;
     this.runs = new Map();
+    this.rows = new Map();
+    this.chosen = new Map(); // Name of a run to whether it is drawn, where a person said so.
     this.axis = "time";
-    this.chart = new Chart("Accuracy of all runs", 380);
-    this.choice = make("select", { "aria-label": "Axis of the chart", onchange: () => {
-      this.axis = this.choice.value;
-      this.changed();
-    } }, make("option", { value: "time" }, "virtual time"),
-    make("option", { value: "updates" }, "updates"));
-    this.cases = make("select", { "aria-label": "Case", onchange: () => {
-      this.chosen = this.cases.value;
-      this.changed();
-    } });
+    this.chart = new Chart("Accuracy of the runs", 380);
+    const choice = (label, options, onchange) => make("select", { "aria-label": label,
+      onchange: ({ target }) => {
+        onchange(target.value);
+        this.changed();
+      } }, ...Object.entries(options).map(([value, text]) => make("option", { value }, text)));
+    this.cases = choice("Case", {}, (value) => (this.case = value));
     this.casesLabel = make("label", { hidden: true }, "case ", this.cases);
+    this.search = make("input", { type: "search", placeholder: "Filter runs",
+      "aria-label": "Filter runs", oninput: () => this.changed() });
+    const all = (drawn) => () => {
+      for (const [name] of this.listed()) this.chosen.set(name, drawn);
+      this.changed();
+    };
     this.body = make("tbody", {});
-    const heads = ["run", "state", "updates", "accuracy", "best", "worst tenth", "clusters", "time"];
     this.table = make("div", { class: "scroll", tabindex: "0", role: "region",
       "aria-label": "Runs" }, make("table", { class: "runs" },
-      make("thead", {}, make("tr", {}, ...heads.map((text, index) =>
+      make("thead", {}, make("tr", {}, ...HEADS.map((text, index) =>
         make("th", { scope: "col", class: index < 2 ? "word" : "" }, text)))), this.body));
     this.element = make("div", { class: "board" }, make("div", { class: "panels" },
       panel("curves", "Accuracy", "wide",
         make("div", { class: "options" }, this.casesLabel,
-          make("label", {}, "over ", this.choice)),
-        this.chart.element, this.chart.legend),
-      panel("runs", "Runs", "wide", this.table)));
+          make("label", {}, "show ", choice("Lines", { runs: "each run", mean: "mean ± std" },
+            (value) => (this.means = value === "mean"))),
+          make("label", {}, "over ", choice("Axis of the chart",
+            { time: "time", updates: "updates" }, (value) => (this.axis = value)))),
+        ...this.chart.parts),
+      panel("runs", "Runs", "wide", make("div", { class: "options" }, this.search,
+        make("button", { type: "button", onclick: all(true) }, "Select all"),
+        make("button", { type: "button", onclick: all(false) }, "Select none")), this.table)));
     onTheme(() => this.changed());
     this.planned = false;
   }
@@ -52,7 +65,10 @@ export class ComparisonBoard {
       }
       this.runs.set(name, held);
     }
-    this.runs = new Map([...this.runs].sort(([one], [other]) => (one < other ? -1 : 1)));
+    // An index has the newest first, a comparison has its methods in order.
+    const isIndex = [...this.runs.values()].some(({ single }) => single);
+    this.runs = new Map([...this.runs].sort(([one, { started }], [other, { started: at }]) =>
+      (isIndex && at - started) || (one < other ? -1 : 1)));
   }
 
   get isOver() {
@@ -66,7 +82,7 @@ export class ComparisonBoard {
     if (!runs.length) return "Waiting for the first run.";
     const count = (state) => runs.filter((one) => one.state === state).length;
     const failed = count("failed") ? `, ${count("failed")} failed` : "";
-    return `${count("finished")} of ${runs.length} runs so far are finished${failed}.`;
+    return `${count("finished")}/${runs.length} runs finished${failed}.`;
   }
 
   changed() {
@@ -78,66 +94,148 @@ export class ComparisonBoard {
     });
   }
 
-  /** Return the runs of the case that is chosen; until one is, of that which is at work. */
+  /** Return the runs of the chosen case: of several until one is, all or that which is running. */
   ofCase() {
-    const cases = [...new Set([...this.runs.values()].map((one) => one.case))];
-    const working = [...this.runs.values()].filter(({ state }) => state === "running");
-    const chosen = cases.includes(this.chosen) ? this.chosen : working[0]?.case ?? cases[0];
-    this.casesLabel.hidden = cases.length < 2;
-    refill(this.cases, ...cases.map((name) => make("option", { value: name }, name)));
+    const runs = [...this.runs];
+    const cases = [...new Set(runs.map(([, one]) => one.case))];
+    const isIndex = runs.some(([, { single }]) => single);
+    const names = isIndex && cases.length > 1 ? ["all", ...cases] : cases;
+    const running = runs.find(([, { state }]) => state === "running");
+    const first = isIndex ? names[0] : running?.[1].case ?? cases[0];
+    const chosen = names.includes(this.case) ? this.case : first;
+    this.casesLabel.hidden = names.length < 2;
+    refill(this.cases, ...names.map((value) => make("option", { value }, value || "single runs")));
     this.cases.value = chosen;
-    return [...this.runs].filter(([, one]) => one.case === chosen);
+    return runs.filter(([, one]) => one.case === chosen || (isIndex && chosen === "all"));
+  }
+
+  /** Return the runs of the case whose names have the words of the filter. */
+  listed() {
+    const words = this.search.value.toLowerCase().split(/\s+/);
+    return this.ofCase().filter(([name, { label, method, state }]) => {
+      const text = `${name} ${label} ${method} ${state}`.toLowerCase();
+      return words.every((word) => text.includes(word));
+    });
   }
 
   draw() {
-    const runs = this.ofCase();
-    const shown = runs.filter(([, { points }]) => points.time?.length);
-    const methods = [...new Set(runs.map(([, { method }]) => method))];
+    const listed = this.listed();
+    const methods = [...new Set(this.ofCase().map(([, one]) => one.method))].sort();
+    this.look = (one) => seriesLook(methods.indexOf(one.method));
+    const isIndex = listed.some(([, { single }]) => single);
+    listed.forEach(([name, one], index) => {
+      one.isDrawn = this.chosen.get(name) ?? (!isIndex || index < MOST_FIRST);
+    });
+    const shown = listed.filter(([, one]) => one.isDrawn && one.points.time?.length)
+      .slice(0, MOST_LINES);
     const end = Math.max(1e-9, ...shown.map(([, { points }]) => points.time.at(-1)));
     const [seconds, unit] = timeUnit(end);
     const at = ({ points }) =>
       this.axis === "updates" ? points.updates : points.time.map((time) => time / seconds);
     const x = [...new Set(shown.flatMap(([, one]) => at(one)))].sort((one, other) => one - other);
+    const lines = this.means ? this.meansOf(shown, x, at) : this.linesOf(shown, x, at);
+    this.chart.draw({
+      x: x.length ? x : [0, 1],
+      lines: lines.length ? lines : [{ key: "", name: "nothing yet", values: [undefined, undefined] }],
+      xLabel: this.axis === "updates" ? "updates" : `time of the run (${unit})`,
+      yLabel: this.run.measure.label,
+      yRange: (_, low, high) => (this.run.measure.isError ? [0, (high ?? 1) * 1.05] : [0, 1]),
+    });
+    this.fill(listed);
+  }
+
+  linesOf(shown, x, at) {
     const place = new Map(x.map((value, index) => [value, index]));
-    const lines = shown.slice(0, MOST_LINES).map(([name, one]) => {
+    return shown.map(([name, one]) => {
       const values = new Array(x.length).fill(undefined);
       at(one).forEach((value, index) => {
         values[place.get(value)] = one.points.accuracy[index] ?? undefined;
       });
-      const { colour, dash } = seriesLook(methods.indexOf(one.method));
-      return { key: name, name: one.label, colour, dash, width: one.first ? 2.4 : 1, values };
+      return { key: name, name: one.label, ...this.look(one), width: one.first ? 2.2 : 1.2, values };
     });
-    this.chart.draw({
-      x: x.length ? x : [0, 1],
-      lines: lines.length ? lines : [{ key: "", name: "nothing yet", values: [undefined, undefined] }],
-      xLabel: this.axis === "updates" ? "updates" : `virtual time (${unit})`,
-      yLabel: this.run.measure.label,
-      yRange: (_, low, high) => (this.run.measure.isError ? [0, (high ?? 1) * 1.05] : [0, 1]),
-    });
-    this.fill(runs, methods);
   }
 
-  fill(runs, methods) {
-    refill(this.body, ...runs.map(([name, one]) => {
-      const { points } = one;
-      const dot = make("span", { class: "dot", "aria-hidden": "true" });
-      dot.style.setProperty("--colour", seriesLook(methods.indexOf(one.method)).colour);
-      const label = make("bdi", {}, one.label);
-      const link = this.links
-        ? make("a", { href: `?run=${encodeURIComponent(name)}` }, label)
-        : label;
-      const bar = make("progress", { max: one.planned || 1, value: one.updates ?? 0,
-        "aria-label": "updates" });
-      const last = (column, digits) => number(points[column]?.at(-1), digits);
-      return make("tr", {},
-        make("th", { scope: "row", class: "word" }, dot, link),
-        make("td", { class: "word" }, one.state),
-        make("td", {}, bar, ` ${number(one.updates ?? 0)}`),
-        make("td", {}, last("accuracy", 3)),
-        make("td", {}, number(one.best, 3)),
-        make("td", {}, last("worst", 3)),
-        make("td", {}, number(one.clusters)),
-        make("td", {}, points.time?.length ? `${number(points.time.at(-1), 1)} s` : "–"));
-    }));
+  /** Return for each method the mean of its runs, and one standard deviation to either side. */
+  meansOf(shown, x, at) {
+    const several = new Set(shown.map(([, { dataset }]) => dataset)).size > 1;
+    const groups = new Map();
+    for (const [, one] of shown) {
+      const key = several ? `${one.method} on ${one.dataset}` : one.method;
+      groups.set(key, [...(groups.get(key) ?? []), one]);
+    }
+    return [...groups].map(([method, runs]) => {
+      const curves = runs.map((one) => resampled(at(one), one.points.accuracy, x));
+      const found = x.map((_, index) => meanAndDeviation(curves.map((curve) => curve[index])));
+      const edge = (sign) => found.map((one) => one && one[0] + sign * one[1]);
+      return { key: method, name: `${method} (${plural(runs.length, "run")})`,
+        ...this.look(runs[0]), width: 2.2, values: found.map((one) => one && one[0]),
+        band: [edge(-1), edge(1)] };
+    });
   }
+
+  fill(listed) {
+    const rows = listed.map(([name, one]) => {
+      if (!this.rows.has(name)) this.rows.set(name, this.rowOf(name));
+      const { element, box, dot, label, cells, bar } = this.rows.get(name);
+      box.checked = one.isDrawn;
+      box.setAttribute("aria-label", `Draw ${one.label}`);
+      dot.style.setProperty("--colour", this.look(one).colour);
+      label.textContent = one.case && one.case === this.cases.value ? one.label :
+        [one.case, one.label].filter(Boolean).join(" / ");
+      bar.max = one.planned || 1;
+      bar.value = one.updates ?? 0;
+      const last = (column) => number(one.points[column]?.at(-1), 3);
+      const end = one.points.time?.at(-1);
+      [one.state, number(one.updates ?? 0), last("accuracy"), number(one.best, 3), last("worst"),
+        number(one.clusters), end === undefined ? "–" : `${number(end, 1)} s`,
+        one.started ? new Date(1000 * one.started).toLocaleString([], STARTED) : "–",
+      ].forEach((text, index) => (cells[index].textContent = text));
+      return element;
+    });
+    const held = this.body.children;
+    if (rows.length !== held.length || rows.some((row, index) => row !== held[index])) {
+      this.body.replaceChildren(...rows);
+    }
+  }
+
+  /** Make the row of a run: what is in it changes, and it keeps the focus. */
+  rowOf(name) {
+    const box = make("input", { type: "checkbox", onchange: () => {
+      this.chosen.set(name, box.checked);
+      this.changed();
+    } });
+    const dot = make("span", { class: "dot", "aria-hidden": "true" });
+    const label = make("bdi", {});
+    const link = this.links ? make("a", { href: `?run=${encodeURIComponent(name)}` }, label) : label;
+    const bar = make("progress", { max: 1, value: 0, "aria-label": "updates" });
+    const cells = HEADS.slice(1).map(() => make("span", {}));
+    const element = make("tr", {},
+      make("th", { scope: "row", class: "word" }, box, " ", dot, link),
+      ...cells.map((cell, index) => make("td", { class: index ? "" : "word" },
+        ...(index === 1 ? [bar, " "] : []), cell)));
+    return { element, box, dot, label, bar, cells };
+  }
+}
+
+const STARTED = { dateStyle: "medium", timeStyle: "short" };
+
+/** Return values at other places of the axis, between two known ones in proportion. */
+function resampled(at, values, x) {
+  let row = 0;
+  return x.map((place) => {
+    while (row < at.length - 1 && at[row + 1] <= place) row += 1;
+    if (place < at[0] || place > at.at(-1)) return null;
+    if (at[row] === place || row === at.length - 1) return values[row];
+    const [one, other] = [values[row], values[row + 1]];
+    if (one === null || other === null) return null;
+    return one + ((other - one) * (place - at[row])) / (at[row + 1] - at[row]);
+  });
+}
+
+/** Return mean and standard deviation (n − 1) of values; null unless all are known. */
+function meanAndDeviation(values) {
+  if (values.some((value) => value === null || value === undefined)) return null;
+  const mean = values.reduce((sum, value) => sum + value, 0) / values.length;
+  const square = values.reduce((sum, value) => sum + (value - mean) ** 2, 0);
+  return [mean, Math.sqrt(square / Math.max(1, values.length - 1))];
 }

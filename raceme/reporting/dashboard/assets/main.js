@@ -1,7 +1,7 @@
 // Where the page begins: a run that is told piece by piece, or one that is frozen into the file.
 
 import { Board } from "./board.js";
-import { clusterColour } from "./colours.js";
+import { clusterColour, themeChoice } from "./colours.js";
 import { ComparisonBoard } from "./comparison.js";
 import { Run } from "./run.js";
 import { make } from "./words.js";
@@ -9,6 +9,7 @@ import { make } from "./words.js";
 const place = document.getElementById("dashboard");
 const frozen = document.getElementById("run-data");
 
+document.querySelector("header")?.append(themeChoice());
 if (frozen) showFrozen(JSON.parse(frozen.textContent));
 else follow(new URLSearchParams(location.search).get("run") ?? "");
 
@@ -45,6 +46,7 @@ function follow(name) {
     head(run, name);
     if (over) return;
     if (board instanceof ComparisonBoard) say(board.said, board.isOver ? "over" : "live");
+    else if (run.failure) say("The run has failed.", "lost");
     else if (run.isOver) say("The run is over.", "over");
     else if (run.about && !run.size) say("Waiting for the first client.", "live");
     else if (run.size) say("Live", "live");

@@ -18,6 +18,7 @@ export class Run {
     this.tables = Object.fromEntries(TABLES.map((name) => [name, { rows: 0 }]));
     this.about = null;
     this.summary = null;
+    this.failure = null;
     this.ended = null;
     this.clock = "virtual time";
     this.frames = [];
@@ -39,6 +40,7 @@ export class Run {
     }
     if (piece.run) this.about = piece.run;
     if (piece.summary) this.summary = piece.summary;
+    if (piece.failure) this.failure = piece.failure;
     if (piece.ended) this.ended = piece.ended;
     if (piece.measure) this.measure = piece.measure;
     if (piece.clock) this.clock = piece.clock;
@@ -91,7 +93,7 @@ export class Run {
   }
 
   get isOver() {
-    return this.ended !== null || this.summary !== null;
+    return this.ended !== null || this.summary !== null || this.failure !== null;
   }
 
   get size() {

@@ -68,3 +68,19 @@ export function number(value, digits = 0) {
 export function plural(count, word) {
   return `${number(count)} ${word}${count === 1 ? "" : "s"}`;
 }
+
+// What Flower's error codes mean.
+const ERRORS = [
+  "device error", "the device could not load its app", "the device's app raised an exception",
+  "the task was lost before the device fetched it", "the reply was lost or unreadable",
+  "the device went offline", "the device's app refused the task", "the device's app is invalid",
+  "the device's app crashed",
+];
+
+/** Return why an update was rejected, with Flower's error codes in words. */
+export function reasonText(reason) {
+  const [, code, rest] = /^error (\d+): ?([^]*)$/.exec(reason) ?? [];
+  if (code === undefined) return reason;
+  const more = rest && rest !== "no reason given" ? `: ${rest}` : "";
+  return `${ERRORS[code] ?? ERRORS[0]}${more}`;
+}

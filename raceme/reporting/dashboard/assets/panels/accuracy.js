@@ -11,7 +11,7 @@ export class AccuracyPanel {
   constructor(board) {
     this.board = board;
     this.chart = new Chart("Accuracy over time: mean, worst tenth and each cluster", 300);
-    this.element = panel("accuracy", "Accuracy", "wide", this.chart.element, this.chart.legend);
+    this.element = panel("accuracy", "Accuracy", "wide", ...this.chart.parts);
     this.heading = this.element.querySelector("h2");
   }
 

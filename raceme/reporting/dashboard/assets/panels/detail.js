@@ -3,7 +3,7 @@
 import { Chart } from "../chart.js";
 import { positionOn, xLabelOf } from "../axis.js";
 import { clusterColour, named } from "../colours.js";
-import { make, nameElement, number, refill, timeText } from "../words.js";
+import { make, nameElement, number, reasonText, refill, timeText } from "../words.js";
 import { updatesOf } from "./devices.js";
 import { tableOf } from "./trust.js";
 
@@ -81,7 +81,7 @@ export class DetailPanel {
     for (let row = 0; row < moment.refused; row += 1) {
       if (rejections.client[row] !== client) continue;
       refused.push([timeText(rejections.time[row], run.end),
-        nameElement(reasons.text[rejections.reason[row]])]);
+        nameElement(reasonText(reasons.text[rejections.reason[row]]))]);
     }
     if (refused.length) {
       parts.push(make("h3", {}, "Rejected"),

@@ -6,10 +6,11 @@ import { note, panel } from "../panel.js";
 import { countUntil } from "../run.js";
 import { make, number, timeUnit } from "../words.js";
 
-const MOST_ROWS = 60;
+const MOST_ROWS = 40;
 const MOST_BARS = 1500; // The stretch of time is chosen so that bars can be told apart.
 const LATE = 3; // A task is late if it takes more than so many times the fleet's median.
 const BOTTOM = 36;
+const NAME = 11; // Height of a name.
 const SAMPLE = 4001; // Of more tasks the median is that of some.
 
 export class DevicesPanel {
@@ -39,7 +40,7 @@ export class DevicesPanel {
     }
     const rows = this.chosen();
     this.rows = rows;
-    const context = this.canvas.begin(Math.max(140, Math.min(360, rows.length * 18)) + BOTTOM);
+    const context = this.canvas.begin(Math.max(140, Math.min(480, rows.length * 18)) + BOTTOM);
     const { width, height } = this.canvas;
     this.rowHeight = (height - BOTTOM - 6) / Math.max(1, rows.length);
     const place = new Map(rows.map((client, row) => [client, row]));
@@ -48,7 +49,8 @@ export class DevicesPanel {
     const share = run.size / Math.max(1, rows.length);
     const first = Math.max(0, moment.applied - Math.floor(MOST_BARS * share));
     const start = first ? updates.time[first - 1] : 0;
-    const toX = (time) => 4 + ((time - start) / (stop - start || 1)) * (width - 8);
+    const left = this.drawNames(context, rows);
+    const toX = (time) => left + ((time - start) / (stop - start || 1)) * (width - left - 4);
     this.drawAxis(context, start, stop, toX);
     const bar = (client, from, to, fill) => {
       const row = place.get(client);
@@ -85,6 +87,22 @@ export class DevicesPanel {
       `${rows.length} devices`;
     this.note.textContent = `${shown}, the fastest on top. Late: more than ${LATE} times as long ` +
       "as the fleet's median task. Between bars a device waits.";
+  }
+
+  /** Draw the names of the devices, of every second if rows are low; return where bars begin. */
+  drawNames(context, rows) {
+    const names = rows.map((client) => this.board.run.nameOf(client));
+    const most = this.canvas.width < 420 ? 11 : 18;
+    const short = names.map((name) => (name.length > most ? `${name.slice(0, most - 1)}…` : name));
+    const every = Math.ceil(NAME / this.rowHeight);
+    context.font = `${NAME}px system-ui, sans-serif`;
+    context.fillStyle = named("muted");
+    context.textAlign = "left";
+    context.textBaseline = "middle";
+    short.forEach((name, row) => {
+      if (row % every === 0) context.fillText(name, 2, 6 + (row + 0.5) * this.rowHeight);
+    });
+    return 10 + Math.max(...short.map((name) => context.measureText(name).width), 0);
   }
 
   drawOffline(moment, bar, context, start, stop) {

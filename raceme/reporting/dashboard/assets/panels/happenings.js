@@ -1,9 +1,11 @@
-// What happened to clusters and data, one line each; a click shows that moment.
+// Events of clusters, data and devices, one line each; a click shows that moment.
 
 import { panel } from "../panel.js";
-import { make, plural, refill, timeText } from "../words.js";
+import { make, plural, reasonText, refill, timeText } from "../words.js";
 
 const MOST = 200;
+const STRETCHES = 100; // Devices' events of one kind within a stretch of the run are one line.
+const MOST_NAMES = 3;
 
 export class HappeningsPanel {
   constructor(board) {
@@ -32,7 +34,7 @@ export class HappeningsPanel {
     const element = make("li", { class: time > moment.time ? "later" : "" },
       make("button", { type: "button", onclick: () => this.board.clock.show(time) },
         make("span", { class: "when" }, timeText(time, run.end)),
-        make("span", { class: `kind ${kind}` }, kind), make("span", {}, text)));
+        make("span", { class: `kind ${kind}` }, kind), make("bdi", {}, text)));
     element.dataset.time = time;
     return element;
   }
@@ -66,7 +68,45 @@ function told(run) {
     found.push({ time, kind, text: changed(changes.gone[row], changes.made[row], moved) });
   }
   for (const one of found) one.text ??= `${plural(one.clients, "client")} moved`;
+  found.push(...ofDevices(run));
+  if (run.failure) found.push({ time: run.end, kind: "crash", text: `the run failed: ${run.failure}` });
+  else if (run.ended) found.push({ time: run.end, kind: "end", text: run.ended.reason });
   return found.sort((one, other) => one.time - other.time);
+}
+
+/** Return which devices went offline or came back, and which updates were rejected. */
+function ofDevices(run) {
+  const { presence, rejections, reasons } = run.tables;
+  const lines = new Map();
+  const least = run.end / STRETCHES;
+  const add = (time, kind, client, reason = "") => {
+    const key = `${kind} ${reason}`;
+    const last = lines.get(key)?.at(-1);
+    if (last && time - last.time <= least) last.clients.push(client);
+    else lines.set(key, [...(lines.get(key) ?? []), { time, kind, reason, clients: [client] }]);
+  };
+  const left = new Set();
+  for (let row = 0; row < presence.rows; row += 1) {
+    const client = presence.client[row];
+    if (!presence.online[row]) {
+      left.add(client);
+      add(presence.time[row], "offline", client);
+    } else if (left.delete(client)) add(presence.time[row], "online", client);
+  }
+  for (let row = 0; row < rejections.rows; row += 1) {
+    const reason = reasonText(reasons.text[rejections.reason[row]]);
+    add(rejections.time[row], "rejected", rejections.client[row], reason);
+  }
+  return [...lines.values()].flat().map(({ time, kind, reason, clients }) => ({
+    time, kind, text: [namesOf(run, clients), reason].filter(Boolean).join(": ") }));
+}
+
+function namesOf(run, clients) {
+  const names = [...new Set(clients)].map((client) => run.nameOf(client));
+  const more = names.length - MOST_NAMES;
+  const times = clients.length > names.length ? ` (${plural(clients.length, "time")})` : "";
+  const shown = names.slice(0, MOST_NAMES).map((name) => name.slice(0, 80)).join(", ");
+  return `${shown}${more > 0 ? ` and ${plural(more, "other")}` : ""}${times}`;
 }
 
 function changed(gone, made, moved) {

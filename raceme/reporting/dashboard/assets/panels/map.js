@@ -15,7 +15,7 @@ const MARGIN = 16;
 export class MapPanel {
   constructor(board) {
     this.board = board;
-    this.canvas = new Canvas(340, "Map of the clients", () => board.changed());
+    this.canvas = new Canvas(430, "Map of the clients", () => board.changed());
     this.groups = make("input", { type: "checkbox", onchange: () => board.changed() });
     this.alike = make("input", { type: "checkbox", checked: true,
       onchange: () => board.changed() });

@@ -49,7 +49,7 @@ export class MeasuresPanel {
       .map((column) => [column, measures[column][row]]));
     const title = schema.title[0].toUpperCase() + schema.title.slice(1);
     const chart = new Chart(title, 220);
-    const body = make("div", {}, chart.element, chart.legend);
+    const body = make("div", {}, ...chart.parts);
     return { schema, chart, body, element: make("div", {}, make("h3", {}, title), body) };
   }
 

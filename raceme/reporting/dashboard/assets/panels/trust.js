@@ -1,7 +1,7 @@
 // What was not used, and why: rejections by reason, and the verdicts of the protection.
 
 import { note, panel } from "../panel.js";
-import { make, nameElement, number, refill } from "../words.js";
+import { make, nameElement, number, reasonText, refill } from "../words.js";
 
 const MOST = 12;
 const KINDS = ["scaled", "refused", "excluded", "readmitted"];
@@ -28,7 +28,7 @@ export class TrustPanel {
     if (counts.size) {
       const rows = [...counts].sort((one, other) => other[1] - one[1]).slice(0, MOST);
       parts.push(tableOf(["reason", "replies"], rows.map(([reason, count]) =>
-        [nameElement(reasons.text[reason]), number(count)])));
+        [nameElement(reasonText(reasons.text[reason])), number(count)])));
       if (counts.size > MOST) parts.push(note(`And ${counts.size - MOST} further reasons.`));
     } else {
       parts.push(note("Every reply was used so far."));
