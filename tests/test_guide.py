@@ -1,0 +1,105 @@
+"""The task pages of docs/guide work as typed: each block is run in the order of the page."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from processes import ROOT
+
+GUIDE = ROOT / "docs" / "guide"
+MOST_WORDS = 400
+FILES = {"toml": "fleet.toml", "my-method": "half.py"}
+"""Blocks that a page tells to save: by language, and a page's first block of Python."""
+BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
+
+
+def typed(page: str) -> list[tuple[str, str]]:
+    """Return the language and the text of each block of a page, in order."""
+    text = (GUIDE / f"{page}.md").read_text(encoding="utf-8")
+    return [(language, textwrap.dedent(block)) for _, language, block in BLOCK.findall(text)]
+
+
+def follow(page: str, folder: Path) -> str:
+    """Type a page in an empty folder; return what its commands print."""
+    command = folder / "bin" / "raceme"
+    command.parent.mkdir()
+    command.write_text(f"#!/bin/sh\nexec {sys.executable} -m raceme \"$@\"\n")
+    command.chmod(0o755)
+    paths = os.pathsep.join([str(command.parent), os.environ["PATH"]])
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": paths, "COLUMNS": "150"}
+    printed, script = "", ""
+    for number, (language, block) in enumerate(typed(page)):
+        saved = FILES.get(language) or (FILES.get(page) if not number else None)
+        if saved:
+            (folder / saved).write_text(block)
+            continue
+        if language == "python":
+            # One session: a block goes on from those before it.
+            script += block
+        run = ["bash", "-ec", block] if language == "bash" else [sys.executable, "-c", script]
+        done = subprocess.run(
+            run,
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=280,
+            check=False,
+        )
+        assert done.returncode == 0, f"{block}\n{done.stdout}\n{done.stderr}"
+        printed += done.stdout
+    return printed
+
+
+def summary(folder: Path) -> dict[str, object]:
+    loaded: dict[str, object] = json.loads((folder / "summary.json").read_text())
+    return loaded
+
+
+@pytest.mark.parametrize("page", sorted(GUIDE.glob("*.md")), ids=lambda page: page.stem)
+def test_a_task_is_at_most_a_page(page: Path) -> None:
+    assert len(page.read_text(encoding="utf-8").split()) <= MOST_WORDS
+
+
+def test_my_data(tmp_path: Path) -> None:
+    follow("my-data", tmp_path)
+    figures = summary(tmp_path / "people-run")
+    assert figures["clients"] == 8
+    assert figures["clusters"] == 2
+
+
+def test_my_method(tmp_path: Path) -> None:
+    follow("my-method", tmp_path)
+    assert summary(tmp_path / "half-run")["strategy"] == "half:Half"
+    rows = (tmp_path / "half-comparison" / "compare.csv").read_text().splitlines()
+    assert len(rows) == 5  # two methods, two seeds
+
+
+def test_resume(tmp_path: Path) -> None:
+    follow("resume", tmp_path)
+    assert summary(tmp_path / "long-run")["updates"] == 200
+
+
+def test_churn(tmp_path: Path) -> None:
+    follow("churn", tmp_path)
+    assert summary(tmp_path / "churn-run")["updates"] == 300
+
+
+def test_models(tmp_path: Path) -> None:
+    follow("models", tmp_path)
+    assert len(list((tmp_path / "models-run" / "clients").glob("*.safetensors"))) == 12
+    assert (tmp_path / "model.pt2").is_file()
+
+
+@pytest.mark.slow
+def test_compare(tmp_path: Path) -> None:
+    follow("compare", tmp_path)
+    table = (tmp_path / "table.tex").read_text()
+    assert re.search(r"^panicle & \d+\.\d & \d+\.\d \\\\$", table, re.MULTILINE)
