@@ -43,7 +43,9 @@ def on_files(files: Any, config: Any) -> Any:
     # What is not a page of the site stays as a name.
     home = re.sub(r"\[([^\]]*)\]\((?!https?:|#|[\w/-]+\.md|images/)[^)]*\)", r"\1", home)
     home = re.sub(r"\[([^\]]*)\]\([A-Z]+\.md\)", r"\1", home)
-    files.append(File.generated(config, "index.md", content=home))
+    files.append(
+        File.generated(config, "index.md", content=f"---\nhide: [navigation]\n---\n{home}")
+    )
     files.append(File.generated(config, "keys.md", content=keys_page()))
     return files
 
@@ -52,3 +54,8 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     """Name files of the checkout instead of linking them."""
     markdown = OUTSIDE.sub(r"\1 (`\2`)", markdown)
     return re.sub(r"\[([^\]]*)\]\((results/[\w-]+\.json)\)", r"\1 (`docs/\2`)", markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Drop the roles of Sphinx, which docstrings have before a name."""
+    return re.sub(r":(?:mod|class|data|func|meth):(?=<code>)", "", html)

@@ -30,7 +30,7 @@ def follow(page: str, folder: Path) -> str:
     """Type a page in an empty folder; return what its commands print."""
     command = folder / "bin" / "raceme"
     command.parent.mkdir()
-    command.write_text(f"#!/bin/sh\nexec {sys.executable} -m raceme \"$@\"\n")
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m raceme "$@"\n')
     command.chmod(0o755)
     paths = os.pathsep.join([str(command.parent), os.environ["PATH"]])
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": paths, "COLUMNS": "150"}
