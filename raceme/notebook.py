@@ -92,6 +92,27 @@ class OpenRun:
         return _columns(self.record.evaluations)
 
     @property
+    def accuracy(self) -> pd.Series[float]:
+        """The mean accuracy of the clients over time, in seconds."""
+        frame = self.evaluations.set_index("time")
+        return frame["accuracy"]
+
+    @property
+    def clusters(self) -> dict[int, list[str]]:
+        """The clients of each cluster at the end, by its number."""
+        found: dict[int, list[str]] = {}
+        for client, cluster in sorted(self.record.assignment().items()):
+            found.setdefault(cluster, []).append(client)
+        return dict(sorted(found.items()))
+
+    @property
+    def models(self) -> dict[int, dict[str, Any]]:
+        """The model of each cluster at the end: its arrays by name, by the cluster's number."""
+        folder = model_file(self.folder, 0).parent
+        numbers = sorted(int(file.stem) for file in folder.glob("*.safetensors"))
+        return {number: self.model(number) for number in numbers}
+
+    @property
     def client_evaluations(self) -> pd.DataFrame:
         """What each evaluation found for each client, with its time and updates."""
         frame = _columns(self.record.client_evaluations)

@@ -132,8 +132,8 @@ def test_mixtures_that_drift_on_ray(tmp_path: Path) -> None:
     )
     # Clients of the one ask when they wish, those of the other work in rounds.
     runs = {
-        "cdfl": ("max-updates=16", "cdfl.requests=poisson cdfl.request-seconds=0.5"),
-        "fedsoft": ("max-rounds=4", "fedsoft.drawn=2"),
+        "cdfl": ("max-updates=24", "cdfl.requests=poisson cdfl.request-seconds=0.5"),
+        "fedsoft": ("max-rounds=4", "fedsoft.drawn=3"),
     }
     with loopback(tmp_path) as place:
         place.superlink("--insecure", "--simulation")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import string
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +36,7 @@ _EXPECTED = (
 )
 
 
-class LeafSource(Source):
+class LeafSource(Source, ABC):
     """A task in LEAF's files, a client for each user.
 
     Attributes
@@ -89,9 +90,9 @@ class LeafSource(Source):
         arrays = cached(self.name, [*train, *test], (len(train),), lambda: self._read(train, test))
         return arrays, np.asarray(arrays["test"], np.bool_) if test else None
 
+    @abstractmethod
     def _samples(self, path: Path, name: str, told: Any) -> tuple[NDArray[Any], NDArray[Any]]:
         """Check the samples of one user: return inputs, shape (n, ...), and labels, shape (n,)."""
-        raise NotImplementedError
 
     def _read(self, train: Sequence[Path], test: Sequence[Path]) -> Arrays:
         """Read all users of the files.

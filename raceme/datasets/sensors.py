@@ -8,6 +8,7 @@ UCI HAR is taken from .npz files, as any other is by ``npz-folder``.
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -70,7 +71,7 @@ class UciHar(NpzFolder):
     inner = ("uci_har_by_person", "uci-har")
 
 
-class _Activities(Source):
+class _Activities(Source, ABC):
     """Windows of people's motion, in text files of one person and one activity each."""
 
     default_model = "mlp"
@@ -132,13 +133,13 @@ class _Activities(Source):
         windows = [self._windows(path) for path in person.files.values()]
         return np.concatenate(windows), np.repeat([*person.files], [len(own) for own in windows])
 
+    @abstractmethod
     def _files_in(self, root: Path) -> list[Person]:
         """Find the files of each person in a folder."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _windows(self, path: Path) -> _Window:
         """Read the windows of a file, shape (n, 900)."""
-        raise NotImplementedError
 
 
 class HarBox(_Activities):

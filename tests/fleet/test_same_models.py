@@ -20,8 +20,9 @@ def models_of(folder: Path, start: Callable[[Loopback], Process]) -> tuple[dict[
     out = folder / "out"
     folder.mkdir()
     with loopback(folder) as bed:
-        bed.fleet_port = free_port()
-        command = raceme("serve", "--address", bed.fleet_address, "--out", "out", *RUN)
+        bed.fleet_port, bed.http_port = free_port(), free_port()
+        places = ("--address", bed.fleet_address, "--http", bed.http_address)
+        command = raceme("serve", *places, "--out", "out", *RUN)
         server = bed.start("serve", command)
         start(bed)
         # A SuperNode starts a process that imports torch for every message.

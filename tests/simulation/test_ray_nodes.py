@@ -71,6 +71,19 @@ def added(cluster: Any) -> Iterator[Callable[..., Any]]:
             cluster.remove_node(node)
 
 
+def is_gone(actor: Any) -> bool:
+    """Whether an actor does not answer any more."""
+    import ray
+
+    try:
+        ray.get(actor.__ray_ready__.remote(), timeout=1)
+    except ray.exceptions.GetTimeoutError:
+        return False
+    except ray.exceptions.RayActorError:
+        return True
+    return False
+
+
 def run_of(
     strategy: str, executor: Executor, kill: Callable[[], None] = lambda: None
 ) -> tuple[list[str], dict[int, bytes]]:
@@ -112,8 +125,14 @@ def test_a_run_on_three_nodes_is_the_run_in_one_process_though_one_is_killed(
 
     def kill() -> None:
         seen_on.update(worker.node_id for worker in executor._workers)
+        killed = [worker.actor for worker in executor._workers if worker.node_id == doomed.node_id]
         cluster.remove_node(doomed, allow_graceful=False)
+        # An actor outlives its node by a second or so, in which it could end the run.
+        wait_until(lambda: all(map(is_gone, killed)), 60)
 
+    # One actor alone can be through before the other has imported torch.
+    while not all(worker.ready for worker in executor._workers):
+        executor._receive(wait=True)
     try:
         spread = run_of(strategy, executor, kill)
     finally:
