@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 from processes import ROOT
@@ -20,22 +21,22 @@ FILES = {"toml": "fleet.toml", "my-method": "half.py"}
 BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 
 
-def typed(page: str) -> list[tuple[str, str]]:
+def typed(page: Path) -> list[tuple[str, str]]:
     """Return the language and the text of each block of a page, in order."""
-    text = (GUIDE / f"{page}.md").read_text(encoding="utf-8")
+    text = page.read_text(encoding="utf-8")
     return [(language, textwrap.dedent(block)) for _, language, block in BLOCK.findall(text)]
 
 
-def follow(page: str, folder: Path) -> str:
-    """Type a page in an empty folder; return what its commands print."""
+def follow(page: str, folder: Path) -> None:
+    """Type a page in an empty folder."""
     command = folder / "bin" / "raceme"
     command.parent.mkdir()
     command.write_text(f'#!/bin/sh\nexec {sys.executable} -m raceme "$@"\n')
     command.chmod(0o755)
     paths = os.pathsep.join([str(command.parent), os.environ["PATH"]])
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": paths, "COLUMNS": "150"}
-    printed, script = "", ""
-    for number, (language, block) in enumerate(typed(page)):
+    script = ""
+    for number, (language, block) in enumerate(typed(GUIDE / f"{page}.md")):
         saved = FILES.get(language) or (FILES.get(page) if not number else None)
         if saved:
             (folder / saved).write_text(block)
@@ -54,8 +55,6 @@ def follow(page: str, folder: Path) -> str:
             check=False,
         )
         assert done.returncode == 0, f"{block}\n{done.stdout}\n{done.stderr}"
-        printed += done.stdout
-    return printed
 
 
 def summary(folder: Path) -> dict[str, object]:
@@ -96,6 +95,21 @@ def test_models(tmp_path: Path) -> None:
     follow("models", tmp_path)
     assert len(list((tmp_path / "models-run" / "clients").glob("*.safetensors"))) == 12
     assert (tmp_path / "model.pt2").is_file()
+
+
+@pytest.mark.slow
+def test_python_of_the_readme(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    blocks = [text for language, text in typed(ROOT / "README.md") if language == "python"]
+    space: dict[str, Any] = {"__name__": "readme"}
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), space)
+    assert len(blocks[0].splitlines()) <= 10
+    assert (tmp_path / "accuracy.pdf").is_file()
+    assert len(space["comparison"].table) == 4
+    assert "casa" in capsys.readouterr().out
 
 
 @pytest.mark.slow
