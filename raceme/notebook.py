@@ -17,7 +17,7 @@ from raceme.core.config import read_toml
 from raceme.core.errors import UserError
 from raceme.core.options import Value
 from raceme.experiments.page import purity_figure, times_figure
-from raceme.experiments.results import FILE_NAME, Comparison, read_comparison, read_first_runs
+from raceme.experiments.results import FILE_NAME, Comparison, read_comparison, read_runs
 from raceme.experiments.tables import main_table, to_csv
 from raceme.records.folder import model_file
 from raceme.records.positions import read_similarity
@@ -250,9 +250,9 @@ class OpenComparison:
         }
 
     def plot_accuracy(self) -> Figure:
-        """Draw the methods' accuracies over time, each with its first seed."""
-        records, _ = read_first_runs(self.folder, self.results)
-        return comparison_figure(records)
+        """Draw the methods' accuracies over time: mean and standard deviation over the seeds."""
+        runs, _ = read_runs(self.folder, self.results)
+        return comparison_figure(runs, target=self.results.target)
 
     def plot_times(self) -> Figure:
         """Draw how long each method took to the target."""
