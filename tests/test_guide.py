@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from processes import ROOT
+from processes import ROOT, free_port
 
 GUIDE = ROOT / "docs" / "guide"
 MOST_WORDS = 400
@@ -117,3 +119,48 @@ def test_compare(tmp_path: Path) -> None:
     follow("compare", tmp_path)
     table = (tmp_path / "table.tex").read_text()
     assert re.search(r"^panicle & \d+\.\d & \d+\.\d \\\\$", table, re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_three_pis(tmp_path: Path) -> None:
+    port, rng = free_port(), np.random.default_rng(0)
+    for name in ("sample", "kitchen", "garden", "cellar"):
+        x, y = rng.normal(size=(60, 4)).astype(np.float32), rng.integers(0, 3, 60)
+        parts = {"x_train": x[:45], "y_train": y[:45], "x_test": x[45:], "y_test": y[45:]}
+        np.savez(tmp_path / f"{name}.npz", **parts, num_classes=3)
+    # On one machine: other addresses, and the paths of the folder with the keys.
+    changes = {"server.example.org:9092": f"localhost:{port}", "server.example.org": "localhost"}
+    changes |= {"\\\n": " ", "--root-certificates ca.crt": "--root-certificates certs/ca.crt"}
+    changes |= {"--key kitchen": "--key certs/devices/kitchen", "/home/pi": str(tmp_path)}
+    changes |= {"--out first": f"--out first --address 127.0.0.1:{port} --metrics off"}
+    changes |= {"--max-updates 2000": "--max-updates 20"}
+    commands = [block for language, block in typed(GUIDE / "three-pis.md") if language == "bash"]
+    for old, new in changes.items():
+        assert any(old in command for command in commands)
+        commands = [command.replace(old, new) for command in commands]
+    certs, serve, device = map(shlex.split, commands)
+    devices = [
+        [word.replace("kitchen", name) for word in device]
+        for name in ("kitchen", "garden", "cellar")
+    ]
+
+    def start(words: list[str]) -> subprocess.Popen[str]:
+        assert words[0] == "raceme"
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", *words]
+        with (tmp_path / "log").open("a") as log:
+            return subprocess.Popen(
+                command, cwd=tmp_path, env=environment, text=True, stdout=log, stderr=log
+            )
+
+    assert start(certs).wait(60) == 0
+    server, *others = [start(words) for words in (serve, *devices)]
+    try:
+        assert server.wait(200) == 0, (tmp_path / "log").read_text()
+    finally:
+        for process in (server, *others):
+            process.terminate()
+            process.wait(60)
+    figures = summary(tmp_path / "first")
+    assert figures["updates"] == 20
+    assert figures["clients_answered"] == 3
