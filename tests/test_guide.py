@@ -161,6 +161,6 @@ def test_three_pis(tmp_path: Path) -> None:
         for process in (server, *others):
             process.terminate()
             process.wait(60)
-    figures = summary(tmp_path / "first")
-    assert figures["updates"] == 20
-    assert figures["clients_answered"] == 3
+    assert summary(tmp_path / "first")["updates"] == 20
+    # So few updates may all be those of the first device that answers its greeting.
+    assert (tmp_path / "log").read_text().count("online at localhost") == 3
