@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,10 +17,12 @@ from raceme.core.config import check_key, general_keys, parse_assignment
 from raceme.experiments.suites import all_shipped, load_suite
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+MOST_WORDS = 30_000
+MOST_WORDS_OF_README = 900
 
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
-FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r"^( *)```.*?^\1```", re.MULTILINE | re.DOTALL)
 
 
 def anchors(page: Path) -> set[str]:
@@ -43,8 +46,8 @@ COMMANDS: Any = typer.main.get_command(app)
 
 def commands_on(page: Path) -> Iterator[list[str]]:
     """Yield the arguments of every `raceme` that a page tells to type, one command a line."""
-    for block in FENCE.findall(page.read_text(encoding="utf-8")):
-        for line in block.replace("\\\n", " ").splitlines():
+    for block in FENCE.finditer(page.read_text(encoding="utf-8")):
+        for line in block[0].replace("\\\n", " ").splitlines():
             # An assignment before it, and what its output is piped into, are the shell's.
             found = re.match(r"\s*(?:\$ |sudo |[A-Z_]+=\S+ )*raceme (.*)", line)
             if found:
@@ -52,9 +55,26 @@ def commands_on(page: Path) -> Iterator[list[str]]:
                 yield shlex.split(typed, comments=True)
 
 
-# Those of docs/extending.md have keys that the page itself adds; test_extending.py tries it.
+def test_pages_are_short_enough_to_be_read() -> None:
+    words = dict(runpy.run_path(str(ROOT / "docs" / "words.py"))["user_pages"]())
+    assert words["guide/my-data.md"] > 0
+    assert sum(words.values()) <= MOST_WORDS, words
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= MOST_WORDS_OF_README
+
+
+def test_every_page_is_in_the_navigation_of_the_site() -> None:
+    site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    named = set(re.findall(r"(?<=[ :])[\w/-]+\.md$", site, re.MULTILINE))
+    pages = {page.relative_to(ROOT / "docs").as_posix() for page in PAGES if page.parent != ROOT}
+    # The hooks of the site write these two.
+    assert named - {"index.md", "keys.md"} == pages
+
+
+# These two have keys that the page itself adds; test_extending.py and test_guide.py try them.
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if page.name != "extending.md"], ids=lambda page: page.name
+    "page",
+    [page for page in PAGES if page.name not in ("extending.md", "my-method.md")],
+    ids=lambda page: page.name,
 )
 def test_commands_are_understood(page: Path) -> None:
     for arguments in commands_on(page):

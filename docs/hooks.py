@@ -1,0 +1,61 @@
+"""Pages of the site that are written from elsewhere: its home page, and the page of the keys."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from mkdocs.structure.files import File
+
+from raceme.core.config import all_keys
+
+OUTSIDE = re.compile(r"\[([^\]]*)\]\(\.\./(?!docs/)([^)#\s]*)[^)]*\)")
+"""A link from a page to a file of the checkout that the site does not contain."""
+
+
+def keys_page() -> str:
+    """Return what ``raceme list --keys`` lists as Markdown, a table for each group of keys."""
+    groups: dict[str, list[str]] = {}
+    for name, key in all_keys().items():
+        group = name.rpartition(".")[0] or "Keys of a run"
+        readers = [] if "." in name else [", ".join(names) for names in key.readers.values()]
+        meaning = f"{key.help} ({'; '.join(readers)})" if readers else key.help
+        default = "empty" if key.default == "" else str(key.default)
+        default = default.lower() if isinstance(key.default, bool) else default
+        cells = (f"`{name}`", meaning, key.type, key.unit or "–", f"`{default}`")
+        row = " | ".join(cell.replace("|", r"\|").replace("<", "&lt;") for cell in cells)
+        groups.setdefault(group, []).append(f"| {row} |")
+    head = "| key | meaning | type | unit | default |\n|---|---|---|---|---|\n"
+    tables = [f"## {group}\n\n{head}" + "\n".join(rows) for group, rows in groups.items()]
+    return (
+        "# Keys\n\nEach key is an option (`--lr 0.1`), an assignment (`--set lr=0.1`), a line of a "
+        "TOML file (`--config`), and an argument in Python (`lr=0.1`). `raceme list --keys` prints "
+        "this page.\n\n" + "\n\n".join(tables) + "\n"
+    )
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the pages that have no file of their own in ``docs``."""
+    root = config.config_file_path.rpartition("/")[0]
+    with open(f"{root}/README.md", encoding="utf-8") as file:
+        home = file.read()
+    home = re.sub(r"\]\(docs/", "](", home)
+    # What is not a page of the site stays as a name.
+    home = re.sub(r"\[([^\]]*)\]\((?!https?:|#|[\w/-]+\.md|images/)[^)]*\)", r"\1", home)
+    home = re.sub(r"\[([^\]]*)\]\([A-Z]+\.md\)", r"\1", home)
+    files.append(
+        File.generated(config, "index.md", content=f"---\nhide: [navigation]\n---\n{home}")
+    )
+    files.append(File.generated(config, "keys.md", content=keys_page()))
+    return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Name files of the checkout instead of linking them."""
+    markdown = OUTSIDE.sub(r"\1 (`\2`)", markdown)
+    return re.sub(r"\[([^\]]*)\]\((results/[\w-]+\.json)\)", r"\1 (`docs/\2`)", markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Drop the roles of Sphinx, which docstrings have before a name."""
+    return re.sub(r":(?:mod|class|data|func|meth):(?=<code>)", "", html)
