@@ -315,7 +315,7 @@ _LATEX = str.maketrans(
         "<": "$<$",
         ">": "$>$",
         "|": r"\textbar{}",
-        '"': r"\textquotedbl{}",
+        '"': "''",
         **{sign: "\\" + sign for sign in "&%$#_{}"},
         "±": r"$\pm$",
         "×": r"$\times$",
@@ -371,7 +371,7 @@ def to_latex(comparison: Comparison) -> str:
         *(f"{{}}{' & '.join(row)} \\\\" for row in rows),
         r"\bottomrule",
         r"\end{tabular}",
-        *(rf"\par\footnotesize {line.translate(_LATEX)}" for line in found.lines),
+        *(rf"\par\smallskip\footnotesize {line.translate(_LATEX)}" for line in found.lines),
         r"\end{table}",
     ]
     return "\n".join(lines) + "\n"
