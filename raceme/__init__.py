@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from raceme.core.strategy import Method
     from raceme.datasets.source import ClientData
     from raceme.notebook import OpenComparison, OpenRun
 
@@ -20,15 +21,15 @@ __version__ = "0.2.0"
 # What a function needs is imported when it is called: most of what imports this package calls none.
 
 
-def run(strategy: str, **settings: Any) -> OpenRun:
+def run(strategy: str | type[Method] = "casa", **settings: Any) -> OpenRun:
     """Run a method on virtual time, as `raceme run` does, and open its results.
 
     Parameters
     ----------
-    strategy : str
-        A name of `raceme list`, or ``module:Class``.
+    strategy : str or type[Method]
+        A name of `raceme list`, ``module:Class``, or such a class.
     **settings
-        Keys of a run: ``max_updates=100`` or ``**{"casa.gamma": 0.2}``.
+        Keys of a run, and hyper-parameters of the method: ``max_updates=100, gamma=0.2``.
 
     Returns
     -------
@@ -40,16 +41,19 @@ def run(strategy: str, **settings: Any) -> OpenRun:
     UserError
         There is no such name or key, or the run cannot work; said before any work starts.
     """
-    from raceme.core.config import RunConfig
+    from raceme.core.config import RunConfig, with_prefixes
+    from raceme.core.registry import STRATEGIES
     from raceme.notebook import OpenRun
     from raceme.runs.experiment import simulate
 
-    config = RunConfig.from_mapping({**_keys(settings), "strategy": strategy})
+    name = STRATEGIES.name_of(strategy)
+    keys = with_prefixes(_keys(settings), [name])
+    config = RunConfig.from_mapping({**keys, "strategy": name})
     return OpenRun(simulate(config).out)
 
 
 def compare(
-    strategies: Iterable[str],
+    strategies: Iterable[str | type[Method]],
     *,
     seeds: Iterable[int] = (0,),
     out: str | Path | None = None,
@@ -60,8 +64,8 @@ def compare(
 
     Parameters
     ----------
-    strategies : Iterable[str]
-        Names of `raceme list`, or ``module:Class``.
+    strategies : Iterable[str or type[Method]]
+        Names of `raceme list`, ``module:Class``, or such classes.
     seeds : Iterable[int]
         Every method runs once with each.
     out : str or Path, optional
@@ -69,7 +73,8 @@ def compare(
     processes : int
         Runs at a time; 0: one per core.
     **settings
-        Keys of a run that all methods share, and hyper-parameters: ``**{"casa.gamma": 0.2}``.
+        Keys of a run that all methods share, and hyper-parameters, which each method that has
+        them reads; ``**{"casa.gamma": 0.2}`` is for one method.
 
     Returns
     -------
@@ -86,12 +91,16 @@ def compare(
 
     from rich.console import Console
 
+    from raceme.core.config import with_prefixes
+    from raceme.core.registry import STRATEGIES
     from raceme.experiments import compare as comparing
     from raceme.experiments.jobs import cores
     from raceme.experiments.suites import of_names
     from raceme.notebook import OpenComparison
 
-    suite = replace(of_names(list(strategies), _keys(settings)), seeds=tuple(seeds))
+    names = [STRATEGIES.name_of(strategy) for strategy in strategies]
+    keys = with_prefixes(_keys(settings), names)
+    suite = replace(of_names(names, keys), seeds=tuple(seeds))
     stamp = time.strftime("%Y%m%d-%H%M%S")
     folder = Path("runs") / f"{stamp}-compare-{suite.dataset}" if out is None else Path(out)
     plan = comparing.prepare(suite, folder)

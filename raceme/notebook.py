@@ -17,7 +17,7 @@ from raceme.core.config import read_toml
 from raceme.core.errors import UserError
 from raceme.core.options import Value
 from raceme.experiments.page import purity_figure, times_figure
-from raceme.experiments.results import FILE_NAME, Comparison, read_comparison, read_first_runs
+from raceme.experiments.results import FILE_NAME, Comparison, read_comparison, read_runs
 from raceme.experiments.tables import main_table, to_csv
 from raceme.records.folder import model_file
 from raceme.records.positions import read_similarity
@@ -90,6 +90,27 @@ class OpenRun:
     def evaluations(self) -> pd.DataFrame:
         """The evaluations, means over the clients."""
         return _columns(self.record.evaluations)
+
+    @property
+    def accuracy(self) -> pd.Series[float]:
+        """The mean accuracy of the clients over time, in seconds."""
+        frame = self.evaluations.set_index("time")
+        return frame["accuracy"]
+
+    @property
+    def clusters(self) -> dict[int, list[str]]:
+        """The clients of each cluster at the end, by its number."""
+        found: dict[int, list[str]] = {}
+        for client, cluster in sorted(self.record.assignment().items()):
+            found.setdefault(cluster, []).append(client)
+        return dict(sorted(found.items()))
+
+    @property
+    def models(self) -> dict[int, dict[str, Any]]:
+        """The model of each cluster at the end: its arrays by name, by the cluster's number."""
+        folder = model_file(self.folder, 0).parent
+        numbers = sorted(int(file.stem) for file in folder.glob("*.safetensors"))
+        return {number: self.model(number) for number in numbers}
 
     @property
     def client_evaluations(self) -> pd.DataFrame:
@@ -229,9 +250,9 @@ class OpenComparison:
         }
 
     def plot_accuracy(self) -> Figure:
-        """Draw the methods' accuracies over time, each with its first seed."""
-        records, _ = read_first_runs(self.folder, self.results)
-        return comparison_figure(records)
+        """Draw the methods' accuracies over time: mean and standard deviation over the seeds."""
+        runs, _ = read_runs(self.folder, self.results)
+        return comparison_figure(runs, target=self.results.target)
 
     def plot_times(self) -> Figure:
         """Draw how long each method took to the target."""

@@ -17,6 +17,7 @@ from raceme.experiments.compare import compare, prepare
 from raceme.experiments.suites import of_names
 from raceme.notebook import OpenComparison, OpenRun
 from raceme.runs.experiment import simulate
+from raceme.strategies import FedAsync
 
 SMALL: dict[str, Any] = {
     "clients": 4,
@@ -119,3 +120,30 @@ def test_without_pandas_the_error_names_the_extra(
     with pytest.raises(UserError, match=r"raceme\[notebook\]"):
         _ = run.updates
     assert len(run.record.updates.seq) == 12
+
+
+def test_a_hyper_parameter_needs_no_prefix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = raceme.run("casa", clients=4, groups="0.5,0.5", max_updates=8, workers="0", gamma=0.3)
+    assert run.config["casa.gamma"] == 0.3
+    assert run.config["groups"] == "0.5,0.5"
+    assert run.accuracy.iloc[-1] == run.evaluations["accuracy"].iloc[-1]
+    members = [client for own in run.clusters.values() for client in own]
+    assert sorted(members) == [f"client-{number}" for number in range(4)]
+    assert run.models.keys() == run.clusters.keys()
+    with pytest.raises(UserError, match=r"gama.*casa\.gamma"):
+        raceme.run("casa", gama=0.3)
+    with pytest.raises(UserError, match="'cassa'"):
+        raceme.run("cassa", gamma=0.3)
+
+
+def test_a_method_is_given_as_its_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    small = {**SMALL, "max-updates": 4}
+    assert raceme.run(FedAsync, **small).config["strategy"] == "fedasync"
+
+    class Mine(FedAsync):
+        pass
+
+    with pytest.raises(UserError, match="no other process can import it"):
+        raceme.compare([Mine], **small)

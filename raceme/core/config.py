@@ -521,6 +521,28 @@ class RunConfig:
         )
 
 
+def with_prefixes(keys: Mapping[str, Any], strategies: Iterable[str]) -> dict[str, Any]:
+    """Put the method's name in front of hyper-parameters: for CASA ``gamma`` is ``casa.gamma``.
+
+    A key that several methods declare is set for each of them. Keys of all runs, of the dataset
+    and of the partition, and those that no method declares stay as they are.
+
+    Raises
+    ------
+    UserError
+        There is no such strategy, dataset or partition, or a general key has a wrong value.
+    """
+    general = general_keys()
+    run = RunConfig.from_mapping({name: keys[name] for name in keys if name in general})
+    taken = general.keys() | run._readable(prefixed=False).keys()
+    prefixes = {STRATEGIES.prefix(name): _declared_by(STRATEGIES, name) for name in strategies}
+    found: dict[str, Any] = {}
+    for name, value in keys.items():
+        owners = [] if name in taken else [own for own in prefixes if own + name in prefixes[own]]
+        found |= {own + name: value for own in owners or [""]}
+    return found
+
+
 def check_names(keys: Mapping[str, Any]) -> None:
     """Find out whether every name among some keys' values exists; nothing is imported.
 
@@ -586,6 +608,7 @@ def check_key(name: str, value: Any, further: Iterable[_Reader] = ()) -> tuple[K
     """
     # To know the keys of a strategy it has to be imported: no more of them than need be.
     strategy, dot, _ = name.partition(".")
+    further = tuple(further)
     readers = dict.fromkeys([*_all_readers(), *further])
     known = _keys_of(
         (registry, of)
@@ -595,7 +618,7 @@ def check_key(name: str, value: Any, further: Iterable[_Reader] = ()) -> tuple[K
     (name,) = present_names({name: value}, {key: about.item for key, about in known.items()})
     if name not in known:
         own = [key for key in known if key.startswith(f"{strategy}.")]
-        valid = own or (_keys_of(readers) if dot else known)
+        valid = own or (_keys_of(readers) if dot else known | _keys_of(further))
         raise unknown_name("key", name, valid, "raceme list --keys")
     return known[name], convert(name, value, known[name].item)
 

@@ -171,6 +171,29 @@ class Registry(Mapping[str, Any]):
         if name not in self:
             raise unknown_name(self.kind, name, names)
 
+    def name_of(self, chosen: str | Any) -> str:
+        """Return the name of an object, as configurations hold it; a name stays as it is.
+
+        Raises
+        ------
+        UserError
+            Other processes cannot import the object: it is defined in a script, a notebook, a
+            function or a shell.
+        """
+        if isinstance(chosen, str):
+            return chosen
+        module, attribute = str(chosen.__module__), str(chosen.__qualname__)
+        target = f"{module}:{attribute}"
+        for name, own in self._targets.items():
+            if own == target:
+                return name
+        if module == "__main__" or not attribute.isidentifier():
+            raise UserError(
+                f"{attribute} is defined in {module}, where no other process can import it: put it "
+                f"into a module of its own, and give {self.kind} 'module:{chosen.__name__}'."
+            )
+        return target
+
     def make(self, name: str, *arguments: Any, **named: Any) -> Any:
         """Call the object that `name` stands for: make a strategy, build a model.
 

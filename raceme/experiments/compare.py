@@ -29,7 +29,7 @@ from raceme.experiments.jobs import (
     survey,
 )
 from raceme.experiments.page import plots
-from raceme.experiments.results import Comparison, best_of, gather, read_first_runs
+from raceme.experiments.results import Comparison, best_of, gather, read_runs
 from raceme.experiments.suites import Suite, slug
 from raceme.records.folder import make_folder
 from raceme.reporting.console import QUIET_SECONDS, shown_seconds, shown_updates
@@ -342,11 +342,10 @@ def write(comparison: Comparison, out: Path) -> dict[str, str]:
                 file.write_text(content, encoding="utf-8")
         except OSError as error:
             unwritten[name] = error.strerror or str(error)
-    records, missing = read_first_runs(out, comparison)
+    runs, missing = read_runs(out, comparison)
     for label in missing:
         log.warning("%s is not in the plots over time: its events cannot be read", label)
-    title = f"{comparison.suite.title}, seed {comparison.suite.seeds[0]}"
-    for plot, draw in plots(comparison, records, title).items():
+    for plot, draw in plots(comparison, runs).items():
         name = f"{plot}.png"
         try:
             save_figure(draw(), out / name)

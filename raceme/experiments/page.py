@@ -22,7 +22,7 @@ from raceme.experiments.results import (
     Run,
     quality,
     read_comparison,
-    read_first_runs,
+    read_runs,
 )
 from raceme.experiments.suites import Score, Scored, Timing, described
 from raceme.records.record import RunRecord
@@ -56,7 +56,7 @@ _ROW_HEIGHT = 0.27
 
 
 def plots(
-    comparison: Comparison, records: Mapping[str, RunRecord], title: str
+    comparison: Comparison, runs: Mapping[str, Sequence[RunRecord]]
 ) -> dict[str, Callable[[], Figure]]:
     """Return the functions that draw the plots of a comparison, by name.
 
@@ -64,15 +64,16 @@ def plots(
     ----------
     comparison : Comparison
         The comparison whose results are drawn.
-    records : Mapping[str, RunRecord]
-        Label to a run of each method, if there are any: the plots of single runs are drawn of them.
-    title : str
-        The title of the plot of accuracies, all of which are of one seed.
+    runs : Mapping[str, Sequence[RunRecord]]
+        Label to the runs of each method, if there are any. The plots of single runs are drawn of
+        the first one.
     """
     suite, found = comparison.suite, dict[str, Callable[[], Figure]]()
-    if records:
-        target = comparison.target
-        found["accuracy"] = lambda: comparison_figure(records, target=target, title=title)
+    records = {label: own[0] for label, own in runs.items()}
+    if runs:
+        found["accuracy"] = partial(
+            comparison_figure, runs, target=comparison.target, title=suite.title
+        )
     found["time-to-target"] = lambda: times_figure(comparison)
     found["purity"] = lambda: purity_figure(comparison)
     if records:
@@ -316,13 +317,12 @@ def comparison_page(folder: Path, links: str) -> str:
         Its ``compare.json`` is damaged.
     """
     comparison = read_comparison(folder)
-    records, missing = read_first_runs(folder, comparison)
+    runs, missing = read_runs(folder, comparison)
     main, sweeps = table.main_table(comparison), table.sweep_table(comparison)
-    title = f"{comparison.measure.title} over virtual time, seed {comparison.suite.seeds[0]}"
-    drawn = plots(comparison, records, title)
+    drawn = plots(comparison, runs)
     return render(
         "comparison.html",
-        frozen=frozen_comparison(folder) if records else None,
+        frozen=frozen_comparison(folder) if runs else None,
         title=comparison.suite.title,
         suite=comparison.suite,
         tiles=_tiles(comparison),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -418,21 +419,24 @@ def read_comparison(folder: Path) -> Comparison:
     return Comparison(suite, results, sweeps)
 
 
-def read_first_runs(folder: Path, comparison: Comparison) -> tuple[dict[str, RunRecord], list[str]]:
-    """Read each method's run with its first seed: one line each is as much as a plot can show.
+def read_runs(folder: Path, comparison: Comparison) -> tuple[dict[str, list[RunRecord]], list[str]]:
+    """Read the runs of each method, in the order of their seeds.
 
     Returns
     -------
-    tuple[dict[str, RunRecord], list[str]]
-        The runs by their methods' labels, and the labels of those whose events cannot be read.
+    tuple[dict[str, list[RunRecord]], list[str]]
+        The runs by their methods' labels, and the labels of those of which no events can be read.
     """
-    records, missing = {}, []
+    records: dict[str, list[RunRecord]] = {}
+    missing = []
     for result in comparison.results:
-        if not result.runs:
-            continue
-        try:
-            records[result.label] = read_run(folder / result.runs[0].folder)
-        except UserError:
+        found = []
+        for run in result.runs:
+            with suppress(UserError):
+                found.append(read_run(folder / run.folder))
+        if found:
+            records[result.label] = found
+        elif result.runs:
             missing.append(result.label)
     return records, missing
 

@@ -111,59 +111,78 @@ def accuracy_figure(
 
 @style()
 def comparison_figure(
-    runs: Mapping[str, RunRecord],
+    methods: Mapping[str, Sequence[RunRecord]],
     *,
     target: float | None = None,
     title: str = "",
     clock: str = CLOCK,
 ) -> Figure:
-    """Draw the accuracy of several runs over one axis of time.
+    """Draw the accuracy of several methods over one axis of time: mean and deviation of the seeds.
 
     Parameters
     ----------
-    runs : Mapping[str, RunRecord]
-        Label to run; their order is that of the legend and the colours. The bands of more than a
-        few runs would hide each other, and are left out. Time is logarithmic if a run is at the
-        target so early that on a linear axis nothing could be seen of its way there.
+    methods : Mapping[str, Sequence[RunRecord]]
+        Label to the runs of a method, one for each seed; their order is that of the legend and the
+        colours. The bands of more than a few methods would hide each other, and are left out. Time
+        is logarithmic if a run is at the target so early that on a linear axis nothing could be
+        seen of its way there.
     target, title, clock
         As in :func:`accuracy_figure`.
     """
-    banded = len(runs) <= _MOST_BANDS
+    runs = [record for records in methods.values() for record in records]
     figure, axes = one_axes(7.2, 4.2)
-    end = max((record.end for record in runs.values()), default=0.0)
+    end = max((record.end for record in runs), default=0.0)
     seconds = time_axis(axes, 0.0, end, clock)
-    if target is not None and _is_early(runs.values(), target, end):
-        starts = [time for record in runs.values() for time in record.evaluations.time if time]
+    if target is not None and _is_early(runs, target, end):
+        starts = [time for record in runs for time in record.evaluations.time if time]
         log_time_axis(axes, min(starts) / seconds, end / seconds)
-    measure = _score_axis(axes, list(runs.values()))
+    measure = _score_axis(axes, runs)
     axes.set_title(title or f"{measure.title} on the clients' own test data")
-    for index, (label, record) in enumerate(runs.items()):
+    banded = len(methods) <= _MOST_BANDS and len(runs) > len(methods)
+    for index, (label, records) in enumerate(methods.items()):
         colour = series_colour(index)
-        times = record.evaluations.time / seconds
+        times, values = over_seeds(records)
+        mean, deviation = values.mean(axis=0), values.std(axis=0)
         if banded:
-            low, high = client_band(record.client_evaluations, len(times))
-            axes.fill_between(times, low, high, color=colour, alpha=0.12, lw=0)
-        axes.plot(
-            times,
-            record.evaluations.accuracy,
-            color=colour,
-            ls=series_line(index),
-            label=label,
-            zorder=3,
-        )
+            low, high = mean - deviation, mean + deviation
+            axes.fill_between(times / seconds, low, high, color=colour, alpha=0.18, lw=0)
+        line = series_line(index)
+        axes.plot(times / seconds, mean, color=colour, ls=line, label=label, zorder=3)
         if target is not None:
-            _mark_reached(axes, record, target, seconds, colour)
+            for record in records:
+                _mark_reached(axes, record, target, seconds, colour)
     if target is not None:
         _target_line(axes, target)
+    seeds = max((len(records) for records in methods.values()), default=0)
+    of = "one seed" if seeds == 1 else f"mean of {seeds} seeds"
     if not runs:
         say_empty(axes, "no runs")
-    elif banded:
-        place = _legend_place(measure)
-        axes.legend(loc=place, title="mean over clients; shaded: 10-90 % of clients")
+    elif len(methods) <= _MOST_BANDS:
+        shaded = "; shaded: ± standard deviation" if banded else ""
+        axes.legend(loc=_legend_place(measure), title=f"{of}{shaded}")
     else:
         # Beside the plot: among so many lines there is no room for it.
-        legend_beside(axes, title="mean over clients")
+        legend_beside(axes, title=of)
     return figure
+
+
+def over_seeds(records: Sequence[RunRecord]) -> tuple[Floats, Floats]:
+    """Bring the accuracies of runs with different seeds to common times.
+
+    Returns
+    -------
+    tuple[NDArray, NDArray]
+        All times at which any of the runs was evaluated while every one of them went on, shape
+        (T,), and the accuracies then, interpolated linearly, shape (runs, T).
+    """
+    curves = [record.evaluations for record in records if len(record.evaluations.time)]
+    if not curves:
+        return np.empty(0), np.empty((max(1, len(records)), 0))
+    times = np.unique(np.concatenate([curve.time for curve in curves]))
+    first = max(curve.time[0] for curve in curves)
+    last = min(curve.time[-1] for curve in curves)
+    times = times[(first <= times) & (times <= last)]
+    return times, np.stack([np.interp(times, curve.time, curve.accuracy) for curve in curves])
 
 
 def client_band(

@@ -32,6 +32,7 @@ from raceme.reporting.plots import (
     clusters_figure,
     comparison_figure,
     devices_figure,
+    over_seeds,
     similarity_figure,
 )
 from raceme.reporting.style import cluster_colour, save_figure, time_unit
@@ -87,7 +88,7 @@ def test_similarities_of_each_run_are_saved(tmp_path: Path, events: list[Event])
 @KINDS
 def test_each_run_is_compared_with_another(tmp_path: Path, events: list[Event]) -> None:
     path = tmp_path / "curves.png"
-    runs = {"this": RunRecord.of(events), "other": RunRecord.of(RUNS["split"])}
+    runs = {"this": [RunRecord.of(events)], "other": [RunRecord.of(RUNS["split"])] * 2}
     save_figure(comparison_figure(runs, target=0.7), path)
     with Image.open(path) as image:
         image.verify()
@@ -98,7 +99,7 @@ def test_runs_are_compared_from_their_folders(tmp_path: Path) -> None:
         with RunStore(tmp_path / name) as store:
             for event in RUNS[name]:
                 store.observe(event)
-    read = {"one": read_run(tmp_path / "split"), "two": read_run(tmp_path / "no updates")}
+    read = {"one": [read_run(tmp_path / "split")], "two": [read_run(tmp_path / "no updates")]}
     save_figure(comparison_figure(read), tmp_path / "c.png")
     assert (tmp_path / "c.png").stat().st_size > 0
 
@@ -110,7 +111,7 @@ def test_time_is_logarithmic_if_the_target_is_reached_early() -> None:
         return RunRecord.of([*joined({"a": 0}), *events, RunEnded(200.0, 200, "max-updates")])
 
     def scale(runs: dict[str, RunRecord], target: float) -> tuple[str, float, float]:
-        axes = comparison_figure(runs, target=target).axes[0]
+        axes = comparison_figure({name: [run] for name, run in runs.items()}, target=target).axes[0]
         return axes.get_xscale(), *axes.get_xlim()
 
     early, late = run(19.0), run(21.0)
@@ -118,6 +119,28 @@ def test_time_is_logarithmic_if_the_target_is_reached_early() -> None:
     assert scale({"late": late}, 0.9) == ("linear", 0.0, 200.0)
     # A target that is reached before anything happened says nothing.
     assert scale({"early": early}, 0.1) == ("linear", 0.0, 200.0)
+
+
+def test_a_comparison_draws_mean_and_deviation_of_its_seeds() -> None:
+    def run(*curve: tuple[float, float]) -> RunRecord:
+        events = [evaluated(time, {"a": (0, accuracy)}) for time, accuracy in curve]
+        return RunRecord.of([*joined({"a": 0}), *events, RunEnded(curve[-1][0], 9, "max-updates")])
+
+    first, second = run((0.0, 0.2), (10.0, 0.6)), run((0.0, 0.4), (4.0, 0.5), (20.0, 0.9))
+    times, values = over_seeds([first, second])
+    assert times.tolist() == [0.0, 4.0, 10.0]
+    # The first is at 0.2 + 0.4 · 4 / 10 after 4 s, the second at 0.5 + 0.4 · 6 / 16 after 10 s.
+    assert values == pytest.approx(np.array([[0.2, 0.36, 0.6], [0.4, 0.5, 0.65]]))
+    axes = comparison_figure({"both": [first, second]}).axes[0]
+    (line,), (band,) = axes.lines, axes.collections
+    assert line.get_ydata() == pytest.approx([0.3, 0.43, 0.625])
+    assert band.get_datalim(axes.transData).y0 == pytest.approx(0.2)
+    assert (
+        axes.get_legend().get_title().get_text() == "mean of 2 seeds; shaded: ± standard deviation"
+    )
+    (alone,) = comparison_figure({"one": [first]}).axes
+    assert not alone.collections
+    assert alone.get_legend().get_title().get_text() == "one seed"
 
 
 def test_a_comparison_of_nothing_says_so(tmp_path: Path) -> None:
