@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from raceme.cli import app
+from raceme.experiments.compare import write
 from raceme.experiments.results import Comparison, Result, Run
 from raceme.experiments.suites import Method, Suite
 from raceme.experiments.tables import to_latex
@@ -71,3 +75,16 @@ def test_the_table_compiles(found: Comparison, tmp_path: Path) -> None:
     made = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert made.returncode == 0, made.stdout[-2000:]
     assert (tmp_path / "paper.pdf").stat().st_size > 1000
+
+
+def test_a_report_and_figures_for_a_paper(found: Comparison, tmp_path: Path) -> None:
+    out = tmp_path
+    assert write(found, out, ("pdf", "tex")) == {}
+    assert (out / "compare.tex").read_text(encoding="utf-8") == to_latex(found)
+    drawn = (out / "purity.pdf").read_bytes()
+    assert b"/FontFile2" in drawn  # TrueType, embedded
+    assert re.search(rb"/MediaBox \[ 0 0 237\.6 ", drawn)  # 3.3 in
+    (out / "compare.tex").unlink()
+    done = CliRunner().invoke(app, ["report", "--latex", str(out)])
+    assert done.exit_code == 0, done.output
+    assert (out / "compare.tex").is_file()
