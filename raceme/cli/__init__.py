@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import re
 import select
 import sys
 from contextlib import suppress
@@ -16,12 +17,13 @@ from importlib import import_module
 from inspect import signature
 from typing import Annotated, Any
 
+import click
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from raceme import __version__
 from raceme.core.errors import UserError
-from raceme.core.registry import explained, summary_of
+from raceme.core.registry import STRATEGIES, explained, summary_of
 
 COMMANDS = {
     "run": "raceme.cli.run:run",
@@ -99,11 +101,32 @@ def _root(
     """Asynchronous, clustered federated learning on Flower."""
 
 
+def _one_line(error: click.ClickException) -> str:
+    """Return what is wrong with a command line, and what to type instead."""
+    message = " ".join(error.format_message().split())
+    context: Any = getattr(error, "ctx", None)
+    words = re.findall(r"[\w-]+", message.partition("extra argument")[2])
+    name = next((word for word in words if word in STRATEGIES), "")
+    if context and name:
+        return f"{message}. Did you mean `{context.command_path} --strategy {name}`?"
+    end = "" if message.endswith((".", "?")) else "."
+    return f"{message}{end}" + (f" See `{context.command_path} --help`." if context else "")
+
+
 def main() -> None:
     """Run the command line; what the user got wrong is one line on standard error, exit code 2."""
     keep_output()
     try:
-        app()
+        raise SystemExit(app(standalone_mode=False))
+    except click.ClickException as error:
+        # A command without arguments shows its help.
+        if isinstance(error, getattr(click.exceptions, "NoArgsIsHelpError", ())):
+            error.show()
+        else:
+            print(f"raceme: {_one_line(error)}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from None
+    except click.Abort:
+        raise SystemExit(130) from None
     except (UserError, ModuleNotFoundError) as error:
         said = explained(error) if isinstance(error, ModuleNotFoundError) else error
         if not isinstance(said, UserError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,7 +15,14 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperCommand
 
-from raceme.core.config import all_keys, check_names, general_keys, parse_assignment, read_toml
+from raceme.core.config import (
+    all_keys,
+    check_key,
+    check_names,
+    general_keys,
+    parse_assignment,
+    read_toml,
+)
 from raceme.core.errors import UserError
 from raceme.core.options import Key, Value, shown_type
 from raceme.core.registry import DATASETS, DEVICES, DRIFTS, MODELS, PARTITIONERS, STRATEGIES
@@ -126,12 +134,16 @@ def with_keys(
         given = {name: values.pop(item.name) for name, item in shown.items()}
         resume = given.get("resume")
         keys: dict[str, Value] = read_toml(Path(resume) / "config.toml") if resume else {}
-        keys.update(read_toml(config, pipe=True) if config else {})
+        from_file = read_toml(config, pipe=True) if config else {}
+        keys.update(from_file)
         keys.update({name: value for name, value in given.items() if value is not None})
         keys.update(parse_assignment(text) for text in assignments or [])
         # What is mistyped is said before the imports that the command needs.
         check_names(keys)
-        command(keys, **values)
+        try:
+            command(keys, **values)
+        except UserError as error:
+            raise (_located(error, config, from_file) if config else error) from error.__cause__
 
     own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
     added: Mapping[str, Any] = {
@@ -148,6 +160,22 @@ def with_keys(
     wrapped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     wrapped.__annotations__ = {p.name: p.annotation for p in parameters}
     return wrapped
+
+
+def _located(error: UserError, path: Path, keys: Mapping[str, Value]) -> UserError:
+    """Return an error with the file and the line of the key that it is about."""
+    for name, value in keys.items():
+        try:
+            check_key(name, value)
+        except UserError as found:
+            if str(found) == str(error):
+                # A table's key stands in a line without the table's name.
+                last = name.rpartition(".")[2]
+                lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+                pattern = rf"[\s\"']*([\w-]+\.)?{re.escape(last)}[\s\"']*="
+                line = next((n for n, text in enumerate(lines, 1) if re.match(pattern, text)), 0)
+                return UserError(f"{path}{f', line {line}' if line else ''}: {error}")
+    return error
 
 
 def _option(name: str, item: Any) -> Any:

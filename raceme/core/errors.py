@@ -169,7 +169,7 @@ def shown_by_flower() -> Iterator[None]:
         raise
 
 
-_MANY = 60
+_MANY = 15
 """So many names are no longer read where an error is."""
 
 

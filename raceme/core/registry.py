@@ -169,7 +169,7 @@ class Registry(Mapping[str, Any]):
         # Read for a name of ours, too: an installed package may claim the same one.
         names = [*self]
         if name not in self:
-            raise unknown_name(self.kind, name, names)
+            raise unknown_name(self.kind, name, names, "raceme list")
 
     def name_of(self, chosen: str | Any) -> str:
         """Return the name of an object, as configurations hold it; a name stays as it is.

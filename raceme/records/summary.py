@@ -332,6 +332,8 @@ class TaskAccuracies:
         return means
 
 
+_DIVERGED = 10.0
+"""A loss this many times that of the untrained models counts as diverged."""
 _LEARNT = ("forgetting", "backward_transfer", "forward_transfer")
 
 
@@ -836,6 +838,7 @@ class RunSummary(EventHandler):
             "seed": int(seed),
             "clients": len(self.membership.groups),
             "reason": self.reason,
+            "diverged": self._has_diverged(),
             "ending": None if self.ending is None else self.ending.value,
             "updates": self.updates,
             "virtual_time": self.time,
@@ -896,6 +899,13 @@ class RunSummary(EventHandler):
         self._evaluations.append(replace(event, per_client={}, asked=0, steps={}, groups={}))
         self.best_accuracy = self._better(accuracy, self.best_accuracy)
         self.best_weighted_accuracy = self._better(weighted, self.best_weighted_accuracy)
+
+    def _has_diverged(self) -> bool:
+        """Whether the models are far worse than the untrained ones: the training diverged."""
+        losses = [point.loss for point in self._evaluations]
+        if len(losses) < 2:
+            return False
+        return not math.isfinite(losses[-1]) or losses[-1] > _DIVERGED * losses[0] > 0
 
     def _better(self, value: float, best: float | None) -> float | None:
         """Return the better one; NaN, which a run that diverged may give, is no value."""

@@ -261,6 +261,8 @@ def _rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     plain = f"{shown(summary[name])} (best {shown(summary[f'best_{name}'])})"
     over = _answered(get("clients_answered"), get("clients_asked")) or "clients"
     yield measure.word, f"{plain}, mean over {over}"
+    if get("diverged"):
+        yield "diverged", "the loss is far above that of the untrained model: lower lr"
     if (honest := get(f"honest_{name}")) is not None:
         attackers = len(summary["attackers"])
         yield "honest clients", f"{shown(honest)}, mean without {attackers} that attack"

@@ -209,3 +209,28 @@ def test_lists_and_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert "slow30x5" in profiles
         assert "strategies" not in profiles
     assert raceme(tmp_path, "--version").stdout.startswith("raceme ")
+
+
+def test_what_is_mistyped_is_one_line_with_a_remedy(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text('lr = 0.1\n[casa]\ngamma = "x"\n')
+    for arguments, expected in (
+        (["run", "casa"], "extra argument (casa). Did you mean `raceme run --strategy casa`?"),
+        (["run", "--strategy", "cassa"], "'cassa'. Did you mean 'casa'? `raceme list` lists them"),
+        (["runs"], "No such command 'runs'"),
+        (["run", "--config", "mine.toml"], "mine.toml, line 3: casa.gamma must be a number"),
+    ):
+        done = raceme(tmp_path, *arguments)
+        assert done.returncode == 2, arguments
+        assert done.stderr.startswith("raceme: "), arguments
+        assert len(done.stderr.splitlines()) == 1, arguments
+        assert expected in done.stderr, arguments
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.toml"]
+
+
+def test_training_that_diverges_is_said(tmp_path: Path) -> None:
+    for lr, diverged in (("1e9", True), ("0.1", False)):
+        out = tmp_path / lr
+        done = raceme(tmp_path, "run", *SMALL, "--lr", lr, "--out", str(out))
+        assert done.returncode == 0
+        assert ("lower lr" in done.stdout) is diverged
+        assert json.loads((out / "summary.json").read_text())["diverged"] is diverged
