@@ -30,6 +30,9 @@ Out = Annotated[
 ]
 Seeds = Annotated[str | None, typer.Option(help="seeds, e.g. 0,1,2")]
 Only = Annotated[str, typer.Option(help="parts of a suite, e.g. digits-4,digits-6")]
+Formats = Annotated[
+    str, typer.Option("--format", help="also write plots as pdf or svg, the table as tex: pdf,tex")
+]
 Processes = Annotated[int, typer.Option(help="runs at a time (0: one per core)", min=0)]
 
 
@@ -39,6 +42,7 @@ def run_suites(
     overview: Callable[[Mapping[str, Comparison]], PlainTable] | None = None,
     workers: Value = "",
     out: Path | None = None,
+    formats: Sequence[str] = (),
 ) -> None:
     """Run suites one after another, after all of them were checked, and print their tables.
 
@@ -55,12 +59,14 @@ def run_suites(
         alone.
     out : Path, optional
         With which option ``--out`` the same command goes on; None: as it was typed.
+    formats : Sequence[str]
+        What tables and plots are written as beside Markdown and PNG.
     """
     from rich.console import Console
 
     from raceme.core.signals import interrupted_by_signals
     from raceme.experiments.compare import compare as run_suite
-    from raceme.experiments.compare import prepare
+    from raceme.experiments.compare import prepare, write
     from raceme.experiments.tables import main_table, sweep_table
     from raceme.reporting.artefacts import missing_line
 
@@ -84,6 +90,8 @@ def run_suites(
                 soft_wrap=True,
             )
             raise typer.Exit(130) from None
+        if formats:
+            comparison = replace(comparison, unwritten=write(comparison, plan.out, formats))
         for text in (main_table(comparison), sweep_table(comparison)):
             if text is not None:
                 console.print()
@@ -179,6 +187,7 @@ def compare(
     seeds: Seeds = None,
     out: Out = None,
     processes: Processes = 0,
+    formats: Formats = "",
     watch: Watch = False,
     watch_address: Address = ADDRESS,
 ) -> None:
@@ -193,9 +202,14 @@ def compare(
         for method in methods or ():
             STRATEGIES.check(method)
 
+    from raceme.experiments.compare import FORMATS
     from raceme.experiments.results import regret_table
     from raceme.experiments.suites import load_suite, of_names, variants
 
+    written_as = [name.strip() for name in formats.split(",") if name.strip()]
+    for name in written_as:
+        if name not in FORMATS:
+            raise unknown_name("format", name, FORMATS)
     stamp = time.strftime("%Y%m%d-%H%M%S")
     overview: Callable[[Mapping[str, Comparison]], PlainTable] | None = None
     if suite is not None and (cases := variants(suite)):
@@ -216,7 +230,7 @@ def compare(
         adapted = (plan.only(methods) if methods and suite else plan).with_settings(keys)
         planned.append((with_seeds(adapted, seeds), folder / name))
     with watched(watch, folder, watch_address, comparison=True):
-        run_suites(planned, processes, overview, keys.get("workers", ""), folder)
+        run_suites(planned, processes, overview, keys.get("workers", ""), folder, written_as)
 
 
 # -----------------------------------------------------------------------------

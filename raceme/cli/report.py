@@ -29,15 +29,23 @@ def report(
             help="file for the page, if there is one folder [default: report.html in the folder]"
         ),
     ] = None,
+    latex: Annotated[
+        bool, typer.Option("--latex", help="also write the table of a comparison: compare.tex")
+    ] = False,
 ) -> None:
     """Make a page of a run, a comparison or a simulated app: one HTML file, nothing else."""
     if output is not None and len(folders) > 1:
         raise UserError(f"--output names one file, and there are {len(folders)} folders.")
+    for folder in folders:
+        if latex and folder.is_dir() and not (folder / "compare.json").is_file():
+            raise UserError(f"--latex writes the table of a comparison, and {folder} is not one.")
     planned = plan(folders, output)
     failed = False
     for folder, target, make in planned:
         try:
             _write(folder, target, make)
+            if latex:
+                _write_latex(folder)
         except UserError as error:
             failed = True
             print(f"raceme: {error}", file=sys.stderr)
@@ -99,6 +107,17 @@ def _write(folder: Path, target: Path, make: _Maker) -> None:
     from raceme.reporting.page import write_page
 
     write_page(target, make(folder, _link(folder, target)))
+
+
+def _write_latex(folder: Path) -> None:
+    from raceme.core.files import atomic_write
+    from raceme.experiments.results import read_comparison
+    from raceme.experiments.tables import to_latex
+
+    target = folder / "compare.tex"
+    with atomic_write(target) as file:
+        file.write_text(to_latex(read_comparison(folder)), encoding="utf-8")
+    print(target)
 
 
 def _link(folder: Path, target: Path) -> str:

@@ -38,7 +38,7 @@ from raceme.core.messages import InvalidModelError, Vector, from_array, to_array
 from raceme.core.options import convert, present_names
 from raceme.core.progress import Plan, Progress, rounds_over
 from raceme.core.requests import InvalidReplyError
-from raceme.core.scheduling import InRounds, sample
+from raceme.core.scheduling import FlowerArguments, InRounds, MetricsFn, sample
 from raceme.core.strategy import Method, Probe, RunResult, StopCheck, never_stop
 from raceme.core.timeline import Timeline, timeline_of
 from raceme.flower.grid import OwnGrid
@@ -49,9 +49,6 @@ log = logging.getLogger("flwr")
 # -----------------------------------------------------------------------------
 # The arguments that Flower's strategies are made with, beside a method's hyper-parameters.
 # -----------------------------------------------------------------------------
-
-MetricsFn = Callable[[list[RecordDict], str], MetricRecord]
-"""Aggregates the metrics of replies, given the name of the weight among them."""
 
 _FORMER = {
     "fraction_fit": "fraction_train",
@@ -72,57 +69,6 @@ _TO_START = {
     "timeout": "timeout=...",
 }
 """What is no property of a strategy but said at the start."""
-
-
-@dataclass(frozen=True)
-class FlowerArguments:
-    """What Flower's strategies are told about clients and messages, with Flower's defaults.
-
-    Attributes
-    ----------
-    fraction_train : float
-        Share of the connected nodes that train: in a round, or at a time where there are none.
-    fraction_evaluate : float
-        Share of the connected nodes that test models after each round; 0: none of them do.
-    min_train_nodes, min_evaluate_nodes : int
-        So many at least, as far as they are connected.
-    min_available_nodes : int
-        Nodes that must be connected before the run begins.
-    weighted_by_key : str
-        The metric that says how much a client counts: its number of examples.
-    arrayrecord_key, configrecord_key : str
-        Names of the records with the model and with the settings in messages to clients.
-    train_metrics_aggr_fn, evaluate_metrics_aggr_fn : Callable or None
-        Aggregate what clients have measured in a round; by default the mean by weight.
-    accuracy_key : str
-        The metric of a test that is the accuracy; by default it is found by its name.
-    """
-
-    fraction_train: float = 1.0
-    fraction_evaluate: float = 1.0
-    min_train_nodes: int = 2
-    min_evaluate_nodes: int = 2
-    min_available_nodes: int = 2
-    weighted_by_key: str = names.NUM_EXAMPLES
-    arrayrecord_key: str = names.ARRAYS
-    configrecord_key: str = names.CONFIG
-    train_metrics_aggr_fn: MetricsFn | None = None
-    evaluate_metrics_aggr_fn: MetricsFn | None = None
-    accuracy_key: str = ""
-
-    def trained(self, online: int) -> int:
-        """Return how many of so many nodes train: at a time, or in a round."""
-        return _share(online, self.fraction_train, max(1, self.min_train_nodes))
-
-    def tested(self, online: int) -> int:
-        """Return how many of so many nodes test models after a round."""
-        if not self.fraction_evaluate:
-            return 0
-        return _share(online, self.fraction_evaluate, self.min_evaluate_nodes)
-
-
-def _share(online: int, fraction: float, least: int) -> int:
-    return min(online, max(int(fraction * online), least))
 
 
 def divided(

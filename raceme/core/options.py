@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, Field, field, fields, is_dataclass, make_dataclass
 from functools import cache
+from inspect import Parameter, Signature, signature
 from typing import Any, NamedTuple, TypeVar
 
 from raceme.core.errors import UserError, unknown_name
@@ -138,6 +139,53 @@ def reads(options_type: type[Any]) -> Callable[[_Function], _Function]:
         return function
 
     return mark
+
+
+def signature_of(function: Callable[..., Any], *options_types: type[Any]) -> Signature:
+    """Return the signature of a method, with options in the place of its ``**arguments``."""
+    _, *own = signature(function).parameters.values()
+    if not own or own[-1].kind is not Parameter.VAR_KEYWORD:
+        return Signature(own)
+    options = [
+        Parameter(item.name, Parameter.KEYWORD_ONLY, default=item.default, annotation=item.type)
+        for options_type in options_types
+        for item in fields(options_type)
+    ]
+    return Signature([*own[:-1], *options])
+
+
+_FIRST = (
+    "parameters : dataclass, default None",
+    "    hyper-parameters given together; single ones below take precedence.",
+    "seed : int, default 0",
+    "    decides whatever the method leaves to chance.",
+)
+
+
+def documented(summary: str, source: str, *options_types: type[Any]) -> str:
+    """Return a docstring with a section of the parameters: type, default, range and meaning.
+
+    Parameters
+    ----------
+    summary : str
+        The docstring without them, cleaned of its indentation.
+    source : str
+        Where the method is from, for the notes: a paper.
+    *options_types : type
+        Dataclasses of options.
+    """
+    lines = [summary, "", "Parameters", "----------", *_FIRST]
+    for item in (item for options_type in options_types for item in fields(options_type)):
+        rules = item.metadata
+        words = {"low": "at least", "above": "above", "high": "at most", "below": "below"}
+        limits = [
+            f"{word} {rules[rule]:g}" for rule, word in words.items() if rules[rule] is not None
+        ]
+        among = [f"one of {', '.join(rules['among'])}"] if rules["among"] else []
+        range_ = f" ({' and '.join(limits + among)})" if limits or among else ""
+        lines.append(f"{item.name} : {item.type}, default {item.default!r}")
+        lines.append(f"    {rules['help']}{range_}.")
+    return "\n".join([*lines, *(["", "Notes", "-----", source] if source else [])])
 
 
 def key_of(attribute: str) -> str:

@@ -17,9 +17,10 @@ from statistics import median
 from typing import Any, ClassVar, Union, cast, get_args, get_origin, get_type_hints
 
 import numpy as np
+from flwr.app import MetricRecord, RecordDict
 
 from raceme.core.clients import Client, Fleet, Idle
-from raceme.core.messages import ROUND, TRAINING
+from raceme.core.messages import ARRAYS, CONFIG, NUM_EXAMPLES, ROUND, TRAINING
 from raceme.core.options import Value, option
 from raceme.core.requests import InFlight, InvalidReplyError, Request, Update
 
@@ -395,6 +396,58 @@ class EveryIdle(Scheduler):
         if moment.places is None:
             return moment.idle.ready(moment.now)
         return moment.idle.draw(moment.now, moment.places, moment.rng)
+
+
+MetricsFn = Callable[[list[RecordDict], str], MetricRecord]
+"""Aggregates the metrics of replies, given the name of the weight among them."""
+
+
+@dataclass(frozen=True)
+class FlowerArguments:
+    """What Flower's strategies are told about clients and messages, with Flower's defaults."""
+
+    fraction_train: float = option(
+        1.0,
+        "share of the connected nodes that train: in a round, or at a time where there are none",
+        above=0,
+        high=1,
+    )
+    fraction_evaluate: float = option(
+        1.0, "share of the connected nodes that test models after each round", low=0, high=1
+    )
+    min_train_nodes: int = option(2, "nodes that train at least, as far as connected", low=0)
+    min_evaluate_nodes: int = option(2, "nodes that test at least, as far as connected", low=0)
+    min_available_nodes: int = option(
+        2, "nodes that must be connected before the run begins", low=0
+    )
+    weighted_by_key: str = option(
+        NUM_EXAMPLES, "the metric that says how much a client counts: its number of examples"
+    )
+    arrayrecord_key: str = option(ARRAYS, "name of the record with the model in messages")
+    configrecord_key: str = option(CONFIG, "name of the record with the settings in messages")
+    train_metrics_aggr_fn: MetricsFn | None = option(  # noqa: RUF009
+        None, "aggregates what clients measured in training; by default the mean by weight"
+    )
+    evaluate_metrics_aggr_fn: MetricsFn | None = option(  # noqa: RUF009
+        None, "aggregates what clients measured in tests; by default the mean by weight"
+    )
+    accuracy_key: str = option(
+        "", "the metric of a test that is the accuracy; by default it is found by its name"
+    )
+
+    def trained(self, online: int) -> int:
+        """Return how many of so many nodes train: at a time, or in a round."""
+        return _share(online, self.fraction_train, max(1, self.min_train_nodes))
+
+    def tested(self, online: int) -> int:
+        """Return how many of so many nodes test models after a round."""
+        if not self.fraction_evaluate:
+            return 0
+        return _share(online, self.fraction_evaluate, self.min_evaluate_nodes)
+
+
+def _share(online: int, fraction: float, least: int) -> int:
+    return min(online, max(int(fraction * online), least))
 
 
 @dataclass(frozen=True)

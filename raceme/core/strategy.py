@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, is_dataclass, replace
+from inspect import Signature, cleandoc
 from logging import getLogger
 from typing import Any, ClassVar, Generic, NoReturn, Protocol, TypeVar, runtime_checkable
 
@@ -19,6 +21,7 @@ from raceme.core.clients import Client, Identities
 from raceme.core.clusters import Clusters, Model, Weights
 from raceme.core.errors import UserError
 from raceme.core.messages import TRAINING, VALIDATION_SHARE, ModelSpec, Vector
+from raceme.core.options import documented, signature_of
 from raceme.core.progress import Plan, Progress
 from raceme.core.protection import Guard, GuardState, NoProtection
 from raceme.core.requests import (
@@ -33,6 +36,7 @@ from raceme.core.requests import (
 )
 from raceme.core.scheduling import (
     EveryIdle,
+    FlowerArguments,
     InRounds,
     NoState,
     RoundsParameters,
@@ -203,6 +207,17 @@ class KnowsLikeness(Protocol):
         """Return clients and the matrix of their similarities; NaN where it is not known."""
 
 
+def _shown(method: type[Any], parameters_type: type[Any], doc: str) -> tuple[Signature, str]:
+    """Return the signature and the docstring of a method with its hyper-parameters."""
+    made = signature_of(method.__init__, parameters_type, FlowerArguments)
+    doc = cleandoc(doc)
+    if not doc or "Parameters\n---" in doc or not is_dataclass(parameters_type):
+        return made, doc
+    module = sys.modules.get(method.__module__)
+    _, _, source = (getattr(module, "__doc__", None) or "").partition("\n\n")
+    return made, documented(doc, source.strip(), parameters_type, FlowerArguments)
+
+
 class Method(Strategy):
     """A method: a Flower strategy that says what the loop is to do.
 
@@ -217,7 +232,7 @@ class Method(Strategy):
         Decides whatever the method leaves to chance.
     **arguments
         Single hyper-parameters, and the arguments that Flower's own strategies take
-        (:class:`~raceme.core.drop_in.FlowerArguments`): ``fraction_train=0.5``.
+        (:class:`~raceme.core.scheduling.FlowerArguments`): ``fraction_train=0.5``.
 
     Raises
     ------
@@ -267,6 +282,12 @@ class Method(Strategy):
 
     parameters_type: ClassVar[type[Any]] = NoState
     state_type: ClassVar[type[Any]] = NoState
+    __signature__: ClassVar[Signature]
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        """Show the hyper-parameters in the signature and in the help of the method."""
+        super().__init_subclass__(**arguments)
+        cls.__signature__, cls.__doc__ = _shown(cls, cls.parameters_type, cls.__doc__ or "")
 
     def __init__(self, parameters: Any = None, seed: int = 0, **arguments: Any) -> None:
         # These modules need the type of a method.
@@ -793,7 +814,9 @@ class Variant(Generic[Made]):
     summary: str
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "__doc__", self.summary)
+        shown = _shown(self.method, self.parameters_type, self.summary)
+        for name, value in zip(("__signature__", "__doc__"), shown, strict=True):
+            object.__setattr__(self, name, value)
 
     def __call__(self, parameters: Any = None, seed: int = 0, **arguments: Any) -> Made:
         """Make the method, with the variant's defaults unless parameters are given."""

@@ -321,8 +321,21 @@ def _compare(plan: Plan, processes: int, console: Console, run_all: RunAll) -> C
     return replace(comparison, unwritten=write(comparison, plan.out))
 
 
-def write(comparison: Comparison, out: Path) -> dict[str, str]:
+FORMATS = ("pdf", "svg", "tex")
+"""What tables and plots are written as beside Markdown and PNG, if asked for."""
+
+
+def write(comparison: Comparison, out: Path, formats: Sequence[str] = ()) -> dict[str, str]:
     """Write the tables and plots of a comparison; what fails holds nothing else up.
+
+    Parameters
+    ----------
+    comparison : Comparison
+        The results.
+    out : Path
+        The folder for the files.
+    formats : Sequence[str]
+        Some of `FORMATS`, in addition.
 
     Returns
     -------
@@ -336,6 +349,8 @@ def write(comparison: Comparison, out: Path) -> dict[str, str]:
         "compare.csv": table.to_csv(comparison),
         "compare.md": "\n".join(text.markdown() for text in texts if text is not None),
     }
+    if "tex" in formats:
+        files["compare.tex"] = table.to_latex(comparison)
     for name, content in files.items():
         try:
             with atomic_write(out / name) as file:
@@ -345,8 +360,13 @@ def write(comparison: Comparison, out: Path) -> dict[str, str]:
     runs, missing = read_runs(out, comparison)
     for label in missing:
         log.warning("%s is not in the plots over time: its events cannot be read", label)
-    for plot, draw in plots(comparison, runs).items():
-        name = f"{plot}.png"
+    drawn = {
+        f"{plot}.{suffix}": draw
+        for plot, draw in plots(comparison, runs).items()
+        for suffix in ("png", *formats)
+        if suffix != "tex"
+    }
+    for name, draw in drawn.items():
         try:
             save_figure(draw(), out / name)
         except OSError as error:

@@ -1,4 +1,4 @@
-"""A comparison as tables: for the terminal, as Markdown, as CSV and as JSON."""
+"""A comparison as tables: for the terminal, as Markdown, LaTeX, CSV and JSON."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -146,7 +147,7 @@ def _remarks(comparison: Comparison) -> list[str]:
 
 
 # -----------------------------------------------------------------------------
-# A comparison as tables: for the terminal, as Markdown, as CSV and as JSON.
+# A comparison as tables: for the terminal, as Markdown, LaTeX, CSV and JSON.
 # -----------------------------------------------------------------------------
 
 
@@ -304,6 +305,90 @@ def sweep_table(comparison: Comparison) -> PlainTable | None:
     held_out = f", tested on {suite.validation_fraction:.0%} of the training samples"
     title = f"Swept hyper-parameters (seed {suite.seeds[0]}{length}{held_out})"
     return PlainTable(title, ("method", _head(comparison.measure), "time", ""), rows)
+
+
+_LATEX = str.maketrans(
+    {
+        "\\": r"\textbackslash{}",
+        "^": r"\textasciicircum{}",
+        "~": r"\textasciitilde{}",
+        "<": "$<$",
+        ">": "$>$",
+        "|": r"\textbar{}",
+        '"': "''",
+        **{sign: "\\" + sign for sign in "&%$#_{}"},
+        "±": r"$\pm$",
+        "×": r"$\times$",
+        "−": "$-$",
+        "≤": r"$\leq$",
+        "≥": r"$\geq$",
+        "→": r"$\to$",
+        "†": r"$\dagger$",
+        "₀": "$_0$",
+        **{
+            letter: f"$\\{name}$"
+            for letter, name in {
+                "α": "alpha",
+                "β": "beta",
+                "γ": "gamma",
+                "δ": "delta",
+                "ε": "varepsilon",
+                "λ": "lambda",
+                "μ": "mu",
+                "σ": "sigma",
+                "τ": "tau",
+            }.items()
+        },
+    }
+)
+_HIGHEST_IS_BEST = ("acc %", "purity", *map(str, Scored))
+_LOWEST_IS_BEST = ("time", TO_TARGET, TO_CONVERGENCE, "unrest", "forgotten", "KL", "bytes")
+
+
+def to_latex(comparison: Comparison) -> str:
+    """Return the main table for a paper, as a LaTeX ``table`` of the package booktabs.
+
+    The best values of a column are bold; values that are equal as printed share the first place,
+    and a lower bound such as "> 20.0" has none. The lines below the table stay with it. Special
+    characters in names are escaped.
+    """
+    found = main_table(comparison)
+    rows = [[cell.translate(_LATEX) for cell in row] for row in found.rows]
+    for index, head in enumerate(found.columns):
+        for place in _best(head, [row[index] for row in found.rows], comparison.measure):
+            rows[place][index] = rf"\textbf{{{rows[place][index]}}}"
+    heads = [head.replace("\n", " ").translate(_LATEX) for head in found.columns]
+    lines = [
+        "% Needs \\usepackage{booktabs} in the preamble.",
+        r"\begin{table}",
+        r"\centering",
+        rf"\caption{{{found.title.translate(_LATEX)}}}",
+        rf"\begin{{tabular}}{{l{'r' * (len(heads) - 1)}}}",
+        r"\toprule",
+        f"{' & '.join(heads)} \\\\",
+        r"\midrule",
+        # A row that starts with "[" or "*" would be read as an argument of the break before it.
+        *(f"{{}}{' & '.join(row)} \\\\" for row in rows),
+        r"\bottomrule",
+        r"\end{tabular}",
+        *(rf"\par\smallskip\footnotesize {line.translate(_LATEX)}" for line in found.lines),
+        r"\end{table}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _best(head: str, cells: Sequence[str], measure: Measure) -> list[int]:
+    """Return in which rows the best values of a column are."""
+    name = head.removesuffix("\npaper").removesuffix("\nours")
+    lowest = name in _LOWEST_IS_BEST or (measure.is_error and name == measure.label)
+    if not lowest and name not in _HIGHEST_IS_BEST:
+        return []
+    means = {row: float(of[0]) for row, cell in enumerate(cells) if (of := _NUMBER.match(cell))}
+    best = (min if lowest else max)(means.values(), default=None)
+    return [row for row, mean in means.items() if mean == best]
+
+
+_NUMBER = re.compile(r"-?\d+(\.\d+)?")
 
 
 def to_csv(comparison: Comparison) -> str:

@@ -117,8 +117,9 @@ def figures_of(
         "accuracy": partial(accuracy_figure, record, target=target, title=title, clock=clock),
         "clusters": partial(clusters_figure, record, clock=clock),
         "devices": partial(devices_figure, record, clock=clock),
-        "similarity": partial(draw_similarity, record, similarity),
     }
+    if similarity is not None and similarity.clients:
+        figures["similarity"] = partial(draw_similarity, record, similarity)
     for name, draw, has_data in (
         ("uploads", uploads_figure, has_scores(record)),
         ("mixtures", mixtures_figure, bool(record.uploads.divergences())),

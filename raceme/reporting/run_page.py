@@ -611,8 +611,6 @@ def run_page(folder: Path, links: str) -> str:
     members, name = membership(record), summary["strategy"]
     if not members:
         del figures["clusters"]
-    if similarity is None:
-        del figures["similarity"]
     if len(record.updates.seq) and record.updates.staleness.max() > 0:
         figures["staleness"] = partial(staleness_figure, {"": record}, height=1.5)
     keys = {name: (key.default, key.help) for name, key in keys_of(config).items()}

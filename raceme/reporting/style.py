@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import matplotlib
@@ -17,6 +18,7 @@ from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.path import Path as Outline
+from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from raceme.core.events import ClusterChange, ClustersChanged, DataChanged
@@ -136,10 +138,29 @@ def one_axes(
     return figure, axes
 
 
+COLUMN_WIDTH = 3.3
+"""Width in inches of a figure in a column of a paper."""
+PAPER_POINTS = 8
+"""Size of the text in such a figure."""
+
+
 def save_figure(figure: Figure, path: Path) -> None:
-    """Write a figure as PNG, atomically."""
+    """Write a figure, atomically: as PNG, or for a paper as PDF or SVG, by the path's suffix.
+
+    For a paper it is as wide as a column, with text of 8 points in embedded TrueType fonts; the
+    figure given is changed.
+    """
+    kind = path.suffix[1:]
+    if kind != "png":
+        width, height = figure.get_size_inches()
+        figure.set_size_inches(COLUMN_WIDTH, min(height, COLUMN_WIDTH * max(0.75, height / width)))
+        for text in figure.findobj(Text):
+            text.set_fontsize(PAPER_POINTS)
+            text.set_text("\n".join(fill(line, 42) for line in text.get_text().split("\n")))
+    metadata = {"png": {"Software": "Raceme"}, "pdf": {"CreationDate": None}}
     with atomic_write(path) as file, style():
-        figure.savefig(file, format="png", metadata={"Software": "Raceme"})
+        matplotlib.rcParams.update({"pdf.fonttype": 42, "svg.hashsalt": "raceme"})
+        figure.savefig(file, format=kind, metadata=metadata.get(kind, {"Date": None}))
 
 
 def cluster_colour(cluster: int) -> str:

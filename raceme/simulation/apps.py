@@ -30,12 +30,12 @@ from flwr.serverapp.strategy import Strategy
 
 import raceme
 from raceme.core.config import RunConfig
-from raceme.core.drop_in import FlowerArguments
 from raceme.core.errors import UserError, unknown_name
 from raceme.core.events import Observer, ignore
 from raceme.core.messages import CONFIG, KIND
 from raceme.core.options import Value
 from raceme.core.registry import STRATEGIES
+from raceme.core.scheduling import FlowerArguments
 from raceme.core.signals import handled_by
 from raceme.core.strategy import Method
 from raceme.datasets.source import without_operators

@@ -2,46 +2,16 @@
 
 ``from raceme.strategies import FedAsync`` imports :mod:`raceme.strategies.fedasync` and no other
 method. Where each is defined says `STRATEGIES`, in :mod:`raceme.core.registry`; its
-hyper-parameters, ``FedAsyncParameters``, stand beside it.
+hyper-parameters, ``FedAsyncParameters``, stand beside it. Editors and type checkers read the
+stub, which ``python tests/strategy_stubs.py`` makes from the hyper-parameters.
 """
-
-# ruff: noqa: F403
 
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from raceme.core.registry import STRATEGIES as STRATEGIES
-
-if TYPE_CHECKING:
-    from raceme.core.progress import Plan as Plan
-    from raceme.core.scheduling import RoundsParameters as RoundsParameters
-    from raceme.core.strategy import Method as Method
-    from raceme.strategies.ace import *
-    from raceme.strategies.casa.strategy import *
-    from raceme.strategies.cdfl.fedsoft import *
-    from raceme.strategies.cdfl.strategy import *
-    from raceme.strategies.cfl import *
-    from raceme.strategies.continual.strategy import *
-    from raceme.strategies.csafl import *
-    from raceme.strategies.faacl.continual import *
-    from raceme.strategies.faacl.strategy import *
-    from raceme.strategies.fedasync import *
-    from raceme.strategies.fedavg import *
-    from raceme.strategies.fedbuff import *
-    from raceme.strategies.fedcompass import *
-    from raceme.strategies.feddrift import *
-    from raceme.strategies.fedrc.strategy import *
-    from raceme.strategies.fesem import *
-    from raceme.strategies.flexcfl import *
-    from raceme.strategies.icfl import *
-    from raceme.strategies.ifca import *
-    from raceme.strategies.panicle.strategy import *
-    from raceme.strategies.profiles.cfl_gp import *
-    from raceme.strategies.profiles.flux import *
-    from raceme.strategies.profiles.pacfl import *
-    from raceme.strategies.standalone import *
 
 _MODULES = STRATEGIES.modules() | {
     "FlowerRounds": "raceme.strategies.fedavg",

@@ -10,8 +10,8 @@ from flwr.app import ArrayRecord
 from flwr.serverapp import strategy as flower
 from quickstarts import initial_numpy, numpy_app
 
-from raceme.core.drop_in import FlowerArguments
 from raceme.core.errors import UserError
+from raceme.core.scheduling import FlowerArguments
 from raceme.strategies import CASA, STRATEGIES, CASAParameters, FedAvg, FedAvgParameters
 from raceme.strategies.casa.strategy import CASAC
 from raceme.strategies.cdfl.fedsoft import FedSoft

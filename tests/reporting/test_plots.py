@@ -26,6 +26,7 @@ from raceme.core.events import (
 )
 from raceme.records.record import RunRecord, read_run
 from raceme.records.store import RunStore
+from raceme.reporting.artefacts import figures_of
 from raceme.reporting.plots import (
     accuracy_figure,
     client_band,
@@ -380,3 +381,7 @@ def test_the_settings_of_the_user_are_left_alone() -> None:
         before = dict(matplotlib.rcParams)
         accuracy_figure(RunRecord.of(RUNS["split"]))
         assert dict(matplotlib.rcParams) == before
+
+
+def test_a_run_that_compares_no_clients_has_no_plot_of_similarities() -> None:
+    assert "similarity" not in figures_of(RunRecord.of(joined({"a": 0})), similarity=None)

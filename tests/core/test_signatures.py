@@ -1,0 +1,64 @@
+"""What Python, an editor and mypy know of a method's arguments."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from strategy_stubs import STUB, stub
+
+import raceme.strategies as strategies
+from raceme.core.registry import STRATEGIES
+from raceme.core.scheduling import FlowerArguments
+
+METHODS = sorted(STRATEGIES.modules())
+BOTH = {"parameters", "seed"} | {item.name for item in fields(FlowerArguments)}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_signature_and_the_help_have_each_parameter(name: str) -> None:
+    method = getattr(strategies, name)
+    own = {item.name: item.default for item in fields(method.parameters_type)}
+    known = inspect.signature(method).parameters
+    assert set(known) == own.keys() | BOTH
+    assert {key: known[key].default for key in own} == own
+    for key, default in own.items():
+        assert f"\n{key} : {known[key].annotation}, default {default!r}\n    " in method.__doc__
+
+
+def test_the_help_has_ranges_and_the_source() -> None:
+    assert "\n    exponent γ of the eigengap, eq 14 (above 0).\n" in (strategies.CASA.__doc__ or "")
+    assert "KDD 2024" in (strategies.CASA.__doc__ or "")
+
+
+def test_the_stub_is_up_to_date() -> None:
+    # Else: python tests/strategy_stubs.py
+    assert STUB.read_text(encoding="utf-8") == stub()
+
+
+@pytest.mark.slow
+def test_mypy_finds_wrong_arguments(tmp_path: Path) -> None:
+    pytest.importorskip("mypy")
+    (tmp_path / "typed.py").write_text(
+        "from raceme.strategies import CASA, CASAC, FedAsync\n"
+        "CASA(gamma=0.15, fraction_train=0.5)\n"
+        "CASA(gama=0.1)\n"
+        'CASA(gamma="x")\n'
+        "CASAC(gama=0.1)\n"
+        "FedAsync(gamma=0.1)\n"
+    )
+    options = ["--config-file", "", "--follow-imports", "silent", "--ignore-missing-imports"]
+    made = subprocess.run(
+        [sys.executable, "-m", "mypy", *options, "typed.py"],
+        cwd=tmp_path,
+        env=os.environ | {"MYPYPATH": str(STUB.parents[2])},
+        capture_output=True,
+        text=True,
+    )
+    wrong = [line.split(":")[1] for line in made.stdout.splitlines() if ": error:" in line]
+    assert wrong == ["3", "4", "5", "6"], made.stdout + made.stderr
