@@ -321,8 +321,8 @@ class RunConfig:
         Raises
         ------
         UserError
-            An unknown strategy; a key that does not exist or that this run does not read, unless it has its default; a
-            value of the wrong type or out of its range.
+            An unknown strategy; a key that does not exist or that this run does not read, unless it
+            has its default; a value of the wrong type or out of its range.
         """
         general = general_keys()
         given = present_names(expanded(mapping), general)
