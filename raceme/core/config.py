@@ -295,6 +295,8 @@ class RunConfig:
     ``{"casa.gamma": 0.2, "groups": "0.5,0.5"}``. To be read by :meth:`read`."""
 
     def __post_init__(self) -> None:
+        if self.strategy not in STRATEGIES:
+            STRATEGIES.check(self.strategy)
         for name, item in general_keys().items():
             check_range(name, getattr(self, item.name), item)
         if self.momentum != _MOMENTUM and self.optimizer != "momentum":
@@ -319,8 +321,8 @@ class RunConfig:
         Raises
         ------
         UserError
-            A key that does not exist or that this run does not read, unless it has its default; a
-            value of the wrong type or out of its range.
+            An unknown strategy; a key that does not exist or that this run does not read, unless it
+            has its default; a value of the wrong type or out of its range.
         """
         general = general_keys()
         given = present_names(expanded(mapping), general)
@@ -330,6 +332,9 @@ class RunConfig:
             if name in general
         }
         others = {name: value for name, value in given.items() if name not in general}
+        if lenient and values.get("strategy") not in STRATEGIES:
+            # A package that only the server has installed brings it.
+            values.pop("strategy", None)
         return cls(**values)._with_options(others, lenient)
 
     def to_mapping(self) -> dict[str, Value]:

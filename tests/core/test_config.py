@@ -535,3 +535,11 @@ def test_devices_alone_have_the_name_that_papers_use_too() -> None:
     assert STRATEGIES["local"] is STRATEGIES["standalone"]
     assert "local" not in list(STRATEGIES)
     assert RunConfig(strategy="local").strategy == "local"
+
+
+def test_an_unknown_strategy_is_refused_at_construction() -> None:
+    with pytest.raises(UserError, match=r"Unknown strategy 'cassa'\. Did you mean 'casa'\?"):
+        RunConfig(strategy="cassa")
+    # A device does not need the package with the method that its server runs.
+    config = RunConfig.from_mapping({"strategy": "of-the-server", "clients": 3}, lenient=True)
+    assert config.clients == 3
