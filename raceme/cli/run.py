@@ -52,9 +52,9 @@ def _quiet_flower() -> None:
     logging.getLogger("flwr").setLevel(logging.ERROR)
     logging.getLogger("raceme").propagate = False
     logging.getLogger("raceme").addHandler(logging.NullHandler())
-    # What becomes of checkpoints, defaults that did not fit, and machines that were lost are the
+    # What becomes of checkpoints, settings that do not fit, and machines that were lost are the
     # person's business: rare.
-    for name in ("raceme.checkpoints", "raceme.defaults", "raceme.workers"):
+    for name in ("raceme.checkpoints", "raceme.defaults", "raceme.run", "raceme.workers"):
         logger = logging.getLogger(name)
         logger.setLevel(logging.INFO)
         logger.handlers = [logging.StreamHandler(sys.stderr)]

@@ -749,6 +749,7 @@ class RunSummary(EventHandler):
         self.tasks = TaskAccuracies()
         self.measures = Measures()
         self.passes: int | None = None
+        self.has_drifted = False
         self.reason: str | None = None
         self.ending: events.Ending | None = None
         self._evaluations: list[events.Evaluated] = []
@@ -791,6 +792,10 @@ class RunSummary(EventHandler):
     def on_tasks_tested(self, event: events.TasksTested) -> None:
         """Take note of a test on all steps of the data."""
         self.tasks.observe(event)
+
+    def on_data_changed(self, event: events.DataChanged) -> None:
+        """Take note that clients' data have moved on at all."""
+        self.has_drifted = True
 
     def on_run_ended(self, event: events.RunEnded) -> None:
         """Take the time of the end: tasks may have timed out later than this."""

@@ -295,6 +295,8 @@ def _rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "purity", _number(summary["purity"])
     yield "clients", str(summary["clients"])
     yield "updates", f"{summary['updates']} ({summary['rejected_updates']} rejected)"
+    if drift := get("missed_drift"):
+        yield "drift", f"{drift} never happened: the run ended before drift-at"
     yield "virtual time", f"{summary['virtual_time']:.1f} s"
     rate = summary["updates_per_second"] or 0
     yield "wall time", f"{summary['wall_time']:.1f} s ({rate:.0f} updates/s)"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
@@ -60,6 +62,8 @@ from raceme.simulation.executor import load
 from raceme.simulation.virtual_grid import VirtualGrid, communication_of, nodes_of
 from raceme.training import models
 from raceme.training.clients import ModelProbe, probe_of, starts_of
+
+log = logging.getLogger("raceme.run")
 
 _CLIENT_APP = "raceme.client_app:app"
 _ATTACKED_APP = "raceme.simulation.attacks:app"
@@ -256,6 +260,24 @@ def simulate(config: RunConfig, *observers: Observer, stop: StopCheck = never_st
         forget()
 
 
+def _warn_of_late_drift(config: RunConfig) -> None:
+    """Say that clients' data never change, where the limits of the run tell it beforehand."""
+    schedule = schedule_of(config)
+    if schedule is None:
+        return
+    limits = {"seconds": config.max_time, "updates": config.max_updates}
+    limit = limits.get(schedule.unit) or math.inf
+    first = schedule.every or schedule.moments[0]
+    if first > limit:
+        log.warning(
+            "The drift %s never happens: the run ends after %g %s, and drift-at begins at %g.",
+            config.drift,
+            limit,
+            schedule.unit,
+            first,
+        )
+
+
 def conduct(
     config: RunConfig,
     strategy: Method,
@@ -289,6 +311,7 @@ def conduct(
     """
     if config.attack != NONE and not timeline_of(grid).is_virtual:
         raise UserError("attack is for simulated clients: leave it out on real devices.")
+    _warn_of_late_drift(config)
     initial = models.initial_arrays(config)
     probe = probe_of(config, initial)
     strategy.check_server(0 if probe is None else probe.sets, bool(config.pretrain))
@@ -385,6 +408,8 @@ def conduct(
             target=config.target_accuracy,
         )
         result |= protection.result(config.target_accuracy)
+        if schedule_of(config) is not None and not summary.has_drifted:
+            result["missed_drift"] = config.drift
         # Only now: a run draws nothing before its end.
         from raceme.reporting.artefacts import write_all
 

@@ -234,3 +234,13 @@ def test_training_that_diverges_is_said(tmp_path: Path) -> None:
         assert done.returncode == 0
         assert ("lower lr" in " ".join(done.stdout.split())) is diverged
         assert json.loads((out / "summary.json").read_text())["diverged"] is diverged
+
+
+def test_a_drift_after_the_end_of_the_run_is_said(tmp_path: Path) -> None:
+    run = ["run", *SMALL, "--drift", "swap-part"]
+    for late, limits in ((True, []), (True, ["--max-time", "3"]), (False, [])):
+        at = "drift-at=900s" if late else "drift-at=2s"
+        done = raceme(tmp_path, *run, "--set", at, *limits)
+        assert done.returncode == 0
+        assert ("swap-part never happened" in " ".join(done.stdout.split())) is late
+        assert ("never happens: the run ends after 3 seconds" in done.stderr) is bool(limits)
