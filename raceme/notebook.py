@@ -94,8 +94,7 @@ class OpenRun:
     @property
     def accuracy(self) -> pd.Series[float]:
         """The mean accuracy of the clients over time, in seconds."""
-        frame = self.evaluations.set_index("time")
-        return frame["accuracy"]
+        return self.evaluations.set_index("time")["accuracy"]
 
     @property
     def clusters(self) -> dict[int, list[str]]:
@@ -108,9 +107,7 @@ class OpenRun:
     @property
     def models(self) -> dict[int, dict[str, Any]]:
         """The model of each cluster at the end: its arrays by name, by the cluster's number."""
-        folder = model_file(self.folder, 0).parent
-        numbers = sorted(int(file.stem) for file in folder.glob("*.safetensors"))
-        return {number: self.model(number) for number in numbers}
+        return {number: self.model(number) for number in self._numbers()}
 
     @property
     def client_evaluations(self) -> pd.DataFrame:
@@ -188,8 +185,12 @@ class OpenRun:
             raise UserError(
                 f"There is no model of client '{of}': runs leave them with client-models=true."
             )
-        there = sorted(int(file.stem) for file in path.parent.glob("*.safetensors"))
-        raise UserError(f"There is no model of cluster {of}; there are {there}.")
+        raise UserError(f"There is no model of cluster {of}; there are {self._numbers()}.")
+
+    def _numbers(self) -> list[int]:
+        """Return the clusters whose models were left."""
+        folder = model_file(self.folder, 0).parent
+        return sorted(int(file.stem) for file in folder.glob("*.safetensors"))
 
     def plot_accuracy(self) -> Figure:
         """Draw the accuracy over time, as in ``accuracy.png``."""

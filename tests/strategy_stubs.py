@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import inspect
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import raceme.strategies as strategies
 from raceme.core.registry import STRATEGIES
+from raceme.core.scheduling import FlowerArguments
 
 STUB = Path(strategies.__file__).with_suffix(".pyi")
 HEAD = '''"""Written by ``python tests/strategy_stubs.py``: what editors and type checkers know."""
@@ -18,7 +20,7 @@ HEAD = '''"""Written by ``python tests/strategy_stubs.py``: what editors and typ
 # ruff: noqa
 # fmt: off
 
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from raceme.core.progress import Plan as Plan
 from raceme.core.registry import STRATEGIES as STRATEGIES
@@ -32,13 +34,17 @@ from raceme.strategies.fedavg import FlowerRounds as FlowerRounds
 def stub() -> str:
     """Return the stub: a class, or a function for a variant, with each method's arguments."""
     imports, found = [], []
+    shared = {item.name: f"    {item.name}: {item.type}" for item in fields(FlowerArguments)}
     for name, module in sorted(STRATEGIES.modules().items()):
         method = getattr(strategies, name)
         given = []
-        for one in inspect.signature(method).parameters.values():
+        for key, one in inspect.signature(method).parameters.items():
+            if key in shared:
+                continue
             if one.kind is one.KEYWORD_ONLY and "*" not in given:
                 given.append("*")
             given.append(f"{one.name}: {one.annotation} = {one.default!r}")
+        given.append("**arguments: Unpack[_Arguments]")
         of = getattr(method, "method", method).__name__
         options = method.parameters_type
         if method is getattr(strategies, of):
@@ -55,7 +61,8 @@ def stub() -> str:
             if not hasattr(sys.modules[origin], options.__name__):
                 continue
             imports.append(f"from {origin} import {options.__name__} as {options.__name__}")
-    return "\n".join([HEAD + "\n".join(sorted(set(imports))), "", *found]) + "\n"
+    arguments = "\n".join(["class _Arguments(TypedDict, total=False):", *shared.values()])
+    return "\n".join([HEAD + "\n".join(sorted(set(imports))), "", arguments, *found]) + "\n"
 
 
 if __name__ == "__main__":

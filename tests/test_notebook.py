@@ -10,14 +10,16 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
+from soft_clusters import SoftClusters
 
 import raceme
 from raceme.core.errors import UserError
+from raceme.core.registry import STRATEGIES
 from raceme.experiments.compare import compare, prepare
 from raceme.experiments.suites import of_names
 from raceme.notebook import OpenComparison, OpenRun
 from raceme.runs.experiment import simulate
-from raceme.strategies import FedAsync
+from raceme.strategies import CASAC, FedAsync, FedBuff
 
 SMALL: dict[str, Any] = {
     "clients": 4,
@@ -141,6 +143,10 @@ def test_a_method_is_given_as_its_class(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     small = {**SMALL, "max-updates": 4}
     assert raceme.run(FedAsync, **small).config["strategy"] == "fedasync"
+    # A variant is an object, and no class.
+    assert STRATEGIES.name_of(CASAC) == "casa-c"
+    assert STRATEGIES.name_of(FedBuff) == "fedbuff"
+    assert STRATEGIES.name_of(SoftClusters) == "soft_clusters:SoftClusters"
 
     class Mine(FedAsync):
         pass

@@ -66,7 +66,7 @@ def run_suites(
 
     from raceme.core.signals import interrupted_by_signals
     from raceme.experiments.compare import compare as run_suite
-    from raceme.experiments.compare import prepare, write
+    from raceme.experiments.compare import prepare
     from raceme.experiments.tables import main_table, sweep_table
     from raceme.reporting.artefacts import missing_line
 
@@ -81,7 +81,7 @@ def run_suites(
             console.print(f"{suite.title}: SHORTENED, --scale {suite.scale:g}", markup=False)
         try:
             with interrupted_by_signals(), _runner(workers) as (run_all, most):
-                comparison = run_suite(plan, processes or most, console, run_all)
+                comparison = run_suite(plan, processes or most, console, run_all, formats)
         except KeyboardInterrupt:
             how = "" if out is None else f" with --out {out}"
             console.print(
@@ -90,8 +90,6 @@ def run_suites(
                 soft_wrap=True,
             )
             raise typer.Exit(130) from None
-        if formats:
-            comparison = replace(comparison, unwritten=write(comparison, plan.out, formats))
         for text in (main_table(comparison), sweep_table(comparison)):
             if text is not None:
                 console.print()

@@ -183,17 +183,17 @@ class Registry(Mapping[str, Any]):
         """
         if isinstance(chosen, str):
             return chosen
-        module, attribute = str(chosen.__module__), str(chosen.__qualname__)
-        target = f"{module}:{attribute}"
-        for name, own in self._targets.items():
-            if own == target:
+        for name, target in self._targets.items():
+            module, _, attribute = target.partition(":")
+            if getattr(sys.modules.get(module), attribute, None) is chosen:
                 return name
+        module, attribute = chosen.__module__, getattr(chosen, "__qualname__", "")
         if module == "__main__" or not attribute.isidentifier():
             raise UserError(
-                f"{attribute} is defined in {module}, where no other process can import it: put it "
-                f"into a module of its own, and give {self.kind} 'module:{chosen.__name__}'."
+                f"{attribute or chosen!r} is defined where no other process can import it: put it "
+                f"into a module of its own, and give {self.kind} 'module:{self._word}'."
             )
-        return target
+        return f"{module}:{attribute}"
 
     def make(self, name: str, *arguments: Any, **named: Any) -> Any:
         """Call the object that `name` stands for: make a strategy, build a model.

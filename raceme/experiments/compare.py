@@ -252,7 +252,13 @@ def prepare(suite: Suite, out: Path) -> Plan:
     return plan
 
 
-def compare(plan: Plan, processes: int, console: Console, run_all: RunAll = run_jobs) -> Comparison:
+def compare(
+    plan: Plan,
+    processes: int,
+    console: Console,
+    run_all: RunAll = run_jobs,
+    formats: Sequence[str] = (),
+) -> Comparison:
     """Run a suite, or the rest of it, and leave its tables and plots.
 
     Points of a sweep are tried on the first seed and judged by samples that are held out of its
@@ -270,6 +276,8 @@ def compare(plan: Plan, processes: int, console: Console, run_all: RunAll = run_
         The terminal or file that progress is printed to.
     run_all : Callable
         Runs them, by default in processes of this machine.
+    formats : Sequence[str]
+        Some of `FORMATS`, in which tables and plots are written, too.
 
     Raises
     ------
@@ -278,7 +286,8 @@ def compare(plan: Plan, processes: int, console: Console, run_all: RunAll = run_
     """
     make_folder(plan.out)
     with only_writer(plan.out):
-        return _compare(plan, processes, console, run_all)
+        comparison = _compare(plan, processes, console, run_all)
+        return replace(comparison, unwritten=write(comparison, plan.out, formats))
 
 
 def _compare(plan: Plan, processes: int, console: Console, run_all: RunAll) -> Comparison:
@@ -317,8 +326,7 @@ def _compare(plan: Plan, processes: int, console: Console, run_all: RunAll) -> C
         for method in plan.suite.methods
     ]
     sweeps = {label: tuple(points) for label, points in tried.items()}
-    comparison = Comparison(plan.suite, tuple(results), sweeps)
-    return replace(comparison, unwritten=write(comparison, plan.out))
+    return Comparison(plan.suite, tuple(results), sweeps)
 
 
 FORMATS = ("pdf", "svg", "tex")

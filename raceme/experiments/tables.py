@@ -341,6 +341,7 @@ _LATEX = str.maketrans(
         },
     }
 )
+_NUMBER = re.compile(r"-?\d+(\.\d+)?")
 _HIGHEST_IS_BEST = ("acc %", "purity", *map(str, Scored))
 _LOWEST_IS_BEST = ("time", TO_TARGET, TO_CONVERGENCE, "unrest", "forgotten", "KL", "bytes")
 
@@ -386,9 +387,6 @@ def _best(head: str, cells: Sequence[str], measure: Measure) -> list[int]:
     means = {row: float(of[0]) for row, cell in enumerate(cells) if (of := _NUMBER.match(cell))}
     best = (min if lowest else max)(means.values(), default=None)
     return [row for row, mean in means.items() if mean == best]
-
-
-_NUMBER = re.compile(r"-?\d+(\.\d+)?")
 
 
 def to_csv(comparison: Comparison) -> str:

@@ -907,8 +907,9 @@ class RunSummary(EventHandler):
 
     def _has_diverged(self) -> bool:
         """Whether the models are far worse than the untrained ones: the training diverged."""
+        # NaN where no loss is reported, as by an app of a user's own.
         losses = [point.loss for point in self._evaluations]
-        if len(losses) < 2:
+        if len(losses) < 2 or not math.isfinite(losses[0]):
             return False
         return not math.isfinite(losses[-1]) or losses[-1] > _DIVERGED * losses[0] > 0
 

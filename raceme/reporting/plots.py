@@ -142,8 +142,10 @@ def comparison_figure(
     for index, (label, records) in enumerate(methods.items()):
         colour = series_colour(index)
         times, values = over_seeds(records)
-        mean, deviation = values.mean(axis=0), values.std(axis=0)
-        if banded:
+        mean = values.mean(axis=0)
+        if banded and len(values) > 1:
+            # Of the sample, as in the tables.
+            deviation = values.std(axis=0, ddof=1)
             low, high = mean - deviation, mean + deviation
             axes.fill_between(times / seconds, low, high, color=colour, alpha=0.18, lw=0)
         line = series_line(index)

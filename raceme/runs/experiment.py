@@ -265,7 +265,11 @@ def _warn_of_late_drift(config: RunConfig) -> None:
     schedule = schedule_of(config)
     if schedule is None:
         return
-    limits = {"seconds": config.max_time, "updates": config.max_updates}
+    limits = {
+        "seconds": config.max_time,
+        "updates": config.max_updates,
+        "rounds": config.max_rounds,
+    }
     limit = limits.get(schedule.unit) or math.inf
     first = schedule.every or schedule.moments[0]
     if first > limit:

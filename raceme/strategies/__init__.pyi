@@ -3,7 +3,7 @@
 # ruff: noqa
 # fmt: off
 
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from raceme.core.progress import Plan as Plan
 from raceme.core.registry import STRATEGIES as STRATEGIES
@@ -97,6 +97,18 @@ from raceme.strategies.profiles.pacfl import PACFLParameters as PACFLParameters
 from raceme.strategies.standalone import Standalone as _Standalone
 from raceme.strategies.standalone import StandaloneParameters as StandaloneParameters
 
+class _Arguments(TypedDict, total=False):
+    fraction_train: float
+    fraction_evaluate: float
+    min_train_nodes: int
+    min_evaluate_nodes: int
+    min_available_nodes: int
+    weighted_by_key: str
+    arrayrecord_key: str
+    configrecord_key: str
+    train_metrics_aggr_fn: MetricsFn | None
+    evaluate_metrics_aggr_fn: MetricsFn | None
+    accuracy_key: str
 class ACE(_ACE):
     def __init__(
         self,
@@ -105,17 +117,7 @@ class ACE(_ACE):
         *,
         server_lr: float = 1.0,
         start: str = 'all',
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = 'num-examples',
-        arrayrecord_key: str = 'arrays',
-        configrecord_key: str = 'config',
-        train_metrics_aggr_fn: MetricsFn | None = None,
-        evaluate_metrics_aggr_fn: MetricsFn | None = None,
-        accuracy_key: str = '',
+        **arguments: Unpack[_Arguments],
     ) -> None: ...
 def ACED(
     parameters: Any = None,
@@ -125,17 +127,7 @@ def ACED(
     start: str = 'all',
     delay: int | None = None,
     clock: str = 'trained',
-    fraction_train: float = 1.0,
-    fraction_evaluate: float = 1.0,
-    min_train_nodes: int = 2,
-    min_evaluate_nodes: int = 2,
-    min_available_nodes: int = 2,
-    weighted_by_key: str = 'num-examples',
-    arrayrecord_key: str = 'arrays',
-    configrecord_key: str = 'config',
-    train_metrics_aggr_fn: MetricsFn | None = None,
-    evaluate_metrics_aggr_fn: MetricsFn | None = None,
-    accuracy_key: str = '',
+    **arguments: Unpack[_Arguments],
 ) -> ACE: ...
 class APD(_APD):
     def __init__(
@@ -148,17 +140,7 @@ class APD(_APD):
         mu: float = 0.05,
         sparsity: float = 0.01,
         drift: float = 100.0,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = 'num-examples',
-        arrayrecord_key: str = 'arrays',
-        configrecord_key: str = 'config',
-        train_metrics_aggr_fn: MetricsFn | None = None,
-        evaluate_metrics_aggr_fn: MetricsFn | None = None,
-        accuracy_key: str = '',
+        **arguments: Unpack[_Arguments],
     ) -> None: ...
 class CA2FL(_CA2FL):
     def __init__(
@@ -168,17 +150,7 @@ class CA2FL(_CA2FL):
         *,
         m: int = 10,
         server_lr: float = 1.0,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = 'num-examples',
-        arrayrecord_key: str = 'arrays',
-        configrecord_key: str = 'config',
-        train_metrics_aggr_fn: MetricsFn | None = None,
-        evaluate_metrics_aggr_fn: MetricsFn | None = None,
-        accuracy_key: str = '',
+        **arguments: Unpack[_Arguments],
     ) -> None: ...
 class CASA(_CASA):
     def __init__(
@@ -198,17 +170,7 @@ class CASA(_CASA):
         bi_level: bool = True,
         constant_alpha: float = 0.3,
         exact_up_to: int = 2000,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = 'num-examples',
-        arrayrecord_key: str = 'arrays',
-        configrecord_key: str = 'config',
-        train_metrics_aggr_fn: MetricsFn | None = None,
-        evaluate_metrics_aggr_fn: MetricsFn | None = None,
-        accuracy_key: str = '',
+        **arguments: Unpack[_Arguments],
     ) -> None: ...
 def CASAC(
     parameters: Any = None,
@@ -226,17 +188,7 @@ def CASAC(
     bi_level: bool = True,
     constant_alpha: float = 0.3,
     exact_up_to: int = 2000,
-    fraction_train: float = 1.0,
-    fraction_evaluate: float = 1.0,
-    min_train_nodes: int = 2,
-    min_evaluate_nodes: int = 2,
-    min_available_nodes: int = 2,
-    weighted_by_key: str = 'num-examples',
-    arrayrecord_key: str = 'arrays',
-    configrecord_key: str = 'config',
-    train_metrics_aggr_fn: MetricsFn | None = None,
-    evaluate_metrics_aggr_fn: MetricsFn | None = None,
-    accuracy_key: str = '',
+    **arguments: Unpack[_Arguments],
 ) -> CASA: ...
 def CASAD(
     parameters: Any = None,
@@ -254,17 +206,7 @@ def CASAD(
     bi_level: bool = False,
     constant_alpha: float = 0.3,
     exact_up_to: int = 2000,
-    fraction_train: float = 1.0,
-    fraction_evaluate: float = 1.0,
-    min_train_nodes: int = 2,
-    min_evaluate_nodes: int = 2,
-    min_available_nodes: int = 2,
-    weighted_by_key: str = 'num-examples',
-    arrayrecord_key: str = 'arrays',
-    configrecord_key: str = 'config',
-    train_metrics_aggr_fn: MetricsFn | None = None,
-    evaluate_metrics_aggr_fn: MetricsFn | None = None,
-    accuracy_key: str = '',
+    **arguments: Unpack[_Arguments],
 ) -> CASA: ...
 class CASAPlus(_CASAPlus):
     def __init__(
@@ -286,17 +228,7 @@ class CASAPlus(_CASAPlus):
         exact_up_to: int = 2000,
         sparsity: float = 0.5,
         rounds: int = 0,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = 'num-examples',
-        arrayrecord_key: str = 'arrays',
-        configrecord_key: str = 'config',
-        train_metrics_aggr_fn: MetricsFn | None = None,
-        evaluate_metrics_aggr_fn: MetricsFn | None = None,
-        accuracy_key: str = '',
+        **arguments: Unpack[_Arguments],
     ) -> None: ...
 class CDFL(_CDFL):
     def __init__(
@@ -322,17 +254,7 @@ class CDFL(_CDFL):
         loss_bar: str = '0.5',
         model_loss_bar: str = '0',
         distance_bar: str = '0',
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = 'num-examples',
-        arrayrecord_key: str = 'arrays',
-        configrecord_key: str = 'config',
-        train_metrics_aggr_fn: MetricsFn | None = None,
-        evaluate_metrics_aggr_fn: MetricsFn | None = None,
-        accuracy_key: str = '',
+        **arguments: Unpack[_Arguments],
     ) -> None: ...
 class CFAACL(_CFAACL):
     def __init__(
@@ -349,17 +271,7 @@ class CFAACL(_CFAACL):
         remembered: int = 50,
         borrow: str = 'samples',
         learn_epochs: int = 20,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = 'num-examples',
-        arrayrecord_key: str = 'arrays',
-        configrecord_key: str = 'config',
-        train_metrics_aggr_fn: MetricsFn | None = None,
-        evaluate_metrics_aggr_fn: MetricsFn | None = None,
-        accuracy_key: str = '',
+        **arguments: Unpack[_Arguments],
     ) -> None: ...
 class CFL(_CFL):
     def __init__(
@@ -374,17 +286,7 @@ class CFL(_CFL):
         least_members: int = 2,
         eps1: float = 0.4,
         eps2: float = 0.7,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = 'num-examples',
-        arrayrecord_key: str = 'arrays',
-        configrecord_key: str = 'config',
-        train_metrics_aggr_fn: MetricsFn | None = None,
-        evaluate_metrics_aggr_fn: MetricsFn | None = None,
-        accuracy_key: str = '',
+        **arguments: Unpack[_Arguments],
     ) -> None: ...
 class CFLAsync(_CFLAsync):
     def __init__(
@@ -401,17 +303,7 @@ class CFLAsync(_CFLAsync):
         least_members: int = 2,
         eps1: float = 0.4,
         eps2: float = 1.0,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = 'num-examples',
-        arrayrecord_key: str = 'arrays',
-        configrecord_key: str = 'config',
-        train_metrics_aggr_fn: MetricsFn | None = None,
-        evaluate_metrics_aggr_fn: MetricsFn | None = None,
-        accuracy_key: str = '',
+        **arguments: Unpack[_Arguments],
     ) -> None: ...
 class CFLGP(_CFLGP):
     def __init__(
@@ -427,17 +319,7 @@ class CFLGP(_CFLGP):
         warmup: int = 4,
         criterion: str = 'cycle',
         profile: str = 'all',
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = 'num-examples',
-        arrayrecord_key: str = 'arrays',
-        configrecord_key: str = 'config',
-        train_metrics_aggr_fn: MetricsFn | None = None,
-        evaluate_metrics_aggr_fn: MetricsFn | None = None,
-        accuracy_key: str = '',
+        **arguments: Unpack[_Arguments],
     ) -> None: ...
 class CSAFL(_CSAFL):
     def __init__(
@@ -455,17 +337,7 @@ class CSAFL(_CSAFL):
         width: float = 0.0,
         pretrain_epochs: int = 2,
         mixing: str = 'model',
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = 'num-examples',
-        arrayrecord_key: str = 'arrays',
-        configrecord_key: str = 'config',
-        train_metrics_aggr_fn: MetricsFn | None = None,
-        evaluate_metrics_aggr_fn: MetricsFn | None = None,
-        accuracy_key: str = '',
+        **arguments: Unpack[_Arguments],
     ) -> None: ...
 class EWC(_EWC):
     def __init__(
@@ -478,17 +350,7 @@ class EWC(_EWC):
         mu: float = 0.05,
         strength: float = 1000.0,
         memory: float = 1.0,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = 'num-examples',
-        arrayrecord_key: str = 'arrays',
-        configrecord_key: str = 'config',
-        train_metrics_aggr_fn: MetricsFn | None = None,
-        evaluate_metrics_aggr_fn: MetricsFn | None = None,
-        accuracy_key: str = '',
+        **arguments: Unpack[_Arguments],
     ) -> None: ...
 class FAACL(_FAACL):
     def __init__(
@@ -502,17 +364,7 @@ class FAACL(_FAACL):
         alpha: float = 0.05,
         init_epochs: int = 5,
         hierarchical: bool = True,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = 'num-examples',
-        arrayrecord_key: str = 'arrays',
-        configrecord_key: str = 'config',
-        train_metrics_aggr_fn: MetricsFn | None = None,
-        evaluate_metrics_aggr_fn: MetricsFn | None = None,
-        accuracy_key: str = '',
+        **arguments: Unpack[_Arguments],
     ) -> None: ...
 class FAACLAsync(_FAACLAsync):
     def __init__(
@@ -529,17 +381,7 @@ class FAACLAsync(_FAACLAsync):
         share: float = 0.6,
         compared: int = 5,
         retest_after: int = 8,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = 'num-examples',
-        arrayrecord_key: str = 'arrays',
-        configrecord_key: str = 'config',
-        train_metrics_aggr_fn: MetricsFn | None = None,
-        evaluate_metrics_aggr_fn: MetricsFn | None = None,
-        accuracy_key: str = '',
+        **arguments: Unpack[_Arguments],
     ) -> None: ...
 class FADAS(_FADAS):
     def __init__(
@@ -555,17 +397,7 @@ class FADAS(_FADAS):
         calm_delay: int = 1,
         delay_rule: str = 'divide',
         bias_correction: bool = False,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = 'num-examples',
-        arrayrecord_key: str = 'arrays',
-        configrecord_key: str = 'config',
-        train_metrics_aggr_fn: MetricsFn | None = None,
-        evaluate_metrics_aggr_fn: MetricsFn | None = None,
-        accuracy_key: str = '',
+        **arguments: Unpack[_Arguments],
     ) -> None: ...
 class FLUX(_FLUX):
     def __init__(
@@ -581,17 +413,7 @@ class FLUX(_FLUX):
         warmup: int = 0,
         reach: float = 1.0,
         noise: float = 0.0,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = 'num-examples',
-        arrayrecord_key: str = 'arrays',
-        configrecord_key: str = 'config',
-        train_metrics_aggr_fn: MetricsFn | None = None,
-        evaluate_metrics_aggr_fn: MetricsFn | None = None,
-        accuracy_key: str = '',
+        **arguments: Unpack[_Arguments],
     ) -> None: ...
 class FeSEM(_FeSEM):
     def __init__(
@@ -603,17 +425,7 @@ class FeSEM(_FeSEM):
         sampling: str = 'random',
         k: int = 4,
         start: str = 'random',
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = 'num-examples',
-        arrayrecord_key: str = 'arrays',
-        configrecord_key: str = 'config',
-        train_metrics_aggr_fn: MetricsFn | None = None,
-        evaluate_metrics_aggr_fn: MetricsFn | None = None,
-        accuracy_key: str = '',
+        **arguments: Unpack[_Arguments],
     ) -> None: ...
 class FedAsync(_FedAsync):
     def __init__(
@@ -625,17 +437,7 @@ class FedAsync(_FedAsync):
         a: float = 1.0,
         b: float = 4.0,
         alpha: float = 0.3,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = 'num-examples',
-        arrayrecord_key: str = 'arrays',
-        configrecord_key: str = 'config',
-        train_metrics_aggr_fn: MetricsFn | None = None,
-        evaluate_metrics_aggr_fn: MetricsFn | None = None,
-        accuracy_key: str = '',
+        **arguments: Unpack[_Arguments],
     ) -> None: ...
 class FedAvg(_FedAvg):
     def __init__(
@@ -645,17 +447,7 @@ class FedAvg(_FedAvg):
         *,
         fraction: float = 1.0,
         sampling: str = 'random',
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = 'num-examples',
-        arrayrecord_key: str = 'arrays',
-        configrecord_key: str = 'config',
-        train_metrics_aggr_fn: MetricsFn | None = None,
-        evaluate_metrics_aggr_fn: MetricsFn | None = None,
-        accuracy_key: str = '',
+        **arguments: Unpack[_Arguments],
     ) -> None: ...
 class FedBuff(_FedBuff):
     def __init__(
@@ -665,17 +457,7 @@ class FedBuff(_FedBuff):
         *,
         k: int = 10,
         server_lr: float = 1.0,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = 'num-examples',
-        arrayrecord_key: str = 'arrays',
-        configrecord_key: str = 'config',
-        train_metrics_aggr_fn: MetricsFn | None = None,
-        evaluate_metrics_aggr_fn: MetricsFn | None = None,
-        accuracy_key: str = '',
+        **arguments: Unpack[_Arguments],
     ) -> None: ...
 class FedCompass(_FedCompass):
     def __init__(
@@ -689,17 +471,7 @@ class FedCompass(_FedCompass):
         renewal: float = 0.9,
         alpha: float = 0.9,
         a: float = 0.5,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = 'num-examples',
-        arrayrecord_key: str = 'arrays',
-        configrecord_key: str = 'config',
-        train_metrics_aggr_fn: MetricsFn | None = None,
-        evaluate_metrics_aggr_fn: MetricsFn | None = None,
-        accuracy_key: str = '',
+        **arguments: Unpack[_Arguments],
     ) -> None: ...
 class FedDrift(_FedDrift):
     def __init__(
@@ -720,17 +492,7 @@ class FedDrift(_FedDrift):
         scoring_cost: float = 0.0,
         ask_every: int = 0,
         founding: str = 'each',
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = 'num-examples',
-        arrayrecord_key: str = 'arrays',
-        configrecord_key: str = 'config',
-        train_metrics_aggr_fn: MetricsFn | None = None,
-        evaluate_metrics_aggr_fn: MetricsFn | None = None,
-        accuracy_key: str = '',
+        **arguments: Unpack[_Arguments],
     ) -> None: ...
 class FedDriftAsync(_FedDriftAsync):
     def __init__(
@@ -752,17 +514,7 @@ class FedDriftAsync(_FedDriftAsync):
         compare_on: str = 'all',
         scoring_cost: float = 0.0,
         ask_every: int = 5,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = 'num-examples',
-        arrayrecord_key: str = 'arrays',
-        configrecord_key: str = 'config',
-        train_metrics_aggr_fn: MetricsFn | None = None,
-        evaluate_metrics_aggr_fn: MetricsFn | None = None,
-        accuracy_key: str = '',
+        **arguments: Unpack[_Arguments],
     ) -> None: ...
 def FedDriftEager(
     parameters: Any = None,
@@ -781,17 +533,7 @@ def FedDriftEager(
     scoring_cost: float = 0.0,
     ask_every: int = 0,
     founding: str = 'together',
-    fraction_train: float = 1.0,
-    fraction_evaluate: float = 1.0,
-    min_train_nodes: int = 2,
-    min_evaluate_nodes: int = 2,
-    min_available_nodes: int = 2,
-    weighted_by_key: str = 'num-examples',
-    arrayrecord_key: str = 'arrays',
-    configrecord_key: str = 'config',
-    train_metrics_aggr_fn: MetricsFn | None = None,
-    evaluate_metrics_aggr_fn: MetricsFn | None = None,
-    accuracy_key: str = '',
+    **arguments: Unpack[_Arguments],
 ) -> FedDrift: ...
 def FedGroup(
     parameters: Any = None,
@@ -807,17 +549,7 @@ def FedGroup(
     tolerance: float = 0.2,
     newcomers: str = 'direction',
     eta_g: float = 0.0,
-    fraction_train: float = 1.0,
-    fraction_evaluate: float = 1.0,
-    min_train_nodes: int = 2,
-    min_evaluate_nodes: int = 2,
-    min_available_nodes: int = 2,
-    weighted_by_key: str = 'num-examples',
-    arrayrecord_key: str = 'arrays',
-    configrecord_key: str = 'config',
-    train_metrics_aggr_fn: MetricsFn | None = None,
-    evaluate_metrics_aggr_fn: MetricsFn | None = None,
-    accuracy_key: str = '',
+    **arguments: Unpack[_Arguments],
 ) -> FlexCFL: ...
 class FedMedian(_FedMedian):
     def __init__(
@@ -827,17 +559,7 @@ class FedMedian(_FedMedian):
         *,
         fraction: float = 1.0,
         sampling: str = 'random',
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = 'num-examples',
-        arrayrecord_key: str = 'arrays',
-        configrecord_key: str = 'config',
-        train_metrics_aggr_fn: MetricsFn | None = None,
-        evaluate_metrics_aggr_fn: MetricsFn | None = None,
-        accuracy_key: str = '',
+        **arguments: Unpack[_Arguments],
     ) -> None: ...
 class FedProx(_FedProx):
     def __init__(
@@ -848,17 +570,7 @@ class FedProx(_FedProx):
         fraction: float = 1.0,
         sampling: str = 'random',
         proximal_mu: float = 0.05,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = 'num-examples',
-        arrayrecord_key: str = 'arrays',
-        configrecord_key: str = 'config',
-        train_metrics_aggr_fn: MetricsFn | None = None,
-        evaluate_metrics_aggr_fn: MetricsFn | None = None,
-        accuracy_key: str = '',
+        **arguments: Unpack[_Arguments],
     ) -> None: ...
 class FedRC(_FedRC):
     def __init__(
@@ -869,17 +581,7 @@ class FedRC(_FedRC):
         fraction: float = 1.0,
         sampling: str = 'random',
         k: int = 3,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = 'num-examples',
-        arrayrecord_key: str = 'arrays',
-        configrecord_key: str = 'config',
-        train_metrics_aggr_fn: MetricsFn | None = None,
-        evaluate_metrics_aggr_fn: MetricsFn | None = None,
-        accuracy_key: str = '',
+        **arguments: Unpack[_Arguments],
     ) -> None: ...
 class FedSoft(_FedSoft):
     def __init__(
@@ -893,17 +595,7 @@ class FedSoft(_FedSoft):
         drawn: int = 15,
         smoothing: float = 0.0001,
         strength: float = 0.1,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = 'num-examples',
-        arrayrecord_key: str = 'arrays',
-        configrecord_key: str = 'config',
-        train_metrics_aggr_fn: MetricsFn | None = None,
-        evaluate_metrics_aggr_fn: MetricsFn | None = None,
-        accuracy_key: str = '',
+        **arguments: Unpack[_Arguments],
     ) -> None: ...
 class FedSoftAsync(_FedSoftAsync):
     def __init__(
@@ -923,17 +615,7 @@ class FedSoftAsync(_FedSoftAsync):
         share_bar: float | None = None,
         last_update: str = 'before',
         k: int | None = None,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = 'num-examples',
-        arrayrecord_key: str = 'arrays',
-        configrecord_key: str = 'config',
-        train_metrics_aggr_fn: MetricsFn | None = None,
-        evaluate_metrics_aggr_fn: MetricsFn | None = None,
-        accuracy_key: str = '',
+        **arguments: Unpack[_Arguments],
     ) -> None: ...
 class FedTrimmedAvg(_FedTrimmedAvg):
     def __init__(
@@ -944,17 +626,7 @@ class FedTrimmedAvg(_FedTrimmedAvg):
         fraction: float = 1.0,
         sampling: str = 'random',
         beta: float = 0.2,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = 'num-examples',
-        arrayrecord_key: str = 'arrays',
-        configrecord_key: str = 'config',
-        train_metrics_aggr_fn: MetricsFn | None = None,
-        evaluate_metrics_aggr_fn: MetricsFn | None = None,
-        accuracy_key: str = '',
+        **arguments: Unpack[_Arguments],
     ) -> None: ...
 class FedWeIT(_FedWeIT):
     def __init__(
@@ -968,17 +640,7 @@ class FedWeIT(_FedWeIT):
         sparsity: float = 0.01,
         drift: float = 100.0,
         others: int = 5,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = 'num-examples',
-        arrayrecord_key: str = 'arrays',
-        configrecord_key: str = 'config',
-        train_metrics_aggr_fn: MetricsFn | None = None,
-        evaluate_metrics_aggr_fn: MetricsFn | None = None,
-        accuracy_key: str = '',
+        **arguments: Unpack[_Arguments],
     ) -> None: ...
 class FlexCFL(_FlexCFL):
     def __init__(
@@ -996,17 +658,7 @@ class FlexCFL(_FlexCFL):
         tolerance: float = 0.2,
         newcomers: str = 'direction',
         eta_g: float = 0.0,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = 'num-examples',
-        arrayrecord_key: str = 'arrays',
-        configrecord_key: str = 'config',
-        train_metrics_aggr_fn: MetricsFn | None = None,
-        evaluate_metrics_aggr_fn: MetricsFn | None = None,
-        accuracy_key: str = '',
+        **arguments: Unpack[_Arguments],
     ) -> None: ...
 class FlexCFLAsync(_FlexCFLAsync):
     def __init__(
@@ -1024,17 +676,7 @@ class FlexCFLAsync(_FlexCFLAsync):
         measure: str = 'edc',
         detect: str = 'label-counts',
         tolerance: float = 0.2,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = 'num-examples',
-        arrayrecord_key: str = 'arrays',
-        configrecord_key: str = 'config',
-        train_metrics_aggr_fn: MetricsFn | None = None,
-        evaluate_metrics_aggr_fn: MetricsFn | None = None,
-        accuracy_key: str = '',
+        **arguments: Unpack[_Arguments],
     ) -> None: ...
 def GAFedAvg(
     parameters: Any = None,
@@ -1050,17 +692,7 @@ def GAFedAvg(
     width: float = 0.0,
     pretrain_epochs: int = 2,
     mixing: str = 'model',
-    fraction_train: float = 1.0,
-    fraction_evaluate: float = 1.0,
-    min_train_nodes: int = 2,
-    min_evaluate_nodes: int = 2,
-    min_available_nodes: int = 2,
-    weighted_by_key: str = 'num-examples',
-    arrayrecord_key: str = 'arrays',
-    configrecord_key: str = 'config',
-    train_metrics_aggr_fn: MetricsFn | None = None,
-    evaluate_metrics_aggr_fn: MetricsFn | None = None,
-    accuracy_key: str = '',
+    **arguments: Unpack[_Arguments],
 ) -> CSAFL: ...
 def GFedAvg(
     parameters: Any = None,
@@ -1076,17 +708,7 @@ def GFedAvg(
     width: float = 0.0,
     pretrain_epochs: int = 2,
     mixing: str = 'model',
-    fraction_train: float = 1.0,
-    fraction_evaluate: float = 1.0,
-    min_train_nodes: int = 2,
-    min_evaluate_nodes: int = 2,
-    min_available_nodes: int = 2,
-    weighted_by_key: str = 'num-examples',
-    arrayrecord_key: str = 'arrays',
-    configrecord_key: str = 'config',
-    train_metrics_aggr_fn: MetricsFn | None = None,
-    evaluate_metrics_aggr_fn: MetricsFn | None = None,
-    accuracy_key: str = '',
+    **arguments: Unpack[_Arguments],
 ) -> CSAFL: ...
 class ICFL(_ICFL):
     def __init__(
@@ -1101,17 +723,7 @@ class ICFL(_ICFL):
         rounds: int = 0,
         moves: bool = True,
         compare: str = 'updates',
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = 'num-examples',
-        arrayrecord_key: str = 'arrays',
-        configrecord_key: str = 'config',
-        train_metrics_aggr_fn: MetricsFn | None = None,
-        evaluate_metrics_aggr_fn: MetricsFn | None = None,
-        accuracy_key: str = '',
+        **arguments: Unpack[_Arguments],
     ) -> None: ...
 class ICFLAsync(_ICFLAsync):
     def __init__(
@@ -1129,17 +741,7 @@ class ICFLAsync(_ICFLAsync):
         moves: bool = True,
         compare: str = 'updates',
         time_decay: float = 0.01,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = 'num-examples',
-        arrayrecord_key: str = 'arrays',
-        configrecord_key: str = 'config',
-        train_metrics_aggr_fn: MetricsFn | None = None,
-        evaluate_metrics_aggr_fn: MetricsFn | None = None,
-        accuracy_key: str = '',
+        **arguments: Unpack[_Arguments],
     ) -> None: ...
 class IFCA(_IFCA):
     def __init__(
@@ -1152,17 +754,7 @@ class IFCA(_IFCA):
         k: int = 4,
         choosing_cost: float = 0.0,
         by_examples: bool = False,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = 'num-examples',
-        arrayrecord_key: str = 'arrays',
-        configrecord_key: str = 'config',
-        train_metrics_aggr_fn: MetricsFn | None = None,
-        evaluate_metrics_aggr_fn: MetricsFn | None = None,
-        accuracy_key: str = '',
+        **arguments: Unpack[_Arguments],
     ) -> None: ...
 class IFCAAsync(_IFCAAsync):
     def __init__(
@@ -1176,17 +768,7 @@ class IFCAAsync(_IFCAAsync):
         alpha: float = 0.3,
         k: int = 4,
         choosing_cost: float = 0.0,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = 'num-examples',
-        arrayrecord_key: str = 'arrays',
-        configrecord_key: str = 'config',
-        train_metrics_aggr_fn: MetricsFn | None = None,
-        evaluate_metrics_aggr_fn: MetricsFn | None = None,
-        accuracy_key: str = '',
+        **arguments: Unpack[_Arguments],
     ) -> None: ...
 def Krum(
     parameters: Any = None,
@@ -1196,17 +778,7 @@ def Krum(
     sampling: str = 'random',
     num_malicious_nodes: int = 0,
     num_nodes_to_select: int | None = 1,
-    fraction_train: float = 1.0,
-    fraction_evaluate: float = 1.0,
-    min_train_nodes: int = 2,
-    min_evaluate_nodes: int = 2,
-    min_available_nodes: int = 2,
-    weighted_by_key: str = 'num-examples',
-    arrayrecord_key: str = 'arrays',
-    configrecord_key: str = 'config',
-    train_metrics_aggr_fn: MetricsFn | None = None,
-    evaluate_metrics_aggr_fn: MetricsFn | None = None,
-    accuracy_key: str = '',
+    **arguments: Unpack[_Arguments],
 ) -> MultiKrum: ...
 class MultiKrum(_MultiKrum):
     def __init__(
@@ -1218,17 +790,7 @@ class MultiKrum(_MultiKrum):
         sampling: str = 'random',
         num_malicious_nodes: int = 0,
         num_nodes_to_select: int | None = None,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = 'num-examples',
-        arrayrecord_key: str = 'arrays',
-        configrecord_key: str = 'config',
-        train_metrics_aggr_fn: MetricsFn | None = None,
-        evaluate_metrics_aggr_fn: MetricsFn | None = None,
-        accuracy_key: str = '',
+        **arguments: Unpack[_Arguments],
     ) -> None: ...
 def NoGFedAvg(
     parameters: Any = None,
@@ -1244,17 +806,7 @@ def NoGFedAvg(
     width: float = 0.0,
     pretrain_epochs: int = 2,
     mixing: str = 'model',
-    fraction_train: float = 1.0,
-    fraction_evaluate: float = 1.0,
-    min_train_nodes: int = 2,
-    min_evaluate_nodes: int = 2,
-    min_available_nodes: int = 2,
-    weighted_by_key: str = 'num-examples',
-    arrayrecord_key: str = 'arrays',
-    configrecord_key: str = 'config',
-    train_metrics_aggr_fn: MetricsFn | None = None,
-    evaluate_metrics_aggr_fn: MetricsFn | None = None,
-    accuracy_key: str = '',
+    **arguments: Unpack[_Arguments],
 ) -> CSAFL: ...
 class PACFL(_PACFL):
     def __init__(
@@ -1269,17 +821,7 @@ class PACFL(_PACFL):
         beta: float = 4.9,
         clusters: int = 0,
         linkage: str = 'average',
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = 'num-examples',
-        arrayrecord_key: str = 'arrays',
-        configrecord_key: str = 'config',
-        train_metrics_aggr_fn: MetricsFn | None = None,
-        evaluate_metrics_aggr_fn: MetricsFn | None = None,
-        accuracy_key: str = '',
+        **arguments: Unpack[_Arguments],
     ) -> None: ...
 class PORT(_PORT):
     def __init__(
@@ -1292,17 +834,7 @@ class PORT(_PORT):
         gamma: float = 3.0,
         mu: float = 1.0,
         reference: str = 'last-step',
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = 'num-examples',
-        arrayrecord_key: str = 'arrays',
-        configrecord_key: str = 'config',
-        train_metrics_aggr_fn: MetricsFn | None = None,
-        evaluate_metrics_aggr_fn: MetricsFn | None = None,
-        accuracy_key: str = '',
+        **arguments: Unpack[_Arguments],
     ) -> None: ...
 class Panicle(_Panicle):
     def __init__(
@@ -1328,17 +860,7 @@ class Panicle(_Panicle):
         personalize: float = 500.0,
         sketch: int = 1024,
         exact_up_to: int = 2000,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = 'num-examples',
-        arrayrecord_key: str = 'arrays',
-        configrecord_key: str = 'config',
-        train_metrics_aggr_fn: MetricsFn | None = None,
-        evaluate_metrics_aggr_fn: MetricsFn | None = None,
-        accuracy_key: str = '',
+        **arguments: Unpack[_Arguments],
     ) -> None: ...
 def RFedAvg(
     parameters: Any = None,
@@ -1354,17 +876,7 @@ def RFedAvg(
     width: float = 0.0,
     pretrain_epochs: int = 2,
     mixing: str = 'model',
-    fraction_train: float = 1.0,
-    fraction_evaluate: float = 1.0,
-    min_train_nodes: int = 2,
-    min_evaluate_nodes: int = 2,
-    min_available_nodes: int = 2,
-    weighted_by_key: str = 'num-examples',
-    arrayrecord_key: str = 'arrays',
-    configrecord_key: str = 'config',
-    train_metrics_aggr_fn: MetricsFn | None = None,
-    evaluate_metrics_aggr_fn: MetricsFn | None = None,
-    accuracy_key: str = '',
+    **arguments: Unpack[_Arguments],
 ) -> CSAFL: ...
 class StableSGD(_StableSGD):
     def __init__(
@@ -1378,35 +890,14 @@ class StableSGD(_StableSGD):
         dropout: float = 0.25,
         decay: float = 0.8,
         batch_size: int | None = None,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = 'num-examples',
-        arrayrecord_key: str = 'arrays',
-        configrecord_key: str = 'config',
-        train_metrics_aggr_fn: MetricsFn | None = None,
-        evaluate_metrics_aggr_fn: MetricsFn | None = None,
-        accuracy_key: str = '',
+        **arguments: Unpack[_Arguments],
     ) -> None: ...
 class Standalone(_Standalone):
     def __init__(
         self,
         parameters: Any = None,
         seed: int = 0,
-        *,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = 'num-examples',
-        arrayrecord_key: str = 'arrays',
-        configrecord_key: str = 'config',
-        train_metrics_aggr_fn: MetricsFn | None = None,
-        evaluate_metrics_aggr_fn: MetricsFn | None = None,
-        accuracy_key: str = '',
+        **arguments: Unpack[_Arguments],
     ) -> None: ...
 def TAFedAvg(
     parameters: Any = None,
@@ -1422,17 +913,7 @@ def TAFedAvg(
     width: float = 0.0,
     pretrain_epochs: int = 2,
     mixing: str = 'model',
-    fraction_train: float = 1.0,
-    fraction_evaluate: float = 1.0,
-    min_train_nodes: int = 2,
-    min_evaluate_nodes: int = 2,
-    min_available_nodes: int = 2,
-    weighted_by_key: str = 'num-examples',
-    arrayrecord_key: str = 'arrays',
-    configrecord_key: str = 'config',
-    train_metrics_aggr_fn: MetricsFn | None = None,
-    evaluate_metrics_aggr_fn: MetricsFn | None = None,
-    accuracy_key: str = '',
+    **arguments: Unpack[_Arguments],
 ) -> CSAFL: ...
 def TFedAvg(
     parameters: Any = None,
@@ -1448,15 +929,5 @@ def TFedAvg(
     width: float = 0.0,
     pretrain_epochs: int = 2,
     mixing: str = 'model',
-    fraction_train: float = 1.0,
-    fraction_evaluate: float = 1.0,
-    min_train_nodes: int = 2,
-    min_evaluate_nodes: int = 2,
-    min_available_nodes: int = 2,
-    weighted_by_key: str = 'num-examples',
-    arrayrecord_key: str = 'arrays',
-    configrecord_key: str = 'config',
-    train_metrics_aggr_fn: MetricsFn | None = None,
-    evaluate_metrics_aggr_fn: MetricsFn | None = None,
-    accuracy_key: str = '',
+    **arguments: Unpack[_Arguments],
 ) -> CSAFL: ...
