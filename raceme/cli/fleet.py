@@ -93,7 +93,7 @@ def device(
         bool, typer.Option("--verbose", help="log tracebacks of the ClientApp too")
     ] = False,
 ) -> None:
-    """Be a device: train and answer for a SuperLink until stopped."""
+    """Connect this machine to a server as a device, and train until stopped."""
     if insecure and (key or root_certificates):
         raise UserError(
             "--insecure sends everything in plain text: leave it out to use --key or "
@@ -230,10 +230,10 @@ def serve(
     watch: Watch = False,
     watch_address: Address = ADDRESS,
 ) -> None:
-    """Be the server: hold a run, and let devices (raceme device) train for it.
+    """Start a server that coordinates training on devices (raceme device).
 
-    The same command with the same --out resumes a run that was stopped or has crashed. With APP_DIR
-    it serves a Flower app of your own, whose run cannot be resumed.
+    --out is required. The same command with the same --out resumes a run that was stopped or has
+    crashed. With APP_DIR the server runs a Flower app of your own, which cannot be resumed.
     """
     parsed_address("--address", address, "0.0.0.0:9092")
     if http is not None:

@@ -43,6 +43,7 @@ _SET = Annotated[
 ]
 
 
+CONFIG = "config.toml"
 _COMPARED = ("data-root", "download", "clients", "devices")
 _LIMITS = ("max-updates", "max-rounds", "max-time", "eval-every")
 SHOWN: Mapping[str, Sequence[str]] = {
@@ -133,7 +134,12 @@ def with_keys(
         config, assignments = values.pop("config"), values.pop("assignments")
         given = {name: values.pop(item.name) for name, item in shown.items()}
         resume = given.get("resume")
-        keys: dict[str, Value] = read_toml(Path(resume) / "config.toml") if resume else {}
+        if resume and not (Path(resume) / CONFIG).is_file():
+            raise UserError(
+                f"There is no run in {resume} to resume: expected the folder of a run, as "
+                "`raceme run` names it in its last line."
+            )
+        keys: dict[str, Value] = read_toml(Path(resume) / CONFIG) if resume else {}
         from_file = read_toml(config, pipe=True) if config else {}
         keys.update(from_file)
         keys.update({name: value for name, value in given.items() if value is not None})
@@ -240,7 +246,7 @@ def list_names(
         count = len(found_keys)
         keys_that = f"{count} keys that have it" if count > 1 else "a key that has it"
         hint = f" `raceme list {part} --keys` lists {keys_that}." if count else ""
-        raise UserError(f"Nothing that there is to choose from has '{part}' in its name.{hint}")
+        raise UserError(f"No match for '{part}'.{hint or ' `raceme list` lists all names.'}")
 
 
 def _table(title: str, entries: dict[str, str], width: int) -> Table:

@@ -31,7 +31,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 import raceme
-from raceme.core.config import RunConfig, as_tables, read_toml
+from raceme.core.config import FEW_DEVICES, RunConfig, as_tables, read_toml
 from raceme.core.errors import UserError, printable
 from raceme.core.events import (
     ClaimRefused,
@@ -375,6 +375,8 @@ GridT = TypeVar("GridT", bound=ServedGrid)
 _ANSWER_SECONDS = 2.0
 _TURN_SECONDS = 300.0
 """A server that has not answered a call, or a method not looked for replies, for so long fails."""
+_LEAST_EVAL_EVERY = 10
+"""Updates between two evaluations, where nothing else is said."""
 _LEAST_LIMIT, _MODELS_LIMIT = 16 << 20, 8
 """Bytes of a reply: so many, and so many times those of the model. No method sends more."""
 _UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES}
@@ -420,13 +422,18 @@ def prepare(keys: Mapping[str, Value]) -> RunConfig:
     UserError
         It cannot work.
     """
-    config = experiment.resolve(RunConfig.from_mapping(keys))
-    experiment.build_strategy(config)
+    config = RunConfig.from_mapping({"strategy": FEW_DEVICES, **keys})
+    given = config.eval_every
+    config = experiment.resolve(config)
+    if given is None:
+        # Each evaluation costs a device its time.
+        config = config.with_values(eval_every=max(config.num_clients, _LEAST_EVAL_EVERY))
+    experiment.check_fleet(config, experiment.build_strategy(config))
     folder = config.resume or config.out
     if not folder:
         raise UserError(
-            "Say where results and checkpoints go, e.g. --out runs/lab: with the same folder, the "
-            "same command resumes."
+            "serve needs a folder for results and checkpoints: give --out, e.g. --out runs/lab. "
+            "The same command with the same folder resumes the run."
         )
     out = str(Path(folder).expanduser().resolve())
     is_there = (Path(out) / "run.sqlite").is_file()

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import raceme
-from raceme.core.config import RunConfig, write_toml
+from raceme.core.config import FEW_DEVICES, RunConfig, write_toml
 from raceme.core.errors import UserError
 from raceme.core.files import absolute
 from raceme.core.options import Value
@@ -439,11 +439,11 @@ def prepare(keys: Mapping[str, Value]) -> RunConfig:
     from raceme import datasets
     from raceme.runs import experiment
 
-    config = experiment.resolve(RunConfig.from_mapping(keys))
+    config = experiment.resolve(RunConfig.from_mapping({"strategy": FEW_DEVICES, **keys}))
     if config.device_keys:
         raise UserError("The devices of `raceme up` make keys of their own: leave device-keys out.")
     datasets.all_clients(config)
-    experiment.build_strategy(config)
+    experiment.check_fleet(config, experiment.build_strategy(config))
     if config.resume:
         return config.with_values(out=config.resume)
     if config.out:

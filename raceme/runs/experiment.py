@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import time
@@ -19,7 +20,7 @@ from raceme import datasets
 from raceme.core import messages as names
 from raceme.core.clients import BoundToKeys
 from raceme.core.clusters import Model, blended
-from raceme.core.config import RunConfig
+from raceme.core.config import RunConfig, read_toml
 from raceme.core.errors import UserError
 from raceme.core.events import (
     ClustersScored,
@@ -56,7 +57,7 @@ from raceme.records.summary import ProtectionSummary, RunSummary
 from raceme.runs.checkpoints import CheckpointFolder, Keeper, only_writer, restore, resuming
 from raceme.runs.trackers import TrackerObserver, chosen
 from raceme.simulation import executor_for, prepare, training_seconds
-from raceme.simulation.attacks import NONE, attackers_of
+from raceme.simulation.attacks import NONE, attack_of, attackers_of
 from raceme.simulation.devices import PREFIX, fleet, traced_fleet
 from raceme.simulation.executor import load
 from raceme.simulation.virtual_grid import VirtualGrid, communication_of, nodes_of
@@ -248,7 +249,7 @@ def simulate(config: RunConfig, *observers: Observer, stop: StopCheck = never_st
     if config.device_keys:
         raise UserError("device-keys are real devices', and all here are simulated: leave it out.")
     strategy = build_strategy(config)
-    strategy.check(config.num_clients)
+    check_fleet(config, strategy)
     grid = build_grid(config, strategy)
     from raceme.client_app import forget
 
@@ -258,6 +259,26 @@ def simulate(config: RunConfig, *observers: Observer, stop: StopCheck = never_st
         grid.close()
         # The clients' samples, a copy of the whole dataset as floats, are this run's only.
         forget()
+
+
+def check_fleet(config: RunConfig, strategy: Method) -> None:
+    """Find out whether a method fits a fleet of this size, and warn where it is of little use.
+
+    Raises
+    ------
+    UserError
+        The hyper-parameters do not fit so many clients.
+    """
+    strategy.check(config.num_clients)
+    if config.num_clients == 1:
+        log.warning("One client trains alone: federation needs at least two (--clients 2).")
+    if config.attack != NONE and not attackers_of(config):
+        log.warning(
+            "The attack %s never happens: of %d clients a share of %g is none. Raise --attackers.",
+            config.attack,
+            config.num_clients,
+            attack_of(config).options.attackers,
+        )
 
 
 def _warn_of_late_drift(config: RunConfig) -> None:
@@ -275,6 +296,30 @@ def _warn_of_late_drift(config: RunConfig) -> None:
             limit,
             schedule.unit,
             first,
+        )
+
+
+def _check_resumed_limit(config: RunConfig) -> None:
+    """Refuse a limit below what the run has done already: its last updates would be dropped.
+
+    Raises
+    ------
+    UserError
+        The run has more updates than it may have now.
+    """
+    folder = Path(config.resume).expanduser()
+    try:
+        done = int(json.loads((folder / "summary.json").read_text(encoding="utf-8"))["updates"])
+        before = read_toml(folder / "config.toml").get("max-updates")
+    except (OSError, ValueError, KeyError):
+        # What is missing or unreadable is said where it is needed; a crash leaves no summary.
+        return
+    # Rounds may end beyond their limit: the same limit again is no mistake.
+    if config.max_updates and config.max_updates < done and config.max_updates != before:
+        raise UserError(
+            f"The run in {config.resume} has {done} updates already, more than max-updates "
+            f"{config.max_updates}: give a higher one to go on with it, e.g. "
+            f"--max-updates {2 * done}."
         )
 
 
@@ -316,6 +361,8 @@ def conduct(
     probe = probe_of(config, initial)
     strategy.check_server(0 if probe is None else probe.sets, bool(config.pretrain))
     identities = BoundToKeys(Path(config.device_keys), grid) if config.device_keys else None
+    if config.resume:
+        _check_resumed_limit(config)
     out = resumed_folder(config) if config.resume else new_folder(config.out, config.short_name)
     virtual, spec = timeline_of(grid).is_virtual, ModelSpec.of(initial)
     starts: Sequence[Vector] = ()
@@ -410,6 +457,8 @@ def conduct(
         result |= protection.result(config.target_accuracy)
         if schedule_of(config) is not None and not summary.has_drifted:
             result["missed_drift"] = config.drift
+        if not virtual:
+            result["clock"] = "wall"
         # Only now: a run draws nothing before its end.
         from raceme.reporting.artefacts import write_all
 

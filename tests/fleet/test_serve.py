@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sqlite3
 import time
@@ -71,6 +72,9 @@ def test_the_same_command_resumes_after_ctrl_c_and_after_a_kill(tmp_path: Path) 
         server.wait_for(r"update +4 ", 240)
         assert stop(server, signal.SIGINT) == 130
         assert (out / "summary.json").is_file()
+        assert "To resume: the same command again" in server.text()
+        assert re.search(r"wall time +[\d.]+ s since the first device, ", server.text())
+        assert "virtual time" not in server.text()
         assert any((out / CHECKPOINTS).iterdir())
         server = start_server(bed, *options)
         server.wait_for(r"update +9 ", 240)
