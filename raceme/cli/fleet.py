@@ -40,7 +40,8 @@ def device(
     device_id: Annotated[
         str | None,
         typer.Option(
-            help="stable name of this device [default: the host's name, or client-<partition-id>]"
+            help="stable name of this device",
+            show_default="the host's name, or client-<partition-id>",
         ),
     ] = None,
     trusted_app: Annotated[
@@ -55,10 +56,10 @@ def device(
         ),
     ] = None,
     threads: Annotated[
-        str, typer.Option(metavar="N", help="threads of the CPU to train on [auto: the fastest]")
+        str, typer.Option(metavar="N", help="threads of the CPU to train on; auto: the fastest")
     ] = "auto",
     accelerator: Annotated[
-        str, typer.Option(metavar="NAME", help="where to train: cpu, cuda, mps [auto: the fastest]")
+        str, typer.Option(metavar="NAME", help="where to train: cpu, cuda, mps; auto: the fastest")
     ] = "auto",
     memory_limit: Annotated[
         int | None, typer.Option(metavar="MIB", help="MiB of data at most", min=1)
@@ -224,7 +225,8 @@ def serve(
         str,
         typer.Option(
             metavar="HOST:PORT",
-            help="/metrics and /healthz, or 'off' [default: loopback, the port after --address's]",
+            help="/metrics and /healthz, or 'off'",
+            show_default="loopback, the port after --address's",
         ),
     ] = "",
     watch: Watch = False,

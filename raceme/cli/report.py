@@ -26,7 +26,8 @@ def report(
     output: Annotated[
         Path | None,
         typer.Option(
-            help="file for the page, if there is one folder [default: report.html in the folder]"
+            help="file for the page, if there is one folder",
+            show_default="report.html in the folder",
         ),
     ] = None,
     latex: Annotated[

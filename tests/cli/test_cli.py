@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sqlite3
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from forking import Commands
 from processes import as_in_a_terminal
+
+from raceme.core.config import general_keys
+from raceme.core.registry import STRATEGIES
 
 RACEME = [sys.executable, "-c", "from raceme.cli import main; main()"]
 SMALL = ["--clients", "8", "--max-updates", "24", "--workers", "0"]
@@ -161,6 +166,17 @@ def test_help_shows_types_and_units(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "--set KEY=VALUE",
     ):
         assert text in shown
+    groups = re.split(r"─ (Options|Data|Fleet|Method|Limits|Output) ─", shown)
+    assert groups[1::2] == ["Options", "Data", "Fleet", "Method", "Limits", "Output"]
+    found = [re.findall(r"│ (--[\w-]+)", group) for group in groups[2::2]]
+    assert len(found[0]) == 16, "fifteen and --help"
+    keys = [f"--{name}" for name in general_keys()]
+    assert sorted(name for group in found for name in group) == sorted(
+        [*keys, "--config", "--set", "--help", "--watch", "--watch-address"]
+    )
+    served = " ".join(raceme(tmp_path, "serve", "--help").stdout.split())
+    assert "--out PATH folder for results and checkpoints, required" in served
+    assert "[default: (panicle)]" in served
     assert "--clients INTEGER" in " ".join(raceme(tmp_path, "up", "--help").stdout.split())
 
 
@@ -192,8 +208,17 @@ def test_lists_and_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert lines[at + 1] == "NUMBER s, default 0.0"
     (line,) = (line for line in lines if line.startswith("noise-std "))
     assert "noise-groups: deviation of the noise" in line
-    names = [line.split()[0] for line in lines[1 : lines.index("datasets")] if line]
-    assert names == sorted(names)
+    heads = ["strategies", "strategies: published baselines", "strategies: ablations and variants"]
+    bounds = [lines.index(head) for head in (*heads, "datasets")]
+    parts = [
+        [line.split()[0] for line in lines[start + 1 : end] if line]
+        for start, end in pairwise(bounds)
+    ]
+    assert parts == [sorted(part) for part in parts]
+    assert {"casa", "panicle"} <= set(parts[0])
+    assert {"fedavg", "ifca"} <= set(parts[1])
+    assert {"casa-c", "ifca-async"} <= set(parts[2])
+    assert {name for part in parts for name in part} == set(STRATEGIES)
     # What has a word in its name alone, of all that there is.
     listed = raceme(tmp_path, "list", "fedbuff", "--keys").stdout
     lines = [line.split()[0] for line in listed.splitlines() if line.startswith("  ")]
