@@ -264,13 +264,11 @@ _LISTS = {
 def list_names(
     part: Annotated[
         str,
-        typer.Argument(
-            metavar="[PART]", help="a list, e.g. datasets; or names and keys with this in them"
-        ),
+        typer.Argument(metavar="[PART]", help="a list, e.g. datasets; or part of a name or a key"),
     ] = "",
     keys: Annotated[bool, typer.Option("--keys", help="also list every key of a run")] = False,
 ) -> None:
-    """Show the strategies, datasets, partitions, drifts, models and device profiles."""
+    """List the strategies, datasets, partitions, drifts, models and device profiles."""
     console = Console()
     # A list is also asked for by the key that takes one of its names.
     found = {

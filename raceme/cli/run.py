@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def run(keys: Mapping[str, Value], watch: Watch = False, watch_address: Address = ADDRESS) -> None:
-    """Run a method on virtual time, and leave a table, plots and all numbers.
+    """Run a method on virtual time; write a summary, plots, models and every event.
 
     Keys come from --config, then the options, then --set; the later one wins. With --resume they
     are those of the earlier run.

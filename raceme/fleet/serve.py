@@ -307,7 +307,7 @@ class StatusPort:
     Raises
     ------
     UserError
-        The address cannot be listened at.
+        The port is in use, or the address is not this host's.
     """
 
     def __init__(self, address: str, page: Callable[[], bytes], health: Health) -> None:
@@ -318,8 +318,8 @@ class StatusPort:
             self._socket = listen(self._host, int(port))
         except OSError as error:
             raise UserError(
-                f"{address} cannot be listened at for /metrics: {error.strerror}. Choose another "
-                "with --metrics HOST:PORT, or do without: --metrics off."
+                f"Cannot listen on {address} for /metrics: {error.strerror}. Choose another with "
+                "--metrics HOST:PORT, or turn it off: --metrics off."
             ) from None
         self._server = uvicorn.Server(
             uvicorn.Config(
@@ -512,7 +512,7 @@ def serve(
         if isinstance(error, OSError) and error.errno not in _UNWRITABLE:
             raise
         raise UserError(
-            f"Cannot go on writing to {config.out}: {reason}. When that is mended, the same "
+            f"Cannot go on writing to {config.out}: {reason}. Once this is fixed, the same "
             "command resumes from the last checkpoint."
         ) from error
 
@@ -578,9 +578,9 @@ def _status_port(
         if options.metrics:
             raise
         # It was not asked for.
-        log.warning("No figures for a monitor: %s", error)
+        log.warning("Metrics are off: %s", error)
         return None
-    log.info("Figures for a monitor: http://%s/metrics", made.address)
+    log.info("Metrics: http://%s/metrics", made.address)
     return made
 
 
@@ -599,11 +599,11 @@ def _health(api: FleetApi, grid: ServedGrid, state: LinkState) -> tuple[bool, Ma
 def _listen(api: FleetApi, options: ServeOptions) -> None:
     api.start()
     secure = "TLS" if options.certificates is not None else "plain text, for a test only"
-    log.info("Listening at %s (%s)", options.address, secure)
+    log.info("Listening on %s (%s)", options.address, secure)
     if options.http is not None:
-        log.info("Listening at %s for SuperNodes that speak HTTP", options.http)
+        log.info("Listening on %s for SuperNodes over HTTP", options.http)
     if options.clients_min > 1:
-        log.info("The run begins when %d devices are online", options.clients_min)
+        log.info("Training starts when %d devices are online", options.clients_min)
 
 
 def _credentials(

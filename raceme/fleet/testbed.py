@@ -375,7 +375,7 @@ class Testbed:
                 if probe.connect_ex(("127.0.0.1", port)) == 0:
                     return
             time.sleep(0.05)
-        raise UserError(f"The {name} did not start; what it printed is above.")
+        raise UserError(f"The {name} did not start; see its output above.")
 
     def wait_for_run(self) -> None:
         """Wait for the end of the run.
@@ -536,7 +536,7 @@ def run_testbed(config: RunConfig, show: Show, shapes: Sequence[Shape] | None = 
             bed.stop_devices()
     if not (out / "summary.json").is_file():
         raise UserError(
-            f"The run ended without results in {out}; what it printed is above. "
+            f"The run ended without results in {out}; see its output above. "
             "If there is a checkpoint, --resume resumes from it."
         )
     missing = [name for name in _LEFT if not (out / name).exists()]

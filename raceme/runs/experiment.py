@@ -58,7 +58,7 @@ from raceme.runs.checkpoints import CheckpointFolder, Keeper, only_writer, resto
 from raceme.runs.trackers import TrackerObserver, chosen
 from raceme.simulation import executor_for, prepare, training_seconds
 from raceme.simulation.attacks import NONE, attack_of, attackers_of
-from raceme.simulation.devices import PREFIX, fleet, traced_fleet
+from raceme.simulation.devices import PREFIX, Workload, fleet, traced_fleet
 from raceme.simulation.executor import load
 from raceme.simulation.virtual_grid import VirtualGrid, communication_of, nodes_of
 from raceme.training import models
@@ -281,8 +281,8 @@ def check_fleet(config: RunConfig, strategy: Method) -> None:
         )
 
 
-def _warn_of_late_drift(config: RunConfig) -> None:
-    """Say that clients' data never change, where the limits of the run tell it beforehand."""
+def _warn_of_late_drift(config: RunConfig, strategy: Method, grid: Grid) -> None:
+    """Say that clients' data never change, where limits and devices tell it beforehand."""
     schedule = schedule_of(config)
     if schedule is None:
         return
@@ -291,12 +291,43 @@ def _warn_of_late_drift(config: RunConfig) -> None:
     first = schedule.every or schedule.moments[0]
     if first > limit:
         log.warning(
-            "The drift %s never happens: the run ends after %g %s, and drift-at begins at %g.",
+            "The drift %s never happens: the run ends after %g %s, and drift-at begins at %g. "
+            "Choose an earlier drift-at.",
             config.drift,
             limit,
             schedule.unit,
             first,
         )
+    elif schedule.unit == "seconds" and first > (end := _estimated_end(config, strategy, grid)):
+        log.warning(
+            "The drift %s may never happen: on these devices %d updates take about %.0f s, and "
+            "drift-at begins at %g s. Choose an earlier drift-at, or raise max-updates.",
+            config.drift,
+            config.max_updates,
+            end,
+            first,
+        )
+
+
+def _estimated_end(config: RunConfig, strategy: Method, grid: Grid) -> float:
+    """Return when a run on virtual time reaches its updates, in seconds; infinity if unknown.
+
+    Each client of an asynchronous method works all the time. How long transfers take, and when a
+    device that comes and goes is there, is not estimated.
+    """
+    if not isinstance(grid, VirtualGrid) or strategy.scheduling.rounds is not None:
+        return math.inf
+    if not config.max_updates or config.concurrency:
+        return math.inf
+    seconds = []
+    for node in grid.nodes:
+        device = node.device
+        if device.comes_and_goes or device.online or device.bandwidth_down or device.bandwidth_up:
+            return math.inf
+        load = Workload(config.local_epochs, examples=node.examples)
+        seconds.append(device.mean_duration(load))
+    rate = sum(1 / each for each in seconds if each)
+    return config.max_updates / rate if rate else math.inf
 
 
 def _check_resumed_limit(config: RunConfig) -> None:
@@ -356,7 +387,7 @@ def conduct(
     """
     if config.attack != NONE and not timeline_of(grid).is_virtual:
         raise UserError("attack is for simulated clients: leave it out on real devices.")
-    _warn_of_late_drift(config)
+    _warn_of_late_drift(config, strategy, grid)
     initial = models.initial_arrays(config)
     probe = probe_of(config, initial)
     strategy.check_server(0 if probe is None else probe.sets, bool(config.pretrain))

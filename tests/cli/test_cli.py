@@ -275,6 +275,22 @@ def test_a_drift_after_the_end_of_the_run_is_said(tmp_path: Path) -> None:
         assert ("never happens: the run ends after 3 seconds" in done.stderr) is bool(limits)
 
 
+def test_a_drift_that_the_devices_do_not_reach_is_said_at_the_start(tmp_path: Path) -> None:
+    """Eight devices, a second for an update each: 24 updates take 3 s."""
+    (tmp_path / "fleet.toml").write_text("[device]\nseconds-per-round = 1.0\n")
+    run = ["run", *SMALL, "--devices", "fleet.toml", "--drift", "swap-part"]
+    said = "24 updates take about 3 s, and drift-at begins at 4 s"
+    for keys, expected in (
+        (["--drift-at", "4s"], True),
+        (["--drift-at", "2s"], False),
+        # Rounds wait for the slowest: how long they take is not known.
+        (["--drift-at", "4s", "--strategy", "fedavg"], False),
+    ):
+        done = raceme(tmp_path, *run, *keys)
+        assert done.returncode == 0
+        assert (said in done.stderr) is expected
+
+
 def test_a_fleet_too_small_for_its_method_is_said_at_the_start(
     command: Commands, tmp_path: Path
 ) -> None:

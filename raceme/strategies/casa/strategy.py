@@ -27,7 +27,7 @@ from raceme.core.clusters import Clusters, Model
 from raceme.core.messages import COMPUTE_SCALE, MASK, Vector
 from raceme.core.options import option, with_defaults
 from raceme.core.requests import InFlight, Outcome, Request, Update
-from raceme.core.strategy import Method, Variant
+from raceme.core.strategy import Method, Needs, Variant
 from raceme.strategies import shared as spectral
 from raceme.strategies.casa.buffers import (
     Code,
@@ -159,9 +159,13 @@ class CASA(Method):
     state: CASAState
     parameters: CASAParameters
 
-    def check(self, clients: int) -> None:
+    @property
+    def needs(self) -> Needs:
+        """What a run of the method has to have."""
+        return Needs(fits_clients=self._check_clients)
+
+    def _check_clients(self, clients: int) -> None:
         """Warn of a fleet so small that eq (14) hardly ever splits it."""
-        super().check(clients)
         own = self.parameters
         if not own.clustering or not own.bi_level or clients < 2:
             return
