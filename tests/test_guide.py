@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import re
@@ -9,12 +10,15 @@ import shlex
 import subprocess
 import sys
 import textwrap
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from processes import ROOT, free_port
+
+from raceme.cli import COMMANDS
 
 GUIDE = ROOT / "docs" / "guide"
 MOST_WORDS = 400
@@ -114,6 +118,90 @@ def test_python_of_the_readme(
     assert "casa" in capsys.readouterr().out
 
 
+def commands_of_the_readme() -> list[list[str]]:
+    """Return the words of each command in the README's blocks, in order, but the installation."""
+    blocks = [text for language, text in typed(ROOT / "README.md") if language == "bash"]
+    lines = "".join(blocks[1:]).replace("\\\n", " ").splitlines()
+    return [shlex.split(line, comments=True) for line in lines if line.strip()]
+
+
+def start_raceme(words: list[str], folder: Path) -> subprocess.Popen[str]:
+    """Type a command as it stands; its output goes to the file `log` of the folder."""
+    assert words[0] == "raceme"
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with (folder / "log").open("a") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", *words],
+            cwd=folder,
+            env=environment,
+            text=True,
+            stdout=log,
+            stderr=log,
+        )
+
+
+def test_the_readme_installs_what_there_is_and_names_commands_that_there_are() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    named = {name for group in re.findall(r"\.\[([\w,]+)\]", text) for name in group.split(",")}
+    assert named
+    assert named <= set(extras)
+    assert {words[1] for words in commands_of_the_readme()} <= set(COMMANDS)
+    inline = re.findall(r"`raceme (\w+)[^`]*`", text)
+    assert inline
+    assert set(inline) <= set(COMMANDS)
+
+
+@pytest.mark.slow
+def test_commands_of_the_readme_come_to_what_it_says(tmp_path: Path) -> None:
+    """Each command in a block is typed; one that is new needs an outcome here."""
+    port, lab = free_port(), tmp_path / "lab"
+    changes = {"127.0.0.1:9092": f"127.0.0.1:{port}", "/tmp/raceme-lab": str(lab)}
+    served: list[subprocess.Popen[str]] = []
+    summaries: dict[str, dict[str, Any]] = {}
+    for number, words in enumerate(commands_of_the_readme()):
+        words = [changes.get(word, word) for word in words]
+        if words[1] in ("serve", "device"):
+            address = ["--address", f"127.0.0.1:{port}"] if words[1] == "serve" else []
+            served.append(start_raceme([*words, *address], tmp_path))
+            continue
+        out = ["--out", str(tmp_path / str(number))] if words[1] == "run" else []
+        assert start_raceme([*words, *out], tmp_path).wait(280) == 0, (tmp_path / "log").read_text()
+        if out:
+            summaries[" ".join(words)] = summary(Path(out[1]))
+        else:
+            assert words[:4] == ["raceme", "compare", "casa", "fedasync"], "no outcome is known"
+    # "It finds the four groups. FedAsync trains one model for all, and is less accurate."
+    casa = summaries.pop("raceme run")
+    fedasync = summaries.pop("raceme run --strategy fedasync")
+    assert not summaries, "no outcome is known"
+    assert casa["clients"] == 40
+    assert casa["clusters"] == 4
+    assert casa["purity"] == 1
+    assert fedasync["clusters"] == 1
+    assert fedasync["accuracy"] < casa["accuracy"]
+    rows = list(csv.DictReader((tmp_path / "comparison" / "compare.csv").open()))
+    accuracies = {
+        method: [float(row["accuracy"]) for row in rows if row["method"] == method]
+        for method in ("casa", "fedasync")
+    }
+    assert [len(own) for own in accuracies.values()] == [3, 3]
+    assert max(accuracies["fedasync"]) < min(accuracies["casa"])
+    # A server and two devices, each in its own terminal.
+    server, *devices = served
+    try:
+        assert len(devices) == 2
+        assert server.wait(200) == 0, (tmp_path / "log").read_text()
+    finally:
+        for process in served:
+            process.terminate()
+            process.wait(60)
+    assert summary(lab)["updates"] == 20
+    assert (tmp_path / "log").read_text().count(f"online at 127.0.0.1:{port}") == 2
+
+
 @pytest.mark.slow
 def test_compare(tmp_path: Path) -> None:
     follow("compare", tmp_path)
@@ -146,17 +234,8 @@ def test_three_pis(tmp_path: Path) -> None:
         for name in ("kitchen", "garden", "cellar")
     ]
 
-    def start(words: list[str]) -> subprocess.Popen[str]:
-        assert words[0] == "raceme"
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", *words]
-        with (tmp_path / "log").open("a") as log:
-            return subprocess.Popen(
-                command, cwd=tmp_path, env=environment, text=True, stdout=log, stderr=log
-            )
-
-    assert start(certs).wait(60) == 0
-    server, *others = [start(words) for words in (serve, *devices)]
+    assert start_raceme(certs, tmp_path).wait(60) == 0
+    server, *others = [start_raceme(words, tmp_path) for words in (serve, *devices)]
     try:
         assert server.wait(200) == 0, (tmp_path / "log").read_text()
     finally:

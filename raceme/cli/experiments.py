@@ -85,7 +85,7 @@ def run_suites(
         except KeyboardInterrupt:
             how = "" if out is None else f" with --out {out}"
             console.print(
-                f"\nInterrupted. Finished runs are kept; to continue, the same command{how}",
+                f"\nInterrupted. Finished runs are kept. To resume: the same command{how}",
                 markup=False,
                 soft_wrap=True,
             )

@@ -29,10 +29,10 @@ def device(
         Path | None, typer.Option(help="PEM of the authority that signed the SuperLink's")
     ] = None,
     key: Annotated[
-        Path | None, typer.Option(help="private key of this device, from `raceme certs`")
+        Path | None, typer.Option(help="private key of this device, made by `raceme certs`")
     ] = None,
     allow_open_key: Annotated[
-        bool, typer.Option("--allow-open-key", help="take a key that other users can read, too")
+        bool, typer.Option("--allow-open-key", help="accept a key file that other users can read")
     ] = False,
     node_config: Annotated[
         str, typer.Option(help="what the ClientApp is told: \"key=1 key='text'\"")
@@ -40,12 +40,13 @@ def device(
     device_id: Annotated[
         str | None,
         typer.Option(
-            help="stable name of this device [default: the host's name, or client-<partition-id>]"
+            help="stable name of this device",
+            show_default="the host's name, or client-<partition-id>",
         ),
     ] = None,
     trusted_app: Annotated[
         list[str] | None,
-        typer.Option(metavar="PUBLISHER/NAME", help="run this app only; may be repeated"),
+        typer.Option(metavar="PUBLISHER/NAME", help="run only this app; may be repeated"),
     ] = None,
     trusted_model: Annotated[
         list[str] | None,
@@ -55,10 +56,10 @@ def device(
         ),
     ] = None,
     threads: Annotated[
-        str, typer.Option(metavar="N", help="threads of the CPU to train on [auto: the fastest]")
+        str, typer.Option(metavar="N", help="threads of the CPU to train on; auto: the fastest")
     ] = "auto",
     accelerator: Annotated[
-        str, typer.Option(metavar="NAME", help="where to train: cpu, cuda, mps [auto: the fastest]")
+        str, typer.Option(metavar="NAME", help="where to train: cpu, cuda, mps; auto: the fastest")
     ] = "auto",
     memory_limit: Annotated[
         int | None, typer.Option(metavar="MIB", help="MiB of data at most", min=1)
@@ -93,7 +94,7 @@ def device(
         bool, typer.Option("--verbose", help="log tracebacks of the ClientApp too")
     ] = False,
 ) -> None:
-    """Be a device: train and answer for a SuperLink until stopped."""
+    """Connect this machine to a server as a device, and train until stopped."""
     if insecure and (key or root_certificates):
         raise UserError(
             "--insecure sends everything in plain text: leave it out to use --key or "
@@ -140,7 +141,7 @@ def _node_config(
         config = {}
     if text.strip() and not config:
         raise UserError(
-            f"The node config cannot be read: {text!r}. Expected key=value pairs with quoted text, "
+            f"Cannot read the node config: {text!r}. Expected key=value pairs with quoted text, "
             "for example --node-config \"partition-id=0 data-file='/data/device.npz'\"."
         )
     if device_id is not None:
@@ -187,14 +188,14 @@ def serve(
         ),
     ] = None,
     address: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="where devices connect")
+        str, typer.Option(metavar="HOST:PORT", help="address for devices")
     ] = "0.0.0.0:9092",
     certificates: Annotated[
         Path | None,
         typer.Option(
             metavar="FOLDER",
-            help="made by `raceme certs`: TLS, and only the devices whose keys are there; plain "
-            "text without",
+            help="folder made by `raceme certs`: TLS on, unlisted devices are refused; without it, "
+            "plain text",
         ),
     ] = None,
     http: Annotated[
@@ -202,21 +203,23 @@ def serve(
         typer.Option(
             "--http",
             metavar="HOST:PORT",
-            help="where SuperNodes of Flower 1.40 and later connect, which speak HTTP",
+            help="address for SuperNodes of Flower 1.40 and later (HTTP)",
             show_default=False,
         ),
     ] = None,
     any_device: Annotated[
-        bool, typer.Option("--any-device", help="with --certificates: let every device in")
+        bool,
+        typer.Option("--any-device", help="accept devices without a registered key"),
     ] = False,
     clients_min: Annotated[
-        int, typer.Option(metavar="INTEGER", help="devices to wait for at the start", min=1)
+        int,
+        typer.Option(metavar="INTEGER", help="devices to wait for at the start", min=1),
     ] = 1,
     reconnect: Annotated[
         float,
         typer.Option(
             metavar="SECONDS",
-            help="after a restart: how long devices that were online may take to come back",
+            help="after a restart: time for devices to reconnect",
             min=0.0,
         ),
     ] = 90.0,
@@ -224,16 +227,17 @@ def serve(
         str,
         typer.Option(
             metavar="HOST:PORT",
-            help="/metrics and /healthz, or 'off' [default: loopback, the port after --address's]",
+            help="/metrics and /healthz, or 'off'",
+            show_default="loopback, the port after --address's",
         ),
     ] = "",
     watch: Watch = False,
     watch_address: Address = ADDRESS,
 ) -> None:
-    """Be the server: hold a run, and let devices (raceme device) train for it.
+    """Start a server that coordinates training on devices (raceme device).
 
-    The same command with the same --out resumes a run that was stopped or has crashed. With APP_DIR
-    it serves a Flower app of your own, whose run cannot be resumed.
+    --out is required. The same command with the same --out resumes a run that was stopped or has
+    crashed. With APP_DIR the server runs a Flower app of your own, which cannot be resumed.
     """
     parsed_address("--address", address, "0.0.0.0:9092")
     if http is not None:
@@ -241,7 +245,7 @@ def serve(
     if metrics not in ("", "off"):
         parsed_address("--metrics", metrics, "127.0.0.1:9093")
     if any_device and certificates is None:
-        raise UserError("Without --certificates every device is let in: leave out --any-device.")
+        raise UserError("Without --certificates every device is accepted: leave out --any-device.")
 
     # What matters of gRPC's own lines about a port that is taken is said in ours.
     if os.environ.get("GRPC_VERBOSITY", "error") == "error":
@@ -264,7 +268,7 @@ def serve(
         raise UserError("--run-config changes the run config of an app: name its folder, APP_DIR.")
     settings = prepare(keys if any_device else with_device_keys(keys, folder))
     if is_complete(settings):
-        print(f"The run in {settings.out} is complete: a higher --max-updates goes on with it.")
+        print(f"The run in {settings.out} is complete: to continue it, raise --max-updates.")
         return
     options = ServeOptions(address, folder, any_device, clients_min, metrics, reconnect, http)
     with watched(watch, Path(settings.out), watch_address):
@@ -302,9 +306,9 @@ def up(
         float, typer.Option(metavar="PERCENT", help="with --shape: packets lost", min=0, max=99)
     ] = 0.0,
 ) -> None:
-    """Try a run on this machine: a server, devices with their own data, one log.
+    """Run a server and devices as processes of this machine, with one log.
 
-    Ctrl-C stops everything.
+    Press Ctrl-C to stop all of them.
     """
     from raceme.core.signals import interrupted_by_signals
     from raceme.fleet.testbed import FOLDER, prepare, run_testbed, shapes_from
@@ -330,7 +334,7 @@ def up(
 
 
 def certs(
-    out: Annotated[Path, typer.Option(help="folder to write to; made if need be")],
+    out: Annotated[Path, typer.Option(help="folder for the files; created if missing")],
     host: Annotated[list[str], typer.Option(help="name or address of the server; may be repeated")],
     device: Annotated[
         list[str] | None, typer.Option(help="id of a device; may be repeated")
@@ -339,9 +343,9 @@ def certs(
         int, typer.Option(metavar="DAYS", help="validity of the certificates", min=1)
     ] = 825,
 ) -> None:
-    """Make a certificate authority, the server's certificate, and a key pair per device.
+    """Create a certificate authority, the server's certificate, and a key pair per device.
 
-    Run again with more --device to add devices: what exists is kept.
+    Run again with another --device to add a device: existing files are kept.
     """
     from raceme.fleet.certificates import make_certificates
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -16,6 +17,7 @@ from rich.text import Text
 from typer.core import TyperCommand
 
 from raceme.core.config import (
+    FEW_DEVICES,
     all_keys,
     check_key,
     check_names,
@@ -43,6 +45,7 @@ _SET = Annotated[
 ]
 
 
+CONFIG = "config.toml"
 _COMPARED = ("data-root", "download", "clients", "devices")
 _LIMITS = ("max-updates", "max-rounds", "max-time", "eval-every")
 SHOWN: Mapping[str, Sequence[str]] = {
@@ -60,6 +63,25 @@ SHOWN: Mapping[str, Sequence[str]] = {
     "up": ("strategy", "dataset", "max-updates", "seed", "resume", "out"),
 }
 """Keys of a run that the help of a command shows; that of `raceme run` shows all."""
+_FIRST = (
+    *("strategy", "dataset", "clients", "partition", "drift", "devices", "max-updates"),
+    *("max-time", "target-accuracy", "seed", "workers", "resume", "out"),
+)
+"""Keys that the help of `raceme run` shows first, with --config and --set; others are in groups."""
+_GROUPS = {
+    "Data": "data-root download test-fraction validation-fraction validation-share proxy pretrain "
+    "pretrain-epochs",
+    "Fleet": "concurrency task-timeout device vectorised device-keys",
+    "Method": "model lr batch-size local-epochs local-steps optimizer momentum weight-decay "
+    "batch-norm protection attack",
+    "Limits": "max-rounds stop-at-target eval-every eval-rounds eval-steps eval-clients eval-tasks",
+    "Output": "score-uploads checkpoint-every checkpoint-seconds track trace client-map "
+    "client-models",
+}
+_OWN_HELP = {
+    ("serve", "out"): "folder for results and checkpoints, required; the same one resumes the run",
+}
+"""What a key means to a command, where that is not what it means to `raceme run`."""
 
 
 class KeyCommand(TyperCommand):
@@ -125,15 +147,22 @@ def with_keys(
     names : Sequence[str], optional
         The keys that the command's help shows; by default those that every run has.
     """
-    shown = general_keys()
-    if names is not None:
-        shown = {name: shown[name] for name in names}
+    shown, groups = general_keys(), dict[str, str]()
+    if names is None:
+        groups = {name: group for group, inside in _GROUPS.items() for name in inside.split()}
+        names = [*_FIRST, *groups]
+    shown = {name: shown[name] for name in names}
 
     def wrapped(**values: Any) -> None:
         config, assignments = values.pop("config"), values.pop("assignments")
         given = {name: values.pop(item.name) for name, item in shown.items()}
         resume = given.get("resume")
-        keys: dict[str, Value] = read_toml(Path(resume) / "config.toml") if resume else {}
+        if resume and not (Path(resume) / CONFIG).is_file():
+            raise UserError(
+                f"There is no run in {resume} to resume: expected the folder of a run, as "
+                "`raceme run` names it in its last line."
+            )
+        keys: dict[str, Value] = read_toml(Path(resume) / CONFIG) if resume else {}
         from_file = read_toml(config, pipe=True) if config else {}
         keys.update(from_file)
         keys.update({name: value for name, value in given.items() if value is not None})
@@ -146,15 +175,30 @@ def with_keys(
             raise (_located(error, config, from_file) if config else error) from error.__cause__
 
     own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
-    added: Mapping[str, Any] = {
-        **{item.name: _option(name, item) for name, item in shown.items()},
-        "config": _CONFIG,
-        "assignments": _SET,
+    options = {
+        item.name: _option(
+            name,
+            item,
+            _OWN_HELP.get((command.__name__, name), item.metadata["help"]),
+            groups.get(name),
+            # Real devices are few.
+            FEW_DEVICES if name == "strategy" and command.__name__ in ("serve", "up") else False,
+        )
+        for name, item in shown.items()
     }
+    added: Mapping[str, Any] = {**options, "config": _CONFIG, "assignments": _SET}
     keyword = inspect.Parameter.KEYWORD_ONLY
-    parameters = [p.replace(kind=keyword) for p in own] + [
+    parameters = [
         inspect.Parameter(name, keyword, default=None, annotation=annotation)
         for name, annotation in added.items()
+    ]
+    # What a command adds to the keys comes before them, and after them where these are in groups.
+    at = len(parameters) if groups else 0
+    parameters[at:at] = [
+        p.replace(kind=keyword, annotation=_grouped(p.annotation))
+        if groups
+        else p.replace(kind=keyword)
+        for p in own
     ]
     wrapped.__name__, wrapped.__doc__ = command.__name__, command.__doc__
     wrapped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -178,16 +222,22 @@ def _located(error: UserError, path: Path, keys: Mapping[str, Value]) -> UserErr
     return error
 
 
-def _option(name: str, item: Any) -> Any:
+def _option(
+    name: str, item: Any, about: str, group: str | None, default: str | Literal[False]
+) -> Any:
     """Make the option of a key: text, so that all input is checked in one place; or a flag."""
-    about = item.metadata["help"]
+    common: Any = {"help": about, "show_default": default, "rich_help_panel": group}
     if item.type == "bool":
-        flags = typer.Option(f"--{name}/--no-{name}", help=about, show_default=False)
-        return Annotated[bool | None, flags]
+        return Annotated[bool | None, typer.Option(f"--{name}/--no-{name}", **common)]
     shown = shown_type(item, with_unit=True)
-    return Annotated[
-        str | None, typer.Option(f"--{name}", metavar=shown, help=about, show_default=False)
-    ]
+    return Annotated[str | None, typer.Option(f"--{name}", metavar=shown, **common)]
+
+
+def _grouped(annotation: Any) -> Any:
+    """Return an option of a command that is shown among those of the output."""
+    option = copy(annotation.__metadata__[0])
+    option.rich_help_panel = "Output"
+    return Annotated[annotation.__origin__, option]
 
 
 # -----------------------------------------------------------------------------
@@ -195,6 +245,11 @@ def _option(name: str, item: Any) -> Any:
 # -----------------------------------------------------------------------------
 
 
+_FLAGSHIPS = {"casa", "casa-plus", "cdfl", "csafl", "faacl", "flexcfl", "panicle"}
+_ABLATIONS = {"casa-c", "casa-d", "cfl-async", "faacl-async", "feddrift-async", "feddrift-eager"}
+_ABLATIONS |= {"fedsoft-async", "flexcfl-async", "g-fedavg", "ga-fedavg", "icfl-async"}
+_ABLATIONS |= {"ifca-async", "nog-fedavg", "r-fedavg", "t-fedavg", "ta-fedavg"}
+"""Methods without one of their parts, and asynchronous variants that have no paper of their own."""
 _LISTS = {
     "strategies": ("strategy", STRATEGIES),
     "datasets": ("dataset", DATASETS),
@@ -209,13 +264,11 @@ _LISTS = {
 def list_names(
     part: Annotated[
         str,
-        typer.Argument(
-            metavar="[PART]", help="a list, e.g. datasets; or names and keys with this in them"
-        ),
+        typer.Argument(metavar="[PART]", help="a list, e.g. datasets; or part of a name or a key"),
     ] = "",
     keys: Annotated[bool, typer.Option("--keys", help="also list every key of a run")] = False,
 ) -> None:
-    """Show the strategies, datasets, partitions, drifts, models and device profiles."""
+    """List the strategies, datasets, partitions, drifts, models and device profiles."""
     console = Console()
     # A list is also asked for by the key that takes one of its names.
     found = {
@@ -228,8 +281,10 @@ def list_names(
     }
     width = max((len(name) for entries in found.values() for name in entries), default=0)
     for title, entries in found.items():
-        if entries:
-            console.print(_table(title, entries, width))
+        parts = {title: entries} if title != "strategies" else _strategies(entries)
+        for heading, part_entries in parts.items():
+            if part_entries:
+                console.print(_table(heading, part_entries, width))
     # Read only if need be: what declares keys has to be imported for them.
     found_keys: dict[str, Key] = {}
     if keys or not width:
@@ -240,7 +295,21 @@ def list_names(
         count = len(found_keys)
         keys_that = f"{count} keys that have it" if count > 1 else "a key that has it"
         hint = f" `raceme list {part} --keys` lists {keys_that}." if count else ""
-        raise UserError(f"Nothing that there is to choose from has '{part}' in its name.{hint}")
+        raise UserError(f"No match for '{part}'.{hint or ' `raceme list` lists all names.'}")
+
+
+def _strategies(entries: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """Divide strategies into those to begin with, baselines from the literature, and ablations."""
+    parts: dict[str, dict[str, str]] = {
+        "strategies": {},
+        "strategies: published baselines": {},
+        "strategies: ablations and variants": {},
+    }
+    main, published, ablations = parts.values()
+    for name, text in entries.items():
+        known = {**dict.fromkeys(_ABLATIONS, ablations), **dict.fromkeys(_FLAGSHIPS, main)}
+        known.get(name, published)[name] = text
+    return parts
 
 
 def _table(title: str, entries: dict[str, str], width: int) -> Table:

@@ -26,14 +26,15 @@ def report(
     output: Annotated[
         Path | None,
         typer.Option(
-            help="file for the page, if there is one folder [default: report.html in the folder]"
+            help="file for the page, if there is one folder",
+            show_default="report.html in the folder",
         ),
     ] = None,
     latex: Annotated[
         bool, typer.Option("--latex", help="also write the table of a comparison: compare.tex")
     ] = False,
 ) -> None:
-    """Make a page of a run, a comparison or a simulated app: one HTML file, nothing else."""
+    """Write the results of a run, a comparison or a simulated app as one HTML file."""
     if output is not None and len(folders) > 1:
         raise UserError(f"--output names one file, and there are {len(folders)} folders.")
     for folder in folders:
@@ -77,7 +78,7 @@ def plan(folders: Sequence[Path], output: Path | None) -> list[tuple[Path, Path,
 def _maker(folder: Path) -> _Maker:
     """Return what makes the page of a folder."""
     if not folder.is_dir():
-        what = "is no folder" if folder.exists() else "does not exist"
+        what = "is not a folder" if folder.exists() else "does not exist"
         raise UserError(f"{folder} {what}; expected the folder of a run or of a comparison.")
     if (folder / "compare.json").is_file():
         from raceme.experiments.page import comparison_page
@@ -99,7 +100,7 @@ def _maker(folder: Path) -> _Maker:
     hint = f" There are some inside: {', '.join(inside[:5])}." if inside else ""
     raise UserError(
         f"{folder} has no results: expected what `raceme run` (run.sqlite), "
-        f"`raceme compare` (compare.json) or `raceme simulate` (messages.csv) leaves.{hint}"
+        f"`raceme compare` (compare.json) or `raceme simulate` (messages.csv) writes.{hint}"
     )
 
 
@@ -134,9 +135,10 @@ def _link(folder: Path, target: Path) -> str:
 _HOST, _PORT = "127.0.0.1", 8321
 _INTERRUPTED = 130
 
-Watch = Annotated[bool, typer.Option("--watch", help="show it in the browser as it goes on")]
+Watch = Annotated[bool, typer.Option("--watch", help="serve a live dashboard for the browser")]
 Address = Annotated[
-    str, typer.Option(metavar="HOST:PORT", help="where the page of --watch is; port 0: any")
+    str,
+    typer.Option(metavar="HOST:PORT", help="address of the dashboard; port 0: any"),
 ]
 ADDRESS = f"{_HOST}:{_PORT}"
 
@@ -147,13 +149,14 @@ def watch(
     ],
     host: Annotated[
         str,
-        typer.Option(
-            help="address to listen at; any but this machine's own needs a token, which is printed"
-        ),
+        typer.Option(help="address to listen on; other machines need the token that is printed"),
     ] = _HOST,
-    port: Annotated[int, typer.Option(metavar="INTEGER", help="0: any", min=0, max=65535)] = _PORT,
+    port: Annotated[
+        int,
+        typer.Option(metavar="INTEGER", help="port to listen on; 0: any", min=0, max=65535),
+    ] = _PORT,
 ) -> None:
-    """Show a run, a comparison, or all runs of a folder in the browser. Ctrl-C ends it."""
+    """Show a run, a comparison, or all runs of a folder in the browser. Press Ctrl-C to stop."""
     from raceme.flower.ports import is_loopback
     from raceme.reporting.dashboard.server import address_of, bind, new_token, qr_code, serve
     from raceme.reporting.dashboard.source import Watched, check_watchable, is_comparison
@@ -162,7 +165,7 @@ def watch(
     token = "" if is_loopback(host) else new_token()
     with bind(host, port) as listening:
         address = address_of(listening, token)
-        print(f"{folder}: {address}  (Ctrl-C ends it)", flush=True)
+        print(f"{folder}: {address}  (press Ctrl-C to stop)", flush=True)
         _print_code(qr_code(address))
         with suppress(KeyboardInterrupt):
             serve(listening, Watched(folder, is_comparison(folder)), token, _never)
@@ -191,7 +194,7 @@ def watched(shown: bool, folder: Path, address: str, *, comparison: bool = False
 
     host, port = parsed_address("--watch-address", address, ADDRESS, any_port=True)
     with watching(folder, host, port, comparison=comparison) as beside:
-        print(f"Watch it at {beside.address}", flush=True)
+        print(f"Dashboard: {beside.address}", flush=True)
         _print_code(qr_code(beside.address))
         ended: typer.Exit | None = None
         try:
@@ -201,7 +204,7 @@ def watched(shown: bool, folder: Path, address: str, *, comparison: bool = False
                 raise
             ended = exit_
         if _is_terminal():
-            print(f"The page stays at {beside.address} until Ctrl-C.", flush=True)
+            print(f"The dashboard stays at {beside.address}. Press Ctrl-C to stop.", flush=True)
             with suppress(KeyboardInterrupt):
                 beside.wait()
         if ended is not None:
@@ -231,6 +234,6 @@ def parsed_address(
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not (0 if any_port else 1) <= int(port) < 65536:
         raise UserError(
-            f"'{address}' is not an address: expected HOST:PORT, for example {option} {example}"
+            f"'{address}' is not an address: expected HOST:PORT, e.g. {option} {example}."
         )
     return host.strip("[]"), int(port)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def run(keys: Mapping[str, Value], watch: Watch = False, watch_address: Address = ADDRESS) -> None:
-    """Run a method on virtual time, and leave a table, plots and all numbers.
+    """Run a method on virtual time; write a summary, plots, models and every event.
 
     Keys come from --config, then the options, then --set; the later one wins. With --resume they
     are those of the earlier run.
@@ -57,7 +57,15 @@ def _quiet_flower() -> None:
     for name in ("raceme.checkpoints", "raceme.defaults", "raceme.run", "raceme.workers"):
         logger = logging.getLogger(name)
         logger.setLevel(logging.INFO)
-        logger.handlers = [logging.StreamHandler(sys.stderr)]
+        logger.handlers = [_Lines()]
+
+
+class _Lines(logging.Handler):
+    """Prints to what standard error is at the time: on a terminal, above the progress bar."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print a record."""
+        print(self.format(record), file=sys.stderr)
 
 
 # -----------------------------------------------------------------------------

@@ -51,6 +51,9 @@ from raceme.core.registry import (
 # -----------------------------------------------------------------------------
 
 
+FEW_DEVICES = "panicle"
+"""The default strategy on real devices, of which there are few: CASA needs ten or more clients."""
+
 SET = "set"
 """The key that stands for any others, as the option ``--set`` does."""
 

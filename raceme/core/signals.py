@@ -144,7 +144,7 @@ class StopRequest:
             self._reason = _REASONS[signal.Signals(number)]
             # The signal may have come in the middle of another line to the same file.
             with suppress(RuntimeError):
-                log.warning("Stopping after this step; once more stops at once.")
+                log.warning("Stopping after this step. Press Ctrl-C again to stop at once.")
 
 
 @contextmanager

@@ -39,10 +39,9 @@ from raceme.reporting.style import (
     FAINT,
     INK,
     MUTED,
+    method_looks,
     new_figure,
     say_empty,
-    series_colour,
-    series_line,
     style,
     time_unit,
 )
@@ -164,6 +163,10 @@ def _bars(
         axes.set_yticks(range(len(labels)), labels)
         axes.tick_params(axis="y", length=0)
         axes.grid(axis="x", color=FAINT)
+        if not any(values.values()):
+            # An axis without a bar would have a scale that means nothing.
+            axes.set_xticks([])
+        looks = method_looks(labels)
         for place, label in enumerate(labels):
             own = values[label]
             if instead[label]:
@@ -178,7 +181,7 @@ def _bars(
                     bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0},
                 )
             else:
-                axes.barh(place, np.mean(own), height=_BAR, color=series_colour(place), alpha=0.85)
+                axes.barh(place, np.mean(own), height=_BAR, color=looks[label][0], alpha=0.85)
             if len(own) > 1 or instead[label]:
                 axes.plot(own, [place] * len(own), "o", ms=3, color=INK, zorder=3, clip_on=False)
         return figure
@@ -257,12 +260,13 @@ def divergence_curve(record: RunRecord) -> Curve:
 def _draw(axes: Axes, curves: Mapping[str, Curve]) -> None:
     axes.set_xlabel("updates")
     axes.grid(axis="y")
-    for index, (label, curve) in enumerate(curves.items()):
+    looks = method_looks(curves)
+    for label, curve in curves.items():
         if curve:
             axes.plot(
                 *zip(*curve, strict=True),
-                color=series_colour(index),
-                ls=series_line(index),
+                color=looks[label][0],
+                ls=looks[label][1],
                 marker="o",
                 ms=3,
                 label=label,

@@ -158,16 +158,16 @@ def _read_private(path: Path) -> tuple[bytes, bool]:
 
 def _check_names(hosts: Sequence[str], devices: Sequence[str]) -> None:
     if not hosts:
-        raise UserError("Say under which name devices reach the server: --host NAME_OR_ADDRESS.")
+        raise UserError("Missing host name of the server: give --host NAME_OR_ADDRESS.")
     for host in hosts:
         _subject_name(host)
     for device in devices:
         if not _DEVICE_ID.fullmatch(device):
             raise UserError(
-                f"{device!r} cannot be a device id here: use letters, digits, '.', '_' and '-'."
+                f"{device!r} is not a valid device id: use letters, digits, '.', '_' and '-'."
             )
     if len(set(devices)) != len(devices):
-        raise UserError("A device is named twice: each needs an id of its own.")
+        raise UserError("Two devices have the same id: give each its own.")
 
 
 def _check_hosts(certificate: Path, hosts: Sequence[str]) -> None:
@@ -430,12 +430,12 @@ def _read_keys(stamps: tuple[tuple[Path, int], ...]) -> Collection[bytes]:
         try:
             key = load_ssh_public_key(path.read_bytes())
         except (OSError, ValueError, TypeError) as error:
-            log.warning("The key %s cannot be read and is left out: %s", path, error)
+            log.warning("The key %s cannot be read and is ignored: %s", path, error)
             continue
         if isinstance(key, ec.EllipticCurvePublicKey):
             keys.add(_plain(key))
         else:
-            log.warning("The key %s is not an elliptic-curve key and is left out", path)
+            log.warning("The key %s is not an elliptic-curve key and is ignored", path)
     return keys
 
 

@@ -71,7 +71,7 @@ class HealthFile:
         try:
             # It is removed and made again: a device would be gone.
             if path.exists() and not path.is_file():
-                raise UserError(f"The health file '{path}' is no regular file.")
+                raise UserError(f"The health file '{path}' is not a regular file.")
             path.unlink(missing_ok=True)
             path.touch()
             path.unlink()
@@ -131,7 +131,7 @@ def data_memory() -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmData:"):
             return int(line.split()[1]) * 1024
-    raise UserError("A memory limit needs Linux: this system does not state the memory in use.")
+    raise UserError("A memory limit needs Linux: this system does not report memory use.")
 
 
 # -----------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 import raceme
-from raceme.core.config import RunConfig, as_tables, read_toml
+from raceme.core.config import FEW_DEVICES, RunConfig, as_tables, read_toml
 from raceme.core.errors import UserError, printable
 from raceme.core.events import (
     ClaimRefused,
@@ -307,7 +307,7 @@ class StatusPort:
     Raises
     ------
     UserError
-        The address cannot be listened at.
+        The port is in use, or the address is not this host's.
     """
 
     def __init__(self, address: str, page: Callable[[], bytes], health: Health) -> None:
@@ -318,8 +318,8 @@ class StatusPort:
             self._socket = listen(self._host, int(port))
         except OSError as error:
             raise UserError(
-                f"{address} cannot be listened at for /metrics: {error.strerror}. Choose another "
-                "with --metrics HOST:PORT, or do without: --metrics off."
+                f"Cannot listen on {address} for /metrics: {error.strerror}. Choose another with "
+                "--metrics HOST:PORT, or turn it off: --metrics off."
             ) from None
         self._server = uvicorn.Server(
             uvicorn.Config(
@@ -375,6 +375,8 @@ GridT = TypeVar("GridT", bound=ServedGrid)
 _ANSWER_SECONDS = 2.0
 _TURN_SECONDS = 300.0
 """A server that has not answered a call, or a method not looked for replies, for so long fails."""
+_LEAST_EVAL_EVERY = 10
+"""Updates between two evaluations, where nothing else is said."""
 _LEAST_LIMIT, _MODELS_LIMIT = 16 << 20, 8
 """Bytes of a reply: so many, and so many times those of the model. No method sends more."""
 _UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES}
@@ -420,13 +422,18 @@ def prepare(keys: Mapping[str, Value]) -> RunConfig:
     UserError
         It cannot work.
     """
-    config = experiment.resolve(RunConfig.from_mapping(keys))
-    experiment.build_strategy(config)
+    config = RunConfig.from_mapping({"strategy": FEW_DEVICES, **keys})
+    given = config.eval_every
+    config = experiment.resolve(config)
+    if given is None:
+        # Each evaluation costs a device its time.
+        config = config.with_values(eval_every=max(config.num_clients, _LEAST_EVAL_EVERY))
+    experiment.check_fleet(config, experiment.build_strategy(config))
     folder = config.resume or config.out
     if not folder:
         raise UserError(
-            "Say where results and checkpoints go, e.g. --out runs/lab: with the same folder, the "
-            "same command resumes."
+            "serve needs a folder for results and checkpoints: give --out, e.g. --out runs/lab. "
+            "The same command with the same folder resumes the run."
         )
     out = str(Path(folder).expanduser().resolve())
     is_there = (Path(out) / "run.sqlite").is_file()
@@ -505,7 +512,7 @@ def serve(
         if isinstance(error, OSError) and error.errno not in _UNWRITABLE:
             raise
         raise UserError(
-            f"Cannot go on writing to {config.out}: {reason}. When that is mended, the same "
+            f"Cannot go on writing to {config.out}: {reason}. Once this is fixed, the same "
             "command resumes from the last checkpoint."
         ) from error
 
@@ -571,9 +578,9 @@ def _status_port(
         if options.metrics:
             raise
         # It was not asked for.
-        log.warning("No figures for a monitor: %s", error)
+        log.warning("Metrics are off: %s", error)
         return None
-    log.info("Figures for a monitor: http://%s/metrics", made.address)
+    log.info("Metrics: http://%s/metrics", made.address)
     return made
 
 
@@ -592,11 +599,11 @@ def _health(api: FleetApi, grid: ServedGrid, state: LinkState) -> tuple[bool, Ma
 def _listen(api: FleetApi, options: ServeOptions) -> None:
     api.start()
     secure = "TLS" if options.certificates is not None else "plain text, for a test only"
-    log.info("Listening at %s (%s)", options.address, secure)
+    log.info("Listening on %s (%s)", options.address, secure)
     if options.http is not None:
-        log.info("Listening at %s for SuperNodes that speak HTTP", options.http)
+        log.info("Listening on %s for SuperNodes over HTTP", options.http)
     if options.clients_min > 1:
-        log.info("The run begins when %d devices are online", options.clients_min)
+        log.info("Training starts when %d devices are online", options.clients_min)
 
 
 def _credentials(

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import raceme
-from raceme.core.config import RunConfig, write_toml
+from raceme.core.config import FEW_DEVICES, RunConfig, write_toml
 from raceme.core.errors import UserError
 from raceme.core.files import absolute
 from raceme.core.options import Value
@@ -375,7 +375,7 @@ class Testbed:
                 if probe.connect_ex(("127.0.0.1", port)) == 0:
                     return
             time.sleep(0.05)
-        raise UserError(f"The {name} did not start; what it printed is above.")
+        raise UserError(f"The {name} did not start; see its output above.")
 
     def wait_for_run(self) -> None:
         """Wait for the end of the run.
@@ -439,11 +439,11 @@ def prepare(keys: Mapping[str, Value]) -> RunConfig:
     from raceme import datasets
     from raceme.runs import experiment
 
-    config = experiment.resolve(RunConfig.from_mapping(keys))
+    config = experiment.resolve(RunConfig.from_mapping({"strategy": FEW_DEVICES, **keys}))
     if config.device_keys:
         raise UserError("The devices of `raceme up` make keys of their own: leave device-keys out.")
     datasets.all_clients(config)
-    experiment.build_strategy(config)
+    experiment.check_fleet(config, experiment.build_strategy(config))
     if config.resume:
         return config.with_values(out=config.resume)
     if config.out:
@@ -536,7 +536,7 @@ def run_testbed(config: RunConfig, show: Show, shapes: Sequence[Shape] | None = 
             bed.stop_devices()
     if not (out / "summary.json").is_file():
         raise UserError(
-            f"The run ended without results in {out}; what it printed is above. "
+            f"The run ended without results in {out}; see its output above. "
             "If there is a checkpoint, --resume resumes from it."
         )
     missing = [name for name in _LEFT if not (out / name).exists()]

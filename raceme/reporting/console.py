@@ -297,9 +297,14 @@ def _rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "updates", f"{summary['updates']} ({summary['rejected_updates']} rejected)"
     if drift := get("missed_drift"):
         yield "drift", f"{drift} never happened: the run ended before drift-at"
-    yield "virtual time", f"{summary['virtual_time']:.1f} s"
     rate = summary["updates_per_second"] or 0
-    yield "wall time", f"{summary['wall_time']:.1f} s ({rate:.0f} updates/s)"
+    if get("clock") == "wall":
+        # The run's own clock begins with the first device, and goes on where it resumes.
+        started = f"{summary['virtual_time']:.1f} s since the first device"
+        yield "wall time", f"{started}, {summary['wall_time']:.1f} s in all ({rate:.0f} updates/s)"
+    else:
+        yield "virtual time", f"{summary['virtual_time']:.1f} s"
+        yield "wall time", f"{summary['wall_time']:.1f} s ({rate:.0f} updates/s)"
     yield "traffic", _both(summary["bytes_up"], summary["bytes_down"])
     phases = get("bytes_by_phase") or {}
     if len(phases) > 1:

@@ -274,12 +274,12 @@ def check_writable(path: Path) -> None:
         if path.exists():
             # The page takes the name of what is there: a device would be gone.
             if not path.is_file():
-                raise UserError(f"{path} is no regular file; --output takes the name of one.")
+                raise UserError(f"{path} is not a regular file; choose another --output.")
             with path.open("rb") as file:
                 head = file.read(_HEAD)
             if head and _GENERATOR.encode() not in head:
                 raise UserError(
-                    f"{path} is no report of Raceme and is not replaced; choose another --output."
+                    f"{path} is not a report of Raceme, and is kept; choose another --output."
                 )
     except OSError as error:
         raise UserError(f"Cannot write {path}: {error.strerror}.") from None

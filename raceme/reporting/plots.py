@@ -53,11 +53,11 @@ from raceme.reporting.style import (
     log_time_axis,
     mark_changes,
     mark_drifts,
+    method_looks,
     new_figure,
     one_axes,
     say_empty,
     series_colour,
-    series_line,
     style,
     time_axis,
     updates_axis,
@@ -123,7 +123,7 @@ def comparison_figure(
     ----------
     methods : Mapping[str, Sequence[RunRecord]]
         Label to the runs of a method, one for each seed; their order is that of the legend and the
-        colours. The bands of more than a few methods would hide each other, and are left out. Time
+        curves. The bands of more than a few methods would hide each other, and are left out. Time
         is logarithmic if a run is at the target so early that on a linear axis nothing could be
         seen of its way there.
     target, title, clock
@@ -139,8 +139,9 @@ def comparison_figure(
     measure = _score_axis(axes, runs)
     axes.set_title(title or f"{measure.title} on the clients' own test data")
     banded = len(methods) <= _MOST_BANDS and len(runs) > len(methods)
-    for index, (label, records) in enumerate(methods.items()):
-        colour = series_colour(index)
+    looks = method_looks(methods)
+    for label, records in methods.items():
+        colour, line = looks[label]
         times, values = over_seeds(records)
         mean = values.mean(axis=0)
         if banded and len(values) > 1:
@@ -148,7 +149,6 @@ def comparison_figure(
             deviation = values.std(axis=0, ddof=1)
             low, high = mean - deviation, mean + deviation
             axes.fill_between(times / seconds, low, high, color=colour, alpha=0.18, lw=0)
-        line = series_line(index)
         axes.plot(times / seconds, mean, color=colour, ls=line, label=label, zorder=3)
         if target is not None:
             for record in records:
@@ -390,10 +390,10 @@ def staleness_figure(records: Mapping[str, RunRecord], *, height: float = 0.55) 
     largest = max(int(values.max()) for values in stale.values())
     # Bins that double: 0, 1, 2-3, 4-7, …
     edges = [0, *(2**power for power in range(largest.bit_length() + 1))]
-    places = list(records)
+    looks = method_looks(records)
     rows = figure.subplots(len(stale), 1, sharex=True, squeeze=False)[:, 0]
     for axes, (label, values) in zip(rows, stale.items(), strict=True):
-        _draw_staleness(axes, label, values, edges, series_colour(places.index(label)))
+        _draw_staleness(axes, label, values, edges, looks[label][0])
     rows[0].set_title("Staleness of the updates")
     last = rows[-1]
     ticks = np.arange(len(edges) - 1)
@@ -618,7 +618,8 @@ def shares_figure(records: Mapping[str, RunRecord], schema: MeasureSchema) -> Fi
         axis.set_major_formatter(PercentFormatter(1.0))
     axes.set_xticks(np.linspace(0.0, 1.0, 11))
     drawn = 0
-    for index, (label, record) in enumerate(records.items()):
+    looks = method_looks(records)
+    for label, record in records.items():
         measured = record.measured.get(schema.name, ())
         if not measured:
             continue
@@ -631,8 +632,8 @@ def shares_figure(records: Mapping[str, RunRecord], schema: MeasureSchema) -> Fi
             values,
             often,
             where="post",
-            color=series_colour(index),
-            ls=series_line(index),
+            color=looks[label][0],
+            ls=looks[label][1],
             label=f"{label}: {mean}" if label else mean,
             # A share that is always 0 lies on the axis.
             clip_on=False,

@@ -181,6 +181,16 @@ def series_line(index: int) -> Any:
     return _LINES[index // len(_PALETTE) % len(_LINES)]
 
 
+def method_looks(labels: Iterable[str]) -> dict[str, tuple[str, Any]]:
+    """Return colour and line style of each method of a comparison, by label.
+
+    By the labels' alphabetical order, as on the dashboard: a method looks the same in every figure,
+    whatever the order in which the methods were named.
+    """
+    places = {label: place for place, label in enumerate(sorted(set(labels)))}
+    return {label: (series_colour(place), series_line(place)) for label, place in places.items()}
+
+
 def group_colour(group: int) -> str:
     """Return the shade of a true group."""
     return _GROUP_SHADES[group % len(_GROUP_SHADES)]

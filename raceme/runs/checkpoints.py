@@ -476,7 +476,10 @@ class Keeper:
         if reason or self._is_due():
             path = self._saved()
             if reason and path is not None:
-                log.info("The run can be resumed from %s", path)
+                # A checkpoint lies in the run's folder, in `checkpoint`.
+                virtual = timeline_of(self._grid).is_virtual
+                command = f"raceme run --resume {path.parent.parent}"
+                log.info("To resume: %s", command if virtual else "the same command again")
         failure = self._store.failure
         return reason or (f"{FILE_NAME} cannot be written any more: {failure}" if failure else "")
 

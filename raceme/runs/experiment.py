@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import time
@@ -19,7 +20,7 @@ from raceme import datasets
 from raceme.core import messages as names
 from raceme.core.clients import BoundToKeys
 from raceme.core.clusters import Model, blended
-from raceme.core.config import RunConfig
+from raceme.core.config import RunConfig, read_toml
 from raceme.core.errors import UserError
 from raceme.core.events import (
     ClustersScored,
@@ -56,8 +57,8 @@ from raceme.records.summary import ProtectionSummary, RunSummary
 from raceme.runs.checkpoints import CheckpointFolder, Keeper, only_writer, restore, resuming
 from raceme.runs.trackers import TrackerObserver, chosen
 from raceme.simulation import executor_for, prepare, training_seconds
-from raceme.simulation.attacks import NONE, attackers_of
-from raceme.simulation.devices import PREFIX, fleet, traced_fleet
+from raceme.simulation.attacks import NONE, attack_of, attackers_of
+from raceme.simulation.devices import PREFIX, Workload, fleet, traced_fleet
 from raceme.simulation.executor import load
 from raceme.simulation.virtual_grid import VirtualGrid, communication_of, nodes_of
 from raceme.training import models
@@ -248,7 +249,7 @@ def simulate(config: RunConfig, *observers: Observer, stop: StopCheck = never_st
     if config.device_keys:
         raise UserError("device-keys are real devices', and all here are simulated: leave it out.")
     strategy = build_strategy(config)
-    strategy.check(config.num_clients)
+    check_fleet(config, strategy)
     grid = build_grid(config, strategy)
     from raceme.client_app import forget
 
@@ -260,8 +261,28 @@ def simulate(config: RunConfig, *observers: Observer, stop: StopCheck = never_st
         forget()
 
 
-def _warn_of_late_drift(config: RunConfig) -> None:
-    """Say that clients' data never change, where the limits of the run tell it beforehand."""
+def check_fleet(config: RunConfig, strategy: Method) -> None:
+    """Find out whether a method fits a fleet of this size, and warn where it is of little use.
+
+    Raises
+    ------
+    UserError
+        The hyper-parameters do not fit so many clients.
+    """
+    strategy.check(config.num_clients)
+    if config.num_clients == 1:
+        log.warning("One client trains alone: federation needs at least two (--clients 2).")
+    if config.attack != NONE and not attackers_of(config):
+        log.warning(
+            "The attack %s never happens: of %d clients a share of %g is none. Raise --attackers.",
+            config.attack,
+            config.num_clients,
+            attack_of(config).options.attackers,
+        )
+
+
+def _warn_of_late_drift(config: RunConfig, strategy: Method, grid: Grid) -> None:
+    """Say that clients' data never change, where limits and devices tell it beforehand."""
     schedule = schedule_of(config)
     if schedule is None:
         return
@@ -274,11 +295,66 @@ def _warn_of_late_drift(config: RunConfig) -> None:
     first = schedule.every or schedule.moments[0]
     if first > limit:
         log.warning(
-            "The drift %s never happens: the run ends after %g %s, and drift-at begins at %g.",
+            "The drift %s never happens: the run ends after %g %s, and drift-at begins at %g. "
+            "Choose an earlier drift-at.",
             config.drift,
             limit,
             schedule.unit,
             first,
+        )
+    elif schedule.unit == "seconds" and first > (end := _estimated_end(config, strategy, grid)):
+        log.warning(
+            "The drift %s may never happen: on these devices %d updates take about %.0f s, and "
+            "drift-at begins at %g s. Choose an earlier drift-at, or raise max-updates.",
+            config.drift,
+            config.max_updates,
+            end,
+            first,
+        )
+
+
+def _estimated_end(config: RunConfig, strategy: Method, grid: Grid) -> float:
+    """Return when a run on virtual time reaches its updates, in seconds; infinity if unknown.
+
+    Each client of an asynchronous method works all the time. How long transfers take, and when a
+    device that comes and goes is there, is not estimated.
+    """
+    if not isinstance(grid, VirtualGrid) or strategy.scheduling.rounds is not None:
+        return math.inf
+    if not config.max_updates or config.concurrency:
+        return math.inf
+    seconds = []
+    for node in grid.nodes:
+        device = node.device
+        if device.comes_and_goes or device.online or device.bandwidth_down or device.bandwidth_up:
+            return math.inf
+        load = Workload(config.local_epochs, examples=node.examples)
+        seconds.append(device.mean_duration(load))
+    rate = sum(1 / each for each in seconds if each)
+    return config.max_updates / rate if rate else math.inf
+
+
+def _check_resumed_limit(config: RunConfig) -> None:
+    """Refuse a limit below what the run has done already: its last updates would be dropped.
+
+    Raises
+    ------
+    UserError
+        The run has more updates than it may have now.
+    """
+    folder = Path(config.resume).expanduser()
+    try:
+        done = int(json.loads((folder / "summary.json").read_text(encoding="utf-8"))["updates"])
+        before = read_toml(folder / "config.toml").get("max-updates")
+    except (OSError, ValueError, KeyError):
+        # What is missing or unreadable is said where it is needed; a crash leaves no summary.
+        return
+    # Rounds may end beyond their limit: the same limit again is no mistake.
+    if config.max_updates and config.max_updates < done and config.max_updates != before:
+        raise UserError(
+            f"The run in {config.resume} has {done} updates already, more than max-updates "
+            f"{config.max_updates}: give a higher one to go on with it, e.g. "
+            f"--max-updates {2 * done}."
         )
 
 
@@ -315,11 +391,13 @@ def conduct(
     """
     if config.attack != NONE and not timeline_of(grid).is_virtual:
         raise UserError("attack is for simulated clients: leave it out on real devices.")
-    _warn_of_late_drift(config)
+    _warn_of_late_drift(config, strategy, grid)
     initial = models.initial_arrays(config)
     probe = probe_of(config, initial)
     strategy.check_server(0 if probe is None else probe.sets, bool(config.pretrain))
     identities = BoundToKeys(Path(config.device_keys), grid) if config.device_keys else None
+    if config.resume:
+        _check_resumed_limit(config)
     out = resumed_folder(config) if config.resume else new_folder(config.out, config.short_name)
     virtual, spec = timeline_of(grid).is_virtual, ModelSpec.of(initial)
     starts: Sequence[Vector] = ()
@@ -414,6 +492,8 @@ def conduct(
         result |= protection.result(config.target_accuracy)
         if schedule_of(config) is not None and not summary.has_drifted:
             result["missed_drift"] = config.drift
+        if not virtual:
+            result["clock"] = "wall"
         # Only now: a run draws nothing before its end.
         from raceme.reporting.artefacts import write_all
 

@@ -414,7 +414,7 @@ def chosen(track: str) -> list[str]:
             importlib.import_module(TRACKERS[name][0])
         except ImportError as error:
             raise UserError(
-                f"track={name} needs a package that is not here ({error}): "
+                f"track={name} needs a package that is not installed ({error}): "
                 f"pip install 'raceme[{name}]'"
             ) from None
     return list(dict.fromkeys(names))
@@ -503,4 +503,4 @@ class TrackerObserver(EventHandler):
             self._trackers.pop(name, None)
             reason = " ".join(str(error).split()) or type(error).__name__
             self.failures[f"track={name}"] = reason
-            log.warning("The tracker %s is left behind: %s", name, reason)
+            log.warning("The tracker %s failed and is left out: %s", name, reason)

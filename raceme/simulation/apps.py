@@ -181,7 +181,7 @@ def read_app(folder: Path, overrides: Sequence[str] = ()) -> FlowerApp:
     """
     folder = folder.expanduser().resolve()
     if not folder.is_dir():
-        what = "is no folder" if folder.exists() else "does not exist"
+        what = "is not a folder" if folder.exists() else "does not exist"
         raise UserError(f"{folder} {what}; expected the folder of a Flower app.")
     try:
         project = compat.project_config(folder)

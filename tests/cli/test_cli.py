@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sqlite3
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from forking import Commands
 from processes import as_in_a_terminal
+
+from raceme.core.config import general_keys
+from raceme.core.registry import STRATEGIES
 
 RACEME = [sys.executable, "-c", "from raceme.cli import main; main()"]
 SMALL = ["--clients", "8", "--max-updates", "24", "--workers", "0"]
@@ -161,6 +166,17 @@ def test_help_shows_types_and_units(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "--set KEY=VALUE",
     ):
         assert text in shown
+    groups = re.split(r"─ (Options|Data|Fleet|Method|Limits|Output) ─", shown)
+    assert groups[1::2] == ["Options", "Data", "Fleet", "Method", "Limits", "Output"]
+    found = [re.findall(r"│ (--[\w-]+)", group) for group in groups[2::2]]
+    assert len(found[0]) == 16, "fifteen and --help"
+    keys = [f"--{name}" for name in general_keys()]
+    assert sorted(name for group in found for name in group) == sorted(
+        [*keys, "--config", "--set", "--help", "--watch", "--watch-address"]
+    )
+    served = " ".join(raceme(tmp_path, "serve", "--help").stdout.split())
+    assert "--out PATH folder for results and checkpoints, required" in served
+    assert "[default: (panicle)]" in served
     assert "--clients INTEGER" in " ".join(raceme(tmp_path, "up", "--help").stdout.split())
 
 
@@ -192,8 +208,17 @@ def test_lists_and_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert lines[at + 1] == "NUMBER s, default 0.0"
     (line,) = (line for line in lines if line.startswith("noise-std "))
     assert "noise-groups: deviation of the noise" in line
-    names = [line.split()[0] for line in lines[1 : lines.index("datasets")] if line]
-    assert names == sorted(names)
+    heads = ["strategies", "strategies: published baselines", "strategies: ablations and variants"]
+    bounds = [lines.index(head) for head in (*heads, "datasets")]
+    parts = [
+        [line.split()[0] for line in lines[start + 1 : end] if line]
+        for start, end in pairwise(bounds)
+    ]
+    assert parts == [sorted(part) for part in parts]
+    assert {"casa", "panicle"} <= set(parts[0])
+    assert {"fedavg", "ifca"} <= set(parts[1])
+    assert {"casa-c", "ifca-async"} <= set(parts[2])
+    assert {name for part in parts for name in part} == set(STRATEGIES)
     # What has a word in its name alone, of all that there is.
     listed = raceme(tmp_path, "list", "fedbuff", "--keys").stdout
     lines = [line.split()[0] for line in listed.splitlines() if line.startswith("  ")]
@@ -201,7 +226,9 @@ def test_lists_and_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert "datasets" not in listed
     nothing = raceme(tmp_path, "list", "nothing-like-it")
     assert nothing.returncode == 2
-    assert "has 'nothing-like-it' in its name.\n" in nothing.stderr
+    assert nothing.stderr == (
+        "raceme: No match for 'nothing-like-it'. `raceme list` lists all names.\n"
+    )
     assert "`raceme list gamma --keys` lists" in raceme(tmp_path, "list", "gamma").stderr
     # A list by its own name, and by that of the key that takes one of its names.
     for part in ("device profiles", "devices"):
@@ -217,6 +244,8 @@ def test_what_is_mistyped_is_one_line_with_a_remedy(tmp_path: Path) -> None:
         (["run", "casa"], "extra argument (casa). Did you mean `raceme run --strategy casa`?"),
         (["run", "--strategy", "cassa"], "'cassa'. Did you mean 'casa'? `raceme list` lists them"),
         (["runs"], "No such command 'runs'"),
+        (["run", "--resume", "nowhere"], "There is no run in nowhere to resume: expected the"),
+        (["serve"], "give --out, e.g. --out runs/lab"),
         (["run", "--config", "mine.toml"], "mine.toml, line 3: casa.gamma must be a number"),
     ):
         done = raceme(tmp_path, *arguments)
@@ -244,3 +273,70 @@ def test_a_drift_after_the_end_of_the_run_is_said(tmp_path: Path) -> None:
         assert done.returncode == 0
         assert ("swap-part never happened" in " ".join(done.stdout.split())) is late
         assert ("never happens: the run ends after 3 seconds" in done.stderr) is bool(limits)
+
+
+def test_a_drift_that_the_devices_do_not_reach_is_said_at_the_start(tmp_path: Path) -> None:
+    """Eight devices, a second for an update each: 24 updates take 3 s."""
+    (tmp_path / "fleet.toml").write_text("[device]\nseconds-per-round = 1.0\n")
+    run = ["run", *SMALL, "--devices", "fleet.toml", "--drift", "swap-part"]
+    said = "24 updates take about 3 s, and drift-at begins at 4 s"
+    for keys, expected in (
+        (["--drift-at", "4s"], True),
+        (["--drift-at", "2s"], False),
+        # Rounds wait for the slowest: how long they take is not known.
+        (["--drift-at", "4s", "--strategy", "fedavg"], False),
+    ):
+        done = raceme(tmp_path, *run, *keys)
+        assert done.returncode == 0
+        assert (said in done.stderr) is expected
+
+
+def test_a_fleet_too_small_for_its_method_is_said_at_the_start(
+    command: Commands, tmp_path: Path
+) -> None:
+    """CASA splits ten clients of digits, and not eight (eq 14: they need a gap of 0.016, 0.024)."""
+    few = "clients are too few for CASA to tell clusters apart"
+    for number, (keys, said) in enumerate(
+        (
+            (["--clients", "8"], f"8 {few}"),
+            (["--clients", "10"], ""),
+            (["--clients", "8", "--strategy", "panicle"], ""),
+            (["--clients", "8", "--set", "casa.gamma=0.05"], ""),
+            (["--clients", "8", "--strategy", "casa-c"], ""),
+            (["--clients", "1", "--strategy", "fedasync"], "One client trains alone"),
+            (["--clients", "2", "--attack", "label-flip"], "The attack label-flip never happens"),
+        )
+    ):
+        output = tmp_path / f"{number}.txt"
+        keys = [*keys, "--max-updates", "2", "--workers", "0", "--out", str(tmp_path / str(number))]
+        assert command.run("run", *keys, output=output) == 0
+        text = output.read_text()
+        assert said in text
+        if said:
+            assert text.index(said) < text.index("evaluated at"), "before any work"
+        else:
+            assert "too few" not in text
+
+
+def test_resuming_below_what_is_done_is_refused_and_loses_nothing(tmp_path: Path) -> None:
+    assert (
+        raceme(tmp_path, "run", *SMALL, "--checkpoint-every", "8", "--out", "out").returncode == 0
+    )
+    before = contents(tmp_path / "out")
+    refused = raceme(tmp_path, "run", "--resume", "out", "--max-updates", "10")
+    assert refused.returncode == 2
+    assert "has 24 updates already" in refused.stderr
+    assert refused.stderr.endswith("e.g. --max-updates 48.\n")
+    assert contents(tmp_path / "out") == before
+    assert raceme(tmp_path, "run", "--resume", "out", "--max-updates", "26").returncode == 0
+
+
+def test_ctrl_c_names_the_command_that_resumes(tmp_path: Path) -> None:
+    rest = interrupted(
+        tmp_path, 3, "run", "--max-updates", "1000000", "--workers", "0", "--out", "out"
+    )
+    (line,) = (line for line in rest.splitlines() if line.startswith("To resume: "))
+    command = line.removeprefix("To resume: raceme ").split()
+    assert command[:2] == ["run", "--resume"]
+    resumed = raceme(tmp_path, *command, "--max-updates", "2")
+    assert "updates already" in resumed.stderr

@@ -109,8 +109,8 @@ def test_a_new_server_certificate_comes_from_the_same_authority(tmp_path: Path) 
         (HOSTS, ["kitchen"], "devices/kitchen' exists already"),
         (HOSTS, [], r"server\.crt' exists already"),
         (["other.example.org"], ["garden"], "does not cover 'other.example.org'"),
-        (HOSTS, ["../etc"], "cannot be a device id"),
-        (HOSTS, ["garden", "garden"], "named twice"),
+        (HOSTS, ["../etc"], "is not a valid device id"),
+        (HOSTS, ["garden", "garden"], "have the same id"),
         ([], ["garden"], "--host"),
     ],
 )

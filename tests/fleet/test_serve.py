@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sqlite3
 import time
@@ -71,6 +72,9 @@ def test_the_same_command_resumes_after_ctrl_c_and_after_a_kill(tmp_path: Path) 
         server.wait_for(r"update +4 ", 240)
         assert stop(server, signal.SIGINT) == 130
         assert (out / "summary.json").is_file()
+        assert "To resume: the same command again" in server.text()
+        assert re.search(r"wall time +[\d.]+ s since the first device, ", server.text())
+        assert "virtual time" not in server.text()
         assert any((out / CHECKPOINTS).iterdir())
         server = start_server(bed, *options)
         server.wait_for(r"update +9 ", 240)
@@ -108,7 +112,7 @@ def test_the_same_command_resumes_after_ctrl_c_and_after_a_kill(tmp_path: Path) 
 def test_a_port_or_a_folder_that_another_has_is_refused_in_one_line(tmp_path: Path) -> None:
     with loopback(tmp_path) as bed:
         server = start_server(bed, "--max-updates", "10")
-        server.wait_for("Listening at", 240)
+        server.wait_for("Listening on", 240)
         same_port = start_server(bed, "--out", "other")
         bed.fleet_port = bed.http_port = 0
         same_folder = start_server(bed, "--max-updates", "10")
@@ -127,7 +131,7 @@ def test_a_port_or_a_folder_that_another_has_is_refused_in_one_line(tmp_path: Pa
     ("keys", "options", "said"),
     [
         ({}, {"address": "nowhere"}, "expected HOST:PORT"),
-        ({}, {"metrics": "9093"}, "expected HOST:PORT, for example --metrics"),
+        ({}, {"metrics": "9093"}, "expected HOST:PORT, e.g. --metrics"),
         ({}, {"any_device": True}, "leave out --any-device"),
         ({}, {"certificates": Path("missing")}, "raceme certs"),
         ({"out": ""}, {}, "e.g. --out runs/lab"),
@@ -192,7 +196,7 @@ def test_tls_and_registered_keys_keep_everybody_else_out(tmp_path: Path) -> None
         make(certs, "kitchen")
         make(tmp_path / "other", "stranger")
         server = start_server(bed, "--certificates", str(certs), "--max-updates", "100000")
-        server.wait_for("Listening at", 240)
+        server.wait_for("Listening on", 240)
         trust = ("--root-certificates", f"{certs}/ca.crt")
         foreign_key = start_device(bed, 1, *trust, "--key", f"{tmp_path}/other/devices/stranger")
         no_key = start_device(bed, 1, *trust)

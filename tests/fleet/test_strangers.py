@@ -141,7 +141,7 @@ def test_a_thousand_silent_connections_leave_a_run_its_files(tmp_path: Path) -> 
         command += ["--certificates", str(certs), "--metrics", f"127.0.0.1:{metrics}"]
         command += ["--max-updates", "6", "--checkpoint-every", "1"]
         server = bed.start("serve", ["bash", "-c", 'ulimit -n 1024; exec "$@"', "bash", *command])
-        server.wait_for("Listening at", 240)
+        server.wait_for("Listening on", 240)
         connect(bed.fleet_port, 1100, stack)
         connect(metrics, 100, stack)
         limit = resource.prlimit(server.handle.pid, resource.RLIMIT_NOFILE)[1]
@@ -179,7 +179,7 @@ def test_a_call_of_a_stranger_takes_no_memory(tmp_path: Path, call: str) -> None
         bed.fleet_port = free_port()
         command = raceme("serve", "--address", bed.fleet_address, "--out", "out", *RUN)
         server = bed.start("serve", [*command, "--certificates", str(certs), "--metrics", "off"])
-        server.wait_for("Listening at", 240)
+        server.wait_for("Listening on", 240)
         before = memory(server.handle.pid)
         credentials = grpc.ssl_channel_credentials((certs / "ca.crt").read_bytes())
         options = [("grpc.max_send_message_length", -1)]
@@ -300,7 +300,7 @@ def test_a_servers_files_and_paths_are_its_own(tmp_path: Path) -> None:
         command += ["--certificates", str(certs), "--metrics", "off", "--max-updates", "2"]
         command += ["--checkpoint-every", "1"]
         server = bed.start("serve", ["bash", "-c", 'umask 022; exec "$@"', "bash", *command])
-        server.wait_for("Listening at", 240)
+        server.wait_for("Listening on", 240)
         endpoint = Endpoint(bed.fleet_address, False, (certs / "ca.crt").read_bytes())
         keys = read_device_key(certs / "devices" / "kitchen")
         with join(endpoint, keys, StopSignal(), register=False) as link:

@@ -435,7 +435,7 @@ def test_real_devices_are_seen_as_they_come_and_work(browser: Browser, tmp_path:
         bed.fleet_port = free_port()
         place = ("--address", bed.fleet_address, "--out", "out")
         server = bed.start("serve", raceme("serve", *place, *keys, *page))
-        address = server.wait_for(r"Watch it at (http://\S+)", 120)[1]
+        address = server.wait_for(r"Dashboard: (http://\S+)", 120)[1]
         browser.open(address)
         browser.resize(1300, 3000)
         browser.until(lambda: "Waiting for the first client" in browser.describe())

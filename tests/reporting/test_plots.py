@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from drawn_runs import RUNS, changed, evaluated, joined, moved, split, updates
 from matplotlib.collections import PolyCollection
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from PIL import Image
 
@@ -35,8 +37,9 @@ from raceme.reporting.plots import (
     devices_figure,
     over_seeds,
     similarity_figure,
+    staleness_figure,
 )
-from raceme.reporting.style import cluster_colour, save_figure, time_unit
+from raceme.reporting.style import cluster_colour, save_figure, series_colour, time_unit
 
 
 @pytest.fixture(autouse=True)
@@ -120,6 +123,27 @@ def test_time_is_logarithmic_if_the_target_is_reached_early() -> None:
     assert scale({"late": late}, 0.9) == ("linear", 0.0, 200.0)
     # A target that is reached before anything happened says nothing.
     assert scale({"early": early}, 0.1) == ("linear", 0.0, 200.0)
+
+
+def test_a_method_has_one_colour_whatever_the_order_of_the_methods() -> None:
+    stale = [
+        replace(event, staleness=2) if isinstance(event, UpdateApplied) else event
+        for event in RUNS["split"]
+    ]
+    run = RunRecord.of(stale)
+
+    def look(*labels: str) -> dict[str, list[str]]:
+        of = dict.fromkeys(labels, run)
+        lines = comparison_figure({label: [run] for label in labels}).axes[0].lines
+        colours = {str(line.get_label()): [str(line.get_color())] for line in lines}
+        rows = staleness_figure(of).axes
+        for axes in rows:
+            colours[axes.get_ylabel()].append(to_hex(axes.patches[0].get_facecolor()))
+        return colours
+
+    assert look("fedavg", "casa") == look("casa", "fedavg")
+    # As on the dashboard: the first of the palette is the first by name's.
+    assert look("fedavg", "casa")["casa"] == [series_colour(0)] * 2
 
 
 def test_a_comparison_draws_mean_and_deviation_of_its_seeds() -> None:

@@ -230,7 +230,7 @@ def test_damage_is_said_and_other_folders_have_their_pages(
         (lambda folder: (folder / "summary.json").write_text("{"), "is damaged"),
         (lambda folder: (folder / "config.toml").write_text("="), "config.toml"),
         (lambda folder: (folder / "run.sqlite").write_bytes(b"x" * 5000), "run.sqlite"),
-        (lambda folder: (folder / "report.html").write_text("my own"), "is no report of Raceme"),
+        (lambda folder: (folder / "report.html").write_text("my own"), "is not a report of Raceme"),
         (lambda folder: (folder / "report.html").mkdir(), "is a folder"),
     ],
 )

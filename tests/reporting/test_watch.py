@@ -97,17 +97,18 @@ def said(*arguments: str | Path) -> str:
 def test_bad_input_is_one_clear_line(run: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        assert f"Port {port} is in use" in said("watch", run, "--port", port)
+        taken_port = f"Cannot listen on 127.0.0.1:{port}: the port is in use. Choose another with"
+        assert f"{taken_port} --port " in said("watch", run, "--port", port)
         where = f"127.0.0.1:{port}"
         out = tmp_path / "new"
         line = said("run", "--watch", "--watch-address", where, "--out", out)
-        assert f"Port {port} is in use" in line
+        assert f"{taken_port} --watch-address " in line
         assert not out.exists()
     assert "does not exist" in said("watch", tmp_path / "nothing")
     (tmp_path / "empty").mkdir()
     assert "holds no run" in said("watch", tmp_path / "empty")
     (tmp_path / "file").write_text("x")
-    assert "is no folder" in said("watch", tmp_path / "file")
+    assert "is not a folder" in said("watch", tmp_path / "file")
     assert "no address of this machine" in said("watch", run, "--host", "no.such.host.invalid")
     for address in ("8321", ":8321", "localhost:", "localhost:99999", "localhost:x"):
         assert "is not an address" in said("run", "--watch", "--watch-address", address)

@@ -293,7 +293,7 @@ _GRACE_SECONDS = 2
 """So long browsers have to take the last of a run."""
 
 
-def bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int, option: str = "--port") -> socket.socket:
     """Return a socket that listens, so that a browser that opens it at once is not refused.
 
     Parameters
@@ -302,6 +302,8 @@ def bind(host: str, port: int) -> socket.socket:
         Name or address; only this machine reaches 127.0.0.1.
     port : int
         0 for any that is free.
+    option : str
+        The option with which another one is chosen, for error messages.
 
     Raises
     ------
@@ -315,9 +317,10 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise UserError(
-                f"Port {port} is in use: choose another one, or 0 for any that is free."
+                f"Cannot listen on {host}:{port}: the port is in use. Choose another with {option} "
+                "(port 0: any that is free)."
             ) from None
-        raise UserError(f"Cannot listen at {host}, port {port}: {error.strerror}.") from None
+        raise UserError(f"Cannot listen on {host}:{port}: {error.strerror}.") from None
 
 
 def address_of(listening: socket.socket, token: str) -> str:
@@ -467,7 +470,7 @@ def watching(
         The port is taken, or the address is none of this machine's.
     """
     token = "" if is_loopback(host) else new_token()
-    with bind(host, port) as listening:
+    with bind(host, port, "--watch-address") as listening:
         address = address_of(listening, token)
         process = _start(listening, folder, token, comparison)
     try:

@@ -498,7 +498,7 @@ def check_watchable(folder: Path) -> None:
         There is none.
     """
     if not folder.is_dir():
-        what = "is no folder" if folder.exists() else "does not exist"
+        what = "is not a folder" if folder.exists() else "does not exist"
         raise UserError(
             f"{folder} {what}; expected the folder of a run, a comparison or several runs."
         )
