@@ -117,8 +117,10 @@ def test_python_of_the_readme(
 @pytest.mark.slow
 def test_compare(tmp_path: Path) -> None:
     follow("compare", tmp_path)
-    table = (tmp_path / "table.tex").read_text()
-    assert re.search(r"^panicle & \d+\.\d & \d+\.\d \\\\$", table, re.MULTILINE)
+    table = (tmp_path / "comparison" / "compare.tex").read_text()
+    assert r"\toprule" in table
+    assert re.search(r"^panicle & ", table, re.MULTILINE)
+    assert (tmp_path / "comparison" / "accuracy.pdf").read_bytes().startswith(b"%PDF")
 
 
 @pytest.mark.slow

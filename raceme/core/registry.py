@@ -38,6 +38,7 @@ SERVER = {
     "prometheus_client": "prometheus-client",
     "safetensors": "safetensors",
     "scipy": "scipy",
+    "segno": "segno",
     "sklearn": "scikit-learn",
     "threadpoolctl": "threadpoolctl",
     "torchvision": "torchvision",

@@ -203,6 +203,7 @@ def test_the_summary_by_hand() -> None:
         "seed": 3,
         "clients": 4,
         "reason": "reached max-updates",
+        "diverged": False,
         "ending": "limit",
         "updates": 4,
         "virtual_time": 5.0,
