@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 from multiprocessing.util import Finalize
@@ -48,6 +49,18 @@ def tidy(message: Message, context: Context) -> Message:
     """Leave something to do for the end of the process, as a lock of `multiprocessing` does."""
     mark = Path(str(message.content["config"]["mark"]))
     Finalize(None, mark.touch, exitpriority=1)
+    return Message(RecordDict(), reply_to=message)
+
+
+@app.query("delegate")
+def delegate(message: Message, context: Context) -> Message:
+    """Let a process of its own do the work, as a DataLoader with workers does."""
+    forking = multiprocessing.get_context("fork")
+    process = forking.Process(
+        target=Path(str(message.content["config"]["mark"])).touch, daemon=True
+    )
+    process.start()
+    process.join()
     return Message(RecordDict(), reply_to=message)
 
 
