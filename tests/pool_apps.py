@@ -55,13 +55,12 @@ def tidy(message: Message, context: Context) -> Message:
 @app.query("delegate")
 def delegate(message: Message, context: Context) -> Message:
     """Let a process of its own do the work, as a DataLoader with workers does."""
-    forking = multiprocessing.get_context("fork")
-    process = forking.Process(
-        target=Path(str(message.content["config"]["mark"])).touch, daemon=True
-    )
+    touch = Path(str(message.content["config"]["mark"])).touch
+    process = multiprocessing.Process(target=touch, daemon=True)
     process.start()
     process.join()
-    return Message(RecordDict(), reply_to=message)
+    method = ConfigRecord({"method": multiprocessing.get_start_method()})
+    return Message(RecordDict({"start": method}), reply_to=message)
 
 
 @app.query("fail")

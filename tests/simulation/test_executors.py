@@ -219,6 +219,7 @@ def test_a_clientapp_may_start_processes_of_its_own(tmp_path: Path) -> None:
     config = ConfigRecord({"mark": str(tmp_path / "mark")})
     reply = ask(pool, message_to(1, "query.delegate", config=config), context_of())
     assert reply.has_content(), reply.error
+    assert reply.content["start"]["method"] == multiprocessing.get_start_method()
     assert (tmp_path / "mark").exists()
     pool.close()
 
