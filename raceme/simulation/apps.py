@@ -25,7 +25,6 @@ from typing import Any, TypeVar
 
 from flwr.app import Context, Message, MessageType, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.server import SimpleClientManager
 from flwr.serverapp import ServerApp
 from flwr.serverapp.strategy import Strategy
 
@@ -640,10 +639,9 @@ class AppClock:
                 replaced[function] = self._clock(getattr(time, function), start, nanoseconds)
         self._is_running = True
         try:
-            wait_for = {"wait_for": self._wait_for(SimpleClientManager.wait_for)}
             with (
                 compat.strategies_pause(self._pause_for_nodes),
-                _patched(SimpleClientManager, wait_for),
+                compat.client_managers_wait(self._wait_for),
                 _patched(time, replaced),
             ):
                 yield
@@ -680,7 +678,7 @@ class AppClock:
         Flower's own waits for a day of the machine's clock, on which no simulated client connects.
         """
 
-        def wait_for(manager: SimpleClientManager, num_clients: int, timeout: int = 86400) -> bool:
+        def wait_for(manager: Any, num_clients: int, timeout: int = 86400) -> bool:
             grid = self.grid
             if grid is None or threading.get_ident() != grid.thread:
                 return real(manager, num_clients, timeout)
@@ -688,7 +686,7 @@ class AppClock:
             # Asking for the number also registers the clients that are online now.
             while manager.num_available() < num_clients and grid.now() < end:
                 self._pause_for_nodes(1.0)
-            return manager.num_available() >= num_clients
+            return bool(manager.num_available() >= num_clients)
 
         return wait_for
 
