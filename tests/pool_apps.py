@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 from multiprocessing.util import Finalize
@@ -49,6 +50,17 @@ def tidy(message: Message, context: Context) -> Message:
     mark = Path(str(message.content["config"]["mark"]))
     Finalize(None, mark.touch, exitpriority=1)
     return Message(RecordDict(), reply_to=message)
+
+
+@app.query("delegate")
+def delegate(message: Message, context: Context) -> Message:
+    """Let a process of its own do the work, as a DataLoader with workers does."""
+    touch = Path(str(message.content["config"]["mark"])).touch
+    process = multiprocessing.Process(target=touch, daemon=True)
+    process.start()
+    process.join()
+    method = ConfigRecord({"method": multiprocessing.get_start_method()})
+    return Message(RecordDict({"start": method}), reply_to=message)
 
 
 @app.query("fail")

@@ -26,6 +26,7 @@ from flwr.common.config import (
 )
 from flwr.common.constant import HEARTBEAT_DEFAULT_INTERVAL, HEARTBEAT_PATIENCE
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key, Stage
+from flwr.server import SimpleClientManager
 from flwr.serverapp import ServerApp
 from flwr.serverapp.server_app import LoadServerAppError
 from flwr.serverapp.strategy import strategy_utils
@@ -187,3 +188,22 @@ def strategies_pause(pause: Callable[[float], None]) -> Iterator[None]:
         yield
     finally:
         names["sleep"] = before
+
+
+@contextmanager
+def client_managers_wait(
+    make: Callable[[Callable[..., bool]], Callable[..., bool]],
+) -> Iterator[None]:
+    """Let Flower's older driver API wait in another way for clients to connect.
+
+    Parameters
+    ----------
+    make : Callable
+        Makes the method `wait_for` of client managers, given Flower's own.
+    """
+    before = SimpleClientManager.wait_for
+    SimpleClientManager.wait_for = make(before)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        SimpleClientManager.wait_for = before  # type: ignore[method-assign]

@@ -639,7 +639,11 @@ class AppClock:
                 replaced[function] = self._clock(getattr(time, function), start, nanoseconds)
         self._is_running = True
         try:
-            with compat.strategies_pause(self._pause_for_nodes), _patched(time, replaced):
+            with (
+                compat.strategies_pause(self._pause_for_nodes),
+                compat.client_managers_wait(self._wait_for),
+                _patched(time, replaced),
+            ):
                 yield
         finally:
             self._is_running = False
@@ -668,6 +672,24 @@ class AppClock:
 
         return sleep
 
+    def _wait_for(self, real: Callable[..., bool]) -> Callable[..., bool]:
+        """Make the function by which Flower's older driver API waits for clients to connect.
+
+        Flower's own waits for a day of the machine's clock, on which no simulated client connects.
+        """
+
+        def wait_for(manager: Any, num_clients: int, timeout: int = 86400) -> bool:
+            grid = self.grid
+            if grid is None or threading.get_ident() != grid.thread:
+                return real(manager, num_clients, timeout)
+            end = grid.now() + timeout
+            # Asking for the number also registers the clients that are online now.
+            while manager.num_available() < num_clients and grid.now() < end:
+                self._pause_for_nodes(1.0)
+            return bool(manager.num_available() >= num_clients)
+
+        return wait_for
+
     def _asked_by_app(self) -> AppGrid | None:
         """Return the grid if the ServerApp has called the function that calls this.
 
@@ -695,7 +717,8 @@ class AppClock:
             raise Halted(
                 "the ServerApp would never return: its strategy waits for more clients than the "
                 f"{online} that there are. Try more --clients, or a smaller min_available_nodes, "
-                "min_train_nodes or min_evaluate_nodes"
+                "min_train_nodes or min_evaluate_nodes (in Flower's older strategies "
+                "min_available_clients, min_fit_clients, min_evaluate_clients)"
             )
         grid.pause(seconds)
 

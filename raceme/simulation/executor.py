@@ -787,6 +787,10 @@ def work(
         signal.signal(number, signal.SIG_IGN)
     # By default SIGTERM would leave behind what the app has made: locks, temporary folders.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+    # A daemon may not have processes of its own, which an app's DataLoader(num_workers=…) has.
+    multiprocessing.current_process().daemon = False
+    # They start as everywhere else, not as this one, which would import the app once more.
+    multiprocessing.set_start_method(None, force=True)
     memory: SharedMemory | None = None
     try:
         desk = open_desk(target, seed, log_level)

@@ -214,6 +214,16 @@ def test_workers_tidy_up_when_they_end(tmp_path: Path) -> None:
     assert (tmp_path / "mark").exists()
 
 
+def test_a_clientapp_may_start_processes_of_its_own(tmp_path: Path) -> None:
+    pool = Pool("pool_apps:app", workers=1)
+    config = ConfigRecord({"mark": str(tmp_path / "mark")})
+    reply = ask(pool, message_to(1, "query.delegate", config=config), context_of())
+    assert reply.has_content(), reply.error
+    assert reply.content["start"]["method"] == multiprocessing.get_start_method()
+    assert (tmp_path / "mark").exists()
+    pool.close()
+
+
 def test_a_task_at_which_workers_die_again_and_again_is_named() -> None:
     pool = Pool("pool_apps:app", workers=1)
     with pytest.raises(UserError, match=r"3 worker processes died \(exit code 7\).*node 5"):

@@ -215,6 +215,24 @@ def test_the_thread_of_flowers_older_driver_interface_ends_silently(
     assert "Traceback" not in capsys.readouterr().err
 
 
+def test_flowers_older_driver_interface_does_not_wait_for_clients_that_never_come(
+    tmp_path: Path,
+) -> None:
+    server = OLD_SERVER.replace("OldFedAvg(", "OldFedAvg(min_available_clients=5, ")
+    simulated = run(write_app(tmp_path, "waits_in_vain", server, OLD_CLIENT))
+    assert simulated.ending is AppEnding.HALTED
+    assert "min_available_clients" in simulated.reason
+
+
+def test_flowers_older_driver_interface_waits_for_clients_on_virtual_time(tmp_path: Path) -> None:
+    late = tmp_path / "late.toml"
+    late.write_text("[[group]]\nclients = [1]\nonline = [[30, 1000]]")
+    app = write_app(tmp_path, "waits_for_the_late", OLD_SERVER, OLD_CLIENT)
+    simulated = simulate(Settings(app, 2, str(late), workers=0, out=tmp_path / "out"))
+    assert simulated.ending is AppEnding.RETURNED
+    assert min(task.sent for task in simulated.fleet.tasks) >= 30.0
+
+
 def test_results_are_not_overwritten(tmp_path: Path) -> None:
     folder = write_app(tmp_path, "runs_twice", "pass")
     run(folder)
