@@ -6,6 +6,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -299,16 +300,17 @@ def list_names(
 
 
 def _strategies(entries: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """Divide strategies into those to begin with, baselines from the literature, and ablations."""
+    """Divide strategies: those to begin with and installed ones, published baselines, ablations."""
     parts: dict[str, dict[str, str]] = {
         "strategies": {},
         "strategies: published baselines": {},
         "strategies: ablations and variants": {},
     }
     main, published, ablations = parts.values()
+    first = _FLAGSHIPS | {entry.name for entry in entry_points(group=STRATEGIES.group)}
     for name, text in entries.items():
-        known = {**dict.fromkeys(_ABLATIONS, ablations), **dict.fromkeys(_FLAGSHIPS, main)}
-        known.get(name, published)[name] = text
+        part = main if name in first else ablations if name in _ABLATIONS else published
+        part[name] = text
     return parts
 
 

@@ -1,7 +1,7 @@
 """Files of unknown origin: read with a bound, and parsed without surprises.
 
-What is no regular file would be waited for, or read, for ever; what is nested without end, or holds
-a number of a million digits, ends a parser in other ways than by its own error.
+What is not a regular file would be waited for, or read, for ever; what is nested without end, or
+holds a number of a million digits, ends a parser in other ways than by its own error.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def read_text(path: Path, most: int = _MOST_BYTES, pipe: bool = False) -> str:
     Raises
     ------
     ReadingError
-        It cannot be read, is no regular file, is too large, or is not in UTF-8.
+        It cannot be read, is not a regular file, is too large, or is not in UTF-8.
     """
     try:
         check_regular(path, pipe)
@@ -66,7 +66,7 @@ def check_regular(path: Path, pipe: bool = False) -> None:
     if stat.S_ISDIR(mode):
         raise ReadingError("it is a folder")
     if not stat.S_ISREG(mode) and not (pipe and stat.S_ISFIFO(mode)):
-        raise ReadingError("it is no regular file")
+        raise ReadingError("it is not a regular file")
 
 
 def parse_toml(text: str) -> dict[str, Any]:
