@@ -207,7 +207,7 @@ def test_compare(tmp_path: Path) -> None:
     follow("compare", tmp_path)
     table = (tmp_path / "comparison" / "compare.tex").read_text()
     assert r"\toprule" in table
-    assert re.search(r"^panicle & ", table, re.MULTILINE)
+    assert re.search(r"^\{\}panicle & ", table, re.MULTILINE)
     assert (tmp_path / "comparison" / "accuracy.pdf").read_bytes().startswith(b"%PDF")
 
 
