@@ -132,7 +132,7 @@ def test_what_is_no_file_is_not_waited_for(kind: str, tmp_path: Path) -> None:
         "dangling": lambda: path.symlink_to("nowhere"),
         "array": lambda: path.write_bytes(stored(X)),
     }[kind]()
-    with pytest.raises(UserError, match=r"no regular|a folder|no data file|a single array"):
+    with pytest.raises(UserError, match=r"not a regular|a folder|no data file|a single array"):
         load(path)
 
 
