@@ -292,7 +292,7 @@ _CODES = {
     ApiErrorCode.FLEET_RUN_STATUS_NOT_ALLOWED: _Code.PERMISSION_DENIED,
     ApiErrorCode.FLEET_GET_FAB_FAILED: _Code.PERMISSION_DENIED,
 }
-_HTTP_STATUS = {
+HTTP_STATUS = {
     _Code.UNAUTHENTICATED: 401,
     _Code.PERMISSION_DENIED: 403,
     _Code.UNIMPLEMENTED: 404,
@@ -467,7 +467,7 @@ class _HttpApi:
             stated: dict[str, str | int] = {"detail": error.details}
             if error.number is not None:
                 stated["code"] = error.number
-            return JSONResponse(stated, _HTTP_STATUS.get(error.code, 400))
+            return JSONResponse(stated, HTTP_STATUS.get(error.code, 400))
         except (DecodeError, ValueError):
             return JSONResponse({"detail": "The request cannot be read"}, 400)
         return Response(answer, media_type=MEDIA_TYPE)
