@@ -151,6 +151,7 @@ def fetched(port: int, path: str) -> bytes | None:
         return None
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_server_and_a_device_from_the_wheel(installed: Installed, tmp_path: Path) -> None:
     address = f"127.0.0.1:{free_port()}"
