@@ -148,6 +148,12 @@ def test_the_options_of_the_server_exist() -> None:
     assert all(option in known.output for option in passed)
 
 
+def test_the_unit_of_the_server_has_files_for_silent_connections() -> None:
+    """Connections take all but 256 of them."""
+    unit = (DOCKER / "systemd" / "raceme-server.service").read_text()
+    assert int(re.findall(r"^LimitNOFILE=(\d+)$", unit, re.MULTILINE)[0]) >= 1 << 16
+
+
 @pytest.mark.parametrize("path", UNITS, ids=is_name)
 def test_systemd_accepts_the_units(path: Path, tmp_path: Path) -> None:
     if shutil.which("systemd-analyze") is None:
