@@ -81,9 +81,9 @@ def test_clusters_draw_by_importance_and_examples() -> None:
 
 
 @pytest.mark.parametrize(
-    ("clients", "draws"), [(1, 1), (9, 1), (10, 2), (15, 3), (74, 14), (75, 15), (1000, 15)]
+    ("clients", "draws"), [(1, 1), (3, 1), (8, 4), (15, 7), (29, 14), (30, 15), (1000, 15)]
 )
-def test_a_cluster_draws_a_fifth_of_the_clients_and_the_papers_number_at_most(
+def test_a_cluster_draws_half_of_the_clients_and_the_papers_number_at_most(
     clients: int, draws: int
 ) -> None:
     assert FedSoftParameters().draws(clients) == draws
@@ -117,7 +117,7 @@ def test_drawing_everybody_is_warned_of(caplog: pytest.LogCaptureFixture) -> Non
     soft(drawn=15).check(15)
     (said,) = caplog.messages
     assert said.startswith("Each cluster draws 15 of 15 clients")
-    assert said.endswith("Lower fedsoft.drawn to 3, or set fedsoft.selection to all.")
+    assert said.endswith("Lower fedsoft.drawn to 7, or set fedsoft.selection to all.")
 
 
 def test_losses_of_another_number_of_models_are_refused() -> None:

@@ -46,7 +46,7 @@ _MOST_DRAWN = 15
 
 @dataclass(frozen=True)
 class FedSoftParameters:
-    """Hyper-parameters of FedSoft; `drawn` is the paper's from 75 clients on."""
+    """Hyper-parameters of FedSoft; `drawn` is the paper's from 30 clients on."""
 
     k: int | None = option(None, "K: number of clusters (auto: of pre-trained models, or 2)", low=1)
     estimate_every: int = option(2, "τ: rounds between two estimates of importance", low=1)
@@ -57,7 +57,7 @@ class FedSoftParameters:
     )
     drawn: int | None = option(
         None,
-        "clients that each cluster draws for a round (auto: a fifth of the clients, 15 at most)",
+        "clients that each cluster draws for a round (auto: half of the clients, 15 at most)",
         low=1,
     )
     smoothing: float = option(1e-4, "σ: importance of a cluster that fits no sample", above=0)
@@ -72,7 +72,7 @@ class FedSoftParameters:
     def draws(self, clients: int) -> int:
         """Return how many of so many clients each cluster draws for a round."""
         # The paper's 15 would be everybody in a small fleet, and all clusters the same model.
-        return self.drawn or max(1, min(_MOST_DRAWN, clients // 5))
+        return self.drawn or max(1, min(_MOST_DRAWN, clients // 2))
 
 
 @dataclass
