@@ -571,6 +571,7 @@ ATTACKS = Registry(
         "sign-flip": "raceme.simulation.attacks:SignFlip",
         "label-flip": "raceme.simulation.attacks:LabelFlip",
         "noise": "raceme.simulation.attacks:Noise",
+        "backdoor": "raceme.simulation.attacks:Backdoor",
     },
     group="raceme.attacks",
     expected="a subclass of raceme.simulation.attacks.Attack",

@@ -670,13 +670,14 @@ class Samples:
         """Return all but `count` samples, in their order, and those, drawn at random. Copies."""
         taken = np.zeros(len(self), bool)
         taken[rng.choice(len(self), count, replace=False)] = True
-        return self._where(~taken), self._where(taken)
+        return self.where(~taken), self.where(taken)
 
     def with_labels(self, y: Labels) -> Samples:
         """Return the same inputs, not copied, with other labels, shape (n,)."""
         return self._with(self.x, torch.from_numpy(np.ascontiguousarray(y)).to(self.y.device))
 
-    def _where(self, wanted: NDArray[np.bool_]) -> Samples:
+    def where(self, wanted: NDArray[np.bool_]) -> Samples:
+        """Return the samples that are wanted, shape (n,), in their order. Copies."""
         positions = torch.from_numpy(np.flatnonzero(wanted)).to(self.y.device)
         return self._with(self.x.index_select(0, positions), self.y.index_select(0, positions))
 
