@@ -30,7 +30,15 @@ from sklearn.cluster import KMeans
 from raceme.core.clients import Client
 from raceme.core.clusters import Clusters, Model, cosine, cosines, parts_of
 from raceme.core.errors import UserError
-from raceme.core.messages import ARRAYS, LABEL_COUNTS, LOCAL_EPOCHS, LOCAL_STEPS, Vector
+from raceme.core.messages import (
+    ALL_EXAMPLES,
+    ARRAYS,
+    LABEL_COUNTS,
+    LOCAL_EPOCHS,
+    LOCAL_STEPS,
+    Vector,
+    count_of,
+)
 from raceme.core.options import option
 from raceme.core.requests import Answer, InFlight, InvalidReplyError, Outcome, Request, Update
 from raceme.core.scheduling import (
@@ -173,9 +181,9 @@ class ColdStart:
         counts : Sequence[int]
             Training samples per label, now.
         examples : int
-            n_i: number of training samples at the start.
+            n_i: number of training samples, with those that are not released yet.
         tolerance : float
-            Share of the data that may change.
+            Share of the data that may come or go.
         """
         self.unanswered.pop(client, None)
         self.counts[client] = list(counts)
@@ -200,19 +208,22 @@ def overlap(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
 def has_shifted(
     now: Sequence[int], then: Sequence[int], examples: int, tolerance: float = 0.2
 ) -> bool:
-    """Return whether label counts have moved further than τ_i = tolerance / LabelSize · n_i.
+    """Return whether label counts moved further than τ_i = tolerance / LabelSize · n_i, eq (9).
 
-    The distance is the mean over the labels of ``|count now − count then|``: with a tolerance of
-    0.2 it is passed when a fifth of the samples have come, gone or changed.
+    The distance is the mean over the labels of ``|count now − count then|``. With a tolerance of
+    0.2 it is passed when more than a fifth of the samples have come or gone, or more than a tenth
+    were replaced by samples of other labels: a replaced one counts twice, in the label that loses
+    it and in the one that gains.
 
     Parameters
     ----------
     now, then : Sequence[int]
         Samples per label. Shape (labels,).
     examples : int
-        n_i: number of training samples of the client.
+        n_i: number of all training samples of the client, also if only a part is released, as in
+        the authors' code.
     tolerance : float
-        Share of the samples that may change; the paper's value is 0.2.
+        Share of n_i that may come or go; the paper's value is 0.2.
     """
     difference = np.abs(np.asarray(now, np.int64) - np.asarray(then, np.int64))
     return bool(difference.mean() > tolerance / len(difference) * examples)
@@ -321,7 +332,9 @@ class ColdStartParameters:
         "what tells that a client's data have changed: label-counts, direction, or none",
         among=("label-counts", "direction", "none"),
     )
-    tolerance: float = option(0.2, "share of a client's samples that may change", low=0)
+    tolerance: float = option(
+        0.2, "share of a client's samples that may come or go; a replaced one counts twice", low=0
+    )
 
     @property
     def counts_labels(self) -> bool:
@@ -463,7 +476,9 @@ class GroupsByStart(Method):
         if answer.num_examples and int(counts.sum()) != answer.num_examples:
             total = int(counts.sum())
             raise InvalidReplyError(f"it counts {total} labels of {answer.num_examples} examples")
-        examples = self.progress.fleet.clients[client].num_examples
+        # n_i of eq (9): all samples of the client, also while only a part of them is released.
+        stated = self.progress.fleet.clients[client].num_examples
+        examples = max(stated, count_of(answer.metrics.get(ALL_EXAMPLES)) or 0)
         self.state.count(client, counts.tolist(), examples, self.parameters.tolerance)
 
 
