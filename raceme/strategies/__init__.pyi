@@ -551,6 +551,7 @@ def FedGroup(
     tolerance: float = 0.2,
     newcomers: str = 'direction',
     eta_g: float = 0.0,
+    inter_group: str = 'mean',
     **arguments: Unpack[_Arguments],
 ) -> FlexCFL: ...
 class FedMedian(_FedMedian):
@@ -660,6 +661,7 @@ class FlexCFL(_FlexCFL):
         tolerance: float = 0.2,
         newcomers: str = 'direction',
         eta_g: float = 0.0,
+        inter_group: str = 'mean',
         **arguments: Unpack[_Arguments],
     ) -> None: ...
 class FlexCFLAsync(_FlexCFLAsync):

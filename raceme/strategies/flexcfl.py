@@ -352,6 +352,12 @@ class FlexCFLParameters(ColdStartParameters, RoundsParameters):
         among=("direction", "random"),
     )
     eta_g: float = option(0.0, "η_g: weight of the other groups' models (0: none)", low=0)
+    inter_group: str = option(
+        "mean",
+        "how eta-g mixes groups: mean: divided by the sum of the weights (the authors' code), or "
+        "sum: undivided, as in the paper's text",
+        among=("mean", "sum"),
+    )
 
 
 @dataclass(frozen=True)
@@ -571,11 +577,21 @@ class FlexCFL(GroupsByStart):
         if self.parameters.detect == "direction":
             self._look_at_directions(trained)
         averaged = average_by_cluster(self.clusters, trained)
-        if self.parameters.eta_g:
-            groups = {self._home(update) for update in trained}
-            mix_groups([self.models[group] for group in sorted(groups)], self.parameters.eta_g)
+        if self.parameters.eta_g and trained:
+            self._mix_groups()
         done = dict(zip(map(id, [*cold, *trained]), [*placed, *averaged], strict=True))
         return [done.get(id(u)) or Outcome(self._home(u), staleness=0, weight=0.0) for u in updates]
+
+    def _mix_groups(self) -> None:
+        """Aggregate between groups: all that have clients, also those that are idle in the round.
+
+        Algorithm 2, lines 12 and 13: a group without a picked client enters with the model that it
+        has (line 16).
+        """
+        clusters, parameters = self.clusters, self.parameters
+        groups = [g for g in sorted(self.models) if clusters.size(g, online_only=False)]
+        models = [self.models[group] for group in groups]
+        mix_groups(models, parameters.eta_g, divided=parameters.inter_group == "mean")
 
     def _home(self, update: Update) -> int:
         return self.clusters.main(update.task.client)
@@ -591,8 +607,8 @@ class FlexCFL(GroupsByStart):
 FedGroup = Variant(FlexCFL, FedGroupParameters, "FlexCFL without migration (FedGroup).")
 
 
-def mix_groups(models: Sequence[Model], eta_g: float) -> None:
-    """Add to each group η_g Σ_{l≠j} w̃_l / ‖w̃_l‖ of the others, Algorithm 2, line 21.
+def mix_groups(models: Sequence[Model], eta_g: float, divided: bool = True) -> None:
+    """Add to each group η_g Σ_{l≠j} w̃_l / ‖w̃_l‖ of the others: Algorithm 2, line 21; eq (20).
 
     As in the authors' code the sum is divided by 1 + η_g Σ_{l≠j} 1/‖w̃_l‖: a weighted mean of the
     groups' models, w̃_j with weight 1. Without this, every round would add a norm of up to
@@ -601,9 +617,11 @@ def mix_groups(models: Sequence[Model], eta_g: float) -> None:
     Parameters
     ----------
     models : Sequence[Model]
-        The groups that trained in the round.
+        The groups that have clients.
     eta_g : float
         η_g: learning rate between groups; 0 leaves them apart.
+    divided : bool
+        Whether the sum is divided; the paper's text does not.
     """
     norms = [float(np.linalg.norm(model.vector)) or 1.0 for model in models]
     units = [model.vector / np.float32(norm) for model, norm in zip(models, norms, strict=True)]
@@ -611,7 +629,7 @@ def mix_groups(models: Sequence[Model], eta_g: float) -> None:
     shares = sum(1.0 / norm for norm in norms)
     mixed = [
         (model.vector + np.float32(eta_g) * (total - own))
-        / np.float32(1.0 + eta_g * (shares - 1.0 / norm))
+        / np.float32(1.0 + eta_g * (shares - 1.0 / norm) if divided else 1.0)
         for model, own, norm in zip(models, units, norms, strict=True)
     ]
     for model, vector in zip(models, mixed, strict=True):

@@ -38,6 +38,33 @@ def test_a_share_of_the_other_groups_by_hand() -> None:
     assert models[2].vector.tolist() == pytest.approx([0.3 / 1.35, 0.9 / 1.35])
 
 
+def test_a_share_of_the_other_groups_without_the_division() -> None:
+    models = [Model(np.array(values, np.float32)) for values in ((3, 4), (0, 2))]
+    mix_groups(models, eta_g=0.5, divided=False)
+    # (3, 4) + 0.5 · (0, 1); (0, 2) + 0.5 · (0.6, 0.8).
+    assert models[0].vector.tolist() == pytest.approx([3.0, 4.5])
+    assert models[1].vector.tolist() == pytest.approx([0.3, 2.4])
+
+
+@pytest.mark.parametrize(
+    ("inter_group", "mixed", "idle"),
+    [("mean", [5 / 1.25, 0.5 / 1.25], [0.5 / 1.1, 2 / 1.1]), ("sum", [5, 0.5], [0.5, 2])],
+)
+def test_groups_that_are_idle_in_a_round_are_mixed_too(
+    inter_group: str, mixed: list[float], idle: list[float]
+) -> None:
+    parameters = FlexCFLParameters(groups=3, detect="none", eta_g=0.5, inter_group=inter_group)
+    strategy = with_clients(FlexCFL(parameters), 3)
+    round_of(strategy, (2, 0), (0, 2), (-3, 0))
+    # The group of c2 loses its only client: it neither gives nor takes. c1 is not picked.
+    strategy.clusters.assign("c2", 1)
+    round_of(strategy, (5, 0))
+    # (5, 0) + 0.5 · (0, 1) over 1 + 0.5 / 2; (0, 2) + 0.5 · (1, 0) over 1 + 0.5 / 5.
+    assert strategy.models[1].vector.tolist() == pytest.approx(mixed)
+    assert strategy.models[2].vector.tolist() == pytest.approx(idle)
+    assert strategy.models[3].vector.tolist() == [-3.0, 0.0]
+
+
 @pytest.mark.parametrize("measure", ["edc", "madc"])
 def test_cold_starts_by_hand(measure: str) -> None:
     parameters = FlexCFLParameters(groups=2, measure=measure, detect="none")
