@@ -426,7 +426,7 @@ class FeSEM(_FeSEM):
         fraction: float = 1.0,
         sampling: str = 'random',
         k: int = 4,
-        start: str = 'random',
+        start: str = 'models',
         **arguments: Unpack[_Arguments],
     ) -> None: ...
 class FedAsync(_FedAsync):
