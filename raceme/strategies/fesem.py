@@ -91,7 +91,7 @@ class FeSEM(Method):
         return Request(client)
 
     def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
-        """Move the centres (M), after each client has gone to its nearest one if that is due now."""
+        """Move the centres (M); let clients go to their nearest ones if they have not before."""
         if self._assigns_first:
             self.state.local.update({update.task.client: update.vector for update in updates})
             return average_by_cluster(self.clusters, updates, by_examples=False)
