@@ -499,6 +499,7 @@ def starts_of(config: RunConfig, initial: ArrayRecord) -> Sequence[Vector]:
         optimizer=config.optimizer,
         momentum=config.momentum,
         weight_decay=config.weight_decay,
+        weight_decay_on=config.weight_decay_on,
     )
     trained = []
     try:

@@ -181,6 +181,7 @@ class ClientWork:
             optimizer=str(self.settings.get(names.OPTIMIZER, config.optimizer)),
             momentum=self.number(names.MOMENTUM, config.momentum),
             weight_decay=self.number(names.WEIGHT_DECAY, config.weight_decay),
+            weight_decay_on=config.weight_decay_on,
             proximal_mu=self.number(names.PROXIMAL_MU, 0.0),
             dropout=self.number(names.DROPOUT, 0.0),
         )
