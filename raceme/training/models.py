@@ -786,6 +786,12 @@ class Network:
         self.batch_norm = batch_norm_arrays(module)
         self.channels_last = any(isinstance(layer, nn.Conv2d) for layer in module.modules())
 
+    @property
+    def kernels(self) -> Tensor:
+        """Which weights are of arrays of two dimensions at least. Shape (d,), bool."""
+        parts = [torch.full((p.numel(),), p.dim() > 1) for p in self.module.parameters()]
+        return torch.cat(parts).to(self.weights.device)
+
     def width(self, samples: Samples) -> int:
         """Return the number of outputs: classes, of which a client need not have all."""
         self.module.eval()
