@@ -337,12 +337,16 @@ class CASA(Method):
         self.models[k].mix(update.vector, alpha)
 
     def _alpha_c(self, k: int, size: int | None = None) -> float:
-        """Return α_c,k, eq (6); that of so many members, if a size is given."""
+        """Return α_c,k, eq (6); that of so many members, if a size is given.
+
+        A share of a model, and so never above 1, whatever α0 is: of small clusters α0 > 2 would
+        make more of it (our reading; eqs (7), (14) and (17) all take the α_c,k that is used).
+        """
         if not self.parameters.bi_level:
             return self.parameters.constant_alpha
         omega_t = omega(self.state.round, self.parameters.kappa)
         members = self._size(k) if size is None else size
-        return cluster_decay(members, omega_t, self.parameters.alpha0)
+        return min(1.0, cluster_decay(members, omega_t, self.parameters.alpha0))
 
     def _bound(self, k: int) -> float:
         """Return r_c,k, eq (8)."""
@@ -350,11 +354,11 @@ class CASA(Method):
         return staleness_bound(self._size(k), omega_t)
 
     def _alpha(self, k: int, staleness: int) -> float:
-        """Return α_i, eq (7); a share, and so never above 1, whatever α0 is."""
+        """Return α_i, eq (7)."""
         alpha_c = self._alpha_c(k)
         if not self.parameters.bi_level:
             return alpha_c
-        return min(1.0, client_decay(alpha_c, staleness, self._bound(k)))
+        return client_decay(alpha_c, staleness, self._bound(k))
 
     # C-phase.
 
@@ -514,7 +518,9 @@ class CASA(Method):
 # Liu et al., "CASA: Clustered Federated Learning with Asynchronous Clients", KDD 2024, section 4.4.
 # The staler a client's update was, the larger the share of its smallest weights that it does not
 # train next time (eq 17). The mask travels with the model; the client trains the other weights
-# only, which takes it so much less time, and the server mixes only these in (eq 16).
+# only, which takes it so much less time, and the server mixes only these in (eq 16). Masked weights
+# are frozen at the received values, not set to 0: eq (16) leaves the server's as they are where
+# m = 0, and the paper does not say what the client does with them (our reading).
 # -----------------------------------------------------------------------------
 
 
