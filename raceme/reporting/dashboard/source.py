@@ -7,7 +7,7 @@ import json
 import math
 import secrets
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +44,6 @@ from raceme.records.summary import RunSummary, finite
 
 Table = dict[str, list[Any]]
 """Column name to values, all of one length."""
-
-WORST = 10
-"""The worst tenth of the clients."""
 
 
 _TOLD: Mapping[type[Any], tuple[str, Mapping[str, str]]] = {
@@ -146,7 +143,7 @@ class Columns(EventHandler):
             accuracy=finite(event.accuracy),
             best=finite(self._summary.best_accuracy),
             loss=_short(event.loss),
-            worst=_short(worst_share(known, event.measure)),
+            worst=_short(event.measure.worst_tenth(known)),
             answered=event.answered,
             asked=int(event.asked),
             clusters=means,
@@ -275,29 +272,6 @@ def _told(value: Any) -> Any:
         return [_told(item) for item in value]
     value = value.item() if hasattr(value, "item") else value
     return _short(value) if isinstance(value, float) else value
-
-
-def worst_share(accuracies: Iterable[float], measure: events.Measure, share: int = WORST) -> float:
-    """Return the mean accuracy of the worst tenth of the clients, of one at least.
-
-    Parameters
-    ----------
-    accuracies : Iterable[float]
-        One per client, or errors; those that are NaN are left out.
-    measure : Measure
-        Says whether low or high numbers are the worst.
-    share : int
-        Denominator of the share: 10 for a tenth.
-
-    Returns
-    -------
-    float
-        NaN if there are none.
-    """
-    known = sorted(value for value in accuracies if not math.isnan(value))
-    if measure.is_error:
-        known.reverse()
-    return _mean(known[: math.ceil(len(known) / share)])
 
 
 def _mean(values: list[float]) -> float:
@@ -624,7 +598,7 @@ class _Curve(EventHandler):
             ("time", event.time),
             ("updates", event.updates),
             ("accuracy", event.accuracy),
-            ("worst", worst_share(scores, event.measure)),
+            ("worst", event.measure.worst_tenth(scores)),
         ):
             self._points[name].append(value if value == value else None)
 
