@@ -130,6 +130,22 @@ def feed_two_groups(strategy: CASA) -> None:
             strategy.applied([update(f"c{client}", (np.cos(angle), np.sin(angle)))])
 
 
+def test_the_weight_of_an_update_is_that_of_its_own_cluster() -> None:
+    strategy = casa_with(6, gap_range=1000.0)
+    for _ in range(2):
+        for client in range(6):
+            angle = 0.1 * client if client < 4 else 1.2 + 0.1 * client
+            strategy.applied([update(f"c{client}", (np.cos(angle), np.sin(angle)))])
+    own = homes(strategy)
+    assert sorted(Counter(own.values()).values()) == [2, 4]
+    # The 13th and 14th update: Ω(13) = 0.99961504, Ω(14) = 0.99958543. α_c = 2 Ω / log2(|C| + 3):
+    # log2(5) = 2.321928 of the cluster of two, log2(7) = 2.807355 of that of four.
+    for client, weight in (("c5", 2 * 0.99961504 / 2.321928), ("c0", 2 * 0.99958543 / 2.807355)):
+        k = own[client]
+        late = Update(task(client, strategy.models[k].version, k), np.ones(2, np.float32), 10, 0.0)
+        assert strategy.applied([late])[0].weight == pytest.approx(weight, abs=1e-6)
+
+
 @pytest.mark.filterwarnings("ignore:Graph is not fully connected")
 @pytest.mark.parametrize(
     ("missing_pairs", "parts"),
