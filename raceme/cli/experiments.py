@@ -200,14 +200,11 @@ def compare(
         for method in methods or ():
             STRATEGIES.check(method)
 
-    from raceme.experiments.compare import FORMATS
+    from raceme.experiments.compare import checked_formats
     from raceme.experiments.results import regret_table
     from raceme.experiments.suites import load_suite, of_names, variants
 
-    written_as = [name.strip() for name in formats.split(",") if name.strip()]
-    for name in written_as:
-        if name not in FORMATS:
-            raise unknown_name("format", name, FORMATS)
+    written_as = checked_formats(formats.split(","))
     stamp = time.strftime("%Y%m%d-%H%M%S")
     overview: Callable[[Mapping[str, Comparison]], PlainTable] | None = None
     if suite is not None and (cases := variants(suite)):
