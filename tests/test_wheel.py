@@ -100,6 +100,7 @@ def test_the_commands_work_far_from_a_checkout(site: Path, tmp_path: Path) -> No
     assert (tmp_path / "out" / "report.html").is_file()
 
 
+@pytest.mark.slow
 def test_a_server_and_a_device_from_the_wheel(site: Path, tmp_path: Path) -> None:
     address = f"127.0.0.1:{free_port()}"
     run = ["--strategy", "fedasync", "--max-updates", "4", "--clients", "2", "--groups", "0.5,0.5"]
