@@ -267,7 +267,7 @@ def helper():
 
 class Mine(FedAsync):
     def factor(self):
-        return helper()
+        return helper() if self.factor is None else helper()
 """
 
 
@@ -279,8 +279,10 @@ def test_a_name_changes_with_the_code_and_with_nothing_else() -> None:
 
     first = named(SOURCE.format(size=1))
     assert named("# A line more.\n" + SOURCE.format(size=1)) == first
+    # An attribute is no global of its name.
+    assert named("factor = object()\n" + SOURCE.format(size=1)) == first
     assert named(SOURCE.format(size=2)) != first
-    assert named(SOURCE.format(size=1).replace("helper()\n", "1 + helper()\n")) != first
+    assert named(SOURCE.format(size=1).replace("None else", "None else 1 +")) != first
 
 
 def test_what_cannot_be_pickled_is_said() -> None:

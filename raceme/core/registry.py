@@ -17,6 +17,7 @@ import sys
 import tomllib
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Set
+from dis import get_instructions
 from functools import cache, cached_property
 from hashlib import sha256
 from importlib import import_module
@@ -324,7 +325,7 @@ _LOCAL = "main-"
 """Begins the module in the names of what is defined in a script, a notebook or a function."""
 _local: dict[str, Any] = {}
 _pickled: dict[str, bytes] = {}
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _UNSAID = ("__dict__", "__doc__", "__firstlineno__", "__module__", "__weakref__")
 """Attributes of a class that say nothing of what it does."""
 
@@ -387,7 +388,9 @@ def _digest(chosen: Any) -> str:
         if isinstance(part, CodeType):
             digest.update(part.co_code)
             add([*part.co_consts, *part.co_names], names)
-            add([names[name] for name in part.co_names if name in names], {})
+            # Not all of `co_names`: attributes are among them, and may be called as a global is.
+            read = [at.argval for at in get_instructions(part) if at.opname == "LOAD_GLOBAL"]
+            add([names[name] for name in read if name in names], {})
         elif isinstance(part, list | tuple):
             for each in part:
                 add(each, names)
