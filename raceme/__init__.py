@@ -1,11 +1,13 @@
 """Raceme: asynchronous, clustered federated learning on Flower.
 
-`run`, `compare`, `load` and `open` are what a script or a notebook calls. Everything else is
-private by its place, except what ``docs/extending.md`` names for a user's own methods and data.
+`run`, `compare`, `reproduce`, `simulate`, `load` and `open` are what a script or a notebook calls.
+Everything else is private by its place, except what ``docs/extending.md`` names for a user's own
+methods and data.
 """
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -16,9 +18,9 @@ if TYPE_CHECKING:
 
     from raceme.core.strategy import Method
     from raceme.datasets.source import ClientData
-    from raceme.notebook import OpenComparison, OpenRun
+    from raceme.notebook import OpenComparison, OpenRun, OpenSimulation
 
-__all__ = ["compare", "load", "open", "run"]
+__all__ = ["compare", "load", "open", "reproduce", "run", "simulate"]
 __version__ = "0.2.0"
 
 Data = Mapping[Any, Any] | Iterable[Any]
@@ -139,6 +141,162 @@ def compare(
     plan = prepare(suite, folder)
     compared(plan, processes, _console(), written_as)
     return OpenComparison(plan.out)
+
+
+def reproduce(
+    name: str,
+    *,
+    dataset: str | None = None,
+    only: Iterable[str] = (),
+    methods: Iterable[str] = (),
+    scale: float = 1.0,
+    seeds: Iterable[int] | None = None,
+    out: str | Path | None = None,
+    processes: int = 0,
+    formats: Iterable[str] = (),
+    **settings: Any,
+) -> dict[str, OpenComparison]:
+    """Run a paper's experiment, as `raceme reproduce` does, beside the published numbers.
+
+    Parameters
+    ----------
+    name : str
+        Name of the experiment, as `raceme reproduce` lists them: ``"casa-table1"``.
+    dataset : str, optional
+        The dataset or the part that is wanted; of an experiment with several one has to be.
+    only, methods : Iterable[str]
+        Some of its parts and of its methods; all of them for none.
+    scale : float
+        Share of the experiment's updates that each run has, above 0 and at most 1.
+    seeds : Iterable[int], optional
+        Every method runs once with each; by default those of the experiment.
+    out, processes, formats
+        See :func:`compare`.
+    **settings
+        Keys of a run, which replace the paper's.
+
+    Returns
+    -------
+    dict[str, OpenComparison]
+        A finished comparison for each part, by its name.
+
+    Raises
+    ------
+    UserError
+        There is no such name or key, or a run cannot work; said before any work starts.
+    """
+    from dataclasses import replace
+
+    from raceme.experiments.compare import checked_formats, prepare
+    from raceme.experiments.suites import out_of, reproductions
+    from raceme.notebook import OpenComparison, compared
+
+    written_as, folder = checked_formats(formats), None if out is None else Path(out)
+    suites = reproductions(name, dataset, only, methods, _keys(settings), scale)
+    plans = {
+        variant: prepare(
+            suite if seeds is None else replace(suite, seeds=tuple(seeds)),
+            out_of(variant, folder, scale, len(suites)),
+        )
+        for variant, suite in suites.items()
+    }
+    found: dict[str, OpenComparison] = {}
+    for variant, plan in plans.items():
+        finished = compared(plan, processes, _console(), written_as)
+        found[variant] = OpenComparison(plan.out)
+        if not finished:
+            break
+    return found
+
+
+def simulate(
+    folder: str | Path = ".",
+    *,
+    strategy: str | type[Method] | None = None,
+    clients: int = 10,
+    devices: str = "slow30x5",
+    run_config: Mapping[str, Any] | None = None,
+    node_config: Mapping[str, Any] | None = None,
+    workers: int | str = "auto",
+    seed: int = 0,
+    out: str | Path | None = None,
+    examples: int | None = None,
+    evaluation_share: float | None = None,
+    max_time: float = math.inf,
+    max_wall_time: float = math.inf,
+    **parameters: Any,
+) -> OpenSimulation:
+    """Run any Flower app on virtual time, as `raceme simulate` does.
+
+    Parameters
+    ----------
+    folder : str or Path
+        Folder of the app, with its ``pyproject.toml``.
+    strategy : str or type[Method], optional
+        Method of Raceme's in the place of the app's strategy.
+    clients : int
+        Number of simulated SuperNodes.
+    devices : str
+        Device profile: a name, a TOML file, ``module:function`` or ``trace:FOLDER``.
+    run_config, node_config : Mapping, optional
+        What changes the app's run config, and what every node's config has besides its partition.
+    workers : int or str
+        Worker processes that do the clients' work; 0: none, ``"auto"``: one per core.
+    seed : int
+        Decides devices, losses, and what an app draws that does not seed itself.
+    out : str or Path, optional
+        Folder for the results; a new one in ``runs`` if left out.
+    examples : int, optional
+        Training examples of each client, for profiles with times per sample; by default what
+        replies state.
+    evaluation_share : float, optional
+        Time of an evaluation as a share of a training task's; by default it takes none.
+    max_time, max_wall_time : float
+        Seconds of virtual time, and of this machine's, after which it ends.
+    **parameters
+        Hyper-parameters of `strategy`: ``gamma=0.2``.
+
+    Returns
+    -------
+    OpenSimulation
+        What it has shown; see :mod:`raceme.notebook`.
+
+    Raises
+    ------
+    UserError
+        The app cannot be read or started, or a name or key does not exist.
+    """
+    import json
+
+    from raceme.core.config import with_prefixes
+    from raceme.core.registry import STRATEGIES
+    from raceme.notebook import simulated
+    from raceme.simulation.apps import Settings
+
+    name = None if strategy is None else STRATEGIES.name_of(strategy)
+    keys = _keys(parameters)
+
+    def pairs(config: Mapping[str, Any] | None) -> tuple[str, ...]:
+        return tuple(f"{key}={json.dumps(value)}" for key, value in (config or {}).items())
+
+    return simulated(
+        Settings(
+            folder=Path(folder),
+            clients=clients,
+            devices=devices,
+            run_config=pairs(run_config),
+            strategy=name,
+            parameters=keys if name is None else with_prefixes(keys, [name]),
+            workers=workers,
+            seed=seed,
+            out=None if out is None else Path(out),
+            max_time=max_time,
+            max_wall_time=max_wall_time,
+            examples=examples,
+            evaluation_share=evaluation_share,
+            node_config=pairs(node_config),
+        )
+    )
 
 
 def load(dataset: str, **settings: Any) -> list[ClientData]:

@@ -23,6 +23,7 @@ from raceme.experiments.jobs import cores
 from raceme.experiments.page import purity_figure, times_figure
 from raceme.experiments.results import FILE_NAME, Comparison, Run, read_comparison, read_runs
 from raceme.experiments.tables import main_table, purity_table, times_table, to_csv, to_latex
+from raceme.records.exchanges import CLIENTS
 from raceme.records.folder import model_file
 from raceme.records.positions import read_similarity
 from raceme.records.record import RunRecord, read_run
@@ -39,6 +40,8 @@ from raceme.reporting.style import CLOCK
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from raceme.simulation.apps import Settings
 
 
 log = logging.getLogger("raceme")
@@ -304,10 +307,55 @@ class OpenComparison:
         return purity_figure(self.results)
 
 
-def compared(plan: Plan, processes: int, console: Console, formats: Sequence[str]) -> None:
+class OpenSimulation:
+    """A Flower app on virtual time: what `raceme simulate` leaves.
+
+    Parameters
+    ----------
+    folder : Path
+        The folder of the results.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.summary: dict[str, Any] = read_summary(folder)
+
+    def __repr__(self) -> str:
+        ended = f"{self.summary['ending']} after {self.summary['virtual_time']:.1f} s"
+        return f"<{self.summary['app']} {ended}, {self.folder}>"
+
+    @property
+    def clients(self) -> pd.DataFrame:
+        """A row for each client: its tasks, its times at work, idle and offline, its bytes."""
+        frame: pd.DataFrame = _pandas().read_csv(self.folder / CLIENTS)
+        return frame
+
+
+def simulated(settings: Settings) -> OpenSimulation:
+    """Run a Flower app on virtual time, and leave its results.
+
+    That it ended in another way than by returning is warned of.
+    """
+    from raceme.simulation.apps import simulate, write_results
+
+    found = simulate(settings)
+    _, unwritten = write_results(found)
+    if unwritten:
+        log.warning("%s could not be written", ", ".join(unwritten))
+    if found.reason:
+        log.warning("The app ended early: %s", found.reason)
+    return OpenSimulation(found.out)
+
+
+def compared(plan: Plan, processes: int, console: Console, formats: Sequence[str]) -> bool:
     """Run a comparison; if it is interrupted, write the tables of what is finished.
 
-    Runs that failed, or that were not done, are warned of.
+    Runs that failed are warned of.
+
+    Returns
+    -------
+    bool
+        Whether it was not interrupted.
     """
     try:
         comparison = compare(plan, processes or cores(), console, formats=formats)
@@ -320,10 +368,11 @@ def compared(plan: Plan, processes: int, console: Console, formats: Sequence[str
             len(plan.plain) + len(plan.further),
             str(plan.out),
         )
-        return
+        return False
     for result in comparison.results:
         for seed, error in result.errors.items():
             log.warning("%s, seed %d failed: %s", result.label, seed, error)
+    return True
 
 
 def open_folder(folder: str | Path) -> OpenRun | OpenComparison:

@@ -6,7 +6,10 @@ import builtins
 import io
 import shutil
 import signal
+import subprocess
+import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ import numpy as np
 import pandas
 import pytest
 import torch
+from flower_apps import QUICKSTARTS
 from matplotlib.figure import Figure
 from rich.console import Console
 from soft_clusters import SoftClusters
@@ -24,7 +28,7 @@ from raceme.core.errors import UserError
 from raceme.core.registry import STRATEGIES
 from raceme.core.requests import Outcome, Update
 from raceme.experiments.compare import compare, prepare
-from raceme.experiments.suites import of_names
+from raceme.experiments.suites import of_names, reproductions
 from raceme.notebook import OpenComparison, OpenRun, compared
 from raceme.runs.experiment import simulate
 from raceme.strategies import CASAC, FedAsync, FedBuff
@@ -295,6 +299,47 @@ def test_what_cannot_be_pickled_is_said() -> None:
         registry.MODELS.name_of(locked)
 
 
+SCRIPT = """
+import numpy as np
+import torch
+import raceme
+from raceme.strategies import FedAsync
+
+rng = np.random.default_rng(0)
+my_clients = {f"person {k}": (rng.normal(size=(20, 3)), rng.integers(0, 2, 20)) for k in range(4)}
+
+def make_net():
+    return torch.nn.Linear(3, 2)
+
+class MyStrategy(FedAsync):
+    pass
+
+cmp = raceme.compare(
+    ["panicle", MyStrategy], data=my_clients, model=make_net, seeds=range(2), max_updates=8
+)
+assert len(cmp.table) == 4, cmp.table
+cmp.table.to_latex("table.tex")
+run = raceme.run(MyStrategy, data=my_clients, model=make_net, max_updates=8, workers="2")
+print(run.config["strategy"], run.config["model"])
+"""
+
+
+@pytest.mark.slow
+def test_a_script_without_a_guard_has_worker_processes(here: Path) -> None:
+    (here / "mine.py").write_text(SCRIPT)
+    named = set()
+    for arguments in (["mine.py"], ["-c", SCRIPT], ["-c", "exec(open('mine.py').read(), {})"]):
+        done = subprocess.run(
+            [sys.executable, *arguments], capture_output=True, text=True, timeout=300, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert "Traceback" not in done.stderr
+        named.add(done.stdout)
+    assert (here / "table.tex").is_file()
+    # What is defined has the same names, wherever that is.
+    assert len(named) == 1
+
+
 # -----------------------------------------------------------------------------
 # Interruptions: what there is remains.
 # -----------------------------------------------------------------------------
@@ -353,3 +398,54 @@ def test_tables_for_a_paper(folder: Path, tmp_path: Path) -> None:
     assert f"casa & {purity.loc['casa', 0]:.2f}" in purity.to_latex()
     assert opened.times.isna().all(axis=None)
     assert "$>$" in opened.times.to_latex()
+
+
+# -----------------------------------------------------------------------------
+# Papers' experiments, and Flower apps on virtual time.
+# -----------------------------------------------------------------------------
+
+
+def test_a_reproduction_has_the_finished_runs_of_a_folder(tmp_path: Path) -> None:
+    raw = tmp_path / "data" / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for name, count in (("train", 60), ("t10k", 20)):
+        for kind, shape in (("images-idx3", (count, 28, 28)), ("labels-idx1", (count,))):
+            sizes = np.array(shape, ">u4").tobytes()
+            values = np.arange(np.prod(shape), dtype=np.uint8) % 10
+            head = bytes([0, 0, 8, len(shape)])
+            (raw / f"{name}-{kind}-ubyte").write_bytes(head + sizes + values.tobytes())
+    settings = {**SMALL, "data-root": str(tmp_path / "data"), "model": "mclr", "max-updates": 4}
+    part, method, out = "casa-table1.mnist", "fedasync", tmp_path / "out"
+    (suite,) = reproductions("casa-table1", "mnist", (), [method], settings).values()
+    for job in prepare(replace(suite, seeds=(3,)), out).every:
+        simulate(job.config)
+    found = raceme.reproduce(
+        "casa-table1",
+        dataset="mnist",
+        methods=[method],
+        seeds=[3],
+        out=out,
+        formats=["tex"],
+        **settings,
+    )
+    assert list(found) == [part]
+    assert set(found[part].runs) == {(method, 3)}
+    assert "paper" in (out / "compare.tex").read_text()
+    with pytest.raises(UserError, match="'nothing'"):
+        raceme.reproduce("nothing")
+
+
+def test_a_flower_app_on_virtual_time(tmp_path: Path) -> None:
+    found = raceme.simulate(
+        QUICKSTARTS / "numpy_app",
+        clients=3,
+        workers=0,
+        run_config={"num-server-rounds": 1},
+        out=tmp_path / "out",
+    )
+    assert found.summary["ending"] == "returned"
+    assert found.summary["settings"]["run_config"]["num-server-rounds"] == 1
+    assert len(found.clients) == 3
+    assert "returned after" in repr(found)
+    with pytest.raises(UserError, match="fraction-trian"):
+        raceme.simulate(QUICKSTARTS / "numpy_app", run_config={"fraction-trian": 1})
