@@ -294,6 +294,7 @@ _PASSING = {_Code.UNAVAILABLE, _Code.DEADLINE_EXCEEDED, _Code.RESOURCE_EXHAUSTED
 # gRPC's server cancels calls that it has no time for: to join anew would give it more to do.
 _PASSING |= {_Code.CANCELLED}
 _PUZZLING = {_Code.INTERNAL, _Code.UNKNOWN, _Code.DATA_LOSS}
+_REFUSED = {_Code.UNAUTHENTICATED, _Code.FAILED_PRECONDITION}
 _PUZZLING_TRIES = 5
 """Tries of a call that fails for no stated reason; the node then joins anew."""
 _SPEAKS_HTTP = ("http1.x server", "missing selected ALPN property")
@@ -405,10 +406,10 @@ class PatientCalls:
             return trouble
         if code is _Code.PERMISSION_DENIED:
             raise RunOverError(text)
+        if code in _REFUSED and "timestamp" in text.lower():
+            # Boards without a battery start with a wrong clock, until they hear from a server.
+            return f"{self._address} does not accept this device's clock: set the time"
         if code is _Code.UNAUTHENTICATED:
-            if "timestamp" in text.lower():
-                # Boards without a battery start with a wrong clock, until they hear from a server.
-                return f"{self._address} does not accept this device's clock: set the time"
             if "node id" in text.lower():
                 raise RejoinError(f"{self._address} does not know this node any more")
             if "supernode authentication" in text.lower():

@@ -192,6 +192,16 @@ def calls(stop: StopSignal | None = None) -> PatientCalls:
     return PatientCalls(stop or Immediate(), fleet.Endpoint("host:1", insecure=True))
 
 
+@pytest.mark.parametrize("code", [CODE.UNAUTHENTICATED, CODE.FAILED_PRECONDITION])
+def test_a_clock_that_is_not_accepted_may_come_right(
+    code: grpc.StatusCode, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A SuperLink says it with the first code, `raceme serve` with the second."""
+    server = Server(*[Failure(code, "Invalid timestamp: by the server's clock …")] * 3)
+    assert calls().invoke(server, object()) == "answer"
+    assert "host:1 does not accept this device's clock: set the time" in caplog.text
+
+
 def test_calls_are_repeated_until_the_network_is_back() -> None:
     server = Server(*[DOWN] * 30, LOST, Failure(CODE.DEADLINE_EXCEEDED))
     assert calls().invoke(server, object()) == "answer"
