@@ -297,6 +297,7 @@ _PUZZLING = {_Code.INTERNAL, _Code.UNKNOWN, _Code.DATA_LOSS}
 _REFUSED = {_Code.UNAUTHENTICATED, _Code.FAILED_PRECONDITION}
 _PUZZLING_TRIES = 5
 """Tries of a call that fails for no stated reason; the node then joins anew."""
+_TOO_LARGE = "message larger than max"
 _SPEAKS_HTTP = ("http1.x server", "missing selected ALPN property")
 """What gRPC says of a server that speaks HTTP/1.1."""
 _NEVER_SENT = ("failed to connect", "connection refused", "resolution", "no route", "unreachable")
@@ -437,6 +438,8 @@ class PatientCalls:
         if any(part in text for part in _SPEAKS_HTTP):
             raise OtherTransportError
         reason = _one_line(text)
+        if _TOO_LARGE in text:
+            raise RejoinError(f"{self._address} takes no reply of this size: {reason}")
         if code not in _PASSING and (code not in _PUZZLING or tries >= _PUZZLING_TRIES):
             raise RejoinError(f"{code.name}: {reason}")
         if self._endpoint.insecure and not self._answered and "Socket closed" in reason:

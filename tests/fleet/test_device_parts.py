@@ -262,6 +262,11 @@ def test_a_device_whose_reply_cannot_be_delivered_joins_again(tmp_path: Path) ->
         (Failure(CODE.UNIMPLEMENTED), UserError, "grpc-rere"),
         (Failure(CODE.UNAVAILABLE, "Tls handshake failed"), UserError, "certificate"),
         (Failure(CODE.INVALID_ARGUMENT, "why"), RejoinError, "INVALID_ARGUMENT: why"),
+        (
+            Failure(CODE.RESOURCE_EXHAUSTED, "Received message larger than max (9 vs. 8)"),
+            RejoinError,
+            r"takes no reply of this size: .* \(9 vs. 8\)",
+        ),
     ],
 )
 def test_a_failure_that_will_not_pass_says_what_it_means(

@@ -288,6 +288,7 @@ def test_a_body_over_the_limit_is_not_read(tmp_path: Path, monkeypatch: pytest.M
     with serving(tmp_path, registered=lambda: [signer.public_bytes]) as server:
         response = post(server, "PushObject", bytes(1001), signer.headers())
         assert response.status_code == 413
+        assert response.json() == {"detail": "Received message larger than max (1001 vs. 1000)"}
 
 
 def test_over_grpc_a_call_that_is_not_signed_is_refused_before_its_body_is_read(
