@@ -209,7 +209,9 @@ def watched(shown: bool, folder: Path, address: str, *, comparison: bool = False
                 raise
             ended = exit_
         if _is_terminal():
-            print(f"The dashboard stays at {beside.address}. Press Ctrl-C to stop.", flush=True)
+            print(
+                f"The dashboard stays open at {beside.address}. Press Ctrl-C to stop.", flush=True
+            )
             with suppress(KeyboardInterrupt):
                 beside.wait()
         if ended is not None:

@@ -653,8 +653,9 @@ def _keys_of(readers: Iterable[_Reader]) -> dict[str, Key]:
             before = known.get(name)
             if before is not None and not _same(before.item, item):
                 raise UserError(
-                    f"{registry.kind.capitalize()} '{of}' declares {name} unlike others: give its "
-                    "option another name, or the default, range and meaning that the others have."
+                    f"{registry.kind.capitalize()} '{of}' declares {name} differently from "
+                    "others: give its option another name, or the default, range and meaning that "
+                    "the others have."
                 )
             names = {} if before is None else dict(before.readers)
             names[registry.kind] = (*names.get(registry.kind, ()), of)
@@ -692,7 +693,7 @@ def _read(config: RunConfig, options_type: type[Any], prefix: str) -> Any:
     except Exception as error:
         where = f"{options_type.__module__}.{options_type.__qualname__}"
         raise UserError(
-            f"{where} cannot be made of these options: {type(error).__name__}: {error}."
+            f"{where} cannot be built from these options: {type(error).__name__}: {error}."
         ) from error
 
 
