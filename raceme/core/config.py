@@ -168,10 +168,11 @@ _Reader = tuple[Registry, str]
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Everything that decides the outcome of a run.
+    """Configuration of a run: every key with its value.
 
-    The attribute ``data_root`` is the key ``data-root`` wherever a person writes it. None stands
-    for ``"auto"``: the dataset's own default, filled in by :func:`raceme.runs.experiment.resolve`.
+    The attribute ``data_root`` is the key ``data-root`` on the command line and in files. None
+    stands for ``"auto"``: the dataset's own default, filled in by
+    :func:`raceme.runs.experiment.resolve`.
     """
 
     strategy: str = option("casa", "method; see `raceme list`", names=STRATEGIES)
@@ -455,7 +456,7 @@ class RunConfig:
         return replace(self, options=options, **values)
 
     def check_options(self) -> None:
-        """Find out whether every name exists, and every option that is set is read.
+        """Check that every name exists and every given option is read by the run.
 
         Raises
         ------
