@@ -30,6 +30,7 @@ from raceme.core.errors import UserError
 from raceme.core.events import Ending, Evaluated, EventHandler, UpdateApplied
 from raceme.core.files import ReadingError, parse_json, read_text
 from raceme.core.options import Value
+from raceme.core.registry import define, definitions
 from raceme.core.signals import StopRequest
 from raceme.experiments.suites import Method, Suite, slug
 from raceme.records.folder import CONFIG, ERROR, failure_recorded, foreign, only_writer
@@ -297,12 +298,20 @@ class Finished:
     error: str | None
 
 
-def serve(connection: Connection[Any, Any]) -> None:
+def serve(connection: Connection[Any, Any], pickled: Mapping[str, bytes]) -> None:
     """Run each configuration that comes, and send :class:`Progress` and then :class:`Finished`.
 
     If its folder exists, a run of it is half-done there and is resumed. SIGTERM ends the run with a
     checkpoint, and so does the end of the process that listens.
+
+    Parameters
+    ----------
+    connection : Connection
+        To the comparison.
+    pickled : Mapping[str, bytes]
+        See :func:`~raceme.core.registry.define`.
     """
+    define(pickled)
     # These reach all processes of a terminal; the comparison ends its own.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -460,10 +469,13 @@ def cores() -> int:
 
 def _start(job: Job) -> _Worker:
     # Not forked: torch's threads do not survive that.
+    from raceme.simulation.executor import script_hidden
+
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    process = context.Process(target=serve, args=(there,), daemon=True)
-    process.start()
+    process = context.Process(target=serve, args=(there, definitions()), daemon=True)
+    with script_hidden():
+        process.start()
     there.close()
     here.send(job.config.to_mapping())
     return _Worker(process, here, job)
@@ -577,7 +589,8 @@ class RayRuns:
                     if not losses[job]:
                         report(job, None)
                     keys, files = job.config.to_mapping(), _packed(job.folder)
-                    under_way[task.remote(keys, files, board, number)] = number, job
+                    sent = task.remote(keys, files, board, number, definitions())
+                    under_way[sent] = number, job
                 done, _ = ray.wait(list(under_way), timeout=_LOOK_SECONDS)
                 for number, progress in ray.get(board.news.remote()).items():
                     if any(number == known for known, _ in under_way.values()):
@@ -629,10 +642,17 @@ class RayRuns:
             ray.cancel(reference, force=True)
 
 
-def _run_there(keys: Mapping[str, Value], files: bytes, board: Any, number: int) -> _Result:
+def _run_there(
+    keys: Mapping[str, Value],
+    files: bytes,
+    board: Any,
+    number: int,
+    pickled: Mapping[str, bytes],
+) -> _Result:
     """Do a run on the node that this is called on."""
     import ray
 
+    define(pickled)
     logging.getLogger("flwr").setLevel(logging.ERROR)
     logging.getLogger("raceme").propagate = False
 
