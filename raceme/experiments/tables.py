@@ -13,7 +13,7 @@ from typing import Any
 
 import raceme
 from raceme.core.events import WITHIN, Measure
-from raceme.experiments.results import Comparison, Result, Spread
+from raceme.experiments.results import Comparison, Result, Run, Spread
 from raceme.experiments.suites import (
     NEVER,
     Score,
@@ -296,6 +296,45 @@ def _published_time(result: Result) -> str:
     return UNKNOWN if time is None else NEVER if math.isinf(time) else f"{time:g}"
 
 
+def purity_table(comparison: Comparison) -> PlainTable:
+    """Return how pure each method's clusters were at the end, for each seed and on the mean."""
+    mean = _summarised("purity", 1, 2)
+    return _seed_table(comparison, "purity", lambda run: run.summary.get("purity"), 2, mean)
+
+
+def times_table(comparison: Comparison) -> PlainTable:
+    """Return how long each method took to the target, for each seed and on the mean, in seconds."""
+    converging = comparison.suite.timing is Timing.CONVERGENCE
+    head = TO_CONVERGENCE if converging else TO_TARGET
+    return _seed_table(comparison, head, lambda run: run.time, 1, _time)
+
+
+def _seed_table(
+    comparison: Comparison,
+    head: str,
+    value: Callable[[Run], float | None],
+    digits: int,
+    mean: _Cell,
+) -> PlainTable:
+    """Return a table of one measure, a column for each seed and one for all."""
+
+    def cell(result: Result, seed: int) -> str:
+        values = {run.seed: value(run) for run in result.runs}
+        found = values.get(seed)
+        return UNKNOWN if found is None else f"{found:.{digits}f}"
+
+    seeds = comparison.suite.seeds
+    return PlainTable(
+        f"{comparison.suite.title}: {head}",
+        ("method", *(f"seed {seed}" for seed in seeds), head),
+        tuple(
+            (_name(result), *(cell(result, seed) for seed in seeds), mean(result))
+            for result in comparison.results
+        ),
+        (),
+    )
+
+
 def sweep_table(comparison: Comparison) -> PlainTable | None:
     """Return what was tried of the swept methods; None if nothing was swept.
 
@@ -362,14 +401,14 @@ _LOWEST_IS_BEST = (
 )
 
 
-def to_latex(comparison: Comparison) -> str:
-    """Return the main table for a paper, as a LaTeX ``table`` of the package booktabs.
+def to_latex(comparison: Comparison, table: PlainTable | None = None) -> str:
+    """Return a table for a paper, by default the main one, as a ``table`` of the package booktabs.
 
     The best values of a column are bold; values that are equal as printed share the first place,
     and a lower bound such as "> 20.0" has none. The lines below the table stay with it. Special
     characters in names are escaped.
     """
-    found = main_table(comparison)
+    found = table or main_table(comparison)
     rows = [[cell.translate(_LATEX) for cell in row] for row in found.rows]
     for index, head in enumerate(found.columns):
         for place in _best(head, [row[index] for row in found.rows], comparison.measure):

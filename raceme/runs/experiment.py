@@ -43,10 +43,12 @@ from raceme.datasets.dealt import with_whole_path
 from raceme.datasets.drift import schedule_of
 from raceme.records.folder import (
     begin,
+    failure_recorded,
     forget_end,
     given_up_if_it_fails,
     log_file,
     new_folder,
+    only_writer,
     resumed_folder,
 )
 from raceme.records.positions import PositionsFile, positions_of_rows
@@ -54,7 +56,7 @@ from raceme.records.record import FILE as TRACE_FILE
 from raceme.records.record import TraceFile, WallTimes
 from raceme.records.store import RunStore, read_events
 from raceme.records.summary import ProtectionSummary, RunSummary
-from raceme.runs.checkpoints import CheckpointFolder, Keeper, only_writer, restore, resuming
+from raceme.runs.checkpoints import CheckpointFolder, Keeper, restore, resuming
 from raceme.runs.trackers import TrackerObserver, chosen
 from raceme.simulation import executor_for, prepare, training_seconds
 from raceme.simulation.attacks import (
@@ -414,6 +416,7 @@ def conduct(
         # A grid that keeps a clock of its own is not Flower's: its process is the only one.
         patience = 0.0 if isinstance(grid, Timeline) else _WRITER_SECONDS
         opened.enter_context(only_writer(out, patience))
+        opened.enter_context(failure_recorded(out))
         if not config.resume:
             begin(out, config)
         opened.enter_context(log_file(out / "run.log"))

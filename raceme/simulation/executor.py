@@ -39,6 +39,7 @@ from flwr.clientapp import ClientApp
 
 from raceme.core.errors import UserError
 from raceme.core.options import Value
+from raceme.core.registry import define, definitions
 from raceme.datasets.source import without_operators
 from raceme.flower import messages as flower
 
@@ -770,7 +771,11 @@ _END = signal.SIGUSR1
 
 
 def work(
-    connection: Connection[Any, Any], target: str, log_level: int, seed: int | None = None
+    connection: Connection[Any, Any],
+    target: str,
+    log_level: int,
+    seed: int | None = None,
+    pickled: Mapping[str, bytes] | None = None,
 ) -> None:
     """Answer messages until the other end of the connection is closed, or its process ends.
 
@@ -782,6 +787,8 @@ def work(
         A pair of numbers announces shared memory: slots, and bytes per slot.
     target, log_level, seed
         See :func:`~raceme.simulation.executor.open_desk`.
+    pickled : Mapping[str, bytes], optional
+        See :func:`~raceme.core.registry.define`.
     """
     # The simulator decides what becomes of its processes; processes of the app's end as usual.
     worker = os.getpid()
@@ -791,6 +798,7 @@ def work(
     # By default it would leave behind what the app has made: locks, temporary folders.
     signal.signal(_END, lambda *_: sys.exit(0))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SENT_TO_ALL)
+    define(pickled or {})
     # A daemon may not have processes of its own, which an app's DataLoader(num_workers=…) has.
     multiprocessing.current_process().daemon = False
     # They start as everywhere else, not as this one, which would import the app once more.
@@ -973,12 +981,12 @@ class Pool(WorkingAhead[_Process]):
         level = logging.getLogger("flwr").level
         process = context.Process(
             target=work,
-            args=(other, self._target, level, self._seed),
+            args=(other, self._target, level, self._seed, definitions()),
             name="raceme-worker",
             daemon=True,
         )
         try:
-            with _held_back(), _script_hidden(self._target):
+            with _held_back(), script_hidden(self._target):
                 process.start()
         except (OSError, EOFError) as error:
             reason = getattr(error, "strerror", None) or "the process that forks it has ended"
@@ -1046,7 +1054,7 @@ def _pool_context() -> Any:
 
 
 @contextmanager
-def _script_hidden(target: str) -> Iterator[None]:
+def script_hidden(target: str = "") -> Iterator[None]:
     """Let a process that is started here not run the user's script again, as Python has it do.
 
     A worker does not need it, it costs the script's imports, and a script that does not guard

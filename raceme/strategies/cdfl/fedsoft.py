@@ -110,21 +110,11 @@ class FedSoft(Method):
             kinds=frozenset({names.LOSSES, TRAIN_OWN}),
             pretrained=True,
             by_distribution=lambda: self.state.pretrained,
+            fits_clients=self._check_clients,
         )
 
-    def scheduler(self) -> Scheduler:
-        """Work in rounds, with the clients that clusters draw."""
-        return InRounds(participants=self._draw, queries=self._queries)
-
-    def check(self, clients: int) -> None:
-        """Warn where each cluster draws all clients, which leaves all clusters with one model.
-
-        Raises
-        ------
-        UserError
-            There are too few clients.
-        """
-        super().check(clients)
+    def _check_clients(self, clients: int) -> None:
+        """Warn where each cluster draws all clients, which leaves all clusters with one model."""
         if self.parameters.selection == "drawn" and clients <= (self.parameters.drawn or 0):
             log.warning(
                 "Each cluster draws %d of %d clients, that is all of them, and all clusters have "
@@ -133,6 +123,10 @@ class FedSoft(Method):
                 clients,
                 FedSoftParameters().draws(clients),
             )
+
+    def scheduler(self) -> Scheduler:
+        """Work in rounds, with the clients that clusters draw."""
+        return InRounds(participants=self._draw, queries=self._queries)
 
     def initialize(self, vector: Vector) -> None:
         """Start each cluster from its pre-trained model, or all from different ones."""
