@@ -2,7 +2,8 @@
 
 ``python docs/tables.py`` rewrites every table that stands between ``<!-- table: NAME -->`` and
 ``<!-- end -->``; with ``--check`` it writes nothing, prints one line for each table that differs,
-and exits with status 1 if there is one. A table that the data files cannot give is marked
+and exits with status 1 if there is one. ``--pack EXPERIMENT --out FOLDER`` first writes the data
+file of an experiment from the folder of its runs. A table that the data files cannot give is marked
 ``<!-- hand: REASON -->``; a table of a results page without a mark is an error, and so is a data
 file that no page names.
 """
@@ -15,6 +16,7 @@ import math
 import re
 import statistics
 import sys
+import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase as fnmatch
@@ -31,6 +33,21 @@ Cell = Callable[[str], str]
 
 
 _ASKED = ("strategy", "dataset", "model", "seed", "clients")
+_LEFT_OUT = (
+    "versions",
+    "target",
+    "diverged",
+    "measure",
+    "unit",
+    "bytes_by_phase",
+    "refused_claims",
+)
+"""Keys of a summary that a data file states elsewhere, or that no table is of."""
+_OF_COMPARISON = (
+    *("title", "dataset", "scale", "sweep-scale", "validation-fraction", "timing", "score"),
+    *("measure", "target", "notes", "seeds"),
+)
+"""What a data file states of a comparison."""
 _ALWAYS = ("purity", "purity_reached_at_update", "time_to_target")
 """Figures that each summary has, of some runs without a value."""
 
@@ -128,6 +145,77 @@ class Experiment:
                 figures = figures | {"cluster_sizes": sizes}
             summary = dict.fromkeys(_ALWAYS) | asked | figures | {"versions": self.tree["versions"]}
             (folder / "summary.json").write_text(json.dumps(summary, indent=2), encoding="utf-8")
+
+    @classmethod
+    def of_runs(cls, name: str, folder: Path) -> Experiment:
+        """Read the folder of a comparison that ``raceme reproduce`` or ``compare`` has written."""
+        compared = json.loads((folder / "compare.json").read_text(encoding="utf-8"))
+        methods, rows, versions = {}, [], {}
+        for method in compared["methods"]:
+            published = method["published"] or {}
+            told = {
+                "asynchronous": method["asynchronous"],
+                "options": method["options"],
+                "published": {k: v for k, v in published.items() if v not in (None, "")},
+            }
+            methods[method["label"]] = {k: v for k, v in told.items() if v not in (None, {})}
+            for seed in compared["seeds"]:
+                run = folder / method["label"] / f"seed-{seed}"
+                keys = _flat(tomllib.loads((run / "config.toml").read_text(encoding="utf-8")))
+                summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+                versions = summary["versions"]
+                figures = {
+                    key: value
+                    for key, value in summary.items()
+                    if value is not None and key not in (*_ASKED, *_LEFT_OUT)
+                }
+                figures["cluster_sizes"] = list(summary["cluster_sizes"].values())
+                # No path of the machine on which it ran.
+                keys |= {"data-root": "data"}
+                del keys["seed"]
+                row = {"method": method["label"], "seed": seed}
+                rows.append(row | {"configuration": keys, "figures": figures})
+        shared = {
+            part: _common([row[part] for row in rows]) for part in ("figures", "configuration")
+        }
+        for row in rows:
+            for part, common in shared.items():
+                row[part] = {k: v for k, v in row[part].items() if k not in common}
+        head = {key: compared[key] for key in _OF_COMPARISON if compared.get(key) is not None}
+        tree = {"versions": versions, "methods": methods, "shared": shared, "rows": rows}
+        return cls(name, head | tree)
+
+    def write(self, docs: Path) -> None:
+        """Write ``results/NAME.json``, a row or a method to a line."""
+        lines = []
+        for key, value in self.tree.items():
+            dump = partial(json.dumps, ensure_ascii=False)
+            text = dump(value)
+            if key == "rows":
+                text = "[\n    " + ",\n    ".join(map(dump, value)) + "\n  ]"
+            elif key == "methods":
+                text = ",\n    ".join(f"{dump(k)}: {dump(v)}" for k, v in value.items())
+                text = "{\n    " + text + "\n  }"
+            elif key == "shared":
+                text = dump(value, indent=2).replace("\n", "\n  ")
+            lines.append(f"  {dump(key)}: {text}")
+        path = docs / "results" / f"{self.name}.json"
+        path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+
+
+def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a TOML file, those of a section with its name before them."""
+    keys: dict[str, Any] = {}
+    for name, value in tree.items():
+        inner = _flat(value).items() if isinstance(value, dict) else ()
+        keys |= {f"{name}.{k}": v for k, v in inner} if isinstance(value, dict) else {name: value}
+    return keys
+
+
+def _common(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the items that all have alike."""
+    first = parts[0]
+    return {k: v for k, v in first.items() if all(k in p and p[k] == v for p in parts)}
 
 
 @dataclass(frozen=True)
@@ -934,7 +1022,8 @@ def main(arguments: Sequence[str] | None = None, docs: Path = DOCS) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--check", action="store_true", help="write nothing, tell what differs")
     parser.add_argument("--unpack", metavar="EXPERIMENT", help="write the folder of its runs")
-    parser.add_argument("--out", type=Path, help="the folder for --unpack")
+    parser.add_argument("--pack", metavar="EXPERIMENT", help="write its file from finished runs")
+    parser.add_argument("--out", type=Path, help="the folder of the runs, for --unpack and --pack")
     options = parser.parse_args(arguments)
     is_check, problems = options.check, list[str]()
     if options.unpack is not None:
@@ -944,6 +1033,9 @@ def main(arguments: Sequence[str] | None = None, docs: Path = DOCS) -> int:
             print(error)
             return 1
         return 0
+    if options.pack is not None:
+        folder = options.out or Path(options.pack)
+        Experiment.of_runs(options.pack, folder).write(docs)
     for page in pages(docs):
         text, found = rewritten(docs, page)
         if not is_check:

@@ -101,3 +101,26 @@ def test_every_run_can_be_written_out_again(tmp_path: Path) -> None:
     assert (config.strategy, config.seed, config.max_updates) == ("casa", 1, 10_000)
     summary = json.loads((casa / "summary.json").read_text(encoding="utf-8"))
     assert (summary["updates"], summary["purity"]) == (10_000, 1.0)
+
+
+def test_a_data_file_is_written_from_the_folder_of_its_runs(docs: Path, tmp_path: Path) -> None:
+    name = "csafl-table2-mnist-10s"
+    before = json.loads((DOCS / "results" / f"{name}.json").read_text(encoding="utf-8"))
+    runs = tmp_path / "runs"
+    TABLES["Experiment"].read(DOCS, name).unpack(runs)
+    told = {key: before[key] for key in ("title", "scale", "score", "target", "seeds")}
+    methods = [
+        {"label": label, "options": {}, "published": None, **method}
+        for label, method in before["methods"].items()
+    ]
+    (runs / "compare.json").write_text(json.dumps(told | {"methods": methods}), encoding="utf-8")
+    TABLES["Experiment"].of_runs(name, runs).write(docs)
+    after = json.loads((docs / "results" / f"{name}.json").read_text(encoding="utf-8"))
+    assert (after["methods"], after["seeds"]) == (before["methods"], [0, 1, 2])
+
+    def whole(tree: dict[str, Any], part: str) -> list[dict[str, Any]]:
+        rows = [tree["shared"][part] | row[part] for row in tree["rows"]]
+        return [{k: v for k, v in row.items() if k not in TABLES["_LEFT_OUT"]} for row in rows]
+
+    for part in ("configuration", "figures"):
+        assert whole(after, part) == whole(before, part)
