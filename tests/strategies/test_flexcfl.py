@@ -282,6 +282,17 @@ def test_a_group_starts_from_the_plain_mean_and_continues_with_a_weighted_one() 
     assert [strategy.models[k].vector.tolist() for k in (1, 2)] == [[2.5, 0.0], [0.0, 2.0]]
 
 
+@pytest.mark.parametrize(
+    ("steps", "settings"),
+    [(50, {"local-steps": 50}), (0, {"local-steps": 0, "local-epochs": 1})],
+)
+def test_pretraining_takes_some_mini_batches_or_one_epoch(
+    steps: int, settings: dict[str, int]
+) -> None:
+    parameters = FlexCFLParameters(groups=2, pretrain_steps=steps)
+    assert with_clients(FlexCFL(parameters), 4).request_for("c0").settings == settings
+
+
 def test_pretraining_takes_some_clients_per_group() -> None:
     strategy = FedGroup(FedGroupParameters(groups=2, pretrain=3))
     seen = run_on(strategy, three_groups(), 1)
