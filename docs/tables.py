@@ -2,8 +2,7 @@
 
 ``python docs/tables.py`` rewrites every table that stands between ``<!-- table: NAME -->`` and
 ``<!-- end -->``; with ``--check`` it writes nothing, prints one line for each table that differs,
-and exits with status 1 if there is one. ``--pack EXPERIMENT --out FOLDER`` first writes the data
-file of an experiment from the folder of its runs. A table that the data files cannot give is marked
+and exits with status 1 if there is one. A table that the data files cannot give is marked
 ``<!-- hand: REASON -->``; a table of a results page without a mark is an error, and so is a data
 file that no page names.
 """
@@ -13,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import platform
 import re
 import statistics
 import sys
@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase as fnmatch
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -33,21 +34,6 @@ Cell = Callable[[str], str]
 
 
 _ASKED = ("strategy", "dataset", "model", "seed", "clients")
-_LEFT_OUT = (
-    "versions",
-    "target",
-    "diverged",
-    "measure",
-    "unit",
-    "bytes_by_phase",
-    "refused_claims",
-)
-"""Keys of a summary that a data file states elsewhere, or that no table is of."""
-_OF_COMPARISON = (
-    *("title", "dataset", "scale", "sweep-scale", "validation-fraction", "timing", "score"),
-    *("measure", "target", "notes", "seeds"),
-)
-"""What a data file states of a comparison."""
 _ALWAYS = ("purity", "purity_reached_at_update", "time_to_target")
 """Figures that each summary has, of some runs without a value."""
 
@@ -146,76 +132,89 @@ class Experiment:
             summary = dict.fromkeys(_ALWAYS) | asked | figures | {"versions": self.tree["versions"]}
             (folder / "summary.json").write_text(json.dumps(summary, indent=2), encoding="utf-8")
 
-    @classmethod
-    def of_runs(cls, name: str, folder: Path) -> Experiment:
-        """Read the folder of a comparison that ``raceme reproduce`` or ``compare`` has written."""
-        compared = json.loads((folder / "compare.json").read_text(encoding="utf-8"))
-        methods, rows, versions = {}, [], {}
-        for method in compared["methods"]:
-            published = method["published"] or {}
-            told = {
-                "asynchronous": method["asynchronous"],
-                "options": method["options"],
-                "published": {k: v for k, v in published.items() if v not in (None, "")},
-            }
-            methods[method["label"]] = {k: v for k, v in told.items() if v not in (None, {})}
-            for seed in compared["seeds"]:
-                run = folder / method["label"] / f"seed-{seed}"
-                keys = _flat(tomllib.loads((run / "config.toml").read_text(encoding="utf-8")))
-                summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
-                versions = summary["versions"]
-                figures = {
-                    key: value
-                    for key, value in summary.items()
-                    if value is not None and key not in (*_ASKED, *_LEFT_OUT)
-                }
-                figures["cluster_sizes"] = list(summary["cluster_sizes"].values())
-                # No path of the machine on which it ran.
-                keys |= {"data-root": "data"}
-                del keys["seed"]
-                row = {"method": method["label"], "seed": seed}
-                rows.append(row | {"configuration": keys, "figures": figures})
-        shared = {
-            part: _common([row[part] for row in rows]) for part in ("figures", "configuration")
-        }
-        for row in rows:
-            for part, common in shared.items():
-                row[part] = {k: v for k, v in row[part].items() if k not in common}
-        head = {key: compared[key] for key in _OF_COMPARISON if compared.get(key) is not None}
-        tree = {"versions": versions, "methods": methods, "shared": shared, "rows": rows}
-        return cls(name, head | tree)
 
-    def write(self, docs: Path) -> None:
-        """Write ``results/NAME.json``, a row or a method to a line."""
-        lines = []
-        for key, value in self.tree.items():
-            dump = partial(json.dumps, ensure_ascii=False)
-            text = dump(value)
-            if key == "rows":
-                text = "[\n    " + ",\n    ".join(map(dump, value)) + "\n  ]"
-            elif key == "methods":
-                text = ",\n    ".join(f"{dump(k)}: {dump(v)}" for k, v in value.items())
-                text = "{\n    " + text + "\n  }"
-            elif key == "shared":
-                text = dump(value, indent=2).replace("\n", "\n  ")
-            lines.append(f"  {dump(key)}: {text}")
-        path = docs / "results" / f"{self.name}.json"
-        path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+_OF_SUITE = (
+    *("title", "dataset", "scale", "sweep-scale", "validation-fraction", "timing", "score"),
+    *("measure", "target", "reference", "notes", "seeds"),
+)
+"""What a data file has of a comparison as it is in its `compare.json`."""
+
+
+def _shared(rows: Sequence[dict[str, Any]], part: str) -> dict[str, Any]:
+    """Take what all rows have alike out of a part of them, and return it."""
+    first = rows[0][part]
+    shared = {
+        key: value
+        for key, value in first.items()
+        if all(key in row[part] and row[part][key] == value for row in rows)
+    }
+    for row in rows:
+        row[part] = {key: value for key, value in row[part].items() if key not in shared}
+    return shared
+
+
+def pack(folder: Path) -> str:
+    """Return the data file of a comparison: the inverse of :meth:`Experiment.unpack`.
+
+    Raises
+    ------
+    TableError
+        The folder has no finished comparison.
+    """
+    try:
+        of = json.loads((folder / "compare.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise TableError(f"{folder} has no compare.json: run the comparison first") from None
+    methods: dict[str, Any] = {}
+    rows: list[dict[str, Any]] = []
+    versions: dict[str, str] = {}
+    tried = [entry for entries in of["sweeps"].values() for entry in entries]
+    for entry in (*of["methods"], *tried):
+        for run in entry["runs"]:
+            path = folder / run["folder"]
+            kind, _, seed = path.name.partition("-")
+            summary = json.loads((path / "summary.json").read_text(encoding="utf-8"))
+            keys = _flat(tomllib.loads((path / "config.toml").read_text(encoding="utf-8")))
+            del keys["seed"]
+            versions = summary["versions"]
+            left_out = {*_ASKED, "target", "versions"}
+            figures = {k: v for k, v in summary.items() if v is not None and k not in left_out}
+            figures["cluster_sizes"] = list(figures["cluster_sizes"].values())
+            row = {"method": path.parent.name, "seed": int(seed)}
+            row |= {} if kind == "seed" else {"kind": kind}
+            rows.append(row | {"configuration": keys, "figures": figures})
+            kept = ("label", "asynchronous", "options", "published")
+            methods.setdefault(
+                path.parent.name, {key: entry[key] for key in kept if entry.get(key)}
+            )
+    if not rows:
+        raise TableError(f"{folder} has no finished run")
+    suite = {key: of[key] for key in _OF_SUITE if of.get(key) is not None}
+    shared = {part: _shared(rows, part) for part in ("figures", "configuration")}
+    versions |= {"numpy": version("numpy"), "python": platform.python_version()}
+
+    def written(value: Any) -> str:
+        return json.dumps(value, ensure_ascii=False)
+
+    parts = [f"  {written(key)}: {written(value)}" for key, value in suite.items()]
+    parts.append(f'  "versions": {written(versions)}')
+    known = [f"    {written(name)}: {written(entry)}" for name, entry in methods.items()]
+    parts.append('  "methods": {\n' + ",\n".join(known) + "\n  }")
+    parts.append(f'  "shared": {written(shared)}')
+    parts.append('  "rows": [\n' + ",\n".join(f"    {written(row)}" for row in rows) + "\n  ]")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
 def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of a TOML file, those of a section with its name before them."""
+    """Return TOML with the keys of its sections as `section.key`: the inverse of `_toml`."""
     keys: dict[str, Any] = {}
     for name, value in tree.items():
-        inner = _flat(value).items() if isinstance(value, dict) else ()
-        keys |= {f"{name}.{k}": v for k, v in inner} if isinstance(value, dict) else {name: value}
+        keys |= (
+            {f"{name}.{k}": v for k, v in value.items()}
+            if isinstance(value, dict)
+            else {name: value}
+        )
     return keys
-
-
-def _common(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the items that all have alike."""
-    first = parts[0]
-    return {k: v for k, v in first.items() if all(k in p and p[k] == v for p in parts)}
 
 
 @dataclass(frozen=True)
@@ -1022,20 +1021,23 @@ def main(arguments: Sequence[str] | None = None, docs: Path = DOCS) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--check", action="store_true", help="write nothing, tell what differs")
     parser.add_argument("--unpack", metavar="EXPERIMENT", help="write the folder of its runs")
-    parser.add_argument("--pack", metavar="EXPERIMENT", help="write its file from finished runs")
-    parser.add_argument("--out", type=Path, help="the folder of the runs, for --unpack and --pack")
+    parser.add_argument(
+        "--pack", type=Path, metavar="FOLDER", help="write a comparison's data file"
+    )
+    parser.add_argument("--out", type=Path, help="the folder for --unpack, the file for --pack")
     options = parser.parse_args(arguments)
     is_check, problems = options.check, list[str]()
-    if options.unpack is not None:
+    if options.unpack is not None or options.pack is not None:
         try:
-            Experiment.read(docs, options.unpack).unpack(options.out or Path(options.unpack))
+            if options.pack is not None:
+                out = options.out or docs / "results" / f"{options.pack.name}.json"
+                out.write_text(pack(options.pack), encoding="utf-8")
+            else:
+                Experiment.read(docs, options.unpack).unpack(options.out or Path(options.unpack))
         except TableError as error:
             print(error)
             return 1
         return 0
-    if options.pack is not None:
-        folder = options.out or Path(options.pack)
-        Experiment.of_runs(options.pack, folder).write(docs)
     for page in pages(docs):
         text, found = rewritten(docs, page)
         if not is_check:

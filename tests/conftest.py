@@ -1,6 +1,7 @@
 """What all tests have in common."""
 
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,10 +33,27 @@ def command() -> Iterator[Commands]:
         yield opened
 
 
-_LONGEST = ("test_flower.py", "test_extending.py", "test_device.py", "test_testbed.py")
-"""Files of few tests that take long: begun last, they would leave one process alone."""
+_LONGEST = (
+    "test_serve.py",
+    "test_strangers.py",
+    "test_compare.py",
+    "test_checkpoint.py",
+    "test_cli.py",
+    "test_flower.py",
+    "test_extending.py",
+    "test_device.py",
+    "test_testbed.py",
+    "test_served_app.py",
+    "test_spoilers.py",
+)
+"""Files that take long: begun last, they would leave one process alone."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files that take longest."""
     items.sort(key=lambda item: item.path.name not in _LONGEST)
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """Use one process more than there are cores: many tests wait for other processes."""
+    return len(os.sched_getaffinity(0)) + 1

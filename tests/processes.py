@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
 import socket
@@ -219,10 +220,17 @@ def wait_until(
     raise AssertionError(f"not within {seconds} s; {describe()}")
 
 
+_PORTS = iter(random.Random(os.getpid()).sample(range(10_000, 32_000), 22_000))
+"""Below those that the system gives to connections, in an order of each test process's own."""
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port that nothing listens on and no later connection is given."""
+    for port in _PORTS:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no port is free")
 
 
 def _listens(port: int) -> bool:

@@ -80,6 +80,7 @@ def test_my_data(tmp_path: Path) -> None:
     assert figures["clusters"] == 2
 
 
+@pytest.mark.slow
 def test_my_method(tmp_path: Path) -> None:
     follow("my-method", tmp_path)
     assert summary(tmp_path / "half-run")["strategy"] == "half:Half"
@@ -87,16 +88,19 @@ def test_my_method(tmp_path: Path) -> None:
     assert len(rows) == 5  # two methods, two seeds
 
 
+@pytest.mark.slow
 def test_resume(tmp_path: Path) -> None:
     follow("resume", tmp_path)
     assert summary(tmp_path / "long-run")["updates"] == 200
 
 
+@pytest.mark.slow
 def test_churn(tmp_path: Path) -> None:
     follow("churn", tmp_path)
     assert summary(tmp_path / "churn-run")["updates"] == 300
 
 
+@pytest.mark.slow
 def test_models(tmp_path: Path) -> None:
     follow("models", tmp_path)
     assert len(list((tmp_path / "models-run" / "clients").glob("*.safetensors"))) == 12

@@ -566,12 +566,20 @@ def check_names(keys: Mapping[str, Any]) -> None:
     UserError
         There is no such strategy, dataset, model or the like, or a name means two things.
     """
-    for key, item in general_keys().items():
-        registry = {"model": MODELS, "devices": DEVICES}.get(key, item.metadata["names"])
-        name = keys.get(key)
+    for key in general_keys():
+        registry, name = registry_of(key), keys.get(key)
         is_file = key == "devices" and str(name).endswith(".toml")
         if registry is not None and name not in (None, AUTO) and not is_file:
             registry.check(str(name))
+
+
+def registry_of(key: str) -> Registry | None:
+    """Return what the names are of that a key takes; None if it takes none."""
+    others = {"model": MODELS, "devices": DEVICES}
+    found: Registry | None = (
+        general_keys()[key].metadata["names"] if key in general_keys() else None
+    )
+    return others.get(key, found)
 
 
 @cache

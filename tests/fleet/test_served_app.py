@@ -47,6 +47,7 @@ def test_an_app_with_a_method_in_the_place_of_its_strategy(tmp_path: Path) -> No
     assert np.abs(weights - np.arange(8) / 8).max() < 0.3
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_an_app_with_its_own_strategy_beside_a_stock_supernode(tmp_path: Path) -> None:
     with loopback(tmp_path) as bed:
