@@ -529,7 +529,8 @@ def nearest_direction(work: ClientWork) -> Answer:
     trained = train_model(work, work.model).model
     assert trained is not None, "training answers with a model"
     change = spec.compared(spec.unpack(trained) - spec.unpack(work.model))
-    directions = [from_array(array) for array in work.arrays[names.DIRECTIONS].values()]
+    received = work.arrays[names.DIRECTIONS].values()
+    directions = [np.asarray(from_array(array), np.float32) for array in received]
     if not directions or any(direction.shape != change.shape for direction in directions):
         raise ValueError(f"directions must be of the model's {change.size:,} weights.")
     nearest = int(np.argmin([(1 - cosine(one, change)) / 2 for one in directions]))
