@@ -176,6 +176,8 @@ def pack(folder: Path) -> str:
             summary = json.loads((path / "summary.json").read_text(encoding="utf-8"))
             keys = _flat(tomllib.loads((path / "config.toml").read_text(encoding="utf-8")))
             del keys["seed"]
+            # Where the data lie on the machine that ran it is of no use elsewhere.
+            keys |= {"data-root": "data"} if keys.get("data-root") else {}
             versions = summary["versions"]
             # Of updates by client a table has no use.
             left_out = {*_ASKED, "target", "versions", "protection"}
