@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Mapping
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import cached_property
 from io import StringIO
@@ -11,14 +12,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from matplotlib.figure import Figure
+from rich.console import Console
 from safetensors.numpy import load_file
 
 from raceme.core.config import read_toml
 from raceme.core.errors import UserError
 from raceme.core.options import Value
+from raceme.experiments.compare import Plan, compare
+from raceme.experiments.jobs import cores
 from raceme.experiments.page import purity_figure, times_figure
-from raceme.experiments.results import FILE_NAME, Comparison, read_comparison, read_runs
-from raceme.experiments.tables import main_table, to_csv
+from raceme.experiments.results import FILE_NAME, Comparison, Run, read_comparison, read_runs
+from raceme.experiments.tables import main_table, purity_table, times_table, to_csv, to_latex
+from raceme.records.exchanges import CLIENTS
 from raceme.records.folder import model_file
 from raceme.records.positions import read_similarity
 from raceme.records.record import RunRecord, read_run
@@ -35,6 +40,11 @@ from raceme.reporting.style import CLOCK
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from raceme.simulation.apps import Settings
+
+
+log = logging.getLogger("raceme")
 
 
 class OpenRun:
@@ -236,9 +246,42 @@ class OpenComparison:
 
     @property
     def table(self) -> pd.DataFrame:
-        """A row for each method and seed, as in ``compare.csv``."""
-        frame: pd.DataFrame = _pandas().read_csv(StringIO(to_csv(self.results)))
-        return frame
+        """A row for each method and seed, as in ``compare.csv``.
+
+        Its ``to_latex("table.tex")`` writes the table of means for a paper, as ``compare.tex``.
+        """
+        frame = _pandas().read_csv(StringIO(to_csv(self.results)))
+        return _for_papers(frame, to_latex(self.results))
+
+    @property
+    def purity(self) -> pd.DataFrame:
+        """The purity of each method's clusters at the end, a column for each seed.
+
+        Its ``to_latex("purity.tex")`` writes these and their mean.
+        """
+        text = to_latex(self.results, purity_table(self.results))
+        return self._by_seed(lambda run: run.summary.get("purity"), text)
+
+    @property
+    def times(self) -> pd.DataFrame:
+        """Virtual time to the target in seconds, a column for each seed; NaN: not reached.
+
+        Its ``to_latex("times.tex")`` writes these and their mean.
+        """
+        return self._by_seed(
+            lambda run: run.time, to_latex(self.results, times_table(self.results))
+        )
+
+    def _by_seed(self, value: Callable[[Run], float | None], latex: str) -> pd.DataFrame:
+        """Return a row for each method, and a column for each seed."""
+        found = {
+            result.label: {run.seed: value(run) for run in result.runs}
+            for result in self.results.results
+        }
+        frame = _pandas().DataFrame.from_dict(
+            found, orient="index", columns=self.results.suite.seeds, dtype=float
+        )
+        return _for_papers(frame.rename_axis("method").rename_axis("seed", axis=1), latex)
 
     @cached_property
     def runs(self) -> dict[tuple[str, int], OpenRun]:
@@ -264,6 +307,74 @@ class OpenComparison:
         return purity_figure(self.results)
 
 
+class OpenSimulation:
+    """A Flower app on virtual time: what `raceme simulate` leaves.
+
+    Parameters
+    ----------
+    folder : Path
+        The folder of the results.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.summary: dict[str, Any] = read_summary(folder)
+
+    def __repr__(self) -> str:
+        ended = f"{self.summary['ending']} after {self.summary['virtual_time']:.1f} s"
+        return f"<{self.summary['app']} {ended}, {self.folder}>"
+
+    @property
+    def clients(self) -> pd.DataFrame:
+        """A row for each client: its tasks, its times at work, idle and offline, its bytes."""
+        frame: pd.DataFrame = _pandas().read_csv(self.folder / CLIENTS)
+        return frame
+
+
+def simulated(settings: Settings) -> OpenSimulation:
+    """Run a Flower app on virtual time, and leave its results.
+
+    That it ended in another way than by returning is warned of.
+    """
+    from raceme.simulation.apps import simulate, write_results
+
+    found = simulate(settings)
+    _, unwritten = write_results(found)
+    if unwritten:
+        log.warning("%s could not be written", ", ".join(unwritten))
+    if found.reason:
+        log.warning("The app ended early: %s", found.reason)
+    return OpenSimulation(found.out)
+
+
+def compared(plan: Plan, processes: int, console: Console, formats: Sequence[str]) -> bool:
+    """Run a comparison; if it is interrupted, write the tables of what is finished.
+
+    Runs that failed are warned of.
+
+    Returns
+    -------
+    bool
+        Whether it was not interrupted.
+    """
+    try:
+        comparison = compare(plan, processes or cores(), console, formats=formats)
+    except KeyboardInterrupt:
+        comparison = compare(plan, 1, Console(quiet=True), lambda *_: {}, formats)
+        done = sum(len(result.runs) for result in comparison.results)
+        log.warning(
+            "Interrupted: %d of %d runs are finished; the same call with out=%r does the others.",
+            done,
+            len(plan.plain) + len(plan.further),
+            str(plan.out),
+        )
+        return False
+    for result in comparison.results:
+        for seed, error in result.errors.items():
+            log.warning("%s, seed %d failed: %s", result.label, seed, error)
+    return True
+
+
 def open_folder(folder: str | Path) -> OpenRun | OpenComparison:
     """Open the results of a command.
 
@@ -281,6 +392,28 @@ def open_folder(folder: str | Path) -> OpenRun | OpenComparison:
         f"{path} has no results: expected what `raceme run` (run.sqlite) or `raceme compare` "
         f"({FILE_NAME}) leaves."
     )
+
+
+def _for_papers(frame: Any, latex: str) -> pd.DataFrame:
+    """Return a data frame whose ``to_latex`` writes a table for a paper."""
+
+    class PaperTable(_pandas().DataFrame):  # type: ignore[misc]
+        """A data frame; what is computed from it is an ordinary one."""
+
+        def to_latex(self, buf: Any = None, **options: Any) -> str | None:
+            """Return or write the table for a paper; with options, the numbers as pandas does."""
+            if options:
+                return super().to_latex(buf, **{"escape": True, **options})  # type: ignore[no-any-return]
+            if buf is None:
+                return latex
+            if hasattr(buf, "write"):
+                buf.write(latex)
+            else:
+                Path(buf).write_text(latex, encoding="utf-8")
+            return None
+
+    table: pd.DataFrame = PaperTable(frame)
+    return table
 
 
 def _columns(columns: Any) -> pd.DataFrame:

@@ -3,23 +3,36 @@
 from __future__ import annotations
 
 import builtins
+import io
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas
 import pytest
+import torch
+from flower_apps import QUICKSTARTS
 from matplotlib.figure import Figure
 from rich.console import Console
 from soft_clusters import SoftClusters
 
 import raceme
+from raceme.core import registry
 from raceme.core.errors import UserError
 from raceme.core.registry import STRATEGIES
+from raceme.core.requests import Outcome, Update
 from raceme.experiments.compare import compare, prepare
-from raceme.experiments.suites import of_names
-from raceme.notebook import OpenComparison, OpenRun
+from raceme.experiments.suites import of_names, reproductions
+from raceme.notebook import OpenComparison, OpenRun, compared
 from raceme.runs.experiment import simulate
 from raceme.strategies import CASAC, FedAsync, FedBuff
+from raceme.training.models import build
 
 SMALL: dict[str, Any] = {
     "clients": 4,
@@ -148,8 +161,291 @@ def test_a_method_is_given_as_its_class(tmp_path: Path, monkeypatch: pytest.Monk
     assert STRATEGIES.name_of(FedBuff) == "fedbuff"
     assert STRATEGIES.name_of(SoftClusters) == "soft_clusters:SoftClusters"
 
-    class Mine(FedAsync):
-        pass
 
-    with pytest.raises(UserError, match="no other process can import it"):
-        raceme.compare([Mine], **small)
+# -----------------------------------------------------------------------------
+# Data, models and methods that only this script, notebook or function knows.
+# -----------------------------------------------------------------------------
+
+
+TINY: dict[str, Any] = {"max_updates": 4, "workers": "0", "client_map": False}
+
+
+def readings(clients: int = 2, features: int = 3, shift: float = 0.0) -> list[Any]:
+    """Return 10 samples of each client, in two classes that one feature tells apart."""
+    y = np.arange(10) % 2
+    x = np.linspace(0, 1, 10 * features).reshape(10, features) + shift
+    return [(x + y[:, None] * client, y) for client in range(clients)]
+
+
+def net() -> torch.nn.Module:
+    return torch.nn.Linear(3, 2)
+
+
+class Empty:
+    """No network."""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_run_on_data_and_a_model_of_its_own(here: Path) -> None:
+    hidden = 5
+
+    def sized(input_shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
+        return torch.nn.Sequential(
+            torch.nn.Linear(*input_shape, hidden), torch.nn.Linear(hidden, num_classes)
+        )
+
+    run = raceme.run("fedasync", data=readings(), model=sized, **TINY)
+    assert run.model(0)["0.weight"].shape == (5, 3)
+    assert run.model(0)["1.weight"].shape == (2, 5)
+    assert len(run.clients) == 2
+
+
+def test_a_run_is_resumed_with_the_same_data_only(here: Path) -> None:
+    settings = {**TINY, "out": "first", "checkpoint_every": 2}
+    raceme.run("fedasync", data=readings(), model=net, **settings)
+    further = {**TINY, "max_updates": 6, "resume": "first", "checkpoint_every": 2}
+    with pytest.raises(UserError, match="data-fingerprint"):
+        raceme.run("fedasync", data=readings(shift=1.0), model=net, **further)
+    run = raceme.run("fedasync", data=readings(), model=net, **further)
+    assert len(run.updates) == 6
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (lambda: torch.nn.Linear(3, 2), "A lambda has no name to record the model by"),
+        (torch.nn.Linear(3, 2), "must be a name .* or a function; got an object of type Linear"),
+        (Empty, "must return a torch.nn.Module, got Empty"),
+        (3, "model"),
+    ],
+)
+def test_a_model_that_is_none_is_said(model: Any, said: str, here: Path) -> None:
+    with pytest.raises(UserError, match=said):
+        raceme.run("fedasync", data=readings(), model=model, **TINY)
+    assert not (here / "runs").exists()
+
+
+def test_outputs_that_do_not_fit_the_labels_are_said(here: Path) -> None:
+    def wide() -> torch.nn.Module:
+        return torch.nn.Linear(3, 7)
+
+    with pytest.raises(UserError, match=r"its output for 2 samples is \(2, 7\), not \(2, 2\)"):
+        raceme.compare(["fedasync"], data=readings(), model=wide, **TINY)
+    assert not (here / "runs").exists()
+    with pytest.raises(UserError, match="data replaces a dataset"):
+        raceme.run("fedasync", data=readings(), dataset="digits", **TINY)
+
+
+def test_what_is_defined_in_a_function_is_known_to_its_worker_processes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    outputs = 2
+
+    def mine() -> torch.nn.Module:
+        return torch.nn.Linear(3, outputs)
+
+    name = registry.MODELS.name_of(mine)
+    assert registry.MODELS[name] is mine
+    pickled = registry.definitions()
+    # As in a process that has just started.
+    monkeypatch.setattr(registry, "_local", {})
+    monkeypatch.setattr(registry, "_pickled", {})
+    with pytest.raises(UserError, match="a script or a notebook defines mine"):
+        build(name, (3,), 2)
+    registry.define(pickled)
+    assert build(name, (3,), 2).weight.shape == (2, 3)
+    assert registry.MODELS[name] is registry.MODELS[name] is not mine
+
+
+SOURCE = """
+from raceme.strategies import FedAsync
+SIZE = {size}
+
+def helper():
+    return SIZE
+
+class Mine(FedAsync):
+    def factor(self):
+        return helper() if self.factor is None else helper()
+"""
+
+
+def test_a_name_changes_with_the_code_and_with_nothing_else() -> None:
+    def named(source: str) -> str:
+        space: dict[str, Any] = {"__name__": "__main__"}
+        exec(source, space)
+        return STRATEGIES.name_of(space["Mine"])
+
+    first = named(SOURCE.format(size=1))
+    assert named("# A line more.\n" + SOURCE.format(size=1)) == first
+    # An attribute is no global of its name.
+    assert named("factor = object()\n" + SOURCE.format(size=1)) == first
+    assert named(SOURCE.format(size=2)) != first
+    assert named(SOURCE.format(size=1).replace("None else", "None else 1 +")) != first
+
+
+def test_what_cannot_be_pickled_is_said() -> None:
+    lock = threading.Lock()
+
+    def locked() -> object:
+        return lock
+
+    with pytest.raises(UserError, match="The model locked cannot be sent to worker processes"):
+        registry.MODELS.name_of(locked)
+
+
+SCRIPT = """
+import numpy as np
+import torch
+import raceme
+from raceme.strategies import FedAsync
+
+rng = np.random.default_rng(0)
+my_clients = {f"person {k}": (rng.normal(size=(20, 3)), rng.integers(0, 2, 20)) for k in range(4)}
+
+def make_net():
+    return torch.nn.Linear(3, 2)
+
+class MyStrategy(FedAsync):
+    pass
+
+cmp = raceme.compare(
+    ["panicle", MyStrategy], data=my_clients, model=make_net, seeds=range(2), max_updates=8
+)
+assert len(cmp.table) == 4, cmp.table
+cmp.table.to_latex("table.tex")
+run = raceme.run(MyStrategy, data=my_clients, model=make_net, max_updates=8, workers="2")
+print(run.config["strategy"], run.config["model"])
+"""
+
+
+@pytest.mark.slow
+def test_a_script_without_a_guard_has_worker_processes(here: Path) -> None:
+    (here / "mine.py").write_text(SCRIPT)
+    named = set()
+    for arguments in (["mine.py"], ["-c", SCRIPT], ["-c", "exec(open('mine.py').read(), {})"]):
+        done = subprocess.run(
+            [sys.executable, *arguments], capture_output=True, text=True, timeout=300, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert "Traceback" not in done.stderr
+        named.add(done.stdout)
+    assert (here / "table.tex").is_file()
+    # What is defined has the same names, wherever that is.
+    assert len(named) == 1
+
+
+# -----------------------------------------------------------------------------
+# Interruptions: what there is remains.
+# -----------------------------------------------------------------------------
+
+
+def test_an_interrupted_run_is_returned(here: Path) -> None:
+    class Interrupted(FedAsync):
+        def on_update(self, update: Update) -> Outcome:
+            if update.task.number == 1:
+                signal.raise_signal(signal.SIGINT)
+            return super().on_update(update)
+
+    run = raceme.run(Interrupted, **{**SMALL, "max-updates": 40})
+    assert run.summary is not None
+    assert run.summary["ending"] == "interrupted"
+    assert 0 < len(run.updates) < 40
+    assert len(run.accuracy) >= 1
+
+
+class _Impatient(io.StringIO):
+    def write(self, text: str) -> int:
+        raise KeyboardInterrupt
+
+
+def test_an_interrupted_comparison_has_the_tables_of_what_is_finished(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copytree(folder / "casa", tmp_path / "casa")
+    plan = prepare(of_names(["casa", "fedasync"], SMALL), tmp_path)
+    compared(plan, 1, Console(file=_Impatient()), ["tex"])
+    opened = raceme.open(tmp_path)
+    assert isinstance(opened, OpenComparison)
+    assert list(opened.table["method"]) == ["casa"]
+    assert "fedasync" in (tmp_path / "compare.tex").read_text()
+    assert list(opened.purity.index) == ["casa", "fedasync"]
+    assert "1 of 2 runs are finished" in caplog.text
+
+
+# -----------------------------------------------------------------------------
+# Tables of a comparison.
+# -----------------------------------------------------------------------------
+
+
+def test_tables_for_a_paper(folder: Path, tmp_path: Path) -> None:
+    opened = raceme.open(folder)
+    assert isinstance(opened, OpenComparison)
+    path = tmp_path / "table.tex"
+    assert opened.table.to_latex(str(path)) is None
+    assert r"\toprule" in path.read_text()
+    assert path.read_text() == opened.table.to_latex()
+    # What is computed from the table is an ordinary data frame, and other names are escaped too.
+    assert r"time\_to\_target" in opened.table.to_latex(columns=["time_to_target"])
+    assert type(opened.table.head()) is pandas.DataFrame
+    purity = opened.purity
+    assert purity.loc["casa", 0] == opened.table["purity"][0]
+    assert f"casa & {purity.loc['casa', 0]:.2f}" in purity.to_latex()
+    assert opened.times.isna().all(axis=None)
+    assert "$>$" in opened.times.to_latex()
+
+
+# -----------------------------------------------------------------------------
+# Papers' experiments, and Flower apps on virtual time.
+# -----------------------------------------------------------------------------
+
+
+def test_a_reproduction_has_the_finished_runs_of_a_folder(tmp_path: Path) -> None:
+    raw = tmp_path / "data" / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for name, count in (("train", 60), ("t10k", 20)):
+        for kind, shape in (("images-idx3", (count, 28, 28)), ("labels-idx1", (count,))):
+            sizes = np.array(shape, ">u4").tobytes()
+            values = np.arange(np.prod(shape), dtype=np.uint8) % 10
+            head = bytes([0, 0, 8, len(shape)])
+            (raw / f"{name}-{kind}-ubyte").write_bytes(head + sizes + values.tobytes())
+    settings = {**SMALL, "data-root": str(tmp_path / "data"), "model": "mclr", "max-updates": 4}
+    part, method, out = "casa-table1.mnist", "fedasync", tmp_path / "out"
+    (suite,) = reproductions("casa-table1", "mnist", (), [method], settings).values()
+    for job in prepare(replace(suite, seeds=(3,)), out).every:
+        simulate(job.config)
+    found = raceme.reproduce(
+        "casa-table1",
+        dataset="mnist",
+        methods=[method],
+        seeds=[3],
+        out=out,
+        formats=["tex"],
+        **settings,
+    )
+    assert list(found) == [part]
+    assert set(found[part].runs) == {(method, 3)}
+    assert "paper" in (out / "compare.tex").read_text()
+    with pytest.raises(UserError, match="'nothing'"):
+        raceme.reproduce("nothing")
+
+
+def test_a_flower_app_on_virtual_time(tmp_path: Path) -> None:
+    found = raceme.simulate(
+        QUICKSTARTS / "numpy_app",
+        clients=3,
+        workers=0,
+        run_config={"num-server-rounds": 1},
+        out=tmp_path / "out",
+    )
+    assert found.summary["ending"] == "returned"
+    assert found.summary["settings"]["run_config"]["num-server-rounds"] == 1
+    assert len(found.clients) == 3
+    assert "returned after" in repr(found)
+    with pytest.raises(UserError, match="fraction-trian"):
+        raceme.simulate(QUICKSTARTS / "numpy_app", run_config={"fraction-trian": 1})

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from raceme.cli.report import ADDRESS, Address, Watch, watched
-from raceme.core.errors import UserError, unknown_name
+from raceme.core.errors import UserError
 from raceme.core.options import Value
 from raceme.core.registry import STRATEGIES
 
@@ -133,23 +133,6 @@ def _runner(workers: Value) -> Iterator[tuple[RunAll, int]]:
         cluster.close()
 
 
-def parts(name: str, variants: Mapping[str, str], only: str) -> dict[str, str]:
-    """Return the parts of a suite that a person names, with commas; all of them for none.
-
-    Raises
-    ------
-    UserError
-        There is no such part.
-    """
-    if not only:
-        return dict(variants)
-    named = [part.strip() for part in only.split(",")]
-    for part in named:
-        if part not in variants:
-            raise unknown_name(f"part of {name}", part, variants)
-    return {part: variants[part] for part in named}
-
-
 def with_seeds(suite: Suite, text: str | None) -> Suite:
     """Return a suite with other seeds, as a person writes them: ``"0,1,2"``.
 
@@ -200,19 +183,19 @@ def compare(
         for method in methods or ():
             STRATEGIES.check(method)
 
-    from raceme.experiments.compare import FORMATS
+    from raceme.experiments.compare import checked_formats
     from raceme.experiments.results import regret_table
-    from raceme.experiments.suites import load_suite, of_names, variants
+    from raceme.experiments.suites import load_suite, of_names, parts, variants
 
-    written_as = [name.strip() for name in formats.split(",") if name.strip()]
-    for name in written_as:
-        if name not in FORMATS:
-            raise unknown_name("format", name, FORMATS)
+    written_as = checked_formats(formats.split(","))
     stamp = time.strftime("%Y%m%d-%H%M%S")
     overview: Callable[[Mapping[str, Comparison]], PlainTable] | None = None
     if suite is not None and (cases := variants(suite)):
         folder = out or Path("runs") / f"{stamp}-compare-{suite.name.removesuffix('.toml')}"
-        chosen = [(load_suite(case), name) for name, case in parts(str(suite), cases, only).items()]
+        chosen = [
+            (load_suite(case), name)
+            for name, case in parts(str(suite), cases, only.split(",")).items()
+        ]
         overview = regret_table
     elif only:
         raise UserError(
@@ -246,46 +229,20 @@ def reproduce(
     seeds: Seeds = None,
     out: Out = None,
     processes: Processes = 0,
+    formats: Formats = "",
 ) -> None:
     """Run a paper's experiment, and show the published numbers beside ours."""
-    from raceme.experiments.suites import all_shipped, load_suite
+    from raceme.experiments.compare import checked_formats
+    from raceme.experiments.suites import all_shipped, out_of, reproductions
 
     if not name:
         for shown, variants in all_shipped().items():
             print(f"{shown}: {', '.join(variants)}")
         return
-    planned = []
-    chosen = _variants(name, dataset, only)
-    for variant in chosen:
-        suite = load_suite(variant)
-        if methods:
-            suite = suite.only([label.strip() for label in methods.split(",")])
-        suite = with_seeds(suite.with_settings(keys), seeds).scaled(scale)
-        folder = variant if scale == 1.0 else f"{variant}-scale-{scale:g}"
-        if out is not None:
-            folder_path = out / variant if len(chosen) > 1 else out
-        else:
-            folder_path = Path("runs") / folder
-        planned.append((suite, folder_path))
-    run_suites(planned, processes, workers=keys.get("workers", ""), out=out)
-
-
-def _variants(name: str, dataset: str | None, only: str) -> list[str]:
-    """Return the suites of a reproduction: the parts that are named, or all of one dataset."""
-    from raceme.experiments.suites import load_suite, shipped
-
-    variants = parts(name, shipped(name), only)
-    datasets = {part: load_suite(found).dataset for part, found in variants.items()}
-    if dataset is not None:
-        if dataset in variants:
-            return [variants[dataset]]
-        found = [variants[part] for part, used in datasets.items() if used == dataset]
-        if not found:
-            raise unknown_name(f"dataset of {name}", dataset, {*variants, *datasets.values()})
-        return found
-    if len(set(datasets.values())) > 1 and not only:
-        raise UserError(
-            f"{name} has several datasets: choose one with --dataset, or parts with --only "
-            f"({', '.join(variants)})."
-        )
-    return list(variants.values())
+    written_as = checked_formats(formats.split(","))
+    suites = reproductions(name, dataset, only.split(","), methods.split(","), keys, scale)
+    planned = [
+        (with_seeds(suite, seeds), out_of(variant, out, scale, len(suites)))
+        for variant, suite in suites.items()
+    ]
+    run_suites(planned, processes, workers=keys.get("workers", ""), out=out, formats=written_as)

@@ -219,7 +219,14 @@ class RunConfig:
     momentum: float = option(
         _MOMENTUM, "optimizer momentum: share of the former step", low=0, below=1
     )
-    weight_decay: float = option(0.0, "strength of the local L2 penalty on weights", low=0)
+    weight_decay: float = option(
+        0.0, "strength λ of the local L2 penalty on weights, whose gradient is λ w", low=0
+    )
+    weight_decay_on: str = option(
+        "all",
+        "what weight-decay acts on: all weights, or kernels only, not biases and scales (Keras)",
+        among=("all", "kernels"),
+    )
     batch_norm: str = option(
         "shared",
         "batch normalisation: shared, or local: each client keeps its own (FedBN)",
@@ -559,12 +566,20 @@ def check_names(keys: Mapping[str, Any]) -> None:
     UserError
         There is no such strategy, dataset, model or the like, or a name means two things.
     """
-    for key, item in general_keys().items():
-        registry = {"model": MODELS, "devices": DEVICES}.get(key, item.metadata["names"])
-        name = keys.get(key)
+    for key in general_keys():
+        registry, name = registry_of(key), keys.get(key)
         is_file = key == "devices" and str(name).endswith(".toml")
         if registry is not None and name not in (None, AUTO) and not is_file:
             registry.check(str(name))
+
+
+def registry_of(key: str) -> Registry | None:
+    """Return what the names are of that a key takes; None if it takes none."""
+    others = {"model": MODELS, "devices": DEVICES}
+    found: Registry | None = (
+        general_keys()[key].metadata["names"] if key in general_keys() else None
+    )
+    return others.get(key, found)
 
 
 @cache

@@ -11,17 +11,21 @@ from __future__ import annotations
 
 import ast
 import os
+import pickle
 import re
 import sys
 import tomllib
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
+from dis import get_instructions
 from functools import cache, cached_property
+from hashlib import sha256
 from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from raceme.core.errors import UserError, unknown_name
@@ -33,6 +37,7 @@ from raceme.core.errors import UserError, unknown_name
 
 SERVER = {
     "PIL": "pillow",
+    "cloudpickle": "cloudpickle",
     "jinja2": "jinja2",
     "matplotlib": "matplotlib",
     "prometheus_client": "prometheus-client",
@@ -175,11 +180,13 @@ class Registry(Mapping[str, Any]):
     def name_of(self, chosen: str | Any) -> str:
         """Return the name of an object, as configurations hold it; a name stays as it is.
 
+        An object of a script, a notebook or a function is called ``main-DIGEST:Name``; it is
+        pickled for the worker processes of this one: see :func:`definitions`.
+
         Raises
         ------
         UserError
-            Other processes cannot import the object: it is defined in a script, a notebook, a
-            function or a shell.
+            It is no class or function, has no name, or cannot be pickled.
         """
         if isinstance(chosen, str):
             return chosen
@@ -187,12 +194,15 @@ class Registry(Mapping[str, Any]):
             module, _, attribute = target.partition(":")
             if getattr(sys.modules.get(module), attribute, None) is chosen:
                 return name
-        module, attribute = chosen.__module__, getattr(chosen, "__qualname__", "")
-        if module == "__main__" or not attribute.isidentifier():
+        attribute = getattr(chosen, "__qualname__", "")
+        if not callable(chosen) or not attribute:
             raise UserError(
-                f"{attribute or chosen!r} is defined where no other process can import it: put it "
-                f"into a module of its own, and give {self.kind} 'module:{self._word}'."
+                f"{self.kind} must be a name of `raceme list`, module:{self._word}, or a "
+                f"{self._word.lower()}; got an object of type {type(chosen).__name__}."
             )
+        module = chosen.__module__
+        if module == "__main__" or getattr(sys.modules.get(module), attribute, None) is not chosen:
+            return _defined(self.kind, chosen)
         return f"{module}:{attribute}"
 
     def make(self, name: str, *arguments: Any, **named: Any) -> Any:
@@ -272,7 +282,8 @@ class Registry(Mapping[str, Any]):
         expected = f"expected {self._expected.format(name=attribute or 'build')}"
         see_current_folder()
         try:
-            found: Any = import_module(module)
+            local = module.startswith(_LOCAL)
+            found: Any = _defined_as(target) if local else import_module(module)
         except (Exception, SystemExit) as error:
             few = len(self._targets) <= _FEW
             known = f"one of {', '.join(sorted(self._targets))}" if few else "one of `raceme list`"
@@ -303,6 +314,105 @@ class Registry(Mapping[str, Any]):
     @property
     def _word(self) -> str:
         return "Class" if "subclass" in self._expected else "function"
+
+
+# -----------------------------------------------------------------------------
+# Classes and functions of a script or a notebook, which other processes cannot import.
+# -----------------------------------------------------------------------------
+
+
+_LOCAL = "main-"
+"""Begins the module in the names of what is defined in a script, a notebook or a function."""
+_local: dict[str, Any] = {}
+_pickled: dict[str, bytes] = {}
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+_UNSAID = ("__dict__", "__doc__", "__firstlineno__", "__module__", "__weakref__")
+"""Attributes of a class that say nothing of what it does."""
+
+
+def definitions() -> dict[str, bytes]:
+    """Return what worker processes of this one have to be given, for :func:`define`."""
+    return dict(_pickled)
+
+
+def define(pickled: Mapping[str, bytes]) -> None:
+    """Take over, in a worker process, what its parent's script or notebook defines."""
+    _pickled.update(pickled)
+
+
+def _defined(kind: str, chosen: Any) -> str:
+    """Keep an object, pickled too, and return its name, which changes with its code."""
+    if not chosen.__name__.isidentifier():
+        raise UserError(
+            f"A lambda has no name to record the {kind} by: define a function, def NAME(...)."
+        )
+    name = f"{_LOCAL}{_digest(chosen)}:{chosen.__name__}"
+    try:
+        import cloudpickle
+
+        _pickled[name] = cloudpickle.dumps(chosen)
+    except ModuleNotFoundError as error:
+        raise explained(error) from None
+    except Exception as error:
+        raise UserError(
+            f"The {kind} {chosen.__name__} cannot be sent to worker processes: {_reason(error)}. "
+            "Define it in a module of its own, and import it from there."
+        ) from error
+    _local[name] = chosen
+    return name
+
+
+def _defined_as(name: str) -> ModuleType:
+    """Return a module with nothing but an object that a script or a notebook defines."""
+    attribute = name.rpartition(":")[2]
+    if name not in _local:
+        if name not in _pickled:
+            raise ImportError(f"a script or a notebook defines {attribute}, and has to be run")
+        _local[name] = pickle.loads(_pickled[name])
+    module = ModuleType(_LOCAL)
+    setattr(module, attribute, _local[name])
+    return module
+
+
+def _digest(chosen: Any) -> str:
+    """Return what tells a definition from another one of its name.
+
+    It is made of the code, of constants, and of what the code uses of the same script: not of the
+    place in a file, and not of what is imported. So it stays the same in another session.
+    """
+    digest, seen = sha256(), set[int]()
+
+    def add(part: Any, names: Mapping[str, Any]) -> None:
+        part = getattr(part, "fget", None) or getattr(part, "__func__", part)
+        own = getattr(part, "__module__", None) == chosen.__module__
+        if isinstance(part, CodeType):
+            digest.update(part.co_code)
+            add([*part.co_consts, *part.co_names], names)
+            # Not all of `co_names`: attributes are among them, and may be called as a global is.
+            read = [at.argval for at in get_instructions(part) if at.opname == "LOAD_GLOBAL"]
+            add([names[name] for name in read if name in names], {})
+        elif isinstance(part, list | tuple):
+            for each in part:
+                add(each, names)
+        elif isinstance(part, FunctionType | type) and own:
+            if id(part) in seen:
+                return
+            seen.add(id(part))
+            if isinstance(part, FunctionType):
+                cells = [cell.cell_contents for cell in part.__closure__ or ()]
+                add([part.__code__, part.__defaults__, part.__kwdefaults__], part.__globals__)
+                add(cells, {})
+            else:
+                said = {name: of for name, of in vars(part).items() if name not in _UNSAID}
+                add([part.__bases__, sorted(said), *said.values()], {})
+        elif isinstance(part, FunctionType | type | ModuleType):
+            digest.update(f"{getattr(part, '__module__', '')}.{part.__name__}".encode())
+        else:
+            shown = sorted(map(repr, part)) if isinstance(part, Set) else repr(part)
+            digest.update(_ADDRESS.sub("", str(shown)).encode())
+
+    add(chosen, {})
+    return digest.hexdigest()[:12]
 
 
 _PACKAGE = Path(__file__).parent.parent
@@ -495,6 +605,7 @@ DATASETS = Registry(
         "femnist": "raceme.datasets.leaf:Femnist",
         "leaf": "raceme.datasets.leaf:Leaf",
         "npz-folder": "raceme.datasets.npz:NpzFolder",
+        "arrays": "raceme.datasets.npz:Given",
         "harbox": "raceme.datasets.sensors:HarBox",
         "imu": "raceme.datasets.sensors:Imu",
         "uci-har": "raceme.datasets.sensors:UciHar",
@@ -571,6 +682,7 @@ ATTACKS = Registry(
         "sign-flip": "raceme.simulation.attacks:SignFlip",
         "label-flip": "raceme.simulation.attacks:LabelFlip",
         "noise": "raceme.simulation.attacks:Noise",
+        "backdoor": "raceme.simulation.attacks:Backdoor",
     },
     group="raceme.attacks",
     expected="a subclass of raceme.simulation.attacks.Attack",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -507,22 +508,10 @@ class NpzFolder(Source):
             source.check_clients(config, len(paths), f"{there}another --data-root.")
         paths = paths[:count]
         arrays = cached("npz-folder", paths, (_LAYOUT,), lambda: _read(paths))
-        test = np.asarray(arrays["test"], np.bool_)
-        groups = tuple(None if group < 0 else int(group) for group in arrays["groups"])
-        users, test_users = source.by_test(
-            source.spans(arrays["sizes"].tolist()), test if test.any() else None
-        )
-        target = _target(arrays, users)
-        return Dataset(
-            x=arrays["x"],
-            y=standardised_labels(folder, np.array(arrays["y"]), target),
-            num_classes=int(arrays["num_classes"]),
-            users=users,
-            test_users=test_users,
-            groups=_groups_by_name(paths) if None in groups else groups,
-            tokens=int(arrays["tokens"]),
-            target=target,
-        )
+        dataset = _dataset(folder, arrays)
+        assert dataset.groups is not None
+        by_name = None in dataset.groups
+        return replace(dataset, groups=_groups_by_name(paths)) if by_name else dataset
 
     def _files(self, config: RunConfig) -> tuple[Path, list[Path]]:
         """Return the folder under data-root that holds .npz files, and these in order."""
@@ -541,6 +530,25 @@ class NpzFolder(Source):
 
 _LAYOUT = 3
 """Number of the layout of what is cached; a change of the arrays needs another."""
+
+
+def _dataset(where: Path, arrays: Arrays) -> Dataset:
+    """Return the samples of all clients, inputs as they are stored; see :func:`_joined`."""
+    test = np.asarray(arrays["test"], np.bool_)
+    users, test_users = source.by_test(
+        source.spans(arrays["sizes"].tolist()), test if test.any() else None
+    )
+    target = _target(arrays, users)
+    return Dataset(
+        x=arrays["x"],
+        y=standardised_labels(where, np.array(arrays["y"]), target),
+        num_classes=int(arrays["num_classes"]),
+        users=users,
+        test_users=test_users,
+        groups=tuple(None if group < 0 else int(group) for group in arrays["groups"]),
+        tokens=int(arrays["tokens"]),
+        target=target,
+    )
 
 
 def _target(arrays: Arrays, users: Sequence[Indices]) -> Target | None:
@@ -593,22 +601,39 @@ def _channel_axes(shape: tuple[int, ...], bytes_: bool) -> tuple[int, ...]:
 
 
 def _read(paths: Sequence[Path]) -> Arrays:
-    """Read all files; inputs stay in their own type, a half or a quarter of float32's memory."""
-    parts = [_read_part(path) for path in paths]
-    shapes = {part.x.shape[1:] for part in parts}
+    """Read all files."""
+    return _joined({path: _read_part(path) for path in paths}, f"files in {paths[0].parent}")
+
+
+def _joined(by_path: Mapping[Path, Part], what: str) -> Arrays:
+    """Join the clients' samples; inputs stay in their own type, less memory than float32.
+
+    Parameters
+    ----------
+    by_path : Mapping[Path, Part]
+        A part for each client.
+    what : str
+        The parts, for error messages.
+
+    Raises
+    ------
+    UserError
+        They do not fit together.
+    """
+    parts = list(by_path.values())
+    shapes = {part.x.shape[1:]: path.name for path, part in reversed(list(by_path.items()))}
     if len(shapes) > 1:
         raise UserError(
-            f"The files in {paths[0].parent} hold samples of different shapes: "
-            f"{', '.join(map(str, sorted(shapes)))}."
+            f"The {what} hold samples of different shapes: {', '.join(map(str, sorted(shapes)))} "
+            f"(in {', '.join(shapes[shape] for shape in sorted(shapes))})."
         )
     with_test = {part.test is not None for part in parts}
     if len(with_test) > 1:
         raise UserError(
-            f"Some files in {paths[0].parent} have test samples (heldout, or x_test and y_test) "
-            f"and others have not."
+            f"Some {what} have test samples (heldout, or x_test and y_test) and others have not."
         )
     x = np.concatenate([part.x for part in parts])
-    quantity = common_quantity({p: part.quantity for p, part in zip(paths, parts, strict=True)})
+    quantity = common_quantity({path: part.quantity for path, part in by_path.items()})
     num_classes = max(part.num_classes for part in parts)
     tokens = 0
     if x.dtype.kind in "iu" and x.ndim == _TEXT and x.min() >= 0:
@@ -616,8 +641,8 @@ def _read(paths: Sequence[Path]) -> Arrays:
         tokens = int(max(int(x.max()) + 1, num_classes))
         if tokens > MOST_CLASSES:
             raise UserError(
-                f"The files in {paths[0].parent} hold x up to {tokens - 1}; of text, which whole "
-                f"numbers are taken for, it must be below {MOST_CLASSES:,}."
+                f"The {what} hold x up to {tokens - 1}; of text, which whole numbers are taken "
+                f"for, it must be below {MOST_CLASSES:,}."
             )
     elif x.dtype == np.uint8 and x.ndim in _IMAGES:
         x = x[:, np.newaxis] if x.ndim == _IMAGES[0] else x
@@ -677,6 +702,152 @@ def _groups_by_name(paths: Sequence[Path]) -> tuple[int | None, ...] | None:
 def _natural(path: Path) -> list[tuple[int, str]]:
     """Order person-2 before person-10."""
     return [(int(part) if part.isdigit() else -1, part) for part in re.split(r"(\d+)", path.stem)]
+
+
+# -----------------------------------------------------------------------------
+# Arrays that a script or a notebook has, kept in the cache, where worker processes find them.
+# -----------------------------------------------------------------------------
+
+
+_EXPECTED_CLIENT = (
+    "(x, y), (x_train, y_train, x_test, y_test), a torch Dataset, or two, of which the second is "
+    "for testing, or a mapping with arrays x and y"
+)
+
+
+@dataclass(frozen=True)
+class GivenOptions:
+    """Which arrays they are."""
+
+    data_fingerprint: str = option("", "fingerprint of the arrays, which Python gives as data=")
+
+
+class Given(Source):
+    """Arrays or torch Datasets of each client, given in Python: raceme.run(data=...)."""
+
+    has_clients = True
+    options_type = GivenOptions
+
+    def load(self, config: RunConfig) -> Dataset:
+        """Return the samples of the first clients, as they were given: nothing is scaled."""
+        dataset = _dataset(Path("data"), _given(config))
+        assert dataset.users is not None
+        found, count = len(dataset.users), config.num_clients
+        source.check_clients(config, found, f"data holds {found}. Leave clients out.")
+        tested, groups = dataset.test_users, dataset.groups
+        return replace(
+            dataset,
+            users=dataset.users[:count],
+            test_users=tested and tested[:count],
+            groups=groups and groups[:count],
+        )
+
+    def count_clients(self, config: RunConfig) -> int:
+        """Return the number of clients that were given."""
+        return len(_given(config)["sizes"])
+
+
+def _given(config: RunConfig) -> Arrays:
+    """Return the arrays of a run from the cache."""
+    fingerprint = config.read(GivenOptions).data_fingerprint
+
+    def missing() -> Arrays:
+        raise UserError(
+            f"The dataset {config.dataset} is what a script or a notebook gives as data=, and the "
+            f"cache in {source.cache_folder()} does not have it: run that again."
+        )
+
+    return cached(_GIVEN, (), (fingerprint,), missing)
+
+
+_GIVEN = "arrays"
+_FINGERPRINT = 32
+"""Hexadecimal digits of it, 128 bits."""
+
+
+def keep(data: Mapping[Any, Any] | Iterable[Any]) -> str:
+    """Check the data of all clients, and write them to the cache.
+
+    Parameters
+    ----------
+    data : Mapping or Iterable
+        Of each client ``(x, y)`` or ``(x_train, y_train, x_test, y_test)``, arrays or tensors; a
+        torch Dataset of pairs, or two, for training and for testing; or a mapping with the names
+        of an .npz file: x, y, heldout, group, num_classes, unit.
+
+    Returns
+    -------
+    str
+        The fingerprint of the data, by which :class:`Given` finds them.
+
+    Raises
+    ------
+    UserError
+        They are not these, or do not fit together.
+    """
+    named = data.items() if isinstance(data, Mapping) else enumerate(data)
+    by_name = {Path(f"data[{name!r}]"): of for name, of in named}
+    if not by_name:
+        raise UserError(f"data holds no clients. Expected of each: {_EXPECTED_CLIENT}.")
+    parts = {path: _part(path, _arrays(path, of)) for path, of in by_name.items()}
+    arrays = _joined(parts, "clients in data")
+    digest = hashlib.sha256()
+    for name, values in sorted(arrays.items()):
+        digest.update(f"{name} {values.dtype.str} {values.shape} ".encode())
+        digest.update(np.ascontiguousarray(values).tobytes())
+    fingerprint = digest.hexdigest()[:_FINGERPRINT]
+    cached(_GIVEN, (), (fingerprint,), lambda: arrays)
+    return fingerprint
+
+
+def _arrays(path: Path, given: Any) -> dict[str, NDArray[Any]]:
+    """Return the arrays of one client by name."""
+    if _is_dataset(given):
+        given = _pairs(path, given)
+    elif isinstance(given, tuple | list) and len(given) == 2 and all(map(_is_dataset, given)):
+        given = (*_pairs(path, given[0]), *_pairs(path, given[1]))
+    if isinstance(given, tuple | list) and len(given) in (2, 4):
+        given = dict(zip(("x", "y") if len(given) == 2 else _FOUR, given, strict=True))
+    if not isinstance(given, Mapping):
+        raise UserError(
+            f"{path} must be {_EXPECTED_CLIENT}; got an object of type {type(given).__name__}."
+        )
+    needed = ("x", "y") if "x" in given else _FOUR
+    unknown = given.keys() - {*needed, "heldout", "group", *LABEL_ARRAYS}
+    if unknown or (missing := [name for name in needed if name not in given]):
+        problem = f"has {sorted(map(str, unknown))[0]}" if unknown else f"lacks {missing[0]}"
+        raise UserError(f"{path} {problem}. Expected: {_EXPECTED_CLIENT}.")
+    return {name: _array(path, name, values) for name, values in given.items()}
+
+
+def _is_dataset(given: Any) -> bool:
+    """Return whether something is a torch Dataset: it has items, and is no array."""
+    known = isinstance(given, list | tuple | str | Mapping) or hasattr(given, "__array__")
+    return hasattr(given, "__getitem__") and not known
+
+
+def _pairs(path: Path, dataset: Any) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return the inputs and the labels of a torch Dataset."""
+    try:
+        pairs = [dataset[index] for index in range(len(dataset))]
+        xs, ys = zip(*pairs, strict=True) if pairs else ((), ())
+        return np.array([_array(path, "x", x) for x in xs]), np.array([*map(_label, ys)])
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"{path} must be a Dataset of pairs (x, y) of one shape, with a length: {error}."
+        ) from None
+
+
+def _label(label: Any) -> Any:
+    return label.item() if hasattr(label, "item") else label
+
+
+def _array(path: Path, name: str, values: Any) -> NDArray[Any]:
+    """Return an array of what may be a tensor, a list or a data frame."""
+    try:
+        return np.asarray(values.detach().cpu() if hasattr(values, "detach") else values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"{path}: {name} is no array: {error}.") from None
 
 
 # -----------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 
+from raceme.core.errors import unknown_name
 from raceme.core.events import Measure
 from raceme.core.files import absolute, atomic_write
 from raceme.experiments import tables as table
@@ -31,10 +32,9 @@ from raceme.experiments.jobs import (
 from raceme.experiments.page import plots
 from raceme.experiments.results import Comparison, best_of, gather, read_runs
 from raceme.experiments.suites import Suite, slug
-from raceme.records.folder import make_folder
+from raceme.records.folder import make_folder, only_writer
 from raceme.reporting.console import QUIET_SECONDS, shown_seconds, shown_updates
 from raceme.reporting.style import save_figure
-from raceme.runs.checkpoints import only_writer
 
 # -----------------------------------------------------------------------------
 # The progress of a comparison, on a terminal or in a log.
@@ -333,6 +333,21 @@ FORMATS = ("pdf", "svg", "tex")
 """What tables and plots are written as beside Markdown and PNG, if asked for."""
 
 
+def checked_formats(names: Iterable[str]) -> list[str]:
+    """Return names that a person gives, if all of them are in `FORMATS`.
+
+    Raises
+    ------
+    UserError
+        One is not.
+    """
+    written_as = [name.strip() for name in names if name.strip()]
+    for name in written_as:
+        if name not in FORMATS:
+            raise unknown_name("format", name, FORMATS)
+    return written_as
+
+
 def write(comparison: Comparison, out: Path, formats: Sequence[str] = ()) -> dict[str, str]:
     """Write the tables and plots of a comparison; what fails holds nothing else up.
 
@@ -358,7 +373,11 @@ def write(comparison: Comparison, out: Path, formats: Sequence[str] = ()) -> dic
         "compare.md": "\n".join(text.markdown() for text in texts if text is not None),
     }
     if "tex" in formats:
-        files["compare.tex"] = table.to_latex(comparison)
+        files |= {
+            "compare.tex": table.to_latex(comparison),
+            "purity.tex": table.to_latex(comparison, table.purity_table(comparison)),
+            "time-to-target.tex": table.to_latex(comparison, table.times_table(comparison)),
+        }
     for name, content in files.items():
         try:
             with atomic_write(out / name) as file:

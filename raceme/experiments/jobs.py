@@ -15,7 +15,6 @@ import signal
 import tarfile
 import tempfile
 import time
-import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -31,10 +30,11 @@ from raceme.core.errors import UserError
 from raceme.core.events import Ending, Evaluated, EventHandler, UpdateApplied
 from raceme.core.files import ReadingError, parse_json, read_text
 from raceme.core.options import Value
+from raceme.core.registry import define, definitions
 from raceme.core.signals import StopRequest
 from raceme.experiments.suites import Method, Suite, slug
-from raceme.records.folder import CONFIG, ERROR, foreign
-from raceme.runs.checkpoints import CHECKPOINTS, CONDITIONS, can_resume, only_writer
+from raceme.records.folder import CONFIG, ERROR, failure_recorded, foreign, only_writer
+from raceme.runs.checkpoints import CHECKPOINTS, CONDITIONS, can_resume
 
 SUMMARY = "summary.json"
 
@@ -298,12 +298,20 @@ class Finished:
     error: str | None
 
 
-def serve(connection: Connection[Any, Any]) -> None:
+def serve(connection: Connection[Any, Any], pickled: Mapping[str, bytes]) -> None:
     """Run each configuration that comes, and send :class:`Progress` and then :class:`Finished`.
 
     If its folder exists, a run of it is half-done there and is resumed. SIGTERM ends the run with a
     checkpoint, and so does the end of the process that listens.
+
+    Parameters
+    ----------
+    connection : Connection
+        To the comparison.
+    pickled : Mapping[str, bytes]
+        See :func:`~raceme.core.registry.define`.
     """
+    define(pickled)
     # These reach all processes of a terminal; the comparison ends its own.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -365,19 +373,14 @@ def run_one(keys: Mapping[str, Value], tell: Callable[[Progress], None]) -> Fini
         config = config.with_values(checkpoint_seconds=_CHECKPOINT_SECONDS)
     if folder.exists():
         config = config.with_values(resume=config.out)
-        (folder / ERROR).unlink(missing_ok=True)
     reports = _Reports(tell)
     try:
-        with StopRequest(signal.SIGTERM) as told:
+        with failure_recorded(folder), StopRequest(signal.SIGTERM) as told:
             outcome = simulate(config, reports, stop=lambda: told() or reports.failure)
     except UserError as error:
         # It says all. Nothing is written: it may be that the folder is another process's.
         return Finished(" ".join(str(error).split()))
     except Exception as error:
-        # The run may have failed because nothing can be written there.
-        with suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / ERROR).write_text(traceback.format_exc(), encoding="utf-8")
         reason = " ".join(str(error).split()) or "no reason given"
         return Finished(f"{type(error).__name__}: {reason}")
     if outcome.unwritten:
@@ -466,10 +469,13 @@ def cores() -> int:
 
 def _start(job: Job) -> _Worker:
     # Not forked: torch's threads do not survive that.
+    from raceme.simulation.executor import script_hidden
+
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    process = context.Process(target=serve, args=(there,), daemon=True)
-    process.start()
+    process = context.Process(target=serve, args=(there, definitions()), daemon=True)
+    with script_hidden():
+        process.start()
     there.close()
     here.send(job.config.to_mapping())
     return _Worker(process, here, job)
@@ -583,7 +589,8 @@ class RayRuns:
                     if not losses[job]:
                         report(job, None)
                     keys, files = job.config.to_mapping(), _packed(job.folder)
-                    under_way[task.remote(keys, files, board, number)] = number, job
+                    sent = task.remote(keys, files, board, number, definitions())
+                    under_way[sent] = number, job
                 done, _ = ray.wait(list(under_way), timeout=_LOOK_SECONDS)
                 for number, progress in ray.get(board.news.remote()).items():
                     if any(number == known for known, _ in under_way.values()):
@@ -635,10 +642,17 @@ class RayRuns:
             ray.cancel(reference, force=True)
 
 
-def _run_there(keys: Mapping[str, Value], files: bytes, board: Any, number: int) -> _Result:
+def _run_there(
+    keys: Mapping[str, Value],
+    files: bytes,
+    board: Any,
+    number: int,
+    pickled: Mapping[str, bytes],
+) -> _Result:
     """Do a run on the node that this is called on."""
     import ray
 
+    define(pickled)
     logging.getLogger("flwr").setLevel(logging.ERROR)
     logging.getLogger("raceme").propagate = False
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property, partial
@@ -63,7 +63,7 @@ class Score(StrEnum):
     FINAL = "final"
     """The mean over the clients at the end."""
     BEST_WEIGHTED = "best-weighted"
-    """The best evaluation of the run, clients weighted by their numbers of test examples."""
+    """The best evaluation since every client has had a cluster, weighted by test examples."""
     STEP_STARTS = "step-starts"
     """Where data change, the mean over the steps of the first evaluation on the data of each."""
     STEP_ENDS = "step-ends"
@@ -555,6 +555,80 @@ def all_shipped() -> dict[str, dict[str, str]]:
     found = {path.stem: variants(path.stem) for path in sorted(SHIPPED.glob("*.toml"))}
     # A file without variants is one that others extend, or a suite of its own.
     return {name: cells for name, cells in found.items() if cells}
+
+
+def parts(name: str, variants: Mapping[str, str], only: Iterable[str]) -> dict[str, str]:
+    """Return some parts of a suite by their names, empty ones left out; all of them for none.
+
+    Raises
+    ------
+    UserError
+        There is no such part.
+    """
+    named = [part.strip() for part in only if part.strip()]
+    for part in named:
+        if part not in variants:
+            raise unknown_name(f"part of {name}", part, variants)
+    return {part: variants[part] for part in named or variants}
+
+
+def reproductions(
+    name: str,
+    dataset: str | None = None,
+    only: Iterable[str] = (),
+    methods: Iterable[str] = (),
+    settings: Mapping[str, Value] | None = None,
+    scale: float = 1.0,
+) -> dict[str, Suite]:
+    """Return the suites of a paper's experiment, by the names that :func:`load_suite` takes.
+
+    Parameters
+    ----------
+    name : str
+        Name of the experiment: ``"casa-table1"``.
+    dataset : str, optional
+        The dataset, or the part, that is wanted; of an experiment with several one has to be.
+    only, methods : Iterable[str]
+        Some of its parts and of its methods; all of them for none.
+    settings : Mapping[str, Value], optional
+        Keys of a run, which replace the paper's.
+    scale : float
+        Share of the updates that each run has.
+
+    Raises
+    ------
+    UserError
+        There is no such experiment, part, dataset, method or key.
+    """
+    only = [part for part in only if part.strip()]
+    found = parts(name, shipped(name), only)
+    datasets = {part: load_suite(variant).dataset for part, variant in found.items()}
+    if dataset is not None:
+        of_dataset = [part for part, used in datasets.items() if used == dataset]
+        chosen = [dataset] if dataset in found else of_dataset
+        if not chosen:
+            raise unknown_name(f"dataset of {name}", dataset, {*found, *datasets.values()})
+        found = {part: found[part] for part in chosen}
+    elif len(set(datasets.values())) > 1 and not only:
+        raise UserError(
+            f"{name} has several datasets: choose one with --dataset, or parts with --only "
+            f"({', '.join(found)})."
+        )
+    suites = {variant: load_suite(variant) for variant in found.values()}
+    labels = [label.strip() for label in methods if label.strip()]
+    return {
+        variant: (suite.only(labels) if labels else suite)
+        .with_settings(settings or {})
+        .scaled(scale)
+        for variant, suite in suites.items()
+    }
+
+
+def out_of(variant: str, out: Path | None, scale: float, count: int) -> Path:
+    """Return the folder of one of several suites of a reproduction."""
+    if out is not None:
+        return out / variant if count > 1 else out
+    return Path("runs") / (variant if scale == 1.0 else f"{variant}-scale-{scale:g}")
 
 
 def shipped(name: str) -> dict[str, str]:

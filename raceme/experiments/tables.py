@@ -13,7 +13,7 @@ from typing import Any
 
 import raceme
 from raceme.core.events import WITHIN, Measure
-from raceme.experiments.results import Comparison, Result, Spread
+from raceme.experiments.results import Comparison, Result, Run, Spread
 from raceme.experiments.suites import (
     NEVER,
     Score,
@@ -32,6 +32,7 @@ from raceme.reporting.console import PlainTable
 
 UNKNOWN = "-"
 TO_TARGET, TO_CONVERGENCE = "time to target", "time to convergence"
+_BACKDOOR = "backdoor_success"
 MARK = "†"
 """Stands behind a published number that has a remark."""
 
@@ -89,6 +90,11 @@ def lines_below(comparison: Comparison) -> tuple[str, ...]:
             f"{100 * WITHIN:g} {'%' if measure.is_error else 'point'} of its final value (our "
             "rule)."
         )
+    if _has_backdoors(comparison):
+        lines.append(
+            "Backdoor: share of the honest clients' test samples of other classes that the trigger "
+            "turns into the attackers' target, at the last evaluation."
+        )
     if suite.shows_unrest:
         lines.append(
             f"Unrest: by how many {measure.unit or 'points'} the {measure.word} is "
@@ -131,6 +137,11 @@ def lines_below(comparison: Comparison) -> tuple[str, ...]:
     return (*lines, *_remarks(comparison), *suite.notes)
 
 
+def _has_backdoors(comparison: Comparison) -> bool:
+    """Return whether runs were attacked by a backdoor."""
+    return any(result.spread(_BACKDOOR).mean is not None for result in comparison.results)
+
+
 def compares_times(comparison: Comparison) -> bool:
     """Return whether times are shown as multiples of the reference's, which may be for bytes."""
     suite = comparison.suite
@@ -165,6 +176,7 @@ _CSV = (
     "mixture_divergence",
     "sample_passes",
     "forgetting",
+    _BACKDOOR,
 )
 
 _SCORED = {
@@ -240,6 +252,8 @@ def _further(comparison: Comparison) -> list[_Column]:
     """Return the columns that the suite shows beside these."""
     suite, columns = comparison.suite, list[_Column]()
     points = 1 if comparison.measure.is_error else 100
+    if _has_backdoors(comparison):
+        columns.append(("backdoor %", _summarised(_BACKDOOR, 100, 1)))
     if suite.shows_unrest:
         columns.append(("unrest", _summarised("unrest", points, 2)))
     if suite.shows_forgetting:
@@ -280,6 +294,45 @@ def _reported(quantity: str, digits: int) -> _Cell:
 def _published_time(result: Result) -> str:
     time = result.reported("time")
     return UNKNOWN if time is None else NEVER if math.isinf(time) else f"{time:g}"
+
+
+def purity_table(comparison: Comparison) -> PlainTable:
+    """Return how pure each method's clusters were at the end, for each seed and on the mean."""
+    mean = _summarised("purity", 1, 2)
+    return _seed_table(comparison, "purity", lambda run: run.summary.get("purity"), 2, mean)
+
+
+def times_table(comparison: Comparison) -> PlainTable:
+    """Return how long each method took to the target, for each seed and on the mean, in seconds."""
+    converging = comparison.suite.timing is Timing.CONVERGENCE
+    head = TO_CONVERGENCE if converging else TO_TARGET
+    return _seed_table(comparison, head, lambda run: run.time, 1, _time)
+
+
+def _seed_table(
+    comparison: Comparison,
+    head: str,
+    value: Callable[[Run], float | None],
+    digits: int,
+    mean: _Cell,
+) -> PlainTable:
+    """Return a table of one measure, a column for each seed and one for all."""
+
+    def cell(result: Result, seed: int) -> str:
+        values = {run.seed: value(run) for run in result.runs}
+        found = values.get(seed)
+        return UNKNOWN if found is None else f"{found:.{digits}f}"
+
+    seeds = comparison.suite.seeds
+    return PlainTable(
+        f"{comparison.suite.title}: {head}",
+        ("method", *(f"seed {seed}" for seed in seeds), head),
+        tuple(
+            (_name(result), *(cell(result, seed) for seed in seeds), mean(result))
+            for result in comparison.results
+        ),
+        (),
+    )
 
 
 def sweep_table(comparison: Comparison) -> PlainTable | None:
@@ -343,17 +396,19 @@ _LATEX = str.maketrans(
 )
 _NUMBER = re.compile(r"-?\d+(\.\d+)?")
 _HIGHEST_IS_BEST = ("acc %", "purity", *map(str, Scored))
-_LOWEST_IS_BEST = ("time", TO_TARGET, TO_CONVERGENCE, "unrest", "forgotten", "KL", "bytes")
+_LOWEST_IS_BEST = (
+    *("time", TO_TARGET, TO_CONVERGENCE, "unrest", "forgotten", "KL", "bytes", "backdoor %"),
+)
 
 
-def to_latex(comparison: Comparison) -> str:
-    """Return the main table for a paper, as a LaTeX ``table`` of the package booktabs.
+def to_latex(comparison: Comparison, table: PlainTable | None = None) -> str:
+    """Return a table for a paper, by default the main one, as a ``table`` of the package booktabs.
 
     The best values of a column are bold; values that are equal as printed share the first place,
     and a lower bound such as "> 20.0" has none. The lines below the table stay with it. Special
     characters in names are escaped.
     """
-    found = main_table(comparison)
+    found = table or main_table(comparison)
     rows = [[cell.translate(_LATEX) for cell in row] for row in found.rows]
     for index, head in enumerate(found.columns):
         for place in _best(head, [row[index] for row in found.rows], comparison.measure):

@@ -655,9 +655,9 @@ def _health(api: FleetApi, grid: ServedGrid, state: LinkState) -> tuple[bool, Ma
 def _listen(api: FleetApi, options: ServeOptions) -> None:
     api.start()
     secure = "TLS" if options.certificates is not None else "plain text, for a test only"
-    log.info("Listening on %s (%s)", options.address, secure)
-    if options.http is not None:
-        log.info("Listening on %s for SuperNodes over HTTP", options.http)
+    log.info("Listening on %s (gRPC, %s)", options.address, secure)
+    http = "need --http" if options.http is None else f"connect to {options.http}"
+    log.info("SuperNodes of Flower 1.40 and later %s (HTTP)", http)
     if options.clients_min > 1:
         log.info("Training starts when %d devices are online", options.clients_min)
 

@@ -39,6 +39,7 @@ from flwr.clientapp import ClientApp
 
 from raceme.core.errors import UserError
 from raceme.core.options import Value
+from raceme.core.registry import define, definitions
 from raceme.core.signals import handled_by
 from raceme.datasets.source import without_operators
 from raceme.flower import messages as flower
@@ -769,7 +770,11 @@ _SENT_TO_ALL = (signal.SIGINT, signal.SIGHUP)
 
 
 def work(
-    connection: Connection[Any, Any], target: str, log_level: int, seed: int | None = None
+    connection: Connection[Any, Any],
+    target: str,
+    log_level: int,
+    seed: int | None = None,
+    pickled: Mapping[str, bytes] | None = None,
 ) -> None:
     """Answer messages until the other end of the connection is closed, or its process ends.
 
@@ -781,7 +786,10 @@ def work(
         A pair of numbers announces shared memory: slots, and bytes per slot.
     target, log_level, seed
         See :func:`~raceme.simulation.executor.open_desk`.
+    pickled : Mapping[str, bytes], optional
+        See :func:`~raceme.core.registry.define`.
     """
+    define(pickled or {})
     # The simulator decides what becomes of its processes.
     for number in _SENT_TO_ALL:
         signal.signal(number, signal.SIG_IGN)
@@ -967,13 +975,13 @@ class Pool(WorkingAhead[_Process]):
         level = logging.getLogger("flwr").level
         process = context.Process(
             target=work,
-            args=(other, self._target, level, self._seed),
+            args=(other, self._target, level, self._seed, definitions()),
             name="raceme-worker",
             daemon=True,
         )
         try:
             # From its first moment on it ignores what all get at once.
-            with handled_by(signal.SIG_IGN, *_SENT_TO_ALL), _script_hidden(self._target):
+            with handled_by(signal.SIG_IGN, *_SENT_TO_ALL), script_hidden(self._target):
                 process.start()
         except (OSError, EOFError) as error:
             reason = getattr(error, "strerror", None) or "the process that forks it has ended"
@@ -1026,7 +1034,7 @@ def _pool_context() -> Any:
 
 
 @contextmanager
-def _script_hidden(target: str) -> Iterator[None]:
+def script_hidden(target: str = "") -> Iterator[None]:
     """Let a process that is started here not run the user's script again, as Python has it do.
 
     A worker does not need it, it costs the script's imports, and a script that does not guard

@@ -22,6 +22,7 @@ from raceme import datasets
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
 from raceme.core.options import Value
+from raceme.core.registry import define, definitions
 from raceme.core.signals import handled_by
 from raceme.simulation.executor import (
     Desk,
@@ -373,6 +374,7 @@ class RayWorker:
         log_level: int,
         path: Sequence[str],
         run: Mapping[str, Value] | None,
+        pickled: Mapping[str, bytes],
     ) -> Started:
         """Load the ClientApp.
 
@@ -384,9 +386,12 @@ class RayWorker:
             Where the simulator finds modules, the ClientApp's among them; looked at here, too.
         run : Mapping[str, Value], optional
             Configuration of a run whose data are needed here.
+        pickled : Mapping[str, bytes]
+            See :func:`~raceme.core.registry.define`.
         """
         import ray
 
+        define(pickled)
         node_id = ray.get_runtime_context().get_node_id()
         sys.path[:] = dict.fromkeys([*path, *sys.path])
         try:
@@ -526,7 +531,9 @@ class RayActors(WorkingAhead[_Actor]):
         made = ray.remote(num_cpus=1, max_restarts=0, max_task_retries=0)(RayWorker)
         worker = _Actor(actor=made.remote())
         level = logging.getLogger("flwr").level
-        started = worker.actor.start.remote(self._target, self._seed, level, sys.path, self._run)
+        started = worker.actor.start.remote(
+            self._target, self._seed, level, sys.path, self._run, definitions()
+        )
         self._expect(worker, started)
         return worker
 

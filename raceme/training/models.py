@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from inspect import signature
+from inspect import Parameter, signature
 from math import prod
 
 import numpy as np
@@ -497,8 +497,8 @@ def build(
     ----------
     name : str
         A name of the registry, or ``module:function``: a function that takes `input_shape` and
-        `num_classes`, and `tokens` if it has a parameter of that name, and returns a network. The
-        current folder is searched for the module too.
+        `num_classes`, and `tokens` if it has a parameter of that name, or that needs no argument,
+        and returns a network. The current folder is searched for the module too.
     input_shape : tuple[int, ...]
         Shape of one input, without the axis of samples.
     num_classes : int
@@ -514,11 +514,18 @@ def build(
         There is no such network, or it does not fit the data.
     """
     builder: _Builder = MODELS[name]
-    vocabulary = {"tokens": tokens} if "tokens" in signature(builder).parameters else {}
+    parameters = signature(builder).parameters
+    vocabulary = {"tokens": tokens} if "tokens" in parameters else {}
+    # A network of one size, as most people have it, is made for one dataset and asks for nothing.
+    fixed = "input_shape" not in parameters and all(
+        item.default is not Parameter.empty or item.kind is Parameter.VAR_KEYWORD
+        for item in parameters.values()
+    )
+    sizes = () if fixed else (input_shape, num_classes)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         try:
-            module = builder(input_shape, num_classes, **vocabulary)
+            module = builder(*sizes, **vocabulary)
             if isinstance(module, nn.Module):
                 _try_out(module.float(), input_shape, num_classes)
         except Exception as error:
@@ -697,13 +704,14 @@ class Samples:
         """Return all but `count` samples, in their order, and those, drawn at random. Copies."""
         taken = np.zeros(len(self), bool)
         taken[rng.choice(len(self), count, replace=False)] = True
-        return self._where(~taken), self._where(taken)
+        return self.where(~taken), self.where(taken)
 
     def with_labels(self, y: Labels) -> Samples:
         """Return the same inputs, not copied, with other labels, shape (n,)."""
         return self._with(self.x, torch.from_numpy(np.ascontiguousarray(y)).to(self.y.device))
 
-    def _where(self, wanted: NDArray[np.bool_]) -> Samples:
+    def where(self, wanted: NDArray[np.bool_]) -> Samples:
+        """Return the samples that are wanted, shape (n,), in their order. Copies."""
         positions = torch.from_numpy(np.flatnonzero(wanted)).to(self.y.device)
         return self._with(self.x.index_select(0, positions), self.y.index_select(0, positions))
 
@@ -811,6 +819,12 @@ class Network:
         self.needs_pairs = has_batch_norm(module)
         self.batch_norm = batch_norm_arrays(module)
         self.channels_last = any(isinstance(layer, nn.Conv2d) for layer in module.modules())
+
+    @property
+    def kernels(self) -> Tensor:
+        """Which weights are of arrays of two dimensions at least. Shape (d,), bool."""
+        parts = [torch.full((p.numel(),), p.dim() > 1) for p in self.module.parameters()]
+        return torch.cat(parts).to(self.weights.device)
 
     def width(self, samples: Samples) -> int:
         """Return the number of outputs: classes, of which a client need not have all."""

@@ -151,6 +151,12 @@ def test_the_options_of_the_server_exist() -> None:
     assert all(option in known.output for option in passed)
 
 
+def test_the_unit_of_the_server_has_files_for_silent_connections() -> None:
+    """Connections take all but 256 of them."""
+    unit = (DOCKER / "systemd" / "raceme-server.service").read_text()
+    assert int(re.findall(r"^LimitNOFILE=(\d+)$", unit, re.MULTILINE)[0]) >= 1 << 16
+
+
 def test_monitoring_reaches_the_server_and_is_published_on_loopback_only() -> None:
     (server,) = services(DOCKER / "compose.server.yaml").values()
     beside = services(DOCKER / "compose.monitoring.yaml")

@@ -297,3 +297,13 @@ def test_after_a_search_clusters_are_trained_before_they_are_compared() -> None:
     assert not made.method.state.supported.partitions[0].settled
     assert {kind for *_, kind in made.train({"c0": 7.0, "c1": 8.0})} == {"train"}
     assert [work.kind for work in made.hand_out()] == ["losses", "losses"]
+
+
+def test_a_search_among_others_leaves_out_what_the_client_remembers_itself() -> None:
+    """Its own memory was searched before (Algorithm 8)."""
+    made = bench()
+    next_task(made, {"c0": 8.0, "c1": 9.0})
+    asked = made.search(lambda model, client, where: HOME if model == client else FAR)
+    others = [work for work in asked if work.phase == "search-others"]
+    assert [(work.client, work.models) for work in others] == [("c0", (2,)), ("c1", (1,))]
+    assert not any("borrowed-1" in work.arrays for work in others)

@@ -18,7 +18,7 @@ from raceme.core.config import read_toml
 from raceme.core.errors import UserError
 from raceme.core.events import Event, EventHandler, Membership
 from raceme.core.files import ReadingError, parse_json, read_text
-from raceme.records.folder import ERROR
+from raceme.records.folder import ERROR, has_writer
 from raceme.records.positions import (
     SCALE,
     PositionsReader,
@@ -333,6 +333,7 @@ class RunSource:
     def _begin(self) -> None:
         """Forget all that was read."""
         self._columns = Columns(self._most_scores)
+        self._is_stopped = self._has_failed = False
         self._stamps: dict[str, tuple[int, int]] = {}
         self._walls = 0
         self._positions = PositionsReader(self.folder)
@@ -345,6 +346,8 @@ class RunSource:
 
         A folder that cannot be read is said in `trouble` and tried again the next time.
         """
+        # Asked first: a run that ends meanwhile has written its end by then.
+        is_stopped = not has_writer(self.folder)
         try:
             self._tell_files()
             reading = self._follower.read()
@@ -359,6 +362,10 @@ class RunSource:
         for event in reading.events:
             self._columns.observe(event)
         self._tell(self._columns.take())
+        is_stopped &= CONFIG in self._stamps and not reading.more
+        if is_stopped != self._is_stopped:
+            self._is_stopped = is_stopped
+            self._tell({"stopped": is_stopped})
         return reading.more
 
     def read_all(self) -> None:
@@ -393,7 +400,12 @@ class RunSource:
         if self._is_new(ERROR):
             # The last line of a traceback says what went wrong.
             lines = read_text(self.folder / ERROR).strip().splitlines()
+            self._has_failed = True
             self._tell({"failure": lines[-1] if lines else "no reason given"})
+        elif self._has_failed and not (self.folder / ERROR).exists():
+            # The run has been resumed.
+            self._has_failed = False
+            self._tell({"failure": None})
         for snapshot in self._positions.read():
             self._snapshots += 1
             stride = 1 + self._told_positions // self._most_positions
@@ -570,6 +582,7 @@ class _Curve(EventHandler):
     def __init__(self, folder: Path, name: str) -> None:
         self._folder, self._name = folder, name
         self._follower = StoreFollower(folder)
+        self._has_writer = True
         self._begin()
 
     def _begin(self) -> None:
@@ -581,6 +594,7 @@ class _Curve(EventHandler):
 
     def poll(self) -> bool:
         """Read what has come; return whether there is more already."""
+        self._has_writer = has_writer(self._folder)
         reading = self._follower.read()
         if reading.restarted:
             self._begin()
@@ -653,4 +667,6 @@ class _Curve(EventHandler):
             return "failed"
         if (self._folder / SUMMARY).is_file():
             return "finished"
-        return "ended" if self._summary.ending is not None else "running"
+        if self._summary.ending is not None:
+            return "ended"
+        return "running" if self._has_writer or not self._known.get("planned") else "stopped"
