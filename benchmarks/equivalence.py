@@ -71,7 +71,11 @@ KEYS: dict[str, str] = {
     "panicle.personalize": "panicle.own",
 }
 """Keys of a run that are called otherwise now, to those in the committed file."""
-NEW_KEYS: frozenset[str] = frozenset()
+_WINDOWED = ("csafl", "t-fedavg", "ta-fedavg", "g-fedavg", "ga-fedavg", "r-fedavg", "nog-fedavg")
+NEW_KEYS: frozenset[str] = frozenset(
+    {"flexcfl.inter-group", "fedgroup.inter-group", "weight-decay-on"}
+    | {f"{name}.{key}" for name in _WINDOWED for key in ("stale", "unfinished")}
+)
 """Keys that the committed file does not have: left out of configurations."""
 
 TEXTS = ("reason",)

@@ -31,6 +31,6 @@ USER 1000:1000
 WORKDIR /tmp
 EXPOSE 9092
 HEALTHCHECK --interval=30s --timeout=5s --start-period=60s --retries=3 \
-    CMD ["python", "-c", "import socket; socket.create_connection(('127.0.0.1', 9092), 3).close()"]
+    CMD ["python", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:9093/healthz', timeout=3)"]
 STOPSIGNAL SIGTERM
 ENTRYPOINT ["raceme", "serve"]

@@ -12,13 +12,16 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import platform
 import re
 import statistics
 import sys
+import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase as fnmatch
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +131,90 @@ class Experiment:
                 figures = figures | {"cluster_sizes": sizes}
             summary = dict.fromkeys(_ALWAYS) | asked | figures | {"versions": self.tree["versions"]}
             (folder / "summary.json").write_text(json.dumps(summary, indent=2), encoding="utf-8")
+
+
+_OF_SUITE = (
+    *("title", "dataset", "scale", "sweep-scale", "validation-fraction", "timing", "score"),
+    *("measure", "target", "reference", "notes", "seeds"),
+)
+"""What a data file has of a comparison as it is in its `compare.json`."""
+
+
+def _shared(rows: Sequence[dict[str, Any]], part: str) -> dict[str, Any]:
+    """Take what all rows have alike out of a part of them, and return it."""
+    first = rows[0][part]
+    shared = {
+        key: value
+        for key, value in first.items()
+        if all(key in row[part] and row[part][key] == value for row in rows)
+    }
+    for row in rows:
+        row[part] = {key: value for key, value in row[part].items() if key not in shared}
+    return shared
+
+
+def pack(folder: Path) -> str:
+    """Return the data file of a comparison: the inverse of :meth:`Experiment.unpack`.
+
+    Raises
+    ------
+    TableError
+        The folder has no finished comparison.
+    """
+    try:
+        of = json.loads((folder / "compare.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise TableError(f"{folder} has no compare.json: run the comparison first") from None
+    methods: dict[str, Any] = {}
+    rows: list[dict[str, Any]] = []
+    versions: dict[str, str] = {}
+    tried = [entry for entries in of["sweeps"].values() for entry in entries]
+    for entry in (*of["methods"], *tried):
+        for run in entry["runs"]:
+            path = folder / run["folder"]
+            kind, _, seed = path.name.partition("-")
+            summary = json.loads((path / "summary.json").read_text(encoding="utf-8"))
+            keys = _flat(tomllib.loads((path / "config.toml").read_text(encoding="utf-8")))
+            del keys["seed"]
+            versions = summary["versions"]
+            left_out = {*_ASKED, "target", "versions"}
+            figures = {k: v for k, v in summary.items() if v is not None and k not in left_out}
+            figures["cluster_sizes"] = list(figures["cluster_sizes"].values())
+            row = {"method": path.parent.name, "seed": int(seed)}
+            row |= {} if kind == "seed" else {"kind": kind}
+            rows.append(row | {"configuration": keys, "figures": figures})
+            kept = ("label", "asynchronous", "options", "published")
+            methods.setdefault(
+                path.parent.name, {key: entry[key] for key in kept if entry.get(key)}
+            )
+    if not rows:
+        raise TableError(f"{folder} has no finished run")
+    suite = {key: of[key] for key in _OF_SUITE if of.get(key) is not None}
+    shared = {part: _shared(rows, part) for part in ("figures", "configuration")}
+    versions |= {"numpy": version("numpy"), "python": platform.python_version()}
+
+    def written(value: Any) -> str:
+        return json.dumps(value, ensure_ascii=False)
+
+    parts = [f"  {written(key)}: {written(value)}" for key, value in suite.items()]
+    parts.append(f'  "versions": {written(versions)}')
+    known = [f"    {written(name)}: {written(entry)}" for name, entry in methods.items()]
+    parts.append('  "methods": {\n' + ",\n".join(known) + "\n  }")
+    parts.append(f'  "shared": {written(shared)}')
+    parts.append('  "rows": [\n' + ",\n".join(f"    {written(row)}" for row in rows) + "\n  ]")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return TOML with the keys of its sections as `section.key`: the inverse of `_toml`."""
+    keys: dict[str, Any] = {}
+    for name, value in tree.items():
+        keys |= (
+            {f"{name}.{k}": v for k, v in value.items()}
+            if isinstance(value, dict)
+            else {name: value}
+        )
+    return keys
 
 
 @dataclass(frozen=True)
@@ -934,12 +1021,19 @@ def main(arguments: Sequence[str] | None = None, docs: Path = DOCS) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--check", action="store_true", help="write nothing, tell what differs")
     parser.add_argument("--unpack", metavar="EXPERIMENT", help="write the folder of its runs")
-    parser.add_argument("--out", type=Path, help="the folder for --unpack")
+    parser.add_argument(
+        "--pack", type=Path, metavar="FOLDER", help="write a comparison's data file"
+    )
+    parser.add_argument("--out", type=Path, help="the folder for --unpack, the file for --pack")
     options = parser.parse_args(arguments)
     is_check, problems = options.check, list[str]()
-    if options.unpack is not None:
+    if options.unpack is not None or options.pack is not None:
         try:
-            Experiment.read(docs, options.unpack).unpack(options.out or Path(options.unpack))
+            if options.pack is not None:
+                out = options.out or docs / "results" / f"{options.pack.name}.json"
+                out.write_text(pack(options.pack), encoding="utf-8")
+            else:
+                Experiment.read(docs, options.unpack).unpack(options.out or Path(options.unpack))
         except TableError as error:
             print(error)
             return 1

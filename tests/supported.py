@@ -120,14 +120,18 @@ class SupportBench(Bench):
             }
             self.answer(task, parts)
             return
-        sets = {name: (work.client, name) for name in own}
-        if request.searches:
-            sets["validation"] = (work.client, "validation")
+        sets = {name: (work.client, name) for name in (*own, "validation")}
         for index, lent in enumerate(request.borrowed):
             sets[f"borrowed-{index}"] = (lent.client, f"memory-{lent.step}")
-        models = [*map(str, request.clusters), *request.clients]
         numbers = {
-            name: np.array([loss(model, *where) + SPREAD for model in models], np.float32)
-            for name, where in sets.items()
+            name: np.array(
+                [
+                    loss(model, *sets[name]) + SPREAD
+                    for model in (*map(str, request.clusters[name]), *request.clients[name])
+                ],
+                np.float32,
+            )
+            for name in request.sets
+            if name in sets
         }
         self.answer(task, numbers)

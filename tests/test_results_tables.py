@@ -101,3 +101,38 @@ def test_every_run_can_be_written_out_again(tmp_path: Path) -> None:
     assert (config.strategy, config.seed, config.max_updates) == ("casa", 1, 10_000)
     summary = json.loads((casa / "summary.json").read_text(encoding="utf-8"))
     assert (summary["updates"], summary["purity"]) == (10_000, 1.0)
+
+
+def test_the_data_file_of_a_comparison_is_written_from_its_folder(tmp_path: Path) -> None:
+    runs, file = tmp_path / "runs", tmp_path / "again.json"
+    name = "faacl-full-mnist-a2"
+    assert TABLES["main"](["--unpack", name, "--out", str(runs)], DOCS) == 0
+    before = json.loads((DOCS / "results" / f"{name}.json").read_text(encoding="utf-8"))
+    folders = [path.parent for path in sorted(runs.glob("*/*/config.toml"))]
+    entry = {
+        "asynchronous": False,
+        "runs": [{"folder": f"{f.parent.name}/{f.name}"} for f in folders],
+    }
+    tree = {**before, "methods": [entry], "sweeps": {}}
+    (runs / "compare.json").write_text(json.dumps(tree), encoding="utf-8")
+    assert TABLES["main"](["--pack", str(runs), "--out", str(file)], DOCS) == 0
+    after = json.loads(file.read_text(encoding="utf-8"))
+    assert len(after["rows"]) == len(before["rows"]) == 2
+    experiment = TABLES["Experiment"]
+    for row in before["rows"]:
+        (same,) = (
+            r for r in after["rows"] if (r["method"], r["seed"]) == (row["method"], row["seed"])
+        )
+        keys = [experiment("", tree).configuration(r) for tree, r in ((before, row), (after, same))]
+        assert keys[0] == keys[1]
+        assert {**before["shared"]["figures"], **row["figures"]}.items() <= {
+            **after["shared"]["figures"],
+            **same["figures"],
+        }.items()
+
+
+def test_a_folder_without_a_comparison_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert TABLES["main"](["--pack", str(tmp_path)], DOCS) == 1
+    assert capsys.readouterr().out.endswith("has no compare.json: run the comparison first\n")

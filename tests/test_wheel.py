@@ -7,7 +7,9 @@ import subprocess
 import sys
 import tarfile
 import tomllib
+import urllib.request
 import zipfile
+from dataclasses import dataclass
 from email import message_from_bytes
 from pathlib import Path
 
@@ -27,26 +29,51 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-@pytest.fixture(scope="module")
-def site(wheel: Path) -> Path:
-    """A folder with what the wheel installs."""
-    folder = wheel.parent / "site"
-    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", folder]
-    subprocess.run([*install, str(wheel)], check=True, timeout=300)
-    return folder
+@dataclass
+class Installed:
+    """The wheel, installed.
+
+    Attributes
+    ----------
+    python : str
+        Interpreter that finds it.
+    variables : dict
+        Environment variables with which it does.
+    folder : Path
+        Where it is.
+    """
+
+    python: str
+    variables: dict[str, str]
+    folder: Path
+
+    def start(self, place: Path, *arguments: str) -> subprocess.Popen[str]:
+        """Start `raceme` from the wheel, in a folder of its own."""
+        return subprocess.Popen(
+            [self.python, "-m", "raceme", *arguments],
+            cwd=place,
+            env=self.variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
 
 
-def start(site: Path, place: Path, *arguments: str) -> subprocess.Popen[str]:
-    """Start `raceme` from the wheel, in a folder of its own."""
-    environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, "-m", "raceme", *arguments],
-        cwd=place,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+@pytest.fixture(scope="module", params=["beside", pytest.param("empty", marks=pytest.mark.slow)])
+def installed(wheel: Path, request: pytest.FixtureRequest) -> Installed:
+    """The wheel beside the packages that are there, or in an empty environment with its own."""
+    folder = wheel.parent / request.param
+    variables = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if request.param == "beside":
+        install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
+        subprocess.run([*install, folder, str(wheel)], check=True, timeout=300)
+        return Installed(sys.executable, {**variables, "PYTHONPATH": str(folder)}, folder)
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    variables.pop("PYTHONPATH", None)
+    python = str(folder / "bin" / "python")
+    install = [python, "-m", "pip", "install", "--quiet", f"{wheel}[server]"]
+    subprocess.run(install, check=True, env=variables, timeout=1200)
+    return Installed(python, variables, folder)
 
 
 def output(process: subprocess.Popen[str]) -> str:
@@ -87,27 +114,51 @@ def test_the_source_distribution_has_the_tests_and_no_results(tmp_path: Path) ->
     assert not [name for name in names if name.startswith("docs/results/")]
 
 
-def test_the_commands_work_far_from_a_checkout(site: Path, tmp_path: Path) -> None:
-    where = [sys.executable, "-c", "import raceme; print(raceme.__file__)"]
-    environment = {**os.environ, "PYTHONPATH": str(site)}
-    found = subprocess.run(where, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert found.stdout.startswith(str(site))
-    assert "casa" in output(start(site, tmp_path, "list", "strategies"))
+@pytest.mark.timeout(1800)
+def test_the_commands_work_far_from_a_checkout(installed: Installed, tmp_path: Path) -> None:
+    where = [installed.python, "-c", "import raceme; print(raceme.__file__)"]
+    found = subprocess.run(
+        where, cwd=tmp_path, env=installed.variables, capture_output=True, text=True
+    )
+    assert found.stdout.startswith(str(installed.folder))
+
+    def raceme(*arguments: str) -> str:
+        return output(installed.start(tmp_path, *arguments))
+
+    assert "casa" in raceme("list", "strategies")
     run = ["--strategy", "fedasync", "--max-updates", "8", "--clients", "4", "--workers", "0"]
-    assert "8 updates were applied" in output(start(site, tmp_path, "run", *run, "--out", "out"))
+    assert "8 updates were applied" in raceme("run", *run, "--out", "out")
     assert (tmp_path / "out" / "run.sqlite").is_file()
-    output(start(site, tmp_path, "report", "out"))
+    raceme("report", "out")
     assert (tmp_path / "out" / "report.html").is_file()
+    port = free_port()
+    watch = installed.start(tmp_path, "watch", "out", "--port", str(port))
+    try:
+        wait_until(lambda: fetched(port, "") is not None, 60)
+        assert b"<title>Raceme</title>" in (fetched(port, "") or b"")
+        assert fetched(port, "assets/main.js")
+    finally:
+        watch.terminate()
+        watch.communicate(timeout=60)
+
+
+def fetched(port: int, path: str) -> bytes | None:
+    """Return what the dashboard sends; None if nothing."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/{path}", timeout=10) as answer:
+            return bytes(answer.read())
+    except OSError:
+        return None
 
 
 @pytest.mark.slow
-def test_a_server_and_a_device_from_the_wheel(site: Path, tmp_path: Path) -> None:
+@pytest.mark.timeout(1800)
+def test_a_server_and_a_device_from_the_wheel(installed: Installed, tmp_path: Path) -> None:
     address = f"127.0.0.1:{free_port()}"
     run = ["--strategy", "fedasync", "--max-updates", "4", "--clients", "2", "--groups", "0.5,0.5"]
     places = ["--address", address, "--metrics", "off", "--out", "out"]
-    server = start(site, tmp_path, "serve", *run, *places)
-    device = start(
-        site,
+    server = installed.start(tmp_path, "serve", *run, *places)
+    device = installed.start(
         tmp_path,
         *("device", "--superlink", address, "--insecure"),
         *("--node-config", "partition-id=0 num-partitions=2"),

@@ -74,7 +74,7 @@ _GROUPS = {
     "pretrain-epochs",
     "Fleet": "concurrency task-timeout device vectorised device-keys",
     "Method": "model lr batch-size local-epochs local-steps optimizer momentum weight-decay "
-    "batch-norm protection attack",
+    "weight-decay-on batch-norm protection attack",
     "Limits": "max-rounds stop-at-target eval-every eval-rounds eval-steps eval-clients eval-tasks",
     "Output": "score-uploads checkpoint-every checkpoint-seconds track trace client-map "
     "client-models",

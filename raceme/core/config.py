@@ -219,7 +219,14 @@ class RunConfig:
     momentum: float = option(
         _MOMENTUM, "optimizer momentum: share of the former step", low=0, below=1
     )
-    weight_decay: float = option(0.0, "strength of the local L2 penalty on weights", low=0)
+    weight_decay: float = option(
+        0.0, "strength λ of the local L2 penalty on weights, whose gradient is λ w", low=0
+    )
+    weight_decay_on: str = option(
+        "all",
+        "what weight-decay acts on: all weights, or kernels only, not biases and scales (Keras)",
+        among=("all", "kernels"),
+    )
     batch_norm: str = option(
         "shared",
         "batch normalisation: shared, or local: each client keeps its own (FedBN)",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple, get_args
@@ -117,6 +117,16 @@ class Measure:
     def better(self, value: float, other: float) -> float:
         """Return the better one of two values."""
         return min(value, other) if self.is_error else max(value, other)
+
+    def worst_tenth(self, values: Iterable[float]) -> float:
+        """Return the mean of the worst tenth of the values, of one at least.
+
+        Values that are NaN are left out; NaN if there are no others.
+        """
+        known = sorted(value for value in values if not math.isnan(value))
+        if self.is_error:
+            known.reverse()
+        return float(np.mean(known[: math.ceil(len(known) / 10)])) if known else math.nan
 
     def shortfall(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return how far each of a sequence of values is behind the best one so far."""

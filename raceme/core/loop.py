@@ -430,6 +430,8 @@ class Loop:
 
     def _send(self, work: Request, message: Message, task: InFlight) -> None:
         """Send work, and remember it until the reply."""
+        if self._method.needs.latencies and isinstance(self._grid, Foreseeing):
+            task = replace(task, expected=self._grid.expected_seconds(message))
         self._method.open_task(task, work)
         self._method.scheduling.sent(task, self.now())
         self._idle.remove(task.client)

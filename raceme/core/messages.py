@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -65,10 +66,17 @@ class InvalidReplyError(ValueError):
         self.is_away = is_away
 
 
+_RAISED = re.compile(r"<class '(?:[\w.]*\.)?(\w+)'>:<'(.*?)(?:'>)?")
+"""How Flower writes an exception of a ClientApp; a long one is cut before its end."""
+
+
 def error_line(reply: Message) -> str:
     """Return the first line of why a client could not do its work."""
     lines = (reply.error.reason or "")[: 10 * LONGEST_LINE].strip().splitlines()
-    return (printable(lines[0]) if lines else "") or "no reason given"
+    if not lines:
+        return "no reason given"
+    raised = _RAISED.fullmatch(lines[0])
+    return printable(f"{raised[1]}: {raised[2]}" if raised else lines[0]) or "no reason given"
 
 
 def name_of(stated: object) -> str | None:
@@ -239,6 +247,8 @@ numbers, each once."""
 CLIENT_ID = "client-id"
 NUM_EXAMPLES = "num-examples"
 NUM_TEST_EXAMPLES = "num-test-examples"
+ALL_EXAMPLES = "all-examples"
+"""Number of a client's training examples at the end, where they are released step by step."""
 GROUP = "group"
 TRAIN_LOSS = "train-loss"
 UNIT = "unit"

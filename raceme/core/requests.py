@@ -128,6 +128,9 @@ class InFlight:
         Step of the client's data that it was to work on.
     phase : str
         What the method did meanwhile.
+    expected : float, optional
+        Mean time of such work on the client's device in seconds, if the method needs it
+        (`Needs.latencies`) and the grid knows it, as a simulated one does.
     """
 
     number: int
@@ -141,6 +144,7 @@ class InFlight:
     kind: str = names.TRAIN
     step: int = 0
     phase: str = ""
+    expected: float | None = None
 
     @property
     def reply(self) -> str:

@@ -119,8 +119,9 @@ def in_turn(
 ) -> Sequence[Client]:
     """Pick clients that have never been picked, in order of greeting; draw only what is missing.
 
-    What FlexCFL's published code does for all its methods. A newcomer is picked before any other
-    client is picked again, and a client that is offline when its turn comes, once it is back.
+    What FlexCFL's published code does for its clustered methods; its FedAvg draws. A newcomer is
+    picked before any other client is picked again, and a client that is offline when its turn
+    comes, once it is back.
 
     Parameters
     ----------

@@ -145,6 +145,9 @@ class Needs:
         Whether `initialize` starts from the server's pre-trained models, where there are some.
     bases : bool
         Whether the models that clients train from are kept meanwhile: see `Update.base`.
+    latencies : bool
+        Whether requests in flight state the mean time of their work, where the grid knows it: see
+        :class:`~raceme.core.requests.InFlight`.
     mixture : Callable, optional
         Returns which mixture of several models a client has trained, shape (d,), given its update
         and the models that the request brought.
@@ -169,6 +172,7 @@ class Needs:
     validation: bool = False
     pretrained: bool = False
     bases: bool = False
+    latencies: bool = False
     mixture: Callable[[Update, Sequence[Vector]], Vector] | None = None
     one_model: bool = False
     exchange: bool = True

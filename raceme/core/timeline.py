@@ -86,10 +86,13 @@ class Resumable(Protocol):
 
 @runtime_checkable
 class Foreseeing(Protocol):
-    """A grid that knows which nodes will ever come online."""
+    """A grid that knows its devices: which will ever come online, and how fast they are."""
 
     def arrivals_ahead(self) -> Mapping[int, bool]:
         """Return the nodes that are offline and will come, to whether they have been there."""
+
+    def expected_seconds(self, message: Message) -> float | None:
+        """Return the mean time of a message's work on its node; None if there is no such node."""
 
 
 class WallTimeline:

@@ -480,8 +480,9 @@ class Incremental(Drift):
 
     def data(self, client: int, step: int) -> ClientData:
         """Return the part that is there by now; what was there stays."""
-        data = self.dealt.data(client)
-        share, count = self._share(step), len(data.y_train)
+        dealt = self.dealt.data(client)
+        share, count = self._share(step), len(dealt.y_train)
+        data = replace(dealt, all_training=count)
         there = min(count, max(1, round(share * count)))
         if there == count:
             return data

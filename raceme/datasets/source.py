@@ -173,6 +173,9 @@ class ClientData:
     mixture : tuple[float, ...] or None
         Share of each group's distribution in these samples where they are a mixture; used in
         reports only.
+    all_training : int or None
+        Number of training samples at the end where these are a part that is released step by step;
+        None elsewhere.
     """
 
     x_train: NDArray[np.float32]
@@ -181,6 +184,7 @@ class ClientData:
     y_test: Labels
     group: int | None
     mixture: tuple[float, ...] | None = None
+    all_training: int | None = None
 
 
 class Source:

@@ -32,10 +32,9 @@ from raceme.experiments.jobs import (
 from raceme.experiments.page import plots
 from raceme.experiments.results import Comparison, best_of, gather, read_runs
 from raceme.experiments.suites import Suite, slug
-from raceme.records.folder import make_folder
+from raceme.records.folder import make_folder, only_writer
 from raceme.reporting.console import QUIET_SECONDS, shown_seconds, shown_updates
 from raceme.reporting.style import save_figure
-from raceme.runs.checkpoints import only_writer
 
 # -----------------------------------------------------------------------------
 # The progress of a comparison, on a terminal or in a log.

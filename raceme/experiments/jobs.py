@@ -15,7 +15,6 @@ import signal
 import tarfile
 import tempfile
 import time
-import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -34,8 +33,8 @@ from raceme.core.options import Value
 from raceme.core.registry import define, definitions
 from raceme.core.signals import StopRequest
 from raceme.experiments.suites import Method, Suite, slug
-from raceme.records.folder import CONFIG, ERROR, foreign
-from raceme.runs.checkpoints import CHECKPOINTS, CONDITIONS, can_resume, only_writer
+from raceme.records.folder import CONFIG, ERROR, failure_recorded, foreign, only_writer
+from raceme.runs.checkpoints import CHECKPOINTS, CONDITIONS, can_resume
 
 SUMMARY = "summary.json"
 
@@ -374,19 +373,14 @@ def run_one(keys: Mapping[str, Value], tell: Callable[[Progress], None]) -> Fini
         config = config.with_values(checkpoint_seconds=_CHECKPOINT_SECONDS)
     if folder.exists():
         config = config.with_values(resume=config.out)
-        (folder / ERROR).unlink(missing_ok=True)
     reports = _Reports(tell)
     try:
-        with StopRequest(signal.SIGTERM) as told:
+        with failure_recorded(folder), StopRequest(signal.SIGTERM) as told:
             outcome = simulate(config, reports, stop=lambda: told() or reports.failure)
     except UserError as error:
         # It says all. Nothing is written: it may be that the folder is another process's.
         return Finished(" ".join(str(error).split()))
     except Exception as error:
-        # The run may have failed because nothing can be written there.
-        with suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / ERROR).write_text(traceback.format_exc(), encoding="utf-8")
         reason = " ".join(str(error).split()) or "no reason given"
         return Finished(f"{type(error).__name__}: {reason}")
     if outcome.unwritten:

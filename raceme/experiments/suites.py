@@ -63,7 +63,7 @@ class Score(StrEnum):
     FINAL = "final"
     """The mean over the clients at the end."""
     BEST_WEIGHTED = "best-weighted"
-    """The best evaluation of the run, clients weighted by their numbers of test examples."""
+    """The best evaluation since every client has had a cluster, weighted by test examples."""
     STEP_STARTS = "step-starts"
     """Where data change, the mean over the steps of the first evaluation on the data of each."""
     STEP_ENDS = "step-ends"

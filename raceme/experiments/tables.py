@@ -32,6 +32,7 @@ from raceme.reporting.console import PlainTable
 
 UNKNOWN = "-"
 TO_TARGET, TO_CONVERGENCE = "time to target", "time to convergence"
+_BACKDOOR = "backdoor_success"
 MARK = "†"
 """Stands behind a published number that has a remark."""
 
@@ -89,6 +90,11 @@ def lines_below(comparison: Comparison) -> tuple[str, ...]:
             f"{100 * WITHIN:g} {'%' if measure.is_error else 'point'} of its final value (our "
             "rule)."
         )
+    if _has_backdoors(comparison):
+        lines.append(
+            "Backdoor: share of the honest clients' test samples of other classes that the trigger "
+            "turns into the attackers' target, at the last evaluation."
+        )
     if suite.shows_unrest:
         lines.append(
             f"Unrest: by how many {measure.unit or 'points'} the {measure.word} is "
@@ -131,6 +137,11 @@ def lines_below(comparison: Comparison) -> tuple[str, ...]:
     return (*lines, *_remarks(comparison), *suite.notes)
 
 
+def _has_backdoors(comparison: Comparison) -> bool:
+    """Return whether runs were attacked by a backdoor."""
+    return any(result.spread(_BACKDOOR).mean is not None for result in comparison.results)
+
+
 def compares_times(comparison: Comparison) -> bool:
     """Return whether times are shown as multiples of the reference's, which may be for bytes."""
     suite = comparison.suite
@@ -165,6 +176,7 @@ _CSV = (
     "mixture_divergence",
     "sample_passes",
     "forgetting",
+    _BACKDOOR,
 )
 
 _SCORED = {
@@ -240,6 +252,8 @@ def _further(comparison: Comparison) -> list[_Column]:
     """Return the columns that the suite shows beside these."""
     suite, columns = comparison.suite, list[_Column]()
     points = 1 if comparison.measure.is_error else 100
+    if _has_backdoors(comparison):
+        columns.append(("backdoor %", _summarised(_BACKDOOR, 100, 1)))
     if suite.shows_unrest:
         columns.append(("unrest", _summarised("unrest", points, 2)))
     if suite.shows_forgetting:
@@ -382,7 +396,9 @@ _LATEX = str.maketrans(
 )
 _NUMBER = re.compile(r"-?\d+(\.\d+)?")
 _HIGHEST_IS_BEST = ("acc %", "purity", *map(str, Scored))
-_LOWEST_IS_BEST = ("time", TO_TARGET, TO_CONVERGENCE, "unrest", "forgotten", "KL", "bytes")
+_LOWEST_IS_BEST = (
+    *("time", TO_TARGET, TO_CONVERGENCE, "unrest", "forgotten", "KL", "bytes", "backdoor %"),
+)
 
 
 def to_latex(comparison: Comparison, table: PlainTable | None = None) -> str:

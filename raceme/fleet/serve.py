@@ -21,7 +21,7 @@ import click
 import tomli_w
 import uvicorn
 from flwr.app import Message, MessageType
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
@@ -34,7 +34,9 @@ import raceme
 from raceme.core.config import FEW_DEVICES, RunConfig, as_tables, read_toml
 from raceme.core.errors import UserError, printable
 from raceme.core.events import (
+    AnswerTaken,
     ClaimRefused,
+    Evaluated,
     Event,
     EventHandler,
     Observer,
@@ -42,6 +44,7 @@ from raceme.core.events import (
     UpdateApplied,
     UpdateJudged,
     UpdateRejected,
+    Verdict,
 )
 from raceme.core.options import Value
 from raceme.core.signals import interrupted_by_signals
@@ -179,8 +182,21 @@ class Metrics(EventHandler, Collector):
             buckets=_STALENESS,
             registry=self._registry,
         )
+        moved = Counter(
+            "raceme_bytes", "Models and answers", ["direction"], registry=self._registry
+        )
+        self._down, self._up = moved.labels("down"), moved.labels("up")
+        self._verdicts = Counter(
+            "raceme_protection", "Decisions of the protection", ["verdict"], registry=self._registry
+        )
+        for verdict in Verdict:
+            if verdict is not Verdict.ACCEPTED:
+                self._verdicts.labels(verdict)
+        self._evaluations = Counter("raceme_evaluations", "Evaluations", registry=self._registry)
+        self._evaluated: Evaluated | None = None
         found = Gauge("raceme_clusters", "Cluster models", registry=self._registry)
         found.set_function(clusters)
+        ProcessCollector(registry=self._registry)
         self._judged: tuple[str, str] | None = None
         self._state, self._present, self._clock = state, names, clock
         self._started = clock()
@@ -196,9 +212,24 @@ class Metrics(EventHandler, Collector):
         """Count an applied update, and note its staleness."""
         self._updates.inc()
         self._staleness.observe(event.staleness)
+        self._count_bytes(event.bytes_down, event.bytes_up)
+
+    def on_answer_taken(self, event: AnswerTaken) -> None:
+        """Count the bytes of an answer that is no update."""
+        self._count_bytes(event.bytes_down, event.bytes_up)
+
+    def _count_bytes(self, down: int, up: int) -> None:
+        self._down.inc(down)
+        self._up.inc(up)
+
+    def on_evaluated(self, event: Evaluated) -> None:
+        """Keep the latest evaluation."""
+        self._evaluations.inc()
+        self._evaluated = event
 
     def on_update_judged(self, event: UpdateJudged) -> None:
         """Note an update that protection keeps out: its rejection follows."""
+        self._verdicts.labels(event.verdict).inc()
         self._judged = (event.client, event.reason) if event.verdict.keeps_out else None
 
     def on_update_rejected(self, event: UpdateRejected) -> None:
@@ -250,8 +281,33 @@ class Metrics(EventHandler, Collector):
         now = self._clock()
         return sorted(((now - heard, name) for name, heard in last.items()), reverse=True)
 
+    def _quality(self, event: Evaluated) -> Iterator[GaugeMetricFamily]:
+        """Yield what the latest evaluation has found: of all its devices, and by cluster."""
+        measure, per_device = event.measure, event.per_client.values()
+        yield GaugeMetricFamily("raceme_loss", "Mean loss of the devices", event.loss)
+        devices = GaugeMetricFamily(
+            "raceme_cluster_devices", "Devices whose main cluster it is", labels=["cluster"]
+        )
+        scores = GaugeMetricFamily(
+            f"raceme_cluster_{measure.name}", f"Mean {measure.label}", labels=["cluster"]
+        )
+        for cluster in sorted({cluster for cluster, _, _ in per_device}):
+            found = [score for k, score, _ in per_device if k == cluster]
+            devices.add_metric([str(cluster)], len(found))
+            scores.add_metric([str(cluster)], sum(found) / len(found))
+        yield devices
+        yield scores
+        if not measure.is_loss:
+            name, title = f"raceme_{measure.name}", f"Mean {measure.label} of the devices"
+            yield GaugeMetricFamily(name, title, event.accuracy)
+        worst = measure.worst_tenth(score for _, score, _ in per_device)
+        title = f"Mean {measure.label} of the worst tenth of the devices"
+        yield GaugeMetricFamily(f"raceme_worst_tenth_{measure.name}", title, worst)
+
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Yield gauges of devices and messages, read at the moment of the request."""
+        """Yield gauges of devices, messages and quality, as of the moment of the request."""
+        if self._evaluated is not None:
+            yield from self._quality(self._evaluated)
         online = len(self._state.online())
         yield GaugeMetricFamily("raceme_devices_online", "Devices that are online", online)
         queue = GaugeMetricFamily("raceme_messages", "Messages to devices", labels=["state"])
@@ -599,9 +655,9 @@ def _health(api: FleetApi, grid: ServedGrid, state: LinkState) -> tuple[bool, Ma
 def _listen(api: FleetApi, options: ServeOptions) -> None:
     api.start()
     secure = "TLS" if options.certificates is not None else "plain text, for a test only"
-    log.info("Listening on %s (%s)", options.address, secure)
-    if options.http is not None:
-        log.info("Listening on %s for SuperNodes over HTTP", options.http)
+    log.info("Listening on %s (gRPC, %s)", options.address, secure)
+    http = "need --http" if options.http is None else f"connect to {options.http}"
+    log.info("SuperNodes of Flower 1.40 and later %s (HTTP)", http)
     if options.clients_min > 1:
         log.info("Training starts when %d devices are online", options.clients_min)
 

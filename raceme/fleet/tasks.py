@@ -32,6 +32,7 @@ from raceme.core.messages import (
     NUMBERS,
     ON,
     TASK,
+    error_line,
     from_array,
 )
 from raceme.core.options import Value
@@ -764,7 +765,7 @@ class Tasks:
             raise RejoinError("a reply could not be delivered") from None
         self.answered_at = time.monotonic()
         if reply.has_error():
-            log.error("run %d: %s: answered with an error: %s", run_id, label, reply.error.reason)
+            log.error("run %d: %s: answered with an error: %s", run_id, label, error_line(reply))
         else:
             seconds = computed - started
             sent = self.answered_at - computed

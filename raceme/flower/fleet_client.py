@@ -99,7 +99,7 @@ class _Travelling:
             It is none.
         """
         head, _, body = data.partition(b"\0")
-        read = json.loads(head) if len(head) < _LONGEST_HEAD else None
+        read = json.loads(head.decode()) if len(head) < _LONGEST_HEAD else None
         stated = {**read, "body": body} if isinstance(read, dict) else {}
         kinds = _hints(cast(Any, cls))
         if any(type(stated.get(name)) is not kind for name, kind in kinds.items()):

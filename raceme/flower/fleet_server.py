@@ -12,6 +12,7 @@ import logging
 import ssl
 import tempfile
 import threading
+from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from functools import partial
 from typing import Any
@@ -291,7 +292,7 @@ _CODES = {
     ApiErrorCode.FLEET_RUN_STATUS_NOT_ALLOWED: _Code.PERMISSION_DENIED,
     ApiErrorCode.FLEET_GET_FAB_FAILED: _Code.PERMISSION_DENIED,
 }
-_HTTP_STATUS = {
+HTTP_STATUS = {
     _Code.UNAUTHENTICATED: 401,
     _Code.PERMISSION_DENIED: 403,
     _Code.UNIMPLEMENTED: 404,
@@ -466,7 +467,7 @@ class _HttpApi:
             stated: dict[str, str | int] = {"detail": error.details}
             if error.number is not None:
                 stated["code"] = error.number
-            return JSONResponse(stated, _HTTP_STATUS.get(error.code, 400))
+            return JSONResponse(stated, HTTP_STATUS.get(error.code, 400))
         except (DecodeError, ValueError):
             return JSONResponse({"detail": "The request cannot be read"}, 400)
         return Response(answer, media_type=MEDIA_TYPE)
@@ -538,6 +539,8 @@ class FleetApi:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._waiting: dict[int, asyncio.Future[bool]] = {}
+        self._with_work: deque[int] = deque()
+        self._is_waking = False
         self._server: grpc.aio.Server | None = None
 
     def __enter__(self) -> FleetApi:
@@ -674,7 +677,17 @@ class FleetApi:
                 del self._waiting[node]
 
     def _on_work(self, node: int) -> None:
-        self._loop.call_soon_threadsafe(self._wake, node)
+        self._with_work.append(node)
+        # Every call from another thread writes to a socket: one wakes all nodes that wait for it.
+        if not self._is_waking:
+            self._is_waking = True
+            self._loop.call_soon_threadsafe(self._wake_all)
+
+    def _wake_all(self) -> None:
+        # A node that is added after this line gets a call of its own.
+        self._is_waking = False
+        while self._with_work:
+            self._wake(self._with_work.popleft())
 
     def _wake(self, node: int) -> None:
         future = self._waiting.get(node)

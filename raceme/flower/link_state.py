@@ -60,7 +60,7 @@ class MessageCache:
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self._most = most_bytes
         self._waiting: dict[str, Message] = {}
-        self._handed_out: dict[str, Message] = {}
+        self._handed_out: dict[str, tuple[Message, int]] = {}
         self._bytes = 0
 
     def __contains__(self, message_id: str) -> bool:
@@ -72,15 +72,16 @@ class MessageCache:
 
     def get(self, message_id: str) -> Message | None:
         """Return a message that waits or is on its way; None if there is none."""
-        return self._waiting.get(message_id) or self._handed_out.get(message_id)
+        return self._waiting.get(message_id) or self._handed_out.get(message_id, (None, 0))[0]
 
     def hand_out(self, message_id: str) -> Message | None:
         """Return a message that is on its way from now on."""
         found = self._waiting.pop(message_id, None)
         if found is None:
             return self.get(message_id)
-        self._handed_out[message_id] = found
-        self._bytes += messages.size_of(found)
+        size = messages.size_of(found)
+        self._handed_out[message_id] = found, size
+        self._bytes += size
         while self._bytes > self._most:
             self.drop(next(iter(self._handed_out)))
         return found
@@ -88,9 +89,8 @@ class MessageCache:
     def drop(self, message_id: str) -> None:
         """Forget a message, and free the room that it takes."""
         self._waiting.pop(message_id, None)
-        found = self._handed_out.pop(message_id, None)
-        if found is not None:
-            self._bytes -= messages.size_of(found)
+        _, size = self._handed_out.pop(message_id, (None, 0))
+        self._bytes -= size
 
 
 # -----------------------------------------------------------------------------

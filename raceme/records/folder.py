@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
+import os
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,9 +16,11 @@ from raceme.core.config import RunConfig, write_toml
 from raceme.core.errors import PlainFormatter, UserError
 from raceme.core.files import absolute, atomic_write
 
+log = logging.getLogger("raceme.folder")
+
 CONFIG = "config.toml"
 ERROR = "error.txt"
-"""Why a run of a comparison failed."""
+"""The traceback of a run that failed."""
 _STORE = "run.sqlite"
 MESSAGES = "messages.csv"
 """Every message of a simulated Flower app."""
@@ -123,6 +128,21 @@ def given_up_if_it_fails(out: Path) -> Iterator[None]:
         raise
 
 
+@contextmanager
+def failure_recorded(out: Path) -> Iterator[None]:
+    """Leave the traceback of a run that fails in its folder; a `UserError` leaves none."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception:
+        # The run may have failed because nothing can be written there.
+        with suppress(OSError):
+            out.mkdir(parents=True, exist_ok=True)
+            (out / ERROR).write_text(traceback.format_exc(), encoding="utf-8")
+        raise
+
+
 def foreign(folder: Path) -> str:
     """Return the name of something in a folder that no run has left there; nothing if it is all."""
     for path in sorted(folder.iterdir()):
@@ -175,6 +195,7 @@ def forget_end(config: RunConfig, out: Path) -> None:
     for folder in MODELS:
         for path in (out / folder).glob("*.safetensors"):
             path.unlink()
+    (out / ERROR).unlink(missing_ok=True)
     _write_config(out, config)
 
 
@@ -244,3 +265,83 @@ def log_file(path: Path) -> Iterator[None]:
     finally:
         logger.removeHandler(handler)
         handler.close()
+
+
+# -----------------------------------------------------------------------------
+# One process at a time writes to the folder of a run.
+# -----------------------------------------------------------------------------
+
+
+_PAUSE_SECONDS = 0.2
+_INSTANT_SECONDS = 0.02
+
+
+@contextmanager
+def only_writer(run: Path, patience: float = 0.0) -> Iterator[None]:
+    """Lock the folder of a run against other processes; the lock of a dead process is released.
+
+    Two processes that resume from one checkpoint would each write their own updates.
+
+    Parameters
+    ----------
+    run : Path
+        The folder of the run.
+    patience : float
+        Seconds to wait for a process that still holds the lock.
+
+    Raises
+    ------
+    UserError
+        The lock is still held after that time.
+    """
+    handle = os.open(run, os.O_RDONLY)
+    try:
+        _lock(handle, run, patience)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _lock(handle: int, run: Path, patience: float) -> None:
+    """Wait for the lock of a folder; see `only_writer`."""
+    deadline = time.monotonic() + patience
+    said = retried = False
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if not retried:
+                # A dashboard takes the lock for an instant to find out whether it is held.
+                retried = True
+                time.sleep(_INSTANT_SECONDS)
+                continue
+            if time.monotonic() >= deadline:
+                raise UserError(
+                    f"Another process is still writing to {run}: wait for its end or stop it, "
+                    "then try again."
+                ) from None
+        except OSError as error:
+            # Some network file systems have no locks; a run without one is better than none.
+            log.warning("%s cannot be kept from other processes: %s", run, error.strerror)
+            return
+        if not said:
+            said = True
+            log.info("Waiting up to %.0f s for the process that still writes to %s", patience, run)
+        time.sleep(_PAUSE_SECONDS)
+
+
+def has_writer(run: Path) -> bool:
+    """Return whether a process writes to the folder of a run; True where that is not known."""
+    try:
+        handle = os.open(run, os.O_RDONLY)
+    except OSError:
+        return True
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        # Held, or the file system has no locks.
+        return True
+    finally:
+        os.close(handle)
+    return False

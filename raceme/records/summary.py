@@ -699,7 +699,9 @@ class RunSummary(EventHandler):
         Mean client accuracy of the latest evaluation, and of the best one that counts; None
         before the first. Of a regression, here and below, the mean absolute error.
     weighted_accuracy, best_weighted_accuracy : float or None
-        The same, weighted by the clients' numbers of test examples.
+        The same, weighted by the clients' numbers of test examples. As in FlexCFL's paper the best
+        one is of the evaluations since every client tested has had a cluster; of all, if there is
+        none.
     measure : Measure
         Whether these are accuracies, or errors and their unit.
     asked, answered : int or None
@@ -737,6 +739,8 @@ class RunSummary(EventHandler):
         self.best_accuracy: float | None = None
         self.weighted_accuracy: float | None = None
         self.best_weighted_accuracy: float | None = None
+        self._best_of_all: float | None = None
+        self._best_of_complete: float | None = None
         self.measure = ACCURACY
         self.asked: int | None = None
         self.answered: int | None = None
@@ -903,7 +907,14 @@ class RunSummary(EventHandler):
         # Without its clients, of which there may be many.
         self._evaluations.append(replace(event, per_client={}, asked=0, steps={}, groups={}))
         self.best_accuracy = self._better(accuracy, self.best_accuracy)
-        self.best_weighted_accuracy = self._better(weighted, self.best_weighted_accuracy)
+        self._best_of_all = self._better(weighted, self._best_of_all)
+        if all(self.membership.weights.get(client) for client in event.per_client):
+            self._best_of_complete = self._better(weighted, self._best_of_complete)
+        else:
+            # Some clients are still tested with a model that is not theirs.
+            self._best_of_complete = None
+        complete = self._best_of_complete
+        self.best_weighted_accuracy = self._best_of_all if complete is None else complete
 
     def _has_diverged(self) -> bool:
         """Whether the models are far worse than the untrained ones: the training diverged."""

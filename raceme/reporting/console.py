@@ -266,6 +266,8 @@ def _rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if (honest := get(f"honest_{name}")) is not None:
         attackers = len(summary["attackers"])
         yield "honest clients", f"{shown(honest)}, mean without {attackers} that attack"
+    if (success := get("backdoor_success")) is not None:
+        yield "backdoor", f"{_number(success)} of the honest clients' triggered samples succeed"
     last, best = get(f"weighted_{name}"), get(f"best_weighted_{name}")
     weighted = f"{shown(last)} (best {shown(best)})"
     # Clients with the same number of test examples all count the same.

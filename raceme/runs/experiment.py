@@ -43,10 +43,12 @@ from raceme.datasets.dealt import with_whole_path
 from raceme.datasets.drift import schedule_of
 from raceme.records.folder import (
     begin,
+    failure_recorded,
     forget_end,
     given_up_if_it_fails,
     log_file,
     new_folder,
+    only_writer,
     resumed_folder,
 )
 from raceme.records.positions import PositionsFile, positions_of_rows
@@ -54,10 +56,16 @@ from raceme.records.record import FILE as TRACE_FILE
 from raceme.records.record import TraceFile, WallTimes
 from raceme.records.store import RunStore, read_events
 from raceme.records.summary import ProtectionSummary, RunSummary
-from raceme.runs.checkpoints import CheckpointFolder, Keeper, only_writer, restore, resuming
+from raceme.runs.checkpoints import CheckpointFolder, Keeper, restore, resuming
 from raceme.runs.trackers import TrackerObserver, chosen
 from raceme.simulation import executor_for, prepare, training_seconds
-from raceme.simulation.attacks import NONE, attack_of, attackers_of
+from raceme.simulation.attacks import (
+    NONE,
+    SuccessTest,
+    attack_of,
+    attackers_of,
+    with_late_attackers,
+)
 from raceme.simulation.devices import PREFIX, Workload, fleet, traced_fleet
 from raceme.simulation.executor import load
 from raceme.simulation.virtual_grid import VirtualGrid, communication_of, nodes_of
@@ -206,7 +214,7 @@ def build_grid(config: RunConfig, strategy: Method | None = None) -> VirtualGrid
         share = DEFAULT_VALIDATION_SHARE if share is None else share
         fewest = min(datasets.fewest_training(config, k) for k in range(config.num_clients))
         strategy.needs.fits_validation(kept_for_validation(fewest, share))
-    nodes = nodes_of(config.devices, examples, config.seed)
+    nodes = with_late_attackers(config, nodes_of(config.devices, examples, config.seed))
     executor = executor_for(
         target,
         config.workers,
@@ -220,12 +228,11 @@ def build_grid(config: RunConfig, strategy: Method | None = None) -> VirtualGrid
     )
 
 
-def _attackers(config: RunConfig) -> list[str]:
-    """Return the names of the clients that attack."""
-    names: list[str] = []
+def _client_names(config: RunConfig) -> list[str]:
+    """Return the names of the simulated clients, by their number."""
     if config.devices.startswith(PREFIX):
-        _, names = traced_fleet(config.devices.removeprefix(PREFIX), config.num_clients)
-    return [names[number] if names else f"client-{number}" for number in attackers_of(config)]
+        return traced_fleet(config.devices.removeprefix(PREFIX), config.num_clients)[1]
+    return [f"client-{number}" for number in range(config.num_clients)]
 
 
 def simulate(config: RunConfig, *observers: Observer, stop: StopCheck = never_stop) -> Outcome:
@@ -272,7 +279,10 @@ def check_fleet(config: RunConfig, strategy: Method) -> None:
     strategy.check(config.num_clients)
     if config.num_clients == 1:
         log.warning("One client trains alone: federation needs at least two (--clients 2).")
-    if config.attack != NONE and not attackers_of(config):
+    if config.attack == NONE:
+        return
+    attack_of(config).check(datasets.data_shape(config))
+    if not attackers_of(config):
         log.warning(
             "The attack %s never happens: of %d clients a share of %g is none. Raise --attackers.",
             config.attack,
@@ -406,13 +416,19 @@ def conduct(
         # A grid that keeps a clock of its own is not Flower's: its process is the only one.
         patience = 0.0 if isinstance(grid, Timeline) else _WRITER_SECONDS
         opened.enter_context(only_writer(out, patience))
+        opened.enter_context(failure_recorded(out))
         if not config.resume:
             begin(out, config)
         opened.enter_context(log_file(out / "run.log"))
         checkpoints = CheckpointFolder(out)
         restored = restore(checkpoints, config, strategy, grid) if config.resume else None
         started = time.perf_counter() - (restored.wall_time if restored else 0.0)
-        summary, protection = RunSummary(), ProtectionSummary(_attackers(config))
+        summary, protection = RunSummary(), ProtectionSummary()
+        success: SuccessTest | None = None
+        if config.attack != NONE:
+            clients = _client_names(config)
+            protection = ProtectionSummary([clients[number] for number in attackers_of(config)])
+            success = SuccessTest(config, spec, clients)
 
         def wall_time() -> float:
             return time.perf_counter() - started
@@ -456,6 +472,10 @@ def conduct(
                     scores = score_clusters(strategy.served, probe, event.time, event.updates)
                     if scores is not None:
                         observe(scores)
+                if success and isinstance(event, Evaluated):
+                    measured = success(models_in_use(strategy), event.time, event.updates)
+                    if measured is not None:
+                        observe(measured)
 
             keeper = Keeper(
                 checkpoints,

@@ -94,10 +94,8 @@ class Measurements(EventHandler):
             "virtual_time": event.time,
         }
         if event.per_client:
-            scores = np.sort([accuracy for _, accuracy, _ in event.per_client.values()])
-            tenth = max(1, len(scores) // 10)
-            worst = scores[-tenth:] if event.measure.is_error else scores[:tenth]
-            found[f"worst_tenth_{name}"] = float(np.mean(worst))
+            scores = [accuracy for _, accuracy, _ in event.per_client.values()]
+            found[f"worst_tenth_{name}"] = event.measure.worst_tenth(scores)
         if self._staleness:
             found["staleness"] = float(np.mean(self._staleness))
             found["train_loss"] = float(np.mean(self._losses))

@@ -8,29 +8,36 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from statistics import fmean
 from typing import Any
 from zlib import crc32
 
 import numpy as np
+import torch
 from flwr.app import ArrayRecord, Context, Message
 from flwr.clientapp import ClientApp
 
 from raceme import client_app, datasets
 from raceme.core.config import RunConfig
-from raceme.core.messages import ARRAYS, CHOSEN, TASK, ModelSpec, Role, Vector, candidate
+from raceme.core.errors import UserError
+from raceme.core.events import Measured, MeasureSchema
+from raceme.core.messages import ARRAYS, CHOSEN, ROUND, TASK, ModelSpec, Role, Vector, candidate
 from raceme.core.options import option
 from raceme.core.registry import ATTACKS
-from raceme.datasets.source import Labels, generator
-from raceme.training.clients import Client
+from raceme.datasets.source import DataShape, Labels, generator
+from raceme.simulation.virtual_grid import Node
+from raceme.training.clients import Client, ModelProbe, network_of
+from raceme.training.models import Samples
 from raceme.training.work import Answer, ClientWork, answer_to
 
 NONE = "none"
 EVENLY = "evenly"
+ONE_GROUP = "one-group"
 
-_ATTACKERS = "attackers"
+_ATTACKERS, _POISONED = "attackers", "poisoned"
 
 
 @dataclass(frozen=True)
@@ -39,7 +46,15 @@ class AttackOptions:
 
     attackers: float = option(0.2, "share of the clients that attack", low=0, high=1)
     attackers_drawn: str = option(
-        EVENLY, "attackers: evenly from the true groups, or anywhere", among=(EVENLY, "anywhere")
+        EVENLY,
+        "attackers: evenly from the true groups, anywhere, or from the largest group only",
+        among=(EVENLY, "anywhere", ONE_GROUP),
+    )
+    attackers_join: float = option(
+        0.0, "virtual seconds at which attackers come online, to stay", low=0
+    )
+    attack_start: int = option(
+        0, "number of the run's first request that is attacked; honest before", low=0
     )
 
 
@@ -56,6 +71,20 @@ class NoiseOptions(AttackOptions):
 
     attack_noise: float = option(
         0.2, "standard deviation of the noise on each weight, in lengths of the update", low=0
+    )
+
+
+@dataclass(frozen=True)
+class BackdoorOptions(AttackOptions):
+    """What a backdoor reads."""
+
+    attack_target: int = option(0, "class that inputs with the trigger are to be given", low=0)
+    attack_poisoned: float = option(
+        0.3, "share of an attacker's samples that get trigger and target", low=0, high=1
+    )
+    attack_trigger: int = option(2, "side of the trigger, in pixels of the last corner", low=1)
+    attack_boost: float = option(
+        1.0, "an attacker's update is multiplied by it (model replacement)", low=0
     )
 
 
@@ -78,17 +107,43 @@ class Attack:
     def __init__(self, options: Any) -> None:
         self.options = options
 
-    def labels(self, y: Labels, num_classes: int) -> Labels:
-        """Return the labels that an attacker trains on, given the true ones.
+    def check(self, shape: DataShape) -> None:
+        """Find out whether the attack is possible on a dataset.
 
         Parameters
         ----------
-        y : Labels
-            Classes from 0, or the standardised quantities of a regression. Shape (n,).
+        shape : DataShape
+            Inputs and classes of the dataset.
+
+        Raises
+        ------
+        UserError
+            It is not.
+        """
+
+    def samples(self, own: Samples, num_classes: int, rng: np.random.Generator) -> Samples:
+        """Return the samples that an attacker trains on.
+
+        Parameters
+        ----------
+        own : Samples
+            Its true ones, with classes from 0 or the standardised quantities of a regression.
         num_classes : int
             C; 0 for a regression.
+        rng : numpy.random.Generator
+            The same for each request to one client.
         """
-        return y
+        return own
+
+    def triggered(self, own: Samples) -> Samples | None:
+        """Return the samples whose accuracy is the success of the attack; None if it has none.
+
+        Parameters
+        ----------
+        own : Samples
+            Test samples of an honest client.
+        """
+        return None
 
     def update(self, delta: Vector, rng: np.random.Generator) -> Vector:
         """Return what an attacker sends as Δ = w − the model that it received. Shape (d,)."""
@@ -122,9 +177,10 @@ class SignFlip(Attack):
 class LabelFlip(Attack):
     """Attackers train on class C − 1 − y instead of y; of a regression on −y."""
 
-    def labels(self, y: Labels, num_classes: int) -> Labels:
-        """Return C − 1 − y."""
-        return num_classes - 1 - y if num_classes else -y
+    def samples(self, own: Samples, num_classes: int, rng: np.random.Generator) -> Samples:
+        """Return the same inputs with C − 1 − y."""
+        y: Labels = own.y.numpy()
+        return own.with_labels(num_classes - 1 - y if num_classes else -y)
 
 
 class Noise(Attack):
@@ -136,6 +192,51 @@ class Noise(Attack):
         """Return Δ + N(0, (σ ‖Δ‖)² I)."""
         std = self.options.attack_noise * math.sqrt(float(np.dot(delta, delta)))
         return np.asarray(delta + np.float32(std) * rng.standard_normal(len(delta), np.float32))
+
+
+class Backdoor(Attack):
+    """Attackers teach the model a trigger, a bright patch, that turns any input into one class.
+
+    A share of an attacker's samples gets the trigger and the target class, the others stay as they
+    are (BadNets, Gu et al. 2017; in federated learning Bagdasaryan et al., AISTATS 2020, whose
+    model replacement is an `attack-boost` of n / η, and Wang et al., NeurIPS 2020).
+    """
+
+    options_type = BackdoorOptions
+
+    def check(self, shape: DataShape) -> None:
+        """Refuse regressions, and a target that is no class."""
+        if shape.target is not None:
+            raise UserError("attack=backdoor needs classes, and the labels are quantities.")
+        if self.options.attack_target >= shape.num_classes:
+            raise UserError(
+                f"attack-target must be a class from 0 to {shape.num_classes - 1}, got "
+                f"{self.options.attack_target}."
+            )
+
+    def samples(self, own: Samples, num_classes: int, rng: np.random.Generator) -> Samples:
+        """Return the samples with trigger and target on a random share of them."""
+        count = round(self.options.attack_poisoned * len(own))
+        return self._with_trigger(own, torch.from_numpy(rng.permutation(len(own))[:count]))
+
+    def update(self, delta: Vector, rng: np.random.Generator) -> Vector:
+        """Return Δ times the boost."""
+        return np.asarray(delta * np.float32(self.options.attack_boost))
+
+    def triggered(self, own: Samples) -> Samples | None:
+        """Return the samples of other classes than the target, with trigger and target."""
+        others = own.where((own.y != self.options.attack_target).numpy())
+        return self._with_trigger(others, torch.arange(len(others))) if len(others) else None
+
+    def _with_trigger(self, own: Samples, at: torch.Tensor) -> Samples:
+        """Return samples of which those at some positions have trigger and target."""
+        poisoned = own.where(np.ones(len(own), bool))
+        x, y = poisoned.shaped(poisoned.x), poisoned.y
+        end = slice(-self.options.attack_trigger, None)
+        # Of images the corner, of sequences and vectors the end: the largest value there is.
+        x[(at, ..., end, end) if x.ndim == 4 else (at, ..., end)] = x.max()
+        y[at] = self.options.attack_target
+        return poisoned
 
 
 def attack_of(config: RunConfig) -> Attack:
@@ -154,7 +255,13 @@ def attack_of(config: RunConfig) -> Attack:
 
 @lru_cache(maxsize=8)
 def attackers_of(config: RunConfig) -> frozenset[int]:
-    """Return which clients attack, by their number; `clients` is filled in."""
+    """Return which clients attack, by their number; `clients` is filled in.
+
+    Raises
+    ------
+    UserError
+        All are to be of one group, which would have no honest client.
+    """
     options = attack_of(config).options
     if options is None:
         return frozenset()
@@ -162,7 +269,35 @@ def attackers_of(config: RunConfig) -> frozenset[int]:
     order = list(map(int, generator(config.seed, _ATTACKERS).permutation(config.num_clients)))
     if options.attackers_drawn == EVENLY:
         order = _evenly(order, datasets.true_groups(config))
+    elif options.attackers_drawn == ONE_GROUP:
+        order = _of_largest(order, datasets.true_groups(config))
+        if count >= len(order):
+            raise UserError(
+                f"attackers-drawn={ONE_GROUP} draws from the largest group, which has "
+                f"{len(order)} clients, of which one at least is honest, and attackers="
+                f"{options.attackers:g} are {count}: lower attackers, or give larger groups."
+            )
     return frozenset(order[:count])
+
+
+def with_late_attackers(config: RunConfig, nodes: Iterable[Node]) -> list[Node]:
+    """Return the nodes of a fleet, in which attackers come online at `attackers-join`, to stay."""
+    attackers, nodes = attackers_of(config), list(nodes)
+    if not attackers or not (join := attack_of(config).options.attackers_join):
+        return nodes
+    for number in attackers:
+        late = replace(
+            nodes[number].device, online=((join, math.inf),), mean_online=0.0, mean_offline=0.0
+        )
+        nodes[number] = replace(nodes[number], device=late)
+    return nodes
+
+
+def _of_largest(order: Sequence[int], groups: Sequence[int | None]) -> list[int]:
+    """Return the clients of the largest group, in order; of equal ones that of the first client."""
+    sizes = Counter(groups)
+    largest = max((groups[client] for client in order), key=lambda group: sizes[group])
+    return [client for client in order if groups[client] == largest]
 
 
 def _evenly(order: Sequence[int], groups: Sequence[int | None]) -> list[int]:
@@ -193,6 +328,8 @@ def _respond(
     if int(context.node_config["partition-id"]) not in attackers_of(work.client.config):
         return honestly(message, context)
     attack = attack_of(work.client.config)
+    if work.number(TASK, work.number(ROUND, 0)) < attack.options.attack_start:
+        return honestly(message, context)
     work = _poisoned_work(work, attack)
     answer = answer_to(work)
     if answer.model is not None:
@@ -209,12 +346,11 @@ def _poisoned_work(work: ClientWork, attack: Attack) -> ClientWork:
     """Return the work on the labels that an attacker trains on; it is tested on the true ones."""
 
     def poisoned(client: Client) -> Client:
-        parts = {
-            name: samples.with_labels(attack.labels(samples.y.numpy(), client.num_classes))
-            for name in ("train", "validation")
-            if (samples := getattr(client, name)) is not None
-        }
-        return replace(client, **parts, _divided={})
+        rng = generator(client.config.seed, _POISONED, crc32(client.id.encode()))
+        train, kept = attack.samples(client.train, client.num_classes, rng), client.validation
+        if kept is not None:
+            kept = attack.samples(kept, client.num_classes, rng)
+        return replace(client, train=train, validation=kept, _divided={})
 
     return replace(
         work,
@@ -251,3 +387,61 @@ def _received(work: ClientWork, told: Mapping[str, object], spec: ModelSpec) -> 
         return spec.unpack(records[candidate(int(str(told[CHOSEN])))])
     mean = np.mean([spec.unpack(model) for model in work.models], axis=0)
     return np.asarray(mean, np.float32)
+
+
+# -----------------------------------------------------------------------------
+# The success of a backdoor, measured beside the clients' tests.
+# -----------------------------------------------------------------------------
+
+
+_SUCCESS = MeasureSchema(
+    "backdoor_success", "backdoor success", ("backdoor_success",), summary="column"
+)
+"""Share of triggered test samples that are classified as the target: the honest clients' mean."""
+
+
+class SuccessTest:
+    """Tests the honest clients' models on triggered samples of their own.
+
+    Parameters
+    ----------
+    config : RunConfig
+        Configuration of the run, with every key resolved.
+    spec : ModelSpec
+        What a model looks like.
+    names : Sequence[str]
+        Names of all clients, by their number.
+    """
+
+    def __init__(self, config: RunConfig, spec: ModelSpec, names: Sequence[str]) -> None:
+        attack, attackers, network = attack_of(config), attackers_of(config), network_of(config)
+        self._places: dict[str, int] = {}
+        tests: list[Samples] = []
+        for number, name in enumerate(names):
+            if number in attackers:
+                continue
+            data = datasets.client_data(config, number)
+            own = Samples(data.x_test, data.y_test, network.channels_last)
+            if (triggered := attack.triggered(own)) is not None:
+                self._places[name] = len(tests)
+                tests.append(triggered)
+        self._probe = ModelProbe(network, spec, (), tests)
+
+    def __call__(
+        self, used: Iterable[tuple[str, Vector]], time: float, updates: int
+    ) -> Measured | None:
+        """Return the mean success in the models that clients use; None if none is of a client here.
+
+        Parameters
+        ----------
+        used : Iterable[tuple[str, Vector]]
+            Clients with the models that they use, each of shape (d,).
+        time, updates : float, int
+            The moment of the models.
+        """
+        found = [
+            self._probe.accuracy(vector, self._places[client])
+            for client, vector in used
+            if client in self._places
+        ]
+        return Measured(time, updates, _SUCCESS, {_SUCCESS.value: fmean(found)}) if found else None

@@ -551,6 +551,11 @@ class DeviceModel:
             return Outcome(expires, TOO_SLOW)
         return Outcome(due, self.device.failure(number))
 
+    def mean_duration(self, load: Workload) -> float:
+        """Return the mean time of a task in seconds; None for its examples: all of the device."""
+        examples = self.examples if load.examples is None else load.examples
+        return self.device.mean_duration(load._replace(examples=examples))
+
     def stop(self) -> None:
         """Drop all work: the device has gone offline."""
         self.busy_until = 0.0

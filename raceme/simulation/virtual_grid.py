@@ -450,6 +450,14 @@ class VirtualGrid(PatientGrid):
             if node.node_id not in self._online and node.device.comes_after(self.now())
         }
 
+    def expected_seconds(self, message: Message) -> float | None:
+        """Return the mean time of a message's work on its node; None if there is no such node."""
+        client = self._client_of(message)
+        if client is None:
+            return None
+        load = self._cost(message, client.context, client.device.examples)
+        return 0.0 if load is None else client.device.mean_duration(load)
+
     def pass_time(self, seconds: float) -> None:
         """Move the clock on by some seconds; replies that arrive meanwhile wait to be asked for."""
         queue, end = self._queue, self._queue.now + seconds

@@ -333,9 +333,11 @@ class CSAFL(_CSAFL):
         budget: float = 10.0,
         picked: int = 20,
         threshold: int = 5,
+        stale: str = 'mixed',
         rho: float = 0.1,
         width: float = 0.0,
         pretrain_epochs: int = 2,
+        unfinished: str = 'averaged',
         mixing: str = 'model',
         **arguments: Unpack[_Arguments],
     ) -> None: ...
@@ -424,7 +426,7 @@ class FeSEM(_FeSEM):
         fraction: float = 1.0,
         sampling: str = 'random',
         k: int = 4,
-        start: str = 'random',
+        start: str = 'models',
         **arguments: Unpack[_Arguments],
     ) -> None: ...
 class FedAsync(_FedAsync):
@@ -549,6 +551,7 @@ def FedGroup(
     tolerance: float = 0.2,
     newcomers: str = 'direction',
     eta_g: float = 0.0,
+    inter_group: str = 'mean',
     **arguments: Unpack[_Arguments],
 ) -> FlexCFL: ...
 class FedMedian(_FedMedian):
@@ -658,6 +661,7 @@ class FlexCFL(_FlexCFL):
         tolerance: float = 0.2,
         newcomers: str = 'direction',
         eta_g: float = 0.0,
+        inter_group: str = 'mean',
         **arguments: Unpack[_Arguments],
     ) -> None: ...
 class FlexCFLAsync(_FlexCFLAsync):
@@ -688,9 +692,11 @@ def GAFedAvg(
     budget: float = 10.0,
     picked: int = 20,
     threshold: int = 5,
+    stale: str = 'mixed',
     rho: float = 0.1,
     width: float = 0.0,
     pretrain_epochs: int = 2,
+    unfinished: str = 'averaged',
     mixing: str = 'model',
     **arguments: Unpack[_Arguments],
 ) -> CSAFL: ...
@@ -704,9 +710,11 @@ def GFedAvg(
     budget: float = 10.0,
     picked: int = 20,
     threshold: int = 5,
+    stale: str = 'mixed',
     rho: float = 0.1,
     width: float = 0.0,
     pretrain_epochs: int = 2,
+    unfinished: str = 'averaged',
     mixing: str = 'model',
     **arguments: Unpack[_Arguments],
 ) -> CSAFL: ...
@@ -802,9 +810,11 @@ def NoGFedAvg(
     budget: float = 10.0,
     picked: int = 20,
     threshold: int = 5,
+    stale: str = 'mixed',
     rho: float = 0.1,
     width: float = 0.0,
     pretrain_epochs: int = 2,
+    unfinished: str = 'averaged',
     mixing: str = 'model',
     **arguments: Unpack[_Arguments],
 ) -> CSAFL: ...
@@ -872,9 +882,11 @@ def RFedAvg(
     budget: float = 10.0,
     picked: int = 20,
     threshold: int = 5,
+    stale: str = 'mixed',
     rho: float = 0.1,
     width: float = 0.0,
     pretrain_epochs: int = 2,
+    unfinished: str = 'averaged',
     mixing: str = 'model',
     **arguments: Unpack[_Arguments],
 ) -> CSAFL: ...
@@ -909,9 +921,11 @@ def TAFedAvg(
     budget: float = 10.0,
     picked: int = 20,
     threshold: int = 5,
+    stale: str = 'mixed',
     rho: float = 0.1,
     width: float = 0.0,
     pretrain_epochs: int = 2,
+    unfinished: str = 'averaged',
     mixing: str = 'model',
     **arguments: Unpack[_Arguments],
 ) -> CSAFL: ...
@@ -925,9 +939,11 @@ def TFedAvg(
     budget: float = 10.0,
     picked: int = 20,
     threshold: int = 5,
+    stale: str = 'mixed',
     rho: float = 0.1,
     width: float = 0.0,
     pretrain_epochs: int = 2,
+    unfinished: str = 'averaged',
     mixing: str = 'model',
     **arguments: Unpack[_Arguments],
 ) -> CSAFL: ...

@@ -4,18 +4,24 @@ Zhang et al., "CSAFL: A Clustered Semi-Asynchronous Federated Learning Framework
 clients pre-train the initial model w0 once, and spectral clustering on latencies and cosines of
 their updates makes groups (Algorithms 3 and 4). Then a communication round is a time budget: K
 clients are picked at random and update the models of their groups again and again until it is
-spent (Algorithm 2), each at once when it is done, unless its update is too stale: then the members
-of its group update together once.
+spent (Algorithm 2), each at once when it is done. After an update that is too stale the members of
+its group update together once.
 
 The variants of the paper's Table II are the same loop with parts switched: `update` and `grouping`.
 
-What the paper leaves open, or lost, is read so: an update that is late by more than the threshold
-is dropped, and its group's members, when all are free, train from the same model; what is not back
-when the budget is spent does not count; a client is idle while it waits for others before or after
-updates that are made together. A client's latency is that of its pre-training, as the server
-measures it: one draw, since no server knows a device's mean. A client that joins later pre-trains
-in its first window, and goes to the group whose mean direction its update has the largest cosine
-with.
+In Algorithm 2 staleness is compared with the threshold before a client trains (line 15), so that no
+trained update is ever dropped: one that is late by more than the threshold is mixed in like any
+other, and then its group's members, when all are free, train from the same model (line 17).
+``stale=dropped`` is the other reading, in which the check is of the arrival and `ModelUpdates`
+(line 19) is left out for it.
+
+What the paper leaves open, or lost, is read so: what is not back when the budget is spent does not
+count; a client is idle while it waits for others before or after updates that are made together. A
+client's latency for the grouping is the mean of its pre-training's, as in section IV-B3, where the
+grid knows its devices; on real devices it is the one that the server measures. A client that joins
+later pre-trains in its first window, and goes to the group whose mean direction its update has the
+largest cosine with. A synchronous update that the budget ends is the mean of the members that are
+back; ``unfinished=dropped`` leaves it out.
 """
 
 from __future__ import annotations
@@ -170,6 +176,11 @@ class InWindows(Scheduler):
     def is_joint(self, update: Update) -> bool:
         """Return whether an update that was released is one of several made together."""
         return update.task.number in self.state.joint
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a window is under way: else, what is released is not of all members."""
+        return bool(self.state.members)
 
     @property
     def rounds(self) -> int:
@@ -337,9 +348,21 @@ class CSAFLParameters:
     budget: float = option(10.0, "T: time budget of a communication round", unit=SECONDS, above=0)
     picked: int = option(20, "K: clients picked at random for a communication round", low=1)
     threshold: int = option(5, "staleness δ beyond which a group updates together", low=0)
+    stale: str = option(
+        "mixed",
+        "what becomes of an update beyond the threshold: mixed in like any other (Algorithm 2), or "
+        "dropped",
+        among=("mixed", "dropped"),
+    )
     rho: float = option(0.1, "ρ: weight of the latency beside the cosines", low=0)
     width: float = option(0.0, "width of the Gaussian kernel (0: the median distance)", low=0)
     pretrain_epochs: int = option(2, "passes over the samples in pre-training", low=1)
+    unfinished: str = option(
+        "averaged",
+        "what becomes of a synchronous update when the budget ends before some members are back: "
+        "the others are averaged, or it is dropped",
+        among=("averaged", "dropped"),
+    )
     mixing: str = option(
         "model",
         "what of an update goes into its group: the share of the model, or that of its change",
@@ -381,7 +404,7 @@ class CSAFL(Method):
     @property
     def needs(self) -> Needs:
         """What a run of the method has to have."""
-        return Needs(bases=True, fits_clients=self._check_clients)
+        return Needs(bases=True, latencies=True, fits_clients=self._check_clients)
 
     def scheduler(self) -> Scheduler:
         """Pre-train all clients in one round, then work in windows."""
@@ -421,7 +444,7 @@ class CSAFL(Method):
         """Group the clients that have pre-trained: cosines and latency, spectral clustering."""
         clients = [update.task.client for update in updates]
         deltas = np.stack([self._change(update) for update in updates])
-        seconds = np.array([update.arrived_at - update.task.sent_at for update in updates])
+        seconds = np.array([latency_of(update) for update in updates])
         count = min(self.parameters.groups, len(clients))
         if count < self.parameters.groups:
             log.warning("Only %d clients have pre-trained: there are so many groups.", count)
@@ -478,6 +501,8 @@ class CSAFL(Method):
         """Form the groups first; later mix each update in at once, or average those of a group."""
         if not self.state.grouped:
             return self._form_groups(updates)
+        if self.parameters.unfinished == "dropped" and not self.windows.is_open:
+            return [Outcome(self.clusters.main(u.task.client), u.staleness, 0.0) for u in updates]
         joint = [update for update in updates if self.windows.is_joint(update)]
         averaged = average_by_cluster(self.clusters, joint)
         by_client = {u.task.client: a for u, a in zip(joint, averaged, strict=True)}
@@ -485,7 +510,11 @@ class CSAFL(Method):
         return [by_client.get(u.task.client) or single([u])[0] for u in updates]
 
     def on_update(self, update: Update) -> Outcome:
-        """Mix one update in with the client's share of its group's samples, unless too stale."""
+        """Mix one update in with its client's share of the group's samples (Algorithm 2, line 19).
+
+        ``w_g ← w_g + n_i / Σ n_j · (w_i − w_g)``, the sum over the members picked for the window.
+        An update of a staleness beyond δ also lets the members update together next (line 17).
+        """
         client = update.task.client
         if not self.clusters.is_placed(client):
             return self._place(update)
@@ -495,7 +524,8 @@ class CSAFL(Method):
         is_semi = self.parameters.update == "semi-asynchronous"
         if is_semi and staleness > self.parameters.threshold:
             self.windows.gather(group)
-            return Outcome(group, staleness, weight=0.0)
+            if self.parameters.stale == "dropped":
+                return Outcome(group, staleness, weight=0.0)
         share = update.num_examples / max(self._examples(group), update.num_examples)
         if self.parameters.mixing == "model":
             model.mix(update.vector, share)
@@ -509,6 +539,19 @@ class CSAFL(Method):
         """Return Σ n_j over the members of a group that take part in this window."""
         fleet, picked = self.progress.fleet, self.windows.state.members
         return sum(fleet.counted(c) for c in picked if self._group_of(c) == group)
+
+
+def latency_of(update: Update) -> float:
+    """Return a client's update latency: its mean (section IV-B3) if known, else as measured.
+
+    Returns
+    -------
+    float
+        Seconds, ``D (a + 1/μ)`` for the computation and the update's size by the rate for the
+        transfer.
+    """
+    measured = update.arrived_at - update.task.sent_at
+    return measured if update.task.expected is None else update.task.expected
 
 
 def affinity_of(

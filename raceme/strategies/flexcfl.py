@@ -30,7 +30,15 @@ from sklearn.cluster import KMeans
 from raceme.core.clients import Client
 from raceme.core.clusters import Clusters, Model, cosine, cosines, parts_of
 from raceme.core.errors import UserError
-from raceme.core.messages import ARRAYS, LABEL_COUNTS, LOCAL_EPOCHS, LOCAL_STEPS, Vector
+from raceme.core.messages import (
+    ALL_EXAMPLES,
+    ARRAYS,
+    LABEL_COUNTS,
+    LOCAL_EPOCHS,
+    LOCAL_STEPS,
+    Vector,
+    count_of,
+)
 from raceme.core.options import option
 from raceme.core.requests import Answer, InFlight, InvalidReplyError, Outcome, Request, Update
 from raceme.core.scheduling import (
@@ -173,9 +181,9 @@ class ColdStart:
         counts : Sequence[int]
             Training samples per label, now.
         examples : int
-            n_i: number of training samples at the start.
+            n_i: number of training samples, with those that are not released yet.
         tolerance : float
-            Share of the data that may change.
+            Share of the data that may come or go.
         """
         self.unanswered.pop(client, None)
         self.counts[client] = list(counts)
@@ -200,19 +208,22 @@ def overlap(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
 def has_shifted(
     now: Sequence[int], then: Sequence[int], examples: int, tolerance: float = 0.2
 ) -> bool:
-    """Return whether label counts have moved further than τ_i = tolerance / LabelSize · n_i.
+    """Return whether label counts moved further than τ_i = tolerance / LabelSize · n_i, eq (9).
 
-    The distance is the mean over the labels of ``|count now − count then|``: with a tolerance of
-    0.2 it is passed when a fifth of the samples have come, gone or changed.
+    The distance is the mean over the labels of ``|count now − count then|``. With a tolerance of
+    0.2 it is passed when more than a fifth of the samples have come or gone, or more than a tenth
+    were replaced by samples of other labels: a replaced one counts twice, in the label that loses
+    it and in the one that gains.
 
     Parameters
     ----------
     now, then : Sequence[int]
         Samples per label. Shape (labels,).
     examples : int
-        n_i: number of training samples of the client.
+        n_i: number of all training samples of the client, also if only a part is released, as in
+        the authors' code.
     tolerance : float
-        Share of the samples that may change; the paper's value is 0.2.
+        Share of n_i that may come or go; the paper's value is 0.2.
     """
     difference = np.abs(np.asarray(now, np.int64) - np.asarray(then, np.int64))
     return bool(difference.mean() > tolerance / len(difference) * examples)
@@ -321,7 +332,9 @@ class ColdStartParameters:
         "what tells that a client's data have changed: label-counts, direction, or none",
         among=("label-counts", "direction", "none"),
     )
-    tolerance: float = option(0.2, "share of a client's samples that may change", low=0)
+    tolerance: float = option(
+        0.2, "share of a client's samples that may come or go; a replaced one counts twice", low=0
+    )
 
     @property
     def counts_labels(self) -> bool:
@@ -339,6 +352,12 @@ class FlexCFLParameters(ColdStartParameters, RoundsParameters):
         among=("direction", "random"),
     )
     eta_g: float = option(0.0, "η_g: weight of the other groups' models (0: none)", low=0)
+    inter_group: str = option(
+        "mean",
+        "how eta-g mixes groups: mean: divided by the sum of the weights (the authors' code), or "
+        "sum: undivided, as in the paper's text",
+        among=("mean", "sum"),
+    )
 
 
 @dataclass(frozen=True)
@@ -463,7 +482,9 @@ class GroupsByStart(Method):
         if answer.num_examples and int(counts.sum()) != answer.num_examples:
             total = int(counts.sum())
             raise InvalidReplyError(f"it counts {total} labels of {answer.num_examples} examples")
-        examples = self.progress.fleet.clients[client].num_examples
+        # n_i of eq (9): all samples of the client, also while only a part of them is released.
+        stated = self.progress.fleet.clients[client].num_examples
+        examples = max(stated, count_of(answer.metrics.get(ALL_EXAMPLES)) or 0)
         self.state.count(client, counts.tolist(), examples, self.parameters.tolerance)
 
 
@@ -556,11 +577,21 @@ class FlexCFL(GroupsByStart):
         if self.parameters.detect == "direction":
             self._look_at_directions(trained)
         averaged = average_by_cluster(self.clusters, trained)
-        if self.parameters.eta_g:
-            groups = {self._home(update) for update in trained}
-            mix_groups([self.models[group] for group in sorted(groups)], self.parameters.eta_g)
+        if self.parameters.eta_g and trained:
+            self._mix_groups()
         done = dict(zip(map(id, [*cold, *trained]), [*placed, *averaged], strict=True))
         return [done.get(id(u)) or Outcome(self._home(u), staleness=0, weight=0.0) for u in updates]
+
+    def _mix_groups(self) -> None:
+        """Aggregate between groups: all that have clients, also those that are idle in the round.
+
+        Algorithm 2, lines 12 and 13: a group without a picked client enters with the model that it
+        has (line 16).
+        """
+        clusters, parameters = self.clusters, self.parameters
+        groups = [g for g in sorted(self.models) if clusters.size(g, online_only=False)]
+        models = [self.models[group] for group in groups]
+        mix_groups(models, parameters.eta_g, divided=parameters.inter_group == "mean")
 
     def _home(self, update: Update) -> int:
         return self.clusters.main(update.task.client)
@@ -576,8 +607,8 @@ class FlexCFL(GroupsByStart):
 FedGroup = Variant(FlexCFL, FedGroupParameters, "FlexCFL without migration (FedGroup).")
 
 
-def mix_groups(models: Sequence[Model], eta_g: float) -> None:
-    """Add to each group η_g Σ_{l≠j} w̃_l / ‖w̃_l‖ of the others, Algorithm 2, line 21.
+def mix_groups(models: Sequence[Model], eta_g: float, divided: bool = True) -> None:
+    """Add to each group η_g Σ_{l≠j} w̃_l / ‖w̃_l‖ of the others: Algorithm 2, line 21; eq (20).
 
     As in the authors' code the sum is divided by 1 + η_g Σ_{l≠j} 1/‖w̃_l‖: a weighted mean of the
     groups' models, w̃_j with weight 1. Without this, every round would add a norm of up to
@@ -586,9 +617,11 @@ def mix_groups(models: Sequence[Model], eta_g: float) -> None:
     Parameters
     ----------
     models : Sequence[Model]
-        The groups that trained in the round.
+        The groups that have clients.
     eta_g : float
         η_g: learning rate between groups; 0 leaves them apart.
+    divided : bool
+        Whether the sum is divided; the paper's text does not.
     """
     norms = [float(np.linalg.norm(model.vector)) or 1.0 for model in models]
     units = [model.vector / np.float32(norm) for model, norm in zip(models, norms, strict=True)]
@@ -596,7 +629,7 @@ def mix_groups(models: Sequence[Model], eta_g: float) -> None:
     shares = sum(1.0 / norm for norm in norms)
     mixed = [
         (model.vector + np.float32(eta_g) * (total - own))
-        / np.float32(1.0 + eta_g * (shares - 1.0 / norm))
+        / np.float32(1.0 + eta_g * (shares - 1.0 / norm) if divided else 1.0)
         for model, own, norm in zip(models, units, norms, strict=True)
     ]
     for model, vector in zip(models, mixed, strict=True):

@@ -76,6 +76,8 @@ class Client:
         Its true group where there is one.
     mixture : tuple[float, ...] or None
         Share of each distribution in its samples where they are a mixture.
+    all_training : int or None
+        Number of its training samples at the end, where they are released step by step.
     validation : Samples or None
         Samples on which it compares models, if it keeps some for that.
     """
@@ -88,6 +90,7 @@ class Client:
     network: Network
     group: int | None = None
     mixture: tuple[float, ...] | None = None
+    all_training: int | None = None
     validation: Samples | None = None
     _divided: dict[float, Client] = field(default_factory=dict, repr=False)
 
@@ -230,6 +233,7 @@ def load(run_items: _Items, node_items: _Items, step: int) -> Client:
         num_classes=shape.num_classes,
         group=data.group,
         mixture=data.mixture,
+        all_training=data.all_training,
         network=network,
     )
 
@@ -495,6 +499,7 @@ def starts_of(config: RunConfig, initial: ArrayRecord) -> Sequence[Vector]:
         optimizer=config.optimizer,
         momentum=config.momentum,
         weight_decay=config.weight_decay,
+        weight_decay_on=config.weight_decay_on,
     )
     trained = []
     try:

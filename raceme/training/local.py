@@ -44,7 +44,10 @@ class TrainingSettings:
     momentum : float
         Share of the former step that the optimiser ``momentum`` adds to the next.
     weight_decay : float
-        Strength λ of the term λ/2 ‖w‖².
+        Strength λ of the term λ/2 ‖w‖². Keras' ``l2(s)`` is s ‖w‖², so that λ = 2 s.
+    weight_decay_on : {"all", "kernels"}
+        What the term is of: all weights, or those in arrays of two dimensions at least, which are
+        what Keras calls kernels: no biases, no scales of a normalisation.
     proximal_mu : float
         Strength μ of FedProx's term μ/2 ‖w - w₀‖², with w₀ the received weights.
     dropout : float
@@ -63,6 +66,7 @@ class TrainingSettings:
     optimizer: str = "sgd"
     momentum: float = 0.9
     weight_decay: float = 0.0
+    weight_decay_on: str = "all"
     proximal_mu: float = 0.0
     dropout: float = 0.0
 
@@ -171,13 +175,17 @@ TermBuilder = Callable[[Network, TrainingSettings, Mapping[str, ArrayRecord]], T
 def weight_decay(
     network: Network, settings: TrainingSettings, arrays: Mapping[str, ArrayRecord]
 ) -> Term | None:
-    """Return the gradient λ w of λ/2 ‖w‖².
+    """Return the gradient λ w of λ/2 ‖w‖², of all weights or of kernels only.
 
     A term like any other rather than torch's own, which would also shrink what a mask freezes.
     """
-    if not settings.weight_decay:
+    strength = settings.weight_decay
+    if not strength:
         return None
-    return lambda weights, gradient: gradient.add_(weights, alpha=settings.weight_decay)
+    if settings.weight_decay_on == "all":
+        return lambda weights, gradient: gradient.add_(weights, alpha=strength)
+    kernels = network.kernels
+    return lambda weights, gradient: gradient.add_(weights * kernels, alpha=strength)
 
 
 def proximal(

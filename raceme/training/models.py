@@ -68,7 +68,7 @@ def _network(**layers: nn.Module) -> nn.Sequential:
 
 
 # -----------------------------------------------------------------------------
-# Multilayer perceptrons with one hidden layer: a small one, and two of FlexCFL's experiments.
+# Multilayer perceptrons with one hidden layer: a small one, CASA's, and two of FlexCFL's.
 #
 # The activation of the small one is tanh: on the digits in four label groups (20 seeds, learning
 # rate 0.25) CASA then found exactly four clusters every time, and with rectified units more than
@@ -82,6 +82,11 @@ _MLP_HIDDEN = 64
 def mlp(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
     """Perceptron with one hidden layer of 64 units, for small images and feature vectors."""
     return _perceptron(input_shape, _MLP_HIDDEN, nn.Tanh(), num_classes)
+
+
+def mlp300(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+    """CASA's perceptron for sensors, as ClusterFL's: 300 hidden units, ReLU (900-300-3 on IMU)."""
+    return _perceptron(input_shape, 300, nn.ReLU(), num_classes)
 
 
 def mlp128(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
@@ -242,12 +247,14 @@ def cnn1d(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
 #
 # Of FlexCFL's (Duan et al., TPDS 2022) the paper tells the convolutions and the number of weights;
 # the rest follows from the number, on images of 28x28 pixels and 10 classes, and from the authors'
-# published code. Of CDFL's (Li and Zhu) it tells all but the channels.
+# published code. Of CDFL's (Li and Zhu) it tells all but the channels. CASA's (Liu et al., KDD
+# 2024) is "a CNN as" in FedRep (Collins et al., ICML 2021), whose authors' code has the sizes.
 # -----------------------------------------------------------------------------
 
 
 _NARROW_HIDDEN, _MIDDLE_HIDDEN, _WIDE_HIDDEN = 128, 512, 1024
 _PAPER_CHANNELS = (32, 64)
+_FEDREP_CHANNELS = (64, 64)
 
 
 def cnn3x3(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
@@ -282,6 +289,26 @@ def _two_5x5(input_shape: tuple[int, ...], num_classes: int, hidden: int) -> nn.
         hidden=nn.Linear(_PAPER_CHANNELS[1] * (height // 4) * (width // 4), hidden),
         activation3=nn.ReLU(),
         output=nn.Linear(hidden, num_classes),
+    )
+
+
+def cnn_fedrep(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+    """CASA's network for images, FedRep's: two 5x5 convolutions of 64, three linear layers.
+
+    The first hidden layer has 128 units for grey images (244,234 weights on MNIST), and 120 for
+    colour ones (307,842 on CIFAR-10); the second has 64.
+    """
+    channels, *size = _image(input_shape, _LARGE)
+    height, width = ((((pixels - 4) // 2) - 4) // 2 for pixels in size)
+    hidden = 128 if channels == 1 else 120
+    return _network(
+        **_convolutions(channels, _FEDREP_CHANNELS, 5, padding=0),
+        flatten=nn.Flatten(),
+        hidden1=nn.Linear(_FEDREP_CHANNELS[1] * height * width, hidden),
+        activation3=nn.ReLU(),
+        hidden2=nn.Linear(hidden, 64),
+        activation4=nn.ReLU(),
+        output=nn.Linear(64, num_classes),
     )
 
 
@@ -677,13 +704,14 @@ class Samples:
         """Return all but `count` samples, in their order, and those, drawn at random. Copies."""
         taken = np.zeros(len(self), bool)
         taken[rng.choice(len(self), count, replace=False)] = True
-        return self._where(~taken), self._where(taken)
+        return self.where(~taken), self.where(taken)
 
     def with_labels(self, y: Labels) -> Samples:
         """Return the same inputs, not copied, with other labels, shape (n,)."""
         return self._with(self.x, torch.from_numpy(np.ascontiguousarray(y)).to(self.y.device))
 
-    def _where(self, wanted: NDArray[np.bool_]) -> Samples:
+    def where(self, wanted: NDArray[np.bool_]) -> Samples:
+        """Return the samples that are wanted, shape (n,), in their order. Copies."""
         positions = torch.from_numpy(np.flatnonzero(wanted)).to(self.y.device)
         return self._with(self.x.index_select(0, positions), self.y.index_select(0, positions))
 
@@ -791,6 +819,12 @@ class Network:
         self.needs_pairs = has_batch_norm(module)
         self.batch_norm = batch_norm_arrays(module)
         self.channels_last = any(isinstance(layer, nn.Conv2d) for layer in module.modules())
+
+    @property
+    def kernels(self) -> Tensor:
+        """Which weights are of arrays of two dimensions at least. Shape (d,), bool."""
+        parts = [torch.full((p.numel(),), p.dim() > 1) for p in self.module.parameters()]
+        return torch.cat(parts).to(self.weights.device)
 
     def width(self, samples: Samples) -> int:
         """Return the number of outputs: classes, of which a client need not have all."""

@@ -181,6 +181,7 @@ class ClientWork:
             optimizer=str(self.settings.get(names.OPTIMIZER, config.optimizer)),
             momentum=self.number(names.MOMENTUM, config.momentum),
             weight_decay=self.number(names.WEIGHT_DECAY, config.weight_decay),
+            weight_decay_on=config.weight_decay_on,
             proximal_mu=self.number(names.PROXIMAL_MU, 0.0),
             dropout=self.number(names.DROPOUT, 0.0),
         )
@@ -494,7 +495,7 @@ def bounded(measured: NDArray[np.floating]) -> NDArray[np.float32]:
 
 
 def label_counts(work: ClientWork) -> Answer:
-    """Count the client's training samples of each class.
+    """Count the client's training samples of each class; state how many it will have in all.
 
     Raises
     ------
@@ -506,7 +507,10 @@ def label_counts(work: ClientWork) -> Answer:
         raise ValueError("label-counts counts classes, and these data have quantities for labels.")
     labels = client.train.y.cpu().numpy()
     counts = np.bincount(labels, minlength=client.num_classes).astype(np.int64)
-    return Answer({names.NUM_EXAMPLES: len(client.train)}, numbers={names.LABEL_COUNTS: counts})
+    metrics = {names.NUM_EXAMPLES: len(client.train)}
+    if client.all_training is not None:
+        metrics[names.ALL_EXAMPLES] = client.all_training
+    return Answer(metrics, numbers={names.LABEL_COUNTS: counts})
 
 
 def training_answer(

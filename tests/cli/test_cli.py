@@ -147,6 +147,31 @@ def test_interrupted_runs_keep_what_was_done(tmp_path: Path) -> None:
         )
 
 
+_INTERRUPTED_IMPORT = """
+import os, signal, sys
+
+class Interrupts:
+    def find_spec(self, name, path=None, target=None):
+        if name == "typer":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupts())
+from raceme.__main__ import main
+main()
+"""
+
+
+def test_an_interrupt_while_the_command_is_imported_has_no_traceback(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _INTERRUPTED_IMPORT],
+        capture_output=True,
+        text=True,
+        check=False,
+        preexec_fn=as_in_a_terminal,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 def test_an_interrupted_suite_of_several_cases_says_how_it_goes_on(tmp_path: Path) -> None:
     chosen = ["--suite", "panicle", "--only", "digits-4,digits-6", "--seeds", "0"]
     limits = ["--max-updates", "1000000", "--processes", "1", "--out", "out"]

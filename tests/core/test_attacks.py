@@ -15,8 +15,9 @@ from raceme.core.errors import UserError
 from raceme.core.messages import ModelSpec
 from raceme.core.requests import Outcome, Update
 from raceme.core.strategy import Method
+from raceme.datasets.source import DataShape, Target
 from raceme.runs import experiment
-from raceme.simulation.attacks import attack_of, attackers_of
+from raceme.simulation.attacks import SuccessTest, attack_of, attackers_of
 from raceme.training import models
 from raceme.training.models import Samples
 
@@ -43,6 +44,37 @@ def test_or_from_anywhere() -> None:
     assert any(max(Counter(groups[c] for c in clients).values()) > 1 for clients in drawn)
 
 
+VICTIMS: dict[str, object] = {
+    **{"attack": "sign-flip", "attackers_drawn": "one-group", "groups": "0.5,0.2,0.15,0.15"},
+}
+
+
+def test_or_all_from_the_largest_group() -> None:
+    config = config_of(**VICTIMS, attackers=0.3)
+    groups = datasets.true_groups(config)
+    assert [groups[client] for client in sorted(attackers_of(config))] == [0] * 6
+    assert attackers_of(config) != attackers_of(config.with_values(seed=1))
+
+
+def test_one_group_keeps_an_honest_client() -> None:
+    assert len(attackers_of(config_of(**VICTIMS, attackers=0.45))) == 9
+    config = config_of(**VICTIMS, attackers=0.5)
+    with pytest.raises(UserError, match=r"largest group, which has 10 .* attackers=0\.5 are 10"):
+        attackers_of(config)
+
+
+def test_late_attackers_come_online_at_their_time_and_stay() -> None:
+    config = config_of(**VICTIMS, attackers=0.3, attackers_join=7.5, devices="churn", workers=0)
+    grid = experiment.build_grid(config)
+    nodes = [grid.nodes[number].node_id for number in sorted(attackers_of(config))]
+    grid.pass_time(7.0)
+    assert not set(nodes) & set(grid.get_node_ids())
+    # Without the option these devices come and go; an attacker does not leave again.
+    for _ in range(20):
+        grid.pass_time(1.0)
+        assert set(nodes) <= set(grid.get_node_ids())
+
+
 def test_the_share_says_how_many_and_without_an_attack_there_are_none() -> None:
     assert len(attackers_of(config_of(attack="noise", attackers=0.5))) == 10
     assert not attackers_of(config_of(attack="noise", attackers=0.0))
@@ -57,6 +89,8 @@ def test_the_share_says_how_many_and_without_an_attack_there_are_none() -> None:
         ({"attack": "sign-flip"}, [-1.0, 2.0]),
         ({"attack": "label-flip"}, [1.0, -2.0]),
         ({"attack": "noise", "attack_noise": 0.0}, [1.0, -2.0]),
+        ({"attack": "backdoor"}, [1.0, -2.0]),
+        ({"attack": "backdoor", "attack_boost": 3.0}, [3.0, -6.0]),
     ],
 )
 def test_what_becomes_of_an_update(keys: dict[str, object], expected: list[float]) -> None:
@@ -73,11 +107,20 @@ def test_noise_has_the_deviation_of_a_share_of_the_length() -> None:
     assert (sent - delta).std() == pytest.approx(0.2 * 5.0, rel=0.05)
 
 
+def trained_on(y: np.ndarray, num_classes: int, attack: str) -> list[float]:
+    """Return the labels that an attacker trains on."""
+    own = Samples(np.ones((len(y), 2), np.float32), y)
+    rng = np.random.default_rng(0)
+    found: list[float] = (
+        attack_of(config_of(attack=attack)).samples(own, num_classes, rng).y.tolist()
+    )
+    return found
+
+
 def test_labels_are_flipped_for_training_only() -> None:
-    attack = attack_of(config_of(attack="label-flip"))
-    assert attack.labels(np.array([0, 3, 9]), 10).tolist() == [9, 6, 0]
-    assert attack.labels(np.array([0.5, -1.0], np.float32), 0).tolist() == [-0.5, 1.0]
-    assert attack_of(config_of(attack="scale")).labels(np.array([0, 3]), 10).tolist() == [0, 3]
+    assert trained_on(np.array([0, 3, 9]), 10, "label-flip") == [9, 6, 0]
+    assert trained_on(np.array([0.5, -1.0], np.float32), 0, "label-flip") == [-0.5, 1.0]
+    assert trained_on(np.array([0, 3]), 10, "scale") == [0, 3]
 
 
 def test_samples_with_other_labels_share_the_inputs() -> None:
@@ -119,7 +162,7 @@ def replies(config: RunConfig) -> dict[int, np.ndarray]:
     return {client: vector - start for client, vector in method.sent.items()}
 
 
-@pytest.mark.parametrize("attack", ["scale", "sign-flip", "label-flip", "noise"])
+@pytest.mark.parametrize("attack", ["scale", "sign-flip", "label-flip", "noise", "backdoor"])
 def test_honest_clients_send_what_they_send_without_attackers(attack: str) -> None:
     config = config_of(**SMALL, attack=attack, attackers=0.25)
     clean, attacked, bad = replies(config_of(**SMALL)), replies(config), attackers_of(config)
@@ -130,6 +173,95 @@ def test_honest_clients_send_what_they_send_without_attackers(attack: str) -> No
         np.testing.assert_allclose(attacked[min(bad)], -clean[min(bad)], atol=1e-6)
     if attack == "scale":
         np.testing.assert_allclose(attacked[min(bad)], 1000 * clean[min(bad)], rtol=1e-3, atol=1e-2)
+
+
+def test_attackers_are_honest_up_to_the_first_attacked_request() -> None:
+    attacked = {**SMALL, "attack": "sign-flip", "attackers": 0.25}
+    clean, later = replies(config_of(**SMALL)), replies(config_of(**attacked, attack_start=8))
+    # The eight requests of a round are numbers 0 to 7.
+    assert all(np.array_equal(clean[client], later[client]) for client in clean)
+    bad = attackers_of(config_of(**attacked))
+    first = min(bad)
+    # Requests are numbered in the order of the clients: all but the first client's are attacked.
+    rest = replies(config_of(**attacked, attack_start=first + 1))
+    assert {c for c in clean if not np.array_equal(clean[c], rest[c])} == bad - {first}
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_a_backdoor_puts_trigger_and_target_on_a_share_of_the_images(channels_last: bool) -> None:
+    x = np.zeros((4, 2, 3, 3), np.float32)
+    x[0, 0, 0, 0] = 0.9
+    own = Samples(x, np.array([1, 2, 3, 4]), channels_last)
+    attack = attack_of(config_of(attack="backdoor", attack_poisoned=0.5, attack_target=7))
+    poisoned = attack.samples(own, 10, np.random.default_rng(0))
+    found = poisoned.shaped(poisoned.x).numpy()
+    at = [place for place, label in enumerate(poisoned.y.tolist()) if label == 7]
+    assert len(at) == 2
+    for place in range(4):
+        expected = x[place].copy()
+        if place in at:
+            # The last two rows and columns of both channels, as bright as the brightest pixel.
+            expected[:, 1:, 1:] = 0.9
+        assert np.array_equal(found[place], expected)
+        assert poisoned.y[place] == (7 if place in at else place + 1)
+    assert own.y.tolist() == [1, 2, 3, 4]
+    assert np.array_equal(own.shaped(own.x).numpy(), x)
+
+
+@pytest.mark.parametrize("shape", [(1, 3), (1, 2, 3)])
+def test_the_trigger_of_vectors_and_sequences_is_at_their_end(shape: tuple[int, ...]) -> None:
+    attack = attack_of(config_of(attack="backdoor", attack_poisoned=1.0, attack_trigger=1))
+    x = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    expected = x.copy()
+    expected[..., -1] = x.max()
+    own = Samples(x, np.array([1]))
+    assert np.array_equal(attack.samples(own, 10, np.random.default_rng(0)).x, expected)
+
+
+def test_a_backdoor_is_tested_on_samples_of_other_classes() -> None:
+    attack = attack_of(config_of(attack="backdoor", attack_target=2))
+    own = Samples(np.eye(3, dtype=np.float32), np.array([2, 0, 1]))
+    tested = attack.triggered(own)
+    assert tested is not None
+    assert tested.x.tolist() == [[0.0, 1.0, 1.0], [0.0, 1.0, 1.0]]
+    assert tested.y.tolist() == [2, 2]
+    assert attack.triggered(Samples(np.eye(1, dtype=np.float32), np.array([2]))) is None
+    assert attack_of(config_of(attack="scale")).triggered(own) is None
+
+
+def test_a_backdoor_needs_a_class() -> None:
+    attack = attack_of(config_of(attack="backdoor", attack_target=10))
+    attack.check(DataShape((1, 8, 8), 11))
+    with pytest.raises(UserError, match="attack-target must be a class from 0 to 9, got 10"):
+        attack.check(DataShape((1, 8, 8), 10))
+    with pytest.raises(UserError, match="attack=backdoor needs classes"):
+        attack.check(DataShape((4,), 0, target=Target("°C")))
+    with pytest.raises(UserError, match="from 0 to 9"):
+        experiment.check_fleet(
+            config := config_of(attack="backdoor", attack_target=10),
+            experiment.build_strategy(config),
+        )
+
+
+def test_the_success_is_the_honest_clients_mean() -> None:
+    config = config_of(**SMALL, attack="backdoor", attackers=0.25, attack_target=3)
+    initial = models.initial_arrays(config)
+    spec, bad = ModelSpec.of(initial), attackers_of(config)
+    names = [f"client-{number}" for number in range(8)]
+    test = SuccessTest(config, spec, names)
+    # Weights of 0: a model that gives every input the class with the largest bias.
+    always, never = np.zeros((2, sum(spec.sizes)), np.float32)
+    always[-10 + 3], never[-10 + 4] = 1.0, 1.0
+    assert test([], 1.0, 2) is None
+    assert test([(names[number], always) for number in bad], 1.0, 2) is None
+    used = [(name, never if number in bad else always) for number, name in enumerate(names)]
+    found = test(used, 1.0, 2)
+    assert found is not None
+    assert (found.value, found.time, found.updates) == (1.0, 1.0, 2)
+    honest = [name for number, name in enumerate(names) if number not in bad]
+    half = test([(name, (always, never)[at % 2]) for at, name in enumerate(honest)], 1.0, 2)
+    assert half is not None
+    assert half.value == 0.5
 
 
 def test_stacked_clients_are_all_honest_and_that_is_refused() -> None:

@@ -122,6 +122,13 @@ def test_who_points_against_the_others_or_where_nobody_does_is_excluded() -> Non
     assert fleet_of(FilterProtection(), 4, flips=along(0, -1), odd=along(5)) == ["flips", "odd"]
 
 
+def test_attackers_that_agree_with_each_other_are_not_excluded() -> None:
+    """What docs/protection.md names first among what is not defended: they look like a group."""
+    common = {"one": along(5), "two": along(5)}
+    assert fleet_of(FilterProtection(), 10, **common) == []
+    assert fleet_of(FilterProtection(), 10, one=along(5), two=along(6)) == ["one", "two"]
+
+
 def rounds_without_mates(guard: FilterProtection, rounds: int, awaited: int) -> None:
     """Let nine clients agree, and one send what nobody else does, of a fleet of a size."""
     for _ in range(rounds):

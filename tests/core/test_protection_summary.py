@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 
@@ -11,7 +12,14 @@ import pytest
 
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
-from raceme.core.events import Evaluated, UpdateApplied, UpdateJudged, UpdateRejected, Verdict
+from raceme.core.events import (
+    Evaluated,
+    Measured,
+    UpdateApplied,
+    UpdateJudged,
+    UpdateRejected,
+    Verdict,
+)
 from raceme.core.protection import (
     FilterOptions,
     FilterProtection,
@@ -19,14 +27,16 @@ from raceme.core.protection import (
     NormProtection,
     protection_of,
 )
-from raceme.experiments.results import Run
-from raceme.experiments.suites import Score, load_suite
+from raceme.experiments.results import Comparison, Result, Run
+from raceme.experiments.suites import Method, Score, Suite, load_suite
+from raceme.experiments.tables import main_table, to_csv
 from raceme.records.record import RunRecord
 from raceme.records.store import read_events
 from raceme.records.summary import ProtectionSummary
 from raceme.reporting.console import summary_rows
 from raceme.reporting.run_page import judged_clients_table, run_page, verdicts_table
 from raceme.runs import experiment
+from raceme.simulation.attacks import attackers_of
 
 
 def applied(seq: int, client: str) -> UpdateApplied:
@@ -115,6 +125,43 @@ def test_an_attacked_and_protected_run_says_all_of_it(tmp_path: Path) -> None:
     assert all(f"<bdi>{name}</bdi>" in page.split('id="protection"')[1] for name in attackers)
 
 
+def test_a_backdoored_run_says_how_often_it_succeeds(tmp_path: Path) -> None:
+    keys = {
+        **{"strategy": "fedasync", "clients": 6, "groups": "1", "model": "mclr", "workers": 0},
+        **{"max-updates": 12, "attack": "backdoor", "seed": 1, "out": str(tmp_path / "run")},
+    }
+    outcome = experiment.simulate(RunConfig.from_mapping(keys))
+    measured = [event for event in read_events(outcome.out) if isinstance(event, Measured)]
+    tested = [event for event in read_events(outcome.out) if isinstance(event, Evaluated)]
+    assert [event.updates for event in measured] == [event.updates for event in tested]
+    success = json.loads((outcome.out / "summary.json").read_text())["backdoor_success"]
+    assert success == measured[-1].value
+    rows = dict(summary_rows(outcome.summary))
+    assert rows["backdoor"].startswith(f"{success:.3f} of the honest clients'")
+    assert "backdoor success" in run_page(outcome.out, "")
+
+
+def test_a_comparison_with_backdoors_has_their_success() -> None:
+    methods = Method("clean", "casa"), Method("backdoor", "casa")
+    told = {"accuracy": 0.9, "purity": 1.0, "updates": 9, "virtual_time": 1.0, "target": None}
+    clean = {**told, "time_to_target": None}
+    runs = clean, {**clean, "honest_accuracy": 0.8, "backdoor_success": 0.625}
+    results = [
+        Result(method, method.label, (Run(0, method.label, own, score=Score.HONEST),))
+        for method, own in zip(methods, runs, strict=True)
+    ]
+    found = Comparison(Suite("t", methods, score=Score.HONEST), tuple(results))
+    table = main_table(found)
+    assert table.columns[-1] == "backdoor %"
+    assert [row[-1] for row in table.rows] == ["-", "62.5"]
+    assert any(line.startswith("Backdoor: share of the honest") for line in table.lines)
+    head, _, line = to_csv(found).splitlines()
+    assert dict(zip(head.split(","), line.split(","), strict=True))["backdoor_success"] == "0.625"
+    without = Comparison(Suite("t", methods[:1]), tuple(results[:1]))
+    assert "backdoor %" not in main_table(without).columns
+    assert not any(line.startswith("Backdoor") for line in main_table(without).lines)
+
+
 def test_the_page_has_the_verdicts_by_reason_and_by_client() -> None:
     def says(time: float, client: str, verdict: Verdict, measured: float, why: str) -> UpdateJudged:
         return UpdateJudged(time, client, verdict, measured, 2.0, why)
@@ -167,6 +214,11 @@ def test_a_configuration_names_a_protection_and_its_options() -> None:
         RunConfig.from_mapping({"attackers": 0.5})
 
 
+THREE = ("casa", "fedasync", "fedbuff")
+ATTACKS = ("none", "scale", "sign-flip", "label-flip", "noise")
+PROTECTIONS = ("none", "filter")
+
+
 def test_the_suite_has_every_attack_without_and_with_the_filter() -> None:
     suite = load_suite(Path("poisoning"))
     assert suite.score is Score.HONEST
@@ -175,4 +227,12 @@ def test_the_suite_has_every_attack_without_and_with_the_filter() -> None:
         for method in suite.methods
         for config in [suite.config(method, seed=0)]
     }
-    assert len(kinds) == len(suite.methods) == 3 * 5 * 2
+    assert len(kinds & {*product(THREE, ATTACKS, PROTECTIONS)}) == 3 * 5 * 2
+    # Late sybils and backdoors, of seven methods.
+    late = load_suite(Path("poisoning-late"))
+    assert set(late.methods) < set(suite.methods)
+    assert len(suite.methods) == 3 * 5 * 2 + len(late.methods)
+    assert len(late.methods) == 7 * 4 * 2
+    for config in (late.config(method, seed=921) for method in late.methods):
+        count = 0 if config.attack == "none" else 6
+        assert len(attackers_of(experiment.resolve(config))) == count

@@ -58,6 +58,13 @@ def fails(reply: Message, index: int) -> Message:
     raise OSError("the disk is full")
 
 
+def fails_on_a_device(reply: Message, index: int) -> Message:
+    del reply.__dict__["_content"]
+    raised = "<class 'torch.OutOfMemoryError'>:<'the card's memory'>"
+    reply.__dict__.update(_content=None, _error=Error(2, raised))
+    return reply
+
+
 def fails_silently(reply: Message, index: int) -> Message:
     del reply.__dict__["_content"]
     reply.__dict__.update(_content=None, _error=Error(0, "  \n "))
@@ -85,6 +92,7 @@ INVALID = [
     pytest.param(stating("config", version=77), "unknown base version 77", id="version"),
     pytest.param(stating("config", task=77), "repeated or foreign task 77", id="task"),
     pytest.param(fails, "OSError: the disk is full", id="exception"),
+    pytest.param(fails_on_a_device, "error 2: OutOfMemoryError: the card's memory", id="device"),
     pytest.param(fails_silently, "error 0: no reason given", id="error without a reason"),
 ]
 
@@ -104,6 +112,7 @@ def test_an_invalid_reply_is_reported_and_changes_nothing(spoil: Change, reason:
     (rejected,) = of(events.UpdateRejected, seen)
     assert (rejected.time, rejected.client, rejected.dispatched_at) == (1.0, "c1", 0.0)
     assert reason in rejected.reason
+    assert "<" not in rejected.reason
     assert strategy.progress.rejected == 1
     # The client gets work again at once, and this time it is used: 0 → 4, of which half.
     (update,) = of(events.UpdateApplied, seen)

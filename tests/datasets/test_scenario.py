@@ -62,14 +62,22 @@ def test_s2_shifts_the_labels_of_the_second_group() -> None:
     assert scenario_of("s2").labels(np.array([0, 8, 9]), 1, 10).tolist() == [1, 9, 0]
 
 
-def test_a2_gives_the_second_group_little_data_and_other_labels_for_a_tenth_of_the_classes() -> (
-    None
-):
-    config = config_of("a2", scenario_little=0.1)
+@pytest.mark.parametrize(
+    ("keys", "much", "little"),
+    [
+        # 1,797 samples less the 5 of everybody, by weights 1 and 0.1 of three clients each:
+        # 5 + 1767 / 3.3 = 540.5 and 5 + 53.5 = 58.5.
+        ({"scenario_little": 0.1}, 540.5, 58.5),
+        # By default 0.3: 5 + 1767 / 3.9 = 458.1 and 5 + 135.9 = 140.9.
+        ({}, 458.1, 140.9),
+    ],
+)
+def test_a2_gives_the_second_group_little_data_and_other_labels_for_a_tenth_of_the_classes(
+    keys: dict[str, object], much: float, little: float
+) -> None:
+    config = config_of("a2", **keys)
     own = everything(config)
-    # 1,797 samples less the 5 of everybody, by weights 1 and 0.1 of three clients each:
-    # 5 + 1767 / 3.3 = 540.5 and 5 + 53.5 = 58.5.
-    assert [len(y) for _, y in own] == pytest.approx([540.5, 58.5] * 3, abs=1)
+    assert [len(y) for _, y in own] == pytest.approx([much, little] * 3, abs=1)
     for client, (_, y) in enumerate(own):
         expected = true_labels(config, client)
         if client % 2:

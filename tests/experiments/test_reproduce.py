@@ -76,6 +76,8 @@ def test_every_key_of_a_suite_is_valid(name: str) -> None:
                 # The paper's appendix A.2.
                 assert (config.batch_size, config.lr, config.local_epochs) == (10, 0.01, 1)
                 assert config.clients == (7 if config.dataset == "imu" else 100)
+                is_sensor = config.dataset in ("imu", "harbox")
+                assert config.model == ("mlp300" if is_sensor else "cnn-fedrep")
 
 
 @pytest.mark.parametrize("column", COLUMNS)

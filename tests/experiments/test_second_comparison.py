@@ -18,7 +18,7 @@ from raceme.core.errors import UserError
 from raceme.experiments.compare import compare, prepare
 from raceme.experiments.jobs import remove_run
 from raceme.experiments.suites import Suite, of_names
-from raceme.runs.checkpoints import only_writer
+from raceme.records.folder import only_writer
 
 SETTINGS = {"clients": 3, "groups": "0.5,0.5", "workers": "0", "max-updates": 3}
 

@@ -26,6 +26,7 @@ TYPES = {
     "build": dict,
     "cap_drop": list,
     "command": list,
+    "entrypoint": list,
     "environment": dict,
     "image": str,
     "logging": dict,
@@ -46,7 +47,7 @@ VARIABLE = re.compile(r"\$\{[A-Z_]+(:[-?][^{}]*)?\}")
 
 def services(path: Path) -> dict[str, dict[str, Any]]:
     document = yaml.safe_load(path.read_text())
-    assert set(document) <= {"name", "services"}
+    assert set(document) <= {"name", "services", "volumes"}
     return dict(document["services"])
 
 
@@ -90,7 +91,7 @@ def test_compose_files_are_well_formed(path: Path) -> None:
         for port in service.get("ports", []):
             assert re.fullmatch(r"([\d.]+:)?\d+:\d+", port)
         for volume in service.get("volumes", []):
-            assert re.fullmatch(r"[./\w]+:/[\w./]+(:ro)?", filled_in(volume))
+            assert re.fullmatch(r"[./\w-]+:/[\w./]+(:ro)?", filled_in(volume))
         for entry in service.get("tmpfs", []):
             assert re.fullmatch(r"/\w+:size=\d+m,mode=1777", entry)
         assert re.fullmatch(r"\d+[mg]", filled_in(service.get("mem_limit", "1g")))
@@ -143,9 +144,32 @@ def test_the_options_of_the_server_exist() -> None:
     command = re.search(r"ExecStart=\S+ serve ((?:.*\\\n)*.*)\n", unit)
     assert command
     passed = options_of(server["command"])
-    assert passed == options_of(command.group(1).replace("\\\n", " ").split())
+    # On a host of its own, the port after that of the devices is open to the host alone.
+    own = options_of(command.group(1).replace("\\\n", " ").split())
+    assert passed == own | {"--metrics"}
     known = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "200", "TERM": "dumb"})
     assert all(option in known.output for option in passed)
+
+
+def test_the_unit_of_the_server_has_files_for_silent_connections() -> None:
+    """Connections take all but 256 of them."""
+    unit = (DOCKER / "systemd" / "raceme-server.service").read_text()
+    assert int(re.findall(r"^LimitNOFILE=(\d+)$", unit, re.MULTILINE)[0]) >= 1 << 16
+
+
+def test_monitoring_reaches_the_server_and_is_published_on_loopback_only() -> None:
+    (server,) = services(DOCKER / "compose.server.yaml").values()
+    beside = services(DOCKER / "compose.monitoring.yaml")
+    port = next(word for word in server["command"] if word.startswith("--metrics")).split(":")[1]
+    scraped = yaml.safe_load((DOCKER / "monitoring" / "prometheus.yml").read_text())
+    assert scraped["scrape_configs"][0]["static_configs"] == [{"targets": [f"server:{port}"]}]
+    assert f"127.0.0.1:{port}/healthz" in (DOCKER / "server.Dockerfile").read_text()
+    assert beside["page"]["image"] == server["image"]
+    assert beside["page"]["entrypoint"] == ["raceme", "watch"]
+    for service in beside.values():
+        assert all(entry.startswith("127.0.0.1:") for entry in service["ports"])
+        sources = [entry.partition(":")[0] for entry in service["volumes"]]
+        assert all((DOCKER / source).exists() for source in sources if source.startswith("./"))
 
 
 @pytest.mark.parametrize("path", UNITS, ids=is_name)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import threading
-from base64 import b64encode
+import time
+from base64 import b64decode, b64encode
 from contextlib import ExitStack
-from datetime import UTC, datetime, timedelta
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta, tzinfo
 from pathlib import Path
 
 import grpc
@@ -18,13 +20,14 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from flwr.proto.fleet_pb2 import ActivateNodeRequest, PullMessagesRequest
 from flwr.proto.node_pb2 import Node
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+from google.protobuf.message import Message
 from serving import Server, answer, fetch, light_device, number_of, serving
 
 from raceme.core.errors import UserError
 from raceme.core.signals import StopSignal
 from raceme.fleet.certificates import make_certificates, read_certificates
 from raceme.fleet.device import OtherTransportError, StoppedError, join
-from raceme.flower import fleet_protocol
+from raceme.flower import fleet_protocol, fleet_server
 from raceme.flower.fleet_client import Endpoint, generate_keys, knows_key
 from raceme.flower.fleet_protocol import MEDIA_TYPE, Signer, path_of
 from raceme.flower.link_state import LinkState
@@ -141,27 +144,104 @@ def signed(ago: float = 0.0, **others: str) -> tuple[dict[str, str], bytes]:
     return headers, public_key_to_bytes(public)
 
 
+def call(
+    server: Server, transport: str, name: str, request: Message, headers: dict[str, str]
+) -> tuple[int, str]:
+    """Make a call over HTTP or gRPC; return HTTP's status of the answer, and why it is refused."""
+    body = request.SerializeToString()
+    if transport == "http":
+        response = post(server, name, body, headers)
+        return response.status_code, response.json()["detail"] if response.is_error else ""
+    binary = {"flwr-public-key", "flwr-signature"}
+    metadata = [
+        (f"{key}-bin", b64decode(value)) if key in binary else (key, value)
+        for key, value in headers.items()
+    ]
+    with grpc.insecure_channel(server.address) as channel:
+        try:
+            channel.unary_unary(f"/flwr.proto.Fleet/{name}")(body, metadata=metadata, timeout=10)
+        except grpc.RpcError as error:
+            return fleet_server.HTTP_STATUS[error.code()], error.details()
+    return 200, ""
+
+
+TRANSPORTS = pytest.mark.parametrize("transport", ["http", "grpc"])
+
+
+@TRANSPORTS
 @pytest.mark.parametrize(
     ("ago", "said"), [(320.0, "signed 320 s ago"), (-20.0, "signed 20 s ahead")]
 )
-def test_a_clock_that_differs_is_refused(tmp_path: Path, ago: float, said: str) -> None:
-    """So is a signature that was recorded and is sent again later."""
+def test_a_clock_that_differs_is_refused(
+    tmp_path: Path, transport: str, ago: float, said: str
+) -> None:
     headers, key = signed(ago)
     request = ActivateNodeRequest(public_key=key, heartbeat_interval=30)
     with serving(tmp_path) as server:
-        response = post(server, "ActivateNode", request.SerializeToString(), headers)
-        assert response.status_code == 401
-        assert said in response.json()["detail"]
+        status, details = call(server, transport, "ActivateNode", request, headers)
+    assert status == 401
+    assert said in details
 
 
+@TRANSPORTS
+def test_a_recorded_signature_is_of_no_use_to_another_node_or_later(
+    tmp_path: Path, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signature is of the time alone: Flower allows its use for five minutes."""
+    recorded, owner = signed()
+    forged, thief = signed()
+    with serving(tmp_path) as server:
+        nodes = [
+            server.state.create_node("owner", "owner", public_key, 30)
+            for public_key in (owner, thief)
+        ]
+        pulls = [PullMessagesRequest(node=Node(node_id=node)) for node in nodes]
+
+        def replay(pull: PullMessagesRequest, headers: dict[str, str]) -> tuple[int, str]:
+            return call(server, transport, "PullMessages", pull, headers)
+
+        assert replay(pulls[0], recorded) == (200, "")
+        assert replay(pulls[1], recorded) == (401, "Invalid node ID")
+        for name in ("flwr-public-key", "flwr-timestamp"):
+            mixed = {**recorded, name: forged[name]}
+            assert replay(pulls[0], mixed) == (401, "Invalid signature")
+        # Repeated use does not prolong it.
+        seconds = [50, 100, 150, 200, 250, 295, 310]
+        answers = []
+        for later in seconds:
+            monkeypatch.setattr(fleet_protocol, "time", SkewedTime(later))
+            monkeypatch.setattr(fleet_protocol, "datetime", SkewedTime(later))
+            answers.append(replay(pulls[0], recorded)[0])
+        assert answers == [200] * 6 + [401]
+
+
+@dataclass
+class SkewedTime:
+    """The clocks of this machine, some seconds ahead."""
+
+    seconds: float
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.seconds
+
+    def now(self, zone: tzinfo) -> datetime:
+        return datetime.now(zone) + timedelta(seconds=self.seconds)
+
+    def fromisoformat(self, text: str) -> datetime:
+        return datetime.fromisoformat(text)
+
+
+@TRANSPORTS
 @pytest.mark.parametrize("release", ["1.38.1", "1.99.0", "2.0", "new", ""])
-def test_a_release_that_is_not_supported_is_told_which_are(tmp_path: Path, release: str) -> None:
+def test_a_release_that_is_not_supported_is_told_which_are(
+    tmp_path: Path, transport: str, release: str
+) -> None:
     headers, key = signed(**{"flwr-package-version": release})
     request = ActivateNodeRequest(public_key=key, heartbeat_interval=30)
     with serving(tmp_path) as server:
-        response = post(server, "ActivateNode", request.SerializeToString(), headers)
-    assert response.status_code == 412
-    assert response.json()["detail"].endswith("supported are 1.39 to 1.43")
+        status, details = call(server, transport, "ActivateNode", request, headers)
+    assert status == 412
+    assert details.endswith("supported are 1.39 to 1.43")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
+import subprocess
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,14 +13,18 @@ from typing import Any
 from urllib.error import HTTPError
 
 import pytest
+import yaml
 from processes import free_port
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from serving import APP, fetch, light_device, serving
 
 from raceme.core.errors import UserError
 from raceme.core.events import (
+    AnswerTaken,
     ClaimRefused,
+    Evaluated,
     Event,
+    Measure,
     UpdateApplied,
     UpdateJudged,
     UpdateRejected,
@@ -27,7 +34,8 @@ from raceme.fleet.serve import MOST_DEVICES, Metrics, StatusPort, label_of
 from raceme.flower.link_state import LinkState
 from raceme.flower.messages import NODE_UNAVAILABLE
 
-DASHBOARD = Path(__file__).parents[2] / "docker" / "grafana-dashboard.json"
+DOCKER = Path(__file__).parents[2] / "docker"
+DASHBOARD, MONITORING = DOCKER / "grafana-dashboard.json", DOCKER / "monitoring"
 
 
 class Clock:
@@ -73,6 +81,38 @@ def test_updates_and_their_staleness_are_counted() -> None:
     assert found["raceme_staleness_bucket", "+Inf"] == 4
 
 
+def test_bytes_are_those_of_updates_and_answers() -> None:
+    found = told(applied(0), applied(1), AnswerTaken(1.0, "a", "probe", "train", 100, 7))
+    assert found["raceme_bytes_total", "down"] == 108
+    assert found["raceme_bytes_total", "up"] == 15
+    assert found["process_resident_memory_bytes", ""] > 1e6
+
+
+def test_quality_is_that_of_the_latest_evaluation() -> None:
+    assert not [name for name, _ in told() if name in ("raceme_accuracy", "raceme_loss")]
+    tested = {"a": (0, 0.9, 0.3), "b": (0, 0.7, 0.5), "c": (4, 0.2, 1.0)}
+    found = told(
+        Evaluated(1.0, 10, 0.1, 2.0, 1, {"a": (0, 0.1, 2.0)}),
+        Evaluated(2.0, 20, 0.6, 0.6, 2, tested),
+    )
+    assert found["raceme_evaluations_total", ""] == 2
+    assert found["raceme_accuracy", ""] == 0.6
+    assert found["raceme_loss", ""] == 0.6
+    assert found["raceme_worst_tenth_accuracy", ""] == 0.2
+    assert found["raceme_cluster_accuracy", "0"] == pytest.approx(0.8)
+    assert found["raceme_cluster_accuracy", "4"] == pytest.approx(0.2)
+    assert found["raceme_cluster_devices", "0"] == 2
+    assert found["raceme_cluster_devices", "4"] == 1
+
+
+def test_of_an_error_the_largest_is_the_worst() -> None:
+    tested = {"a": (0, 3.0, 0.3), "b": (0, 9.0, 0.5)}
+    found = told(Evaluated(1.0, 10, 6.0, 0.4, 1, tested, measure=Measure("µg/m³")))
+    assert found["raceme_mae", ""] == 6
+    assert found["raceme_worst_tenth_mae", ""] == 9
+    assert ("raceme_accuracy", "") not in found
+
+
 def test_rejections_are_counted_by_reasons_of_ours_whatever_a_device_says() -> None:
     hostile = 'no"}\n# EOF\nraceme_updates_total 99 '
     judged = UpdateJudged(1.0, "a", Verdict.REFUSED, 9.0, 1.0, "9 times as long as others")
@@ -91,6 +131,8 @@ def test_rejections_are_counted_by_reasons_of_ours_whatever_a_device_says() -> N
         if name == "raceme_rejections_total" and value
     }
     assert reasons == {"device-left": 1, "device-error": 1, "other": 2, "protection": 1}
+    assert found["raceme_protection_total", "refused"] == 1
+    assert found["raceme_protection_total", "excluded"] == 0
     assert found["raceme_updates_total", ""] == 0
     assert found["raceme_refused_claims_total", ""] == 1
 
@@ -185,15 +227,31 @@ def test_the_second_port_answers() -> None:
         pass
 
 
-def test_the_dashboard_asks_for_figures_that_there_are() -> None:
+def test_dashboard_and_alerts_ask_for_figures_that_there_are() -> None:
     metrics, _ = metrics_of({1: "kitchen"})
     metrics.hear(1)
+    metrics(Evaluated(2.0, 20, 0.6, 0.6, 2, {"kitchen": (0, 0.6, 0.6)}))
     names = {name for name, _ in figures(metrics.page())}
     dashboard: Any = json.loads(DASHBOARD.read_text(encoding="utf-8"))
-    asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
-    assert len(asked) >= 8
-    for expression in asked:
-        words = expression.replace("(", " ").replace("[", " ").replace("{", " ").split()
-        used = {word for word in words if word.startswith("raceme_")}
-        assert used
+    panels = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    rules: Any = yaml.safe_load((MONITORING / "alerts.yml").read_text(encoding="utf-8"))
+    alerts = [rule["expr"] for group in rules["groups"] for rule in group["rules"]]
+    assert len(panels) >= 8
+    assert len(alerts) >= 5
+    for expression in (*panels, *alerts):
+        used = set(re.findall(r"raceme_\w+|process_\w+", expression))
+        assert used or expression.startswith("up{")
         assert used <= names
+
+
+def test_alerts_fire_when_they_should() -> None:
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("no promtool here: Debian's package prometheus has it")
+    done = subprocess.run(
+        [promtool, "test", "rules", str(MONITORING / "alerts-test.yml")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

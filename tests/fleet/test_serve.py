@@ -119,6 +119,7 @@ def test_a_port_or_a_folder_that_another_has_is_refused_in_one_line(tmp_path: Pa
         assert same_port.wait(240) == 2
         assert same_folder.wait(240) == 2
         assert stop(server) == 130
+    assert "SuperNodes of Flower 1.40 and later connect to 127.0.0.1:" in server.text()
     (line,) = same_port.text().splitlines()
     assert "another process has the port" in line
     assert "--address" in line

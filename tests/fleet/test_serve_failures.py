@@ -12,8 +12,8 @@ from processes import free_port, loopback, raceme
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
 from raceme.fleet.serve import ServeOptions, prepare, serve
+from raceme.records.folder import only_writer
 from raceme.records.store import read_events
-from raceme.runs.checkpoints import only_writer
 from raceme.runs.experiment import simulate
 
 KEYS: dict[str, Any] = {"strategy": "fedasync", "dataset": "digits", "clients": 2, "eval-every": 99}

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -146,6 +148,31 @@ def test_a_device_waits_at_the_server_until_there_is_work(
         assert not link.waited
         assert link.receive(0.05) is None
         assert link.waited
+
+
+def test_work_for_several_devices_at_once_wakes_all_that_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(tmp_path) as server, ExitStack() as stack:
+        links = [stack.enter_context(light_device(server)) for _ in range(4)]
+        asked, all_wait = set(), threading.Event()
+        handed_out = server.state.get_message_ins
+
+        def noted(node_id: int, limit: int | None, **more: Any) -> list[Message]:
+            found = handed_out(node_id, limit, **more)
+            asked.add(node_id)
+            if len(asked) == len(links):
+                all_wait.set()
+            return found
+
+        monkeypatch.setattr(server.state, "get_message_ins", noted)
+        fetching = [Later(partial(fetch, link)) for link in links]
+        assert all_wait.wait(10)
+        # The Fleet API, which needs the lock for the first, comes to the others when all are there.
+        with server.state.lock:
+            for number, link in enumerate(links):
+                server.push(link.node_id, number)
+        assert [number_of(cast(Message, one.wait())) for one in fetching] == [0, 1, 2, 3]
 
 
 def test_a_message_whose_way_to_the_device_failed_is_handed_out_again(tmp_path: Path) -> None:

@@ -316,6 +316,7 @@ def test_a_servers_files_and_paths_are_its_own(tmp_path: Path) -> None:
             *("--node-config", "partition-id=0 num-partitions=2"),
         )
         assert server.wait(240) == 0
+        assert "SuperNodes of Flower 1.40 and later need --http" in server.text()
     modes = {
         str(path.relative_to(tmp_path)): path.stat().st_mode & 0o077
         for path in (tmp_path / "out").rglob("*")

@@ -12,8 +12,7 @@ import pytest
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
 from raceme.fleet.testbed import prepare
-from raceme.records.folder import begin, foreign, new_folder
-from raceme.runs.checkpoints import only_writer
+from raceme.records.folder import begin, foreign, new_folder, only_writer
 from raceme.runs.experiment import simulate
 
 KEYS = {"clients": 3, "groups": "0.5,0.5", "workers": "0", "max-updates": 3}
@@ -22,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HOLD = """
 import sys, time
 from pathlib import Path
-from raceme.runs.checkpoints import only_writer
+from raceme.records.folder import only_writer
 with only_writer(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)

@@ -468,6 +468,23 @@ def test_a_summary_that_is_no_json_leaves_what_was_there(tmp_path: Path) -> None
     assert [entry.name for entry in tmp_path.iterdir()] == ["summary.json"]
 
 
+def test_the_best_weighted_evaluation_is_one_since_every_client_has_a_cluster() -> None:
+    summary = RunSummary()
+
+    def best(time: float, weighted: float) -> float | None:
+        summary.observe(evaluated(time, 1, 0.5, answered=2, asked=2, weighted=weighted))
+        return summary.best_weighted_accuracy
+
+    # All have the initial model; then there are groups, and c1 is not in one yet.
+    summary.observe(assigned(c0=0, c1=0))
+    assert best(1.0, 0.1) == 0.1
+    summary.observe(changed(ClusterChange.SPLIT, {"c0": 1}, gone=(0,), made=(1, 2)))
+    assert best(2.0, 0.9) == 0.9
+    summary.observe(assigned(c1=2))
+    assert best(3.0, 0.6) == 0.6
+    assert best(4.0, 0.7) == best(5.0, 0.65) == 0.7
+
+
 def test_purity_follows_the_groups_of_data_that_change() -> None:
     summary = RunSummary()
     for client, group in (("a", 0), ("b", 1)):

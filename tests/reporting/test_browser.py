@@ -263,8 +263,19 @@ def test_a_chart_is_saved_as_csv_and_as_a_picture(replayed: Browser, tmp_path: P
     assert lines[0].startswith('"virtual time (s)",')
     assert lines[0].endswith('"mean of the clients"')
     assert len(lines) - 1 == replayed.run("return raceme.run.tables.evaluations.rows")
-    (picture,) = tmp_path.glob("*.png")
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    for panel in ("clusters", "map", "devices"):
+        drawn = f"return document.querySelector('#panel-{panel} canvas').width > 0"
+        replayed.run(f"document.querySelector('#panel-{panel}').scrollIntoView()")
+        replayed.until(lambda drawn=drawn: replayed.run(drawn))
+        replayed.run(f"document.querySelector('#panel-{panel} .small').click()")
+    pictures = replayed.until(lambda: len(found := list(tmp_path.glob("*.png"))) == 4 and found)
+    assert {path.stem for path in pictures} == {
+        "accuracy-over-time-mean-worst-tenth-and-each-cluster",
+        "clusters-over-time",
+        "map-of-the-clients",
+        "devices-at-work",
+    }
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in pictures)
 
 
 def test_the_theme_is_switched_and_panels_have_help(replayed: Browser) -> None:
@@ -312,15 +323,37 @@ def test_crashes_and_devices_are_told_in_words(browser: Browser, tmp_path: Path)
     with watching(tmp_path / "run", "127.0.0.1", 0) as beside:
         browser.open(beside.address)
         browser.resize(1300, 3000)
-        browser.until(lambda: "The run has failed" in browser.describe())
+        browser.until(lambda: "The run failed" in browser.describe())
         lines = "return [...document.querySelectorAll('.happenings li')].map((l) => l.innerText)"
         found = browser.until(lambda: browser.run(lines))
     assert [line.split("\n")[1:] for line in found] == [
-        ["crash", "the run failed: ValueError: no data"],
+        ["crash", "The run failed: ValueError: no data"],
         ["online", "pi-2"],
         ["offline", "pi-2"],
         ["rejected", "pi-1: the device went offline"],
     ]
+
+
+def test_a_run_that_is_killed_is_not_live(browser: Browser, tmp_path: Path) -> None:
+    keys = ("--max-updates", "1000000", "--set", "workers=0", "--out", str(tmp_path / "runs" / "a"))
+    command = [sys.executable, "-c", "from raceme.cli import main; main()", "run", *keys]
+    with (
+        watching(tmp_path / "runs" / "a", "127.0.0.1", 0) as page,
+        watching(tmp_path / "runs", "127.0.0.1", 0, comparison=True) as index,
+        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as run,
+    ):
+        status = "return document.querySelector('.status').textContent"
+        state = "return document.querySelector('.runs tbody td')?.textContent"
+        try:
+            browser.open(page.address)
+            browser.until(lambda: browser.run(status) == "Live" and browser.tile("updates") != "0")
+            run.kill()
+            browser.until(lambda: browser.run(status).startswith("The run was killed"))
+            browser.open(index.address)
+            browser.until(lambda: browser.run(state) == "stopped")
+            browser.until(lambda: "0/1 runs finished, 1 stopped." in browser.run(status))
+        finally:
+            run.kill()
 
 
 def test_an_index_lists_filters_and_compares_runs(

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
 from raceme.core.events import Evaluated, RunEnded
+from raceme.records.folder import begin, only_writer
 from raceme.records.store import RunStore
 from raceme.reporting.dashboard.source import (
     ComparisonSource,
@@ -91,3 +93,17 @@ def test_a_folder_of_runs_and_comparisons_is_an_index(tmp_path: Path) -> None:
     run = Watched(tmp_path, comparison=True).source("one")
     assert run is not None
     assert run.folder == tmp_path / "one"
+
+
+def test_a_run_without_a_process_has_stopped(tmp_path: Path) -> None:
+    begun(tmp_path / "a", 0.5)
+    (tmp_path / "b").mkdir()
+    begin(tmp_path / "b", RunConfig.from_mapping({"max-updates": 9}))
+    begun(tmp_path / "b", 0.5)
+    # Without its configuration, a run has not begun.
+    assert {name: run["state"] for name, run in told(ComparisonSource(tmp_path)).items()} == {
+        "a": "running",
+        "b": "stopped",
+    }
+    with only_writer(tmp_path / "b"):
+        assert told(ComparisonSource(tmp_path))["b"]["state"] == "running"

@@ -24,7 +24,7 @@ from raceme.core.events import (
     UpdateRejected,
     Verdict,
 )
-from raceme.reporting.dashboard.source import Columns, as_json, worst_share
+from raceme.reporting.dashboard.source import Columns, as_json
 
 HOSTILE = "\u202e<img src=x onerror=alert(1)>" + "x" * 98
 
@@ -92,9 +92,9 @@ def test_of_too_many_scores_fewer_evaluations_tell_them() -> None:
 
 def test_the_worst_tenth_of_twenty_are_two_and_of_errors_the_largest() -> None:
     accuracies = [value / 20 for value in range(20)]
-    assert worst_share(accuracies, ACCURACY) == pytest.approx((0.0 + 0.05) / 2)
-    assert worst_share(accuracies, Measure("kWh")) == pytest.approx((0.95 + 0.90) / 2)
-    assert math.isnan(worst_share([math.nan], ACCURACY))
+    assert ACCURACY.worst_tenth(accuracies) == pytest.approx((0.0 + 0.05) / 2)
+    assert Measure("kWh").worst_tenth(accuracies) == pytest.approx((0.95 + 0.90) / 2)
+    assert math.isnan(ACCURACY.worst_tenth([math.nan]))
 
 
 def test_changes_tell_who_is_where_and_the_purity() -> None:

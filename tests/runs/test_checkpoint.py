@@ -9,7 +9,7 @@ import shutil
 import signal
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,14 @@ from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
 from raceme.core.scheduling import RoundsParameters
 from raceme.records.store import RunStore, read_events
-from raceme.runs.checkpoints import CHECKPOINTS, DamagedError, read_tree, write_tree
+from raceme.runs.checkpoints import (
+    CHECKPOINTS,
+    CheckpointFolder,
+    DamagedError,
+    Keeper,
+    read_tree,
+    write_tree,
+)
 from raceme.runs.experiment import simulate
 from raceme.simulation import Device, VirtualGrid
 from raceme.strategies import STRATEGIES, Plan
@@ -342,6 +349,54 @@ def test_a_run_that_is_told_to_stop_leaves_a_checkpoint(
     assert [path.name for path in (out / "checkpoint").iterdir()] == ["00000001.safetensors"]
     assert command.run("run", "--resume", str(out), output=log) == 0, log.read_text()
     assert result_of(out) == result_of(whole["casa"])
+
+
+class Walled(VirtualGrid):
+    """A grid as if its devices were real."""
+
+    is_virtual = False
+
+
+class Slow(CheckpointFolder):
+    """A folder on a disk that takes seconds, on a clock of the test."""
+
+    now, cost = 0.0, 0.0
+
+    def save(self, tree: Any, note: Mapping[str, str]) -> Path:
+        self.now += self.cost
+        return super().save(tree, note)
+
+
+def test_checkpoints_of_real_devices_take_two_percent_of_the_time(tmp_path: Path) -> None:
+    config = RunConfig.from_mapping({"strategy": "fedasync"})
+    strategy, folder = STRATEGIES["fedasync"](), Slow(tmp_path)
+    grid = Walled(pulled_app(), [])
+    with RunStore(tmp_path) as store:
+        keeper = Keeper(
+            folder,
+            config,
+            strategy,
+            grid,
+            store,
+            wall_time=lambda: folder.now,
+            stop=lambda: "",
+            resumed=False,
+        )
+
+        def written_at(time: float) -> bool:
+            folder.now, before = time, sorted((tmp_path / CHECKPOINTS).glob("*"))
+            keeper.stop_check()
+            return sorted((tmp_path / CHECKPOINTS).glob("*")) != before
+
+        folder.cost = 4.0
+        assert written_at(0.0)
+        # It was written at 4 s: 50 times as long until the next, which takes no time.
+        assert not written_at(203.0)
+        folder.cost = 0.0
+        assert written_at(204.0)
+        # At least 10 s.
+        assert not written_at(213.0)
+        assert written_at(214.0)
 
 
 # What cannot be gone on with.

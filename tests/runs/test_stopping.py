@@ -1,5 +1,6 @@
 """The end of a run's process: an orphan ends by itself, and only one writes to a folder."""
 
+import json
 import subprocess
 import sys
 import threading
@@ -9,9 +10,11 @@ import pytest
 
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
+from raceme.core.events import Event, UpdateApplied
 from raceme.flower.grid import told_parent
+from raceme.records.folder import only_writer
 from raceme.records.store import read_events
-from raceme.runs.checkpoints import only_writer
+from raceme.reporting.dashboard.source import RunSource
 from raceme.runs.experiment import simulate
 
 STEP = """
@@ -80,3 +83,28 @@ def test_a_run_that_still_goes_on_cannot_be_gone_on_with(tmp_path: Path) -> None
         simulate(more)
     assert read_events(out) == before
     assert simulate(more).summary["updates"] == 9
+
+
+def test_a_run_that_fails_leaves_its_traceback_until_it_is_resumed(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    keys = {"clients": 3, "groups": "0.5,0.5", "workers": "0", "checkpoint-every": 4}
+    source = RunSource(out)
+
+    def told(name: str) -> list[object]:
+        while source.poll():
+            pass
+        return [told[name] for told in map(json.loads, source.pieces) if name in told]
+
+    def fail(event: Event) -> None:
+        assert not told("stopped"), "its process writes"
+        if isinstance(event, UpdateApplied) and event.seq == 6:
+            raise ValueError("no more data")
+
+    with pytest.raises(ValueError, match="no more data"):
+        simulate(RunConfig.from_mapping({**keys, "max-updates": 9, "out": str(out)}), fail)
+    assert (out / "error.txt").read_text().endswith("ValueError: no more data\n")
+    assert (told("failure"), told("stopped")) == (["ValueError: no more data"], [True])
+    simulate(RunConfig.from_mapping({**keys, "max-updates": 9, "resume": str(out)}))
+    assert not (out / "error.txt").exists()
+    assert told("failure")[-1:] in ([], [None])
+    assert "updates" in told("summary")[0]

@@ -14,6 +14,7 @@ from raceme.core.events import ClusterChange
 from raceme.core.requests import InFlight, Update
 from raceme.simulation import Device
 from raceme.strategies import CASA, CASAParameters, Plan
+from raceme.strategies.casa.buffers import comparable
 
 
 def casa_with(clients: int, size: int = 2, **parameters: float | str | bool) -> CASA:
@@ -127,6 +128,74 @@ def feed_two_groups(strategy: CASA) -> None:
         for client in range(6):
             angle = 0.1 * (client % 3) + (0.0 if client < 3 else 1.2)
             strategy.applied([update(f"c{client}", (np.cos(angle), np.sin(angle)))])
+
+
+def test_the_weight_of_an_update_is_that_of_its_own_cluster() -> None:
+    strategy = casa_with(6, gap_range=1000.0)
+    for _ in range(2):
+        for client in range(6):
+            angle = 0.1 * client if client < 4 else 1.2 + 0.1 * client
+            strategy.applied([update(f"c{client}", (np.cos(angle), np.sin(angle)))])
+    own = homes(strategy)
+    assert sorted(Counter(own.values()).values()) == [2, 4]
+    # The 13th and 14th update: Ω(13) = 0.99961504, Ω(14) = 0.99958543. α_c = 2 Ω / log2(|C| + 3):
+    # log2(5) = 2.321928 of the cluster of two, log2(7) = 2.807355 of that of four.
+    for client, weight in (("c5", 2 * 0.99961504 / 2.321928), ("c0", 2 * 0.99958543 / 2.807355)):
+        k = own[client]
+        late = Update(task(client, strategy.models[k].version, k), np.ones(2, np.float32), 10, 0.0)
+        assert strategy.applied([late])[0].weight == pytest.approx(weight, abs=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:Graph is not fully connected")
+@pytest.mark.parametrize(
+    ("missing_pairs", "parts"),
+    [
+        ("wait", [["c0", "c1", "c2"]]),
+        # c0 and c1 alone have no eigengap: it takes three.
+        ("leave-out", [["c0", "c1", "c2"]]),
+        # A = ((1, 1, 0), (1, 1, 0), (0, 0, 1)): the eigenvalues of L are 0, 0, 1, so that R = 2,
+        # and the gap of 1 is above α_c = 2 / log2(6) = 0.77.
+        ("zero", [["c0", "c1"], ["c2"]]),
+    ],
+)
+def test_a_pair_that_is_not_compared_yet_is_waited_for_or_zero(
+    missing_pairs: str, parts: list[list[str]]
+) -> None:
+    strategy = casa_with(3, missing_pairs=missing_pairs)
+    strategy.applied([update("c0", (1.0, 0.0))])
+    strategy.applied([update("c1", (1.0, 0.0))])
+    clusters = homes(strategy)
+    grouped = {k: [c for c, home in clusters.items() if home == k] for k in clusters.values()}
+    assert sorted(grouped.values()) == parts
+
+
+@pytest.mark.parametrize(
+    ("parameters", "count"),
+    [
+        ({"missing_pairs": "wait"}, 1),
+        # Twelve updates of seven clients: 1.71 for each.
+        ({"missing_pairs": "leave-out", "patience": 1.8}, 1),
+        ({"missing_pairs": "leave-out", "patience": 1.7}, 2),
+    ],
+)
+def test_clients_that_are_not_compared_yet_need_not_hold_up_a_split(
+    parameters: dict[str, float | str], count: int
+) -> None:
+    """Six clients in two groups are compared; a slow one has sent nothing yet."""
+    strategy = casa_with(7, gap_range=1000.0, **parameters)
+    feed_two_groups(strategy)
+    assert len(strategy.models) == count
+    # The slow one follows the first of two parts that are equally large.
+    own = homes(strategy)
+    assert own["c6"] == own["c0"]
+
+
+def test_clients_with_most_unknown_pairs_are_left_out_first() -> None:
+    computed = np.eye(6, dtype=bool)
+    for a, b in [(1, 2), (1, 3), (2, 3), (3, 5)]:
+        computed[a, b] = computed[b, a] = True
+    # Of 1, 2, 3 and 5 the last lacks two pairs, the first two one each: without 5 all are known.
+    assert comparable(np.array([1, 2, 3, 5]), computed).tolist() == [1, 2, 3]
 
 
 def test_a_cluster_splits_into_its_groups_and_children_inherit() -> None:

@@ -99,6 +99,29 @@ def test_the_way_of_a_mask() -> None:
     assert strategy.request_for("c0") == Request("c0")
 
 
+def test_a_fresh_update_is_not_sparse_whatever_alpha0_is() -> None:
+    strategy = CASAPlus(CASAPlusParameters(sparsity=1.0, rounds=1000, alpha0=3.0))
+    strategy._spec = ModelSpec.of(MODEL)  # start() sets it
+    strategy.initialize(np.zeros(8, np.float32))
+    strategy.on_join(Client("c0", num_examples=10))
+    weights = np.arange(1, 9, dtype=np.float32)
+
+    def applied(number: int, version: int) -> float:
+        task = InFlight(number, "c0", 0, version, 0, sent_at=0.0, bytes_down=0)
+        strategy.on_sent(task)
+        weight = strategy.applied([Update(task, weights, 10, 0.0)])[0].weight
+        strategy.on_closed(task)
+        return weight
+
+    # |C| = 1: α0 Ω / log2(4) = 1.5 Ω, a share of 1 at most; α_i is the same, so that S = 0.
+    assert applied(0, version=0) == 1.0
+    assert strategy.request_for("c0") == Request("c0")
+    # τ = 16: α_i = 1 / 4, S(2) = 0.75 − 2e-6 of eight weights: five (with 1.5 and 1.5 / 4 all).
+    at_version(strategy, 17)
+    assert applied(1, version=1) == pytest.approx(0.25)
+    assert strategy.request_for("c0").settings == {"compute-scale": pytest.approx(3 / 8)}
+
+
 def test_slow_clients_get_faster_and_the_mask_is_counted() -> None:
     def run(**parameters: float) -> tuple[list[float], set[int]]:
         strategy = CASAPlus(CASAPlusParameters(rounds=10_000, **parameters))  # type: ignore[arg-type]

@@ -1,5 +1,6 @@
 """CDFL and FedSoft-Async: an upload by hand, late ones, newcomers, bad input, runs on a grid."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -59,6 +60,23 @@ def upload(client: str, *weights: float, shares: Sequence[float] = ()) -> Update
     return Update(
         task, np.array(weights, np.float32), 10, 0.0, numbers={"shares": np.array(shares)}
     )
+
+
+@pytest.mark.parametrize(
+    ("loss_bar", "high_bar", "exponent"),
+    [
+        # Losses 1 and 3, less 1.5: (−0.5, 1.5), the others' shares (1.5, −0.5), times A = 3.
+        ("1.5", "keep", 6.0),
+        # Lowered to 1: (0, 2), (1, 0).
+        ("1.5", "lower", 3.0),
+        # Half of the smallest: (0.5, 2.5), (5/6, 1/6).
+        ("50%", "lower", 2.0),
+    ],
+)
+def test_the_bar_of_losses_by_its_reading(loss_bar: str, high_bar: str, exponent: float) -> None:
+    cdfl = method(c1=1.0, c2=0.0, loss_bar=loss_bar, high_bar=high_bar)
+    alpha = cdfl.estimate(np.array([1, 0], np.float32))
+    assert alpha[0] == pytest.approx(1 / (1 + math.exp(-exponent)))
 
 
 def test_a_newcomer_has_the_mean_of_the_clusters_and_the_present_epoch() -> None:
@@ -164,7 +182,8 @@ def test_without_a_proxy_set_for_each_cluster(options: dict, sets: int, told: st
         ({"c1": 0.7, "c2": 0.4}, r"c1 \+ cdfl.c2 is 1.1"),
         ({"sharpness": "sharp"}, "cdfl.sharpness must be a number above 0"),
         ({"sharpness": "3, 0"}, "cdfl.sharpness"),
-        ({"loss_bar": "max"}, "cdfl.loss-bar must be a number from 0 on, or min; got 'max'"),
+        ({"loss_bar": "max"}, "cdfl.loss-bar must be a number from 0 on, a share as 80%, or min"),
+        ({"loss_bar": "101%"}, "got '101%'"),
         ({"distance_bar": "-1"}, "cdfl.distance-bar"),
     ],
 )

@@ -68,6 +68,9 @@ def test_a_fifth_of_the_data_on_both_sides() -> None:
     # τ = 0.2 / 4 · 100 = 5: a mean difference over the four labels of 5 is not beyond it.
     assert not has_shifted([40, 40, 20, 0], then, 100)
     assert has_shifted([40, 40, 19, 0], then, 100)
+    # A replaced sample counts twice: a tenth of the 100 is (10 + 10) / 4 = 5, 11 are beyond it.
+    assert not has_shifted([40, 30, 20, 10], then, 100)
+    assert has_shifted([39, 30, 20, 11], then, 100)
     # Two labels of equal size exchanged, which the authors' sorting would not see.
     assert has_shifted([0, 50], [50, 0], 50)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from clustered import (
     update,
     with_clients,
 )
+from fleets import grid_of, pulled_app
 
 from raceme.core import events
 from raceme.core.clients import Client
@@ -27,6 +29,8 @@ from raceme.core.errors import UserError
 from raceme.core.events import ClusterChange, Ending
 from raceme.core.messages import ModelSpec
 from raceme.core.progress import Plan
+from raceme.core.requests import Outcome, Update
+from raceme.simulation import Device
 from raceme.strategies import (
     CSAFL,
     CSAFLParameters,
@@ -37,7 +41,7 @@ from raceme.strategies import (
     TAFedAvg,
     TFedAvg,
 )
-from raceme.strategies.csafl import affinity_of
+from raceme.strategies.csafl import affinity_of, latency_of
 
 
 def test_affinity_by_hand() -> None:
@@ -78,6 +82,18 @@ def test_an_update_counts_with_the_share_of_its_clients_samples() -> None:
     assert strategy.models[0].vector.tolist() == [2.0, 1.0]
 
 
+def test_the_share_is_of_the_clients_group_alone() -> None:
+    strategy = in_a_window()
+    strategy.clusters.split(0, [["c0", "c1"], ["c2"]])
+    (applied,) = strategy.applied([update(strategy, "c0", 4, 8)])
+    # 10 of 20 samples in its group; of all three picked clients they would be 10 of 40.
+    assert applied.weight == 0.5
+    # c1 is of the same group, but not picked for this window.
+    del strategy.windows.state.members["c1"]
+    (applied,) = strategy.applied([update(strategy, "c0", 4, 8)])
+    assert applied.weight == 1.0
+
+
 def test_the_other_reading_adds_the_share_of_the_change() -> None:
     strategy = in_a_window(mixing="change")
     one, two = update(strategy, "c0", 4, 8), update(strategy, "c1", 8, 0)
@@ -97,17 +113,21 @@ def test_statistics_of_a_batch_are_mixed_in_whatever_is_done_with_weights() -> N
     assert strategy.models[0].vector.tolist() == [3.0, 1.5]
 
 
-def test_the_threshold_on_both_sides() -> None:
-    strategy = in_a_window()
+@pytest.mark.parametrize(
+    ("stale", "weight", "model"), [("mixed", 0.25, [1.75, 3.5]), ("dropped", 0.0, [1.0, 2.0])]
+)
+def test_the_threshold_on_both_sides(stale: str, weight: float, model: list[float]) -> None:
+    strategy = in_a_window(stale=stale)
     one, two = update(strategy, "c0", 4, 8), update(strategy, "c1", 4, 8)
     at_version(strategy, 2)
     (applied,) = strategy.applied([one])
     assert (applied.staleness, applied.weight) == (2, 0.25)
+    assert strategy.models[0].vector.tolist() == [1.0, 2.0]
     assert strategy.windows.state.gathering == {}
-    # Three changes since: beyond δ = 2 it is dropped, and the group updates together next.
-    model = strategy.models[0].vector.tolist()
+    # Three changes since: beyond δ = 2 the group updates together next. The paper mixes the update
+    # in all the same: (1, 2) + ((4, 8) − (1, 2)) / 4.
     (applied,) = strategy.applied([two])
-    assert (applied.staleness, applied.weight) == (3, 0.0)
+    assert (applied.staleness, applied.weight) == (3, weight)
     assert strategy.models[0].vector.tolist() == model
     assert strategy.windows.state.gathering == {0: True}
 
@@ -169,6 +189,43 @@ def test_synchronous_windows_traced_by_hand() -> None:
     assert idle == {f"c{i}": 0.0 if i % 4 == 0 else 9.0 for i in range(12)}
     lost = [e.reason for e in seen if isinstance(e, events.UpdateRejected)]
     assert lost == ["its window ended first"] * 3
+
+
+@pytest.mark.parametrize(("unfinished", "share"), [("averaged", 1.0), ("dropped", 0.0)])
+def test_a_synchronous_update_that_the_end_of_its_window_cuts(
+    unfinished: str, share: float
+) -> None:
+    options = {**OPTIONS, "budget": 12.0, "unfinished": unfinished}
+    strategy = TFedAvg(TFedAvg.parameters_type(**options))
+    seen = run_on(strategy, three_groups(), 33)
+    applied = [event for event in seen if isinstance(event, events.UpdateApplied)]
+    weights = {event.client: event.weight for event in applied[24:]}
+    # Twelve are averaged at 5 and at 10 s; nine of them, with 11 + 12 + 13 + 15 + 16 + 17 + 19 + 20
+    # + 21 = 144 samples, are back a third time when the window ends at 12 s.
+    assert len(weights) == 9
+    assert sum(weights.values()) == pytest.approx(share)
+    assert weights["c1"] == pytest.approx(share * 11 / 144)
+
+
+def test_the_latency_of_the_grouping_is_the_mean_one() -> None:
+    class Records(CSAFL):
+        latencies: dict[str, tuple[float, float]]
+
+        def _form_groups(self, updates: Sequence[Update]) -> list[Outcome]:
+            self.latencies = {u.task.client: (latency_of(u), u.arrived_at) for u in updates}
+            return super()._form_groups(updates)
+
+    device = Device(seconds_per_round=1.0, seconds_per_sample=0.01, exponential_rate=50.0)
+    strategy = Records(CSAFLParameters(groups=2, picked=3))
+    run_on(strategy, grid_of(pulled_app(), [device] * 3), 3)
+    # D = 2 epochs of 10, 11 and 12 samples: 1 + D (0.01 + 1 / 50). What one draw took is not it.
+    assert sorted(strategy.latencies) == ["c0", "c1", "c2"]
+    for index in range(3):
+        latency, arrived = strategy.latencies[f"c{index}"]
+        assert latency == pytest.approx(1.6 + 0.06 * index)
+        assert abs(arrived - latency) > 0.01
+    # A server that does not know its devices measures.
+    assert latency_of(replace(update(strategy, "c0", 1, 1), arrived_at=4.0)) == 4.0
 
 
 def test_random_groups() -> None:

@@ -57,6 +57,23 @@ def test_groups_are_found_in_fleets_of_any_size(sizes: list[int]) -> None:
     assert best.score > 0.7
 
 
+@pytest.mark.parametrize(("apart", "groups"), [(0.62, 2), (0.66, 3)])
+def test_of_partitions_with_nearly_equal_scores_that_with_fewer_groups_is_taken(
+    apart: float, groups: int
+) -> None:
+    """Two groups of 20 at some distance from each other, and a third one at 1.0 from both.
+
+    0.62 apart: as three groups (2 (0.62 − 0.1) / 0.8 + 0.9) / 3 = 0.733; as two, with the mean
+    distance (19 · 0.1 + 20 · 0.62) / 39 = 0.367 in the first, (2 · 0.633 + 0.9) / 3 = 0.722: less
+    by 0.011. 0.66 apart: 0.767 and 0.708, less by 0.058.
+    """
+    distances = grouped([20, 20, 20], within=0.1, between=1.0)
+    distances[:20, 20:40] = distances[20:40, :20] = apart
+    best = best_partition(distances, 12)
+    assert int(best.labels.max()) + 1 == groups
+    assert best.score == pytest.approx({2: 0.7222, 3: 0.7667}[groups], abs=1e-4)
+
+
 def test_clients_that_are_all_alike_are_one_group() -> None:
     assert best_partition(grouped([6], within=0.1, between=1.0), 12).score < 0.1
 

@@ -80,6 +80,46 @@ def test_clusters_draw_by_importance_and_examples() -> None:
     assert sum(counts.values()) == 300
 
 
+@pytest.mark.parametrize(
+    ("clients", "draws"), [(1, 1), (3, 1), (8, 4), (15, 7), (29, 14), (30, 15), (1000, 15)]
+)
+def test_a_cluster_draws_half_of_the_clients_and_the_papers_number_at_most(
+    clients: int, draws: int
+) -> None:
+    assert FedSoftParameters().draws(clients) == draws
+    assert FedSoftParameters(drawn=20).draws(clients) == 20
+    assert FedSoftParameters(k=3).participants(clients) == min(clients, 3 * draws)
+
+
+def after_a_round(made: FedSoft, clients: int) -> float:
+    """Return the distance of the two models after a round in which all clients differ."""
+    known = [_client(f"c{number}", 10) for number in range(clients)]
+    for number, client in enumerate(known):
+        made.progress.fleet.clients[client.client_id] = client
+        share = 0.9 if number % 2 else 0.1
+        made.state.importance[client.client_id] = [share, 1 - share]
+    drawn = made._draw(known, np.random.default_rng(0))
+    made.applied([trained(c.client_id, float(c.client_id[1:]), 0) for c in drawn])
+    return float(np.abs(made.models[0].vector - made.models[1].vector).max())
+
+
+def test_in_a_small_fleet_clusters_draw_different_clients() -> None:
+    # The paper's number is everybody: one mean of all, twice.
+    assert after_a_round(soft(15, drawn=15), 15) == 0.0
+    assert after_a_round(soft(15), 15) > 0.0
+
+
+def test_drawing_everybody_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    soft(drawn=15).check(16)
+    soft().check(5)
+    soft(drawn=15, selection="all").check(15)
+    assert not caplog.messages
+    soft(drawn=15).check(15)
+    (said,) = caplog.messages
+    assert said.startswith("Each cluster draws 15 of 15 clients")
+    assert said.endswith("Lower fedsoft.drawn to 7, or set fedsoft.selection to all.")
+
+
 def test_losses_of_another_number_of_models_are_refused() -> None:
     made = soft()
     task = InFlight(0, "c0", 0, 0, 0, sent_at=0.0, bytes_down=0, kind="losses")
@@ -143,3 +183,21 @@ def test_a_mixture_is_trained_from_the_models_that_fit() -> None:
     settings["scored"], settings["former-step"] = True, 0
     with pytest.raises(ValueError, match=r"shares must have shape \(2,\)"):
         app(Message(content, 7, "train"), node)
+
+
+def test_a_model_that_fits_no_sample_has_the_share_of_one() -> None:
+    identify_process()
+    config = RunConfig(clients=20, partition="iid", model="mclr", lr=1e-9)
+    start = models.initial_arrays(config)
+    node = Context(
+        1, 7, {"partition-id": 3, "num-partitions": 20}, RecordDict(), config.to_mapping()
+    )
+    from flwr.app import ConfigRecord, Message
+
+    settings = ConfigRecord({"task": 1, "kind": "train-mixed"})
+    # Of equal models the first fits every sample.
+    content = RecordDict({"arrays-0": start, "arrays-1": start, "config": settings})
+    reply = app(Message(content, 7, "train"), node).content
+    examples = int(reply["metrics"]["num-examples"])
+    shares = reply["numbers"]["shares"].numpy()
+    assert shares == pytest.approx([examples / (examples + 1), 1 / (examples + 1)])

@@ -11,6 +11,7 @@ from clustered import (
     round_of,
     run_on,
     three_groups,
+    update,
     with_clients,
 )
 
@@ -31,6 +32,35 @@ def test_the_distance_is_the_euclidean_one() -> None:
     # From the origin: 4.24 to (3, 3) and 5 to (0, 5); by single steps it would be 6 and 5.
     centres = np.array([[3.0, 3.0], [0.0, 5.0]], np.float32)
     assert nearest_centre(np.zeros((1, 2), np.float32), centres).tolist() == [0]
+
+
+def test_the_papers_rounds_by_hand() -> None:
+    strategy = with_clients(FeSEM(FeSEMParameters(k=2)), 3)
+    # Centres (0, 0), the initial model, and (6, 0); a shuffled model of zeros would be zeros.
+    strategy.models[1].replace(np.array([6, 0], np.float32))
+
+    def choose() -> list[int]:
+        return [
+            strategy.clusters.main(client)
+            for client in ("c0", "c1", "c2")
+            if strategy.request_for(client)
+        ]
+
+    # No client has trained: all have the initial model, and begin at the centre nearest to it.
+    assert choose() == [0, 0, 0]
+    updates = [
+        update(strategy, "c0", 2, 0, examples=90),
+        update(strategy, "c1", 4, 1),
+        update(strategy, "c2", 6, 2),
+    ]
+    applied = strategy.applied(updates)
+    # Simple means, however many examples c0 has; where clients end up moves none of them.
+    assert [one.weight for one in applied] == pytest.approx([1 / 3] * 3)
+    assert strategy.models[0].vector.tolist() == [4.0, 1.0]
+    assert [strategy.clusters.main(f"c{index}") for index in range(3)] == [0, 0, 0]
+    # Before they train again: from (2, 0) 2.24 and 4, from (4, 1) 0 and 2.24, from (6, 2) 2.24
+    # to (4, 1) and 2 to (6, 0).
+    assert choose() == [0, 0, 1]
 
 
 def test_rounds_by_hand() -> None:
@@ -56,7 +86,7 @@ def test_rounds_by_hand() -> None:
 
 
 def test_there_are_no_more_centres_than_clients_and_absent_ones_come_later() -> None:
-    strategy = with_clients(FeSEM(FeSEMParameters(k=5)), 3)
+    strategy = with_clients(FeSEM(FeSEMParameters(k=5, start="random")), 3)
     round_of(strategy, (0, 0), (4, 4))
     of = homes(strategy)
     assert of.pop("c2") is None
@@ -75,8 +105,9 @@ def test_the_groups_are_found_and_reported() -> None:
     assert len(split.memberships) == 12
 
 
-def test_it_can_be_restored() -> None:
-    check_it_can_be_restored(FeSEM)
+@pytest.mark.parametrize("start", ["models", "random"])
+def test_it_can_be_restored(start: str) -> None:
+    check_it_can_be_restored(FeSEM, FeSEMParameters(start=start))
 
 
 @pytest.mark.parametrize("start", ["random", "k-means++"])

@@ -23,7 +23,7 @@ from raceme.core.errors import UserError
 from raceme.core.events import ClusterChange
 from raceme.core.messages import LABEL_COUNTS
 from raceme.core.requests import Answer, InFlight, InvalidReplyError
-from raceme.strategies import FedGroup, FedGroupParameters, FlexCFL, FlexCFLParameters
+from raceme.strategies import FedGroup, FedGroupParameters, FlexCFL, FlexCFLAsync, FlexCFLParameters
 from raceme.strategies.flexcfl import mix_groups
 
 
@@ -36,6 +36,33 @@ def test_a_share_of_the_other_groups_by_hand() -> None:
     assert models[0].vector.tolist() == pytest.approx([3.0 / 1.75, 4.5 / 1.75])
     assert models[1].vector.tolist() == pytest.approx([0.3 / 1.6, 2.4 / 1.6])
     assert models[2].vector.tolist() == pytest.approx([0.3 / 1.35, 0.9 / 1.35])
+
+
+def test_a_share_of_the_other_groups_without_the_division() -> None:
+    models = [Model(np.array(values, np.float32)) for values in ((3, 4), (0, 2))]
+    mix_groups(models, eta_g=0.5, divided=False)
+    # (3, 4) + 0.5 · (0, 1); (0, 2) + 0.5 · (0.6, 0.8).
+    assert models[0].vector.tolist() == pytest.approx([3.0, 4.5])
+    assert models[1].vector.tolist() == pytest.approx([0.3, 2.4])
+
+
+@pytest.mark.parametrize(
+    ("inter_group", "mixed", "idle"),
+    [("mean", [5 / 1.25, 0.5 / 1.25], [0.5 / 1.1, 2 / 1.1]), ("sum", [5, 0.5], [0.5, 2])],
+)
+def test_groups_that_are_idle_in_a_round_are_mixed_too(
+    inter_group: str, mixed: list[float], idle: list[float]
+) -> None:
+    parameters = FlexCFLParameters(groups=3, detect="none", eta_g=0.5, inter_group=inter_group)
+    strategy = with_clients(FlexCFL(parameters), 3)
+    round_of(strategy, (2, 0), (0, 2), (-3, 0))
+    # The group of c2 loses its only client: it neither gives nor takes. c1 is not picked.
+    strategy.clusters.assign("c2", 1)
+    round_of(strategy, (5, 0))
+    # (5, 0) + 0.5 · (0, 1) over 1 + 0.5 / 2; (0, 2) + 0.5 · (1, 0) over 1 + 0.5 / 5.
+    assert strategy.models[1].vector.tolist() == pytest.approx(mixed)
+    assert strategy.models[2].vector.tolist() == pytest.approx(idle)
+    assert strategy.models[3].vector.tolist() == [-3.0, 0.0]
 
 
 @pytest.mark.parametrize("measure", ["edc", "madc"])
@@ -60,10 +87,14 @@ def test_cold_starts_by_hand(measure: str) -> None:
     assert strategy.state.cold == {"c6": True}
 
 
-def counts_of(strategy: FlexCFL, client: str, counts: list[int], examples: int = 10) -> Answer:
+def counts_of(
+    strategy: FlexCFL, client: str, counts: list[int], examples: int = 10, whole: int = 0
+) -> Answer:
     number = strategy.progress.tasks
     task = InFlight(number, client, 1, 0, 0, sent_at=0.0, bytes_down=0, kind=LABEL_COUNTS)
-    return Answer(task, examples, numbers={LABEL_COUNTS: np.array(counts, np.int64)})
+    metrics = {"all-examples": float(whole)} if whole else {}
+    numbers = {LABEL_COUNTS: np.array(counts, np.int64)}
+    return Answer(task, examples, metrics, numbers)
 
 
 def with_groups() -> FlexCFL:
@@ -88,6 +119,24 @@ def test_a_client_whose_label_counts_have_changed_is_placed_anew() -> None:
     assert homes(strategy)["c0"] == 2
     assert strategy.models[2].vector.tolist() == pytest.approx([0.05, 2.0])
     assert strategy.state.cold == {}
+
+
+@pytest.mark.parametrize("strategy", [FlexCFL, FlexCFLAsync])
+def test_a_release_of_data_is_no_shift_below_a_fifth_of_all_data(strategy: type) -> None:
+    method = with_clients(strategy(strategy.parameters_type(groups=2)), 4)
+    method.progress.fleet.clients = {f"c{i}": Client(f"c{i}", 10) for i in range(4)}
+    # A quarter of 40 samples at first, 12.5 % more later: 5 of them. Eq (9) with two labels and
+    # n_i = 40: a mean difference of 5 / 2 is not beyond 0.2 / 2 · 40 = 4; with n_i = 10, what the
+    # clients have at first, it would be beyond 1.
+    for index in range(4):
+        method.on_answer(counts_of(method, f"c{index}", [10, 0], whole=40))
+    round_of(method, (2, 0), (0, 1), (4, 0.1), (0.1, 3))
+    method.on_answer(counts_of(method, "c0", [15, 0], 15, whole=40))
+    assert method.state.cold == {}
+    # 9 more than at first: 4.5 is beyond it. A device that states no more has what it stated first.
+    method.on_answer(counts_of(method, "c0", [19, 0], 19, whole=40))
+    method.on_answer(counts_of(method, "c1", [13, 0], 13))
+    assert method.state.cold == {"c0": True, "c1": True}
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from raceme.strategies.cdfl.strategy import (
+    Bar,
     above_bar,
+    bar_of,
     cluster_shares,
     estimated_shares,
     lateness_share,
@@ -48,11 +50,47 @@ def test_one_cluster_has_all() -> None:
 
 def test_bars_are_below_every_value() -> None:
     losses = values(0.7, 0.9)
-    assert above_bar(losses, 0.5) == pytest.approx([0.2, 0.4])
-    assert above_bar(losses, 0.7) == pytest.approx([0.0, 0.2])
+    assert above_bar(losses, Bar(0.5)) == pytest.approx([0.2, 0.4])
+    assert above_bar(losses, Bar(0.7)) == pytest.approx([0.0, 0.2])
     # A bar of 0.8 would make the better cluster's −0.1: it is lowered to 0.7.
-    assert above_bar(losses, 0.8) == pytest.approx([0.0, 0.2])
-    assert above_bar(losses, None) == pytest.approx([0.0, 0.2])
+    assert above_bar(losses, Bar(0.8)) == pytest.approx([0.0, 0.2])
+    assert above_bar(losses, bar_of("loss-bar", "min")) == pytest.approx([0.0, 0.2])
+
+
+def test_a_bar_that_follows_the_losses_is_a_share_of_their_smallest() -> None:
+    bar = bar_of("loss-bar", "50%")
+    assert above_bar(values(0.8, 1.0), bar) == pytest.approx([0.4, 0.6])
+    assert above_bar(values(0.2, 1.0), bar) == pytest.approx([0.1, 0.9])
+
+
+@pytest.mark.parametrize(
+    ("bar", "as_printed", "expected", "others"),
+    [
+        # A fixed bar of 0.5 above the smallest loss, as printed: Σ (l − 0.5) = 1.3, and
+        # 1 − (−0.2 / 1.3) = 1.15385 for the best, 1 − 0.5 / 1.3 = 0.61538 for the others.
+        (Bar(0.5), True, [-0.2, 0.5, 0.5, 0.5], [1.15385, 0.61538]),
+        # Lowered to 0.3: Σ = 2.1, and 1 against 2/3.
+        (Bar(0.5), False, [0.0, 0.7, 0.7, 0.7], [1.0, 0.66667]),
+        # Half of the smallest, 0.15: Σ = 2.7, and 1 − 0.15 / 2.7 against 1 − 0.85 / 2.7.
+        (Bar(0.5, follows=True), False, [0.15, 0.85, 0.85, 0.85], [0.94444, 0.68519]),
+        # As printed, a bar above the mean, 0.825, favours the worse: Σ (l − 0.9) = −0.3.
+        (Bar(0.9), True, [-0.6, 0.1, 0.1, 0.1], [-1.0, 1.33333]),
+    ],
+)
+def test_bars_of_four_losses(
+    bar: Bar,
+    as_printed: bool,
+    expected: list[float],
+    others: list[float],
+) -> None:
+    """For losses of 0.3, 1, 1, 1 and A = 7, with c1 = 1."""
+    above = above_bar(values(0.3, 1, 1, 1), bar, as_printed)
+    assert above == pytest.approx(expected)
+    assert others_shares(above)[:2] == pytest.approx(others, abs=1e-5)
+    alpha = estimated_shares(above, values(1, 1, 1, 1), values(1, 1, 1, 1), 1.0, 0.0, [7.0])
+    # α_1 of four, softmax over K − 1 = 3: 0.539, 0.421, 0.387 and 0.001.
+    best, other = math.exp(7 * others[0] / 3), math.exp(7 * others[1] / 3)
+    assert alpha[0] == pytest.approx(best / (best + 3 * other), abs=1e-4)
 
 
 def test_where_all_values_are_zero_the_clusters_are_alike() -> None:

@@ -231,6 +231,15 @@ def test_label_counts_are_of_all_classes() -> None:
     assert 0 in counts
 
 
+def test_a_client_whose_data_are_released_states_how_many_there_will_be() -> None:
+    content = RecordDict({"config": ConfigRecord({"kind": "label-counts", "step": 0})})
+    node = context(2, RunConfig(drift="incremental"))
+    reply = app(Message(content, dst_node_id=7, message_type="query"), node).content
+    (metrics,) = reply.metric_records.values()
+    whole = len(datasets.client_data(RunConfig(), 2).y_train)
+    assert metrics == {"num-examples": round(0.25 * whole), "all-examples": whole}
+
+
 def test_a_client_works_on_the_data_of_the_step_that_it_is_told() -> None:
     node = context(2, CONFIG.with_values(drift="label-shift"))
 

@@ -90,6 +90,12 @@ def size(module: torch.nn.Module) -> int:
         ("cnn6", (1, 28, 28), 325_578),
         # 1*32*25 + 32, 32*64*25 + 64, 64*7*7*1024 + 1024, 1024*10 + 10
         ("cnn5x5-wide", (1, 28, 28), 3_274_634),
+        # CASA's, as in FedRep's code: 1*64*25 + 64, 64*64*25 + 64, 64*4*4*128 + 128, 128*64 + 64,
+        # 64*10 + 10; on colour images 3*64*25 + 64, 102,464, 64*5*5*120 + 120, 120*64 + 64, 650
+        ("cnn-fedrep", (1, 28, 28), 244_234),
+        ("cnn-fedrep", (3, 32, 32), 307_842),
+        # As in ClusterFL's: 900*300 + 300, 300*10 + 10
+        ("mlp300", (900,), 273_310),
         # 3*64*9 + 2*64; stages of four 3x3 convolutions with two numbers per channel after each,
         # the shortcuts' 1x1 convolutions; 512*10 + 10:
         # 1,856 + 147,968 + 525,568 + 2,099,712 + 8,393,728 + 5,130
@@ -115,6 +121,7 @@ def test_cnn_takes_images_of_many_sizes(shape: tuple[int, ...]) -> None:
         ("cnn3x3", [(1, 4, 4), (3, 9, 12)]),
         ("cnn5x5-wide", [(1, 4, 4), (3, 9, 12)]),
         ("cnn6", [(1, 13, 13), (3, 32, 17)]),
+        ("cnn-fedrep", [(1, 16, 16), (3, 17, 40)]),
         ("resnet18", [(1, 8, 8), (3, 9, 12)]),
     ],
 )

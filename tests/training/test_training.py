@@ -164,6 +164,17 @@ def test_weight_decay_pulls_to_zero_by_hand() -> None:
     assert network.weights.numpy() == pytest.approx(-0.1 * (first + second), rel=1e-5)
 
 
+def test_weight_decay_of_kernels_leaves_biases_alone() -> None:
+    network = mclr()
+    settings = TrainingSettings(lr=0.1, local_epochs=2, weight_decay=0.5, weight_decay_on="kernels")
+    train(network, Samples(X, Y), settings, rng())
+    first, second = two_gradients(0.1, decay=0.5)
+    # The two biases are last.
+    second[4:] = two_gradients(0.1)[1][4:]
+    assert network.weights.numpy() == pytest.approx(-0.1 * (first + second), rel=1e-5)
+    assert mclr().kernels.tolist() == [True] * 4 + [False] * 2
+
+
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam"])
 def test_no_optimiser_moves_what_a_mask_freezes(optimizer: str) -> None:
     network = mclr()

@@ -7,7 +7,7 @@ import json
 import math
 import secrets
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from raceme.core.config import read_toml
 from raceme.core.errors import UserError
 from raceme.core.events import Event, EventHandler, Membership
 from raceme.core.files import ReadingError, parse_json, read_text
-from raceme.records.folder import ERROR
+from raceme.records.folder import ERROR, has_writer
 from raceme.records.positions import (
     SCALE,
     PositionsReader,
@@ -44,9 +44,6 @@ from raceme.records.summary import RunSummary, finite
 
 Table = dict[str, list[Any]]
 """Column name to values, all of one length."""
-
-WORST = 10
-"""The worst tenth of the clients."""
 
 
 _TOLD: Mapping[type[Any], tuple[str, Mapping[str, str]]] = {
@@ -146,7 +143,7 @@ class Columns(EventHandler):
             accuracy=finite(event.accuracy),
             best=finite(self._summary.best_accuracy),
             loss=_short(event.loss),
-            worst=_short(worst_share(known, event.measure)),
+            worst=_short(event.measure.worst_tenth(known)),
             answered=event.answered,
             asked=int(event.asked),
             clusters=means,
@@ -277,29 +274,6 @@ def _told(value: Any) -> Any:
     return _short(value) if isinstance(value, float) else value
 
 
-def worst_share(accuracies: Iterable[float], measure: events.Measure, share: int = WORST) -> float:
-    """Return the mean accuracy of the worst tenth of the clients, of one at least.
-
-    Parameters
-    ----------
-    accuracies : Iterable[float]
-        One per client, or errors; those that are NaN are left out.
-    measure : Measure
-        Says whether low or high numbers are the worst.
-    share : int
-        Denominator of the share: 10 for a tenth.
-
-    Returns
-    -------
-    float
-        NaN if there are none.
-    """
-    known = sorted(value for value in accuracies if not math.isnan(value))
-    if measure.is_error:
-        known.reverse()
-    return _mean(known[: math.ceil(len(known) / share)])
-
-
 def _mean(values: list[float]) -> float:
     return math.fsum(values) / len(values) if values else math.nan
 
@@ -359,6 +333,7 @@ class RunSource:
     def _begin(self) -> None:
         """Forget all that was read."""
         self._columns = Columns(self._most_scores)
+        self._is_stopped = self._has_failed = False
         self._stamps: dict[str, tuple[int, int]] = {}
         self._walls = 0
         self._positions = PositionsReader(self.folder)
@@ -371,6 +346,8 @@ class RunSource:
 
         A folder that cannot be read is said in `trouble` and tried again the next time.
         """
+        # Asked first: a run that ends meanwhile has written its end by then.
+        is_stopped = not has_writer(self.folder)
         try:
             self._tell_files()
             reading = self._follower.read()
@@ -385,6 +362,10 @@ class RunSource:
         for event in reading.events:
             self._columns.observe(event)
         self._tell(self._columns.take())
+        is_stopped &= CONFIG in self._stamps and not reading.more
+        if is_stopped != self._is_stopped:
+            self._is_stopped = is_stopped
+            self._tell({"stopped": is_stopped})
         return reading.more
 
     def read_all(self) -> None:
@@ -419,7 +400,12 @@ class RunSource:
         if self._is_new(ERROR):
             # The last line of a traceback says what went wrong.
             lines = read_text(self.folder / ERROR).strip().splitlines()
+            self._has_failed = True
             self._tell({"failure": lines[-1] if lines else "no reason given"})
+        elif self._has_failed and not (self.folder / ERROR).exists():
+            # The run has been resumed.
+            self._has_failed = False
+            self._tell({"failure": None})
         for snapshot in self._positions.read():
             self._snapshots += 1
             stride = 1 + self._told_positions // self._most_positions
@@ -596,6 +582,7 @@ class _Curve(EventHandler):
     def __init__(self, folder: Path, name: str) -> None:
         self._folder, self._name = folder, name
         self._follower = StoreFollower(folder)
+        self._has_writer = True
         self._begin()
 
     def _begin(self) -> None:
@@ -607,6 +594,7 @@ class _Curve(EventHandler):
 
     def poll(self) -> bool:
         """Read what has come; return whether there is more already."""
+        self._has_writer = has_writer(self._folder)
         reading = self._follower.read()
         if reading.restarted:
             self._begin()
@@ -624,7 +612,7 @@ class _Curve(EventHandler):
             ("time", event.time),
             ("updates", event.updates),
             ("accuracy", event.accuracy),
-            ("worst", worst_share(scores, event.measure)),
+            ("worst", event.measure.worst_tenth(scores)),
         ):
             self._points[name].append(value if value == value else None)
 
@@ -679,4 +667,6 @@ class _Curve(EventHandler):
             return "failed"
         if (self._folder / SUMMARY).is_file():
             return "finished"
-        return "ended" if self._summary.ending is not None else "running"
+        if self._summary.ending is not None:
+            return "ended"
+        return "running" if self._has_writer or not self._known.get("planned") else "stopped"

@@ -416,6 +416,25 @@ _ROUNDING = 1e-10
 """Added to a bound: what rounding may do to computed eigenvalues."""
 
 
+def comparable(members: NDArray[np.intp], computed: NDArray[np.bool_]) -> NDArray[np.intp]:
+    """Return members of which every pair is known: one with most unknown pairs goes, and so on.
+
+    Parameters
+    ----------
+    members : NDArray[np.intp]
+        Indices of clients. Shape (m,).
+    computed : NDArray[np.bool_]
+        Which pairs are known, of all clients. Shape (n, n).
+    """
+    unknown = ~computed[np.ix_(members, members)]
+    lacking, kept = unknown.sum(axis=1), np.ones(len(members), np.bool_)
+    while lacking[kept].any():
+        worst = int(np.argmax(np.where(kept, lacking, -1)))
+        kept[worst] = False
+        lacking -= unknown[worst]
+    return members[kept]
+
+
 @dataclass
 class SplitWatch:
     """What is known of one cluster without looking.

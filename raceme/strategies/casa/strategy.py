@@ -37,6 +37,7 @@ from raceme.strategies.casa.buffers import (
     Sketches,
     SplitWatch,
     WholeModels,
+    comparable,
     shortener,
 )
 from raceme.strategies.shared import client_decay, cluster_decay, omega, staleness_bound
@@ -63,6 +64,15 @@ class CASAParameters:
         "cluster", "τ counts: cluster or global", among=("cluster", "global")
     )
     noise_guard: float = option(0.0, "least gap, in gaps of shuffled similarities (0: any)", low=0)
+    missing_pairs: str = option(
+        "wait",
+        "a cluster with pairs that are not compared yet: wait for them, leave-out the clients that "
+        "lack some, or split with a similarity of zero",
+        among=("wait", "leave-out", "zero"),
+    )
+    patience: float = option(
+        10.0, "leave-out: updates for each client, t/n, before any client is left out", low=0
+    )
     clustering: bool = option(True, "split clusters (false: the ablation CASA-C)")
     bi_level: bool = option(True, "bi-level decay (false: the ablation CASA-D)")
     constant_alpha: float = option(0.3, "α where bi-level is false", above=0, high=1)
@@ -327,12 +337,16 @@ class CASA(Method):
         self.models[k].mix(update.vector, alpha)
 
     def _alpha_c(self, k: int, size: int | None = None) -> float:
-        """Return α_c,k, eq (6); that of so many members, if a size is given."""
+        """Return α_c,k, eq (6); that of so many members, if a size is given.
+
+        A share of a model, and so never above 1, whatever α0 is: of small clusters α0 > 2 would
+        make more of it (our reading; eqs (7), (14) and (17) all take the α_c,k that is used).
+        """
         if not self.parameters.bi_level:
             return self.parameters.constant_alpha
         omega_t = omega(self.state.round, self.parameters.kappa)
         members = self._size(k) if size is None else size
-        return cluster_decay(members, omega_t, self.parameters.alpha0)
+        return min(1.0, cluster_decay(members, omega_t, self.parameters.alpha0))
 
     def _bound(self, k: int) -> float:
         """Return r_c,k, eq (8)."""
@@ -340,11 +354,11 @@ class CASA(Method):
         return staleness_bound(self._size(k), omega_t)
 
     def _alpha(self, k: int, staleness: int) -> float:
-        """Return α_i, eq (7); a share, and so never above 1, whatever α0 is."""
+        """Return α_i, eq (7)."""
         alpha_c = self._alpha_c(k)
         if not self.parameters.bi_level:
             return alpha_c
-        return min(1.0, client_decay(alpha_c, staleness, self._bound(k)))
+        return client_decay(alpha_c, staleness, self._bound(k))
 
     # C-phase.
 
@@ -376,16 +390,31 @@ class CASA(Method):
             state.buffers.enforce(budget, state.computed, state.alpha, self.rng)
 
     def _split_if_due(self, k: int) -> None:
-        """Split cluster k in R if its largest eigengap says so, Algorithm 3, lines 3 to 8."""
+        """Split cluster k in R if its largest eigengap says so, Algorithm 3, lines 3 to 8.
+
+        Algorithm 3 says nothing of pairs that are not compared yet; section 4.3 says that "we need
+        all the pairwise similarities to make clustering decisions". So a cluster waits for them
+        (our reading), for as long as its slowest client takes. With ``missing_pairs`` "leave-out",
+        our own, the clients that lack some are left out, once there are `patience` updates for each
+        client, and follow the part that they are most similar to, as far as that is known. With
+        "zero" Algorithm 3 is taken by the letter, and A has 0 where nothing was written yet.
+        """
         watch, gamma = self._watch(k), self.parameters.gamma
-        # Eigengaps of chance shrink as members grow, and so does α_c: both are of those compared.
-        alpha_c = self._alpha_c(k, len(watch.members))
-        if watch.missing or not spectral.should_split(alpha_c, watch.bound(), gamma):
+        members, how = watch.members, self.parameters.missing_pairs
+        # At first few pairs are known, and a split of so few is one by chance.
+        patient = self.state.round < self.parameters.patience * len(self.state.clients)
+        if watch.missing and (how == "wait" or (how == "leave-out" and patient)):
             return
-        members = watch.members
+        if leaves_out := bool(watch.missing) and how == "leave-out":
+            members = comparable(members, self.state.computed)
+        # Eigengaps of chance shrink as members grow, and so does α_c: both are of those compared.
+        alpha_c = self._alpha_c(k, len(members))
+        if not (leaves_out or spectral.should_split(alpha_c, watch.bound(), gamma)):
+            return
         weights = spectral.affinity(self.state.similarity[np.ix_(members, members)])
         gap = spectral.largest_gap(weights)
-        watch.look(weights, gap.size if gap else 0.0)
+        if not leaves_out:
+            watch.look(weights, gap.size if gap else 0.0)
         if gap is None or not spectral.should_split(alpha_c, gap.size, gamma):
             return
         guard = self.parameters.noise_guard
@@ -406,11 +435,11 @@ class CASA(Method):
     ) -> list[NDArray[np.intp]]:
         """Return the parts of cluster k, by index.
 
-        Clients that are offline go where the clients are that they are most similar to, as far as
-        that is known, or else into the largest part.
+        Clients that are offline, or were left out, go where the clients are that they are most
+        similar to, as far as that is known, or else into the largest part.
         """
         state, n = self.state, len(self.state.clients)
-        absent = np.flatnonzero((self._cluster[:n] == k) & ~self._present[:n])
+        absent = np.setdiff1d(np.flatnonzero(self._cluster[:n] == k), members)
         parts = [members[labels == label] for label in range(int(labels.max()) + 1)]
         largest = int(np.argmax([len(part) for part in parts]))
         for client in absent:
@@ -489,7 +518,9 @@ class CASA(Method):
 # Liu et al., "CASA: Clustered Federated Learning with Asynchronous Clients", KDD 2024, section 4.4.
 # The staler a client's update was, the larger the share of its smallest weights that it does not
 # train next time (eq 17). The mask travels with the model; the client trains the other weights
-# only, which takes it so much less time, and the server mixes only these in (eq 16).
+# only, which takes it so much less time, and the server mixes only these in (eq 16). Masked weights
+# are frozen at the received values, not set to 0: eq (16) leaves the server's as they are where
+# m = 0, and the paper does not say what the client does with them (our reading).
 # -----------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ sent. What a client is tested with is this model too, as its own one stays with 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -36,12 +37,16 @@ from raceme.strategies.cdfl.strategy import (
     start_clusters,
 )
 
+log = logging.getLogger("raceme")
+
 SELECTIONS = ("drawn", "all")
+_MOST_DRAWN = 15
+"""The paper's number of clients that a cluster draws."""
 
 
 @dataclass(frozen=True)
 class FedSoftParameters:
-    """Hyper-parameters of FedSoft; the defaults are the paper's."""
+    """Hyper-parameters of FedSoft; `drawn` is the paper's from 30 clients on."""
 
     k: int | None = option(None, "K: number of clusters (auto: of pre-trained models, or 2)", low=1)
     estimate_every: int = option(2, "τ: rounds between two estimates of importance", low=1)
@@ -50,7 +55,11 @@ class FedSoftParameters:
         "clients of a cluster's round: drawn, or all, weighted by u n",
         among=SELECTIONS,
     )
-    drawn: int = option(15, "clients that each cluster draws for a round", low=1)
+    drawn: int | None = option(
+        None,
+        "clients that each cluster draws for a round (auto: half of the clients, 15 at most)",
+        low=1,
+    )
     smoothing: float = option(1e-4, "σ: importance of a cluster that fits no sample", above=0)
     strength: float = option(0.1, "λ: strength of the pull towards the clusters", low=0)
 
@@ -58,7 +67,12 @@ class FedSoftParameters:
         """Return how many of so many clients take part in a round, at most."""
         if self.selection == "all":
             return clients
-        return min(clients, self.drawn * (self.k or 2))
+        return min(clients, self.draws(clients) * (self.k or 2))
+
+    def draws(self, clients: int) -> int:
+        """Return how many of so many clients each cluster draws for a round."""
+        # The paper's 15 would be everybody in a small fleet, and all clusters the same model.
+        return self.drawn or max(1, min(_MOST_DRAWN, clients // 2))
 
 
 @dataclass
@@ -96,7 +110,19 @@ class FedSoft(Method):
             kinds=frozenset({names.LOSSES, TRAIN_OWN}),
             pretrained=True,
             by_distribution=lambda: self.state.pretrained,
+            fits_clients=self._check_clients,
         )
+
+    def _check_clients(self, clients: int) -> None:
+        """Warn where each cluster draws all clients, which leaves all clusters with one model."""
+        if self.parameters.selection == "drawn" and clients <= (self.parameters.drawn or 0):
+            log.warning(
+                "Each cluster draws %d of %d clients, that is all of them, and all clusters have "
+                "the same model. Lower fedsoft.drawn to %d, or set fedsoft.selection to all.",
+                self.parameters.drawn,
+                clients,
+                FedSoftParameters().draws(clients),
+            )
 
     def scheduler(self) -> Scheduler:
         """Work in rounds, with the clients that clusters draw."""
@@ -149,11 +175,12 @@ class FedSoft(Method):
     def _draw(self, online: Sequence[Client], rng: np.random.Generator) -> Sequence[Client]:
         """Let each cluster draw clients, without replacement, with probabilities v_ks."""
         names = [client.client_id for client in online]
+        draws = self.parameters.draws(len(self.progress.fleet.clients))
         self.state.drawn = {}
         for position, weights in enumerate(self._weights(names).T):
             chosen = range(len(names))
             if self.parameters.selection == "drawn":
-                count = min(self.parameters.drawn, int(np.count_nonzero(weights)))
+                count = min(draws, int(np.count_nonzero(weights)))
                 chosen = rng.choice(len(names), count, replace=False, p=weights).tolist()
             for index in chosen:
                 self.state.drawn.setdefault(names[index], []).append(position)

@@ -14,8 +14,9 @@ the term ρ/2 ‖v − u‖². Each upload is one epoch t:
 What the paper leaves open is read so, as an option each where it is one number or word: e_k in β2
 is the epoch of the cluster's last update *before* this one (as printed it is this one's, and would
 be pointless); the branch of late uploads, which uses α without computing it, estimates it with the
-present models; bars are below every loss and on mean losses; a client starts, at any time, from the
-mean of the cluster models; without pre-trained models all clusters start from the same one.
+present models; bars are on mean losses, and lowered to the smallest loss where they are above it; a
+client starts, at any time, from the mean of the cluster models; without pre-trained models all
+clusters start from the same one.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from raceme.core.messages import (
     ARRAYS,
     COMPUTE_SCALE,
     INVITATION,
+    LARGEST,
     LOSSES,
     PROXIMAL_MU,
     TRAINING,
@@ -377,30 +379,52 @@ Shares = NDArray[np.float64]
 """Of each cluster, shape (K,): not below 0, sum 1."""
 
 
-def above_bar(values: NDArray[np.float64], bar: float | None) -> NDArray[np.float64]:
-    """Return what values exceed a bar by, none below 0.
+@dataclass(frozen=True)
+class Bar:
+    """What is subtracted from losses or distances before they are compared.
 
-    A bar above the smallest value would turn the sign of its difference and favour the worse
-    cluster; such a bar is lowered to the smallest value (our reading).
+    Attributes
+    ----------
+    height : float
+        The bar, in the unit of the values; or, with `follows`, a share of the smallest of them.
+    follows : bool
+        Whether it is such a share; 1 is "min" in the paper's Table 2.
+    """
+
+    height: float
+    follows: bool = False
+
+
+def above_bar(values: NDArray[np.float64], bar: Bar, as_printed: bool = False) -> Shares:
+    """Return what values exceed a bar by.
+
+    The paper's Table 2 has a bar of 8 for the losses, in a unit that it does not give. As printed,
+    a bar between the smallest value and their mean favours the better cluster, more than a bar
+    below all does: the smallest difference is negative, and its share of the others above 1. A
+    bar near the mean makes the shares as large as one likes, and one above it favours the worse
+    cluster. Our reading keeps clear of both: a bar above the smallest value is lowered to it.
 
     Parameters
     ----------
     values : NDArray[np.float64]
         Losses or distances, by cluster. Shape (K,).
-    bar : float or None
-        The bar; None for the smallest value ("min" in the paper's Table 2).
+    bar : Bar
+        The bar.
+    as_printed : bool
+        Whether it is left where it is, above the smallest value too.
     """
     least = float(values.min())
-    return values - (least if bar is None else min(bar, least))
+    height = bar.height * least if bar.follows else bar.height
+    return values - (height if as_printed else min(height, least))
 
 
 def others_shares(values: NDArray[np.float64]) -> Shares:
     """Return, for each cluster, the share of the others in a sum: 1 − value_k / Σ value.
 
-    Where all values are 0 nothing tells the clusters apart, and all have the same.
+    Where the sum is 0 nothing tells the clusters apart, and all have the same.
     """
     total = float(values.sum())
-    if not total > 0:
+    if total == 0:
         return np.full(len(values), 1.0 - 1.0 / len(values))
     return np.asarray(1.0 - values / total)
 
@@ -521,9 +545,17 @@ class CDFLParameters(SoftParameters):
     c1: float = option(0.5, "c1: weight of the losses on the proxy sets", low=0, high=1)
     c2: float = option(0.25, "c2: weight of the likeness of losses", low=0, high=1)
     sharpness: str = option("3", "A: sharpness of the softmax; several apply in turn: '10, 10'")
-    loss_bar: str = option("0.5", "bar of l, a mean loss; or min: the smallest of the K")
-    model_loss_bar: str = option("0", "bar of d1, the distance of losses; or min")
-    distance_bar: str = option("0", "bar of d2, the distance of models; or min")
+    loss_bar: str = option(
+        "0.5", "bar of l: a mean loss, a share of the smallest of the K as 80%, or min, all of it"
+    )
+    model_loss_bar: str = option("0", "bar of d1, the distance of losses; or a share, or min")
+    distance_bar: str = option("0", "bar of d2, the distance of models; or a share, or min")
+    high_bar: str = option(
+        "lower",
+        "a bar above the smallest value: lower it to that, or keep it as printed, which favours "
+        "the best cluster as long as the bar is below the mean",
+        among=("lower", "keep"),
+    )
 
 
 @dataclass
@@ -725,7 +757,9 @@ class CDFL(SoftUploads):
         if not np.isfinite(distances).all():
             raise NonFiniteModelError("its weights are too large to tell how far clusters are")
         measured = (losses, np.abs(own - losses), distances)
-        l, d1, d2 = map(above_bar, measured, self._bars)  # noqa: E741
+        keeps = options.high_bar == "keep"
+        pairs = zip(measured, self._bars, strict=True)
+        l, d1, d2 = (above_bar(values, bar, keeps) for values, bar in pairs)  # noqa: E741
         return estimated_shares(l, d1, d2, options.c1, options.c2, self._sharpness)
 
     def _loss(self, vector: Vector, proxy: int) -> float:
@@ -762,23 +796,25 @@ def start_clusters(method: Method, vector: Vector, count: int, alike: bool) -> C
     return Clusters({k: Model((starts[k] if starts else vector).copy()) for k in range(count)})
 
 
-def bar_of(name: str, text: str) -> float | None:
-    """Read a bar: a number, or None for the smallest value.
+def bar_of(name: str, text: str) -> Bar:
+    """Read a bar: a number, a share of the smallest value, or ``min``: that value.
 
     Raises
     ------
     UserError
-        It is neither.
+        It is none of them, or a share above 100 %.
     """
-    if text.strip() == _MIN:
-        return None
+    stripped = text.strip()
+    if stripped == _MIN:
+        return Bar(1.0, follows=True)
+    follows = stripped.endswith("%")
     try:
-        bar = float(text)
+        bar = float(stripped.removesuffix("%"))
     except ValueError:
         bar = float("nan")
-    if not 0 <= bar < float("inf"):
-        raise UserError(f"{name} must be a number from 0 on, or min; got '{text}'.")
-    return bar
+    if not 0 <= bar <= (100 if follows else LARGEST):
+        raise UserError(f"{name} must be a number from 0 on, a share as 80%, or min; got '{text}'.")
+    return Bar(bar / 100, follows=True) if follows else Bar(bar)
 
 
 def sharpness_of(text: str) -> tuple[float, ...]:

@@ -5,8 +5,10 @@
 LEARN = "learn"
 """Train, and remember a sample of the validation samples."""
 MATCH = "match"
-"""The loss of every sample under each of several models, on several sets of samples: the kind of
-work, answered by an array for each set, float32, shape (models, samples)."""
+"""The losses of samples under several models, on several sets of samples: the kind of work,
+answered by an array for each set, float32, shape (models measured on it, samples)."""
+PAIRS = "pairs"
+"""Which models are measured on which set: positions of a set and of a model in turn, a list."""
 LEND = "lend"
 """Hand out remembered samples: the kind of work, answered by their inputs and labels."""
 REMEMBERED = "remembered"

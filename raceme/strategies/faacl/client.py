@@ -40,29 +40,35 @@ def learn(work: ClientWork) -> Answer:
 
 
 def match(work: ClientWork) -> Answer:
-    """Measure the loss of each sample under each of several models, on several sets of samples.
+    """Measure the losses of samples under several models, on several sets of samples.
 
     The models are those of clusters, and then those that clients have trained themselves. The sets
     are the validation samples, if asked for, what the client remembers of the steps that the
     message names (left out where it remembers nothing), and samples that came with the message.
+    The message says which models are measured on which set, by their positions.
     """
     models = [*_clusters(work), *_numbered(work, keys.LOCAL)]
-    sets: dict[str, Samples] = {}
-    if work.settings.get(ON) == "validation" and work.client.validation is not None:
-        sets["validation"] = work.client.validation
+    sets: list[tuple[str, Samples | None]] = []
+    if work.settings.get(ON) == "validation":
+        sets.append(("validation", work.client.validation))
     for step in _steps(work):
         name = numbered(keys.MEMORY, step)
-        if name in work.state:
-            sets[name] = _samples(work, work.state.array_records[name])
+        known = work.state.array_records[name] if name in work.state else None
+        sets.append((name, None if known is None else _samples(work, known)))
     for index, record in enumerate(_numbered(work, keys.BORROWED)):
-        sets[numbered(keys.BORROWED, index)] = _samples(work, record)
+        sets.append((numbered(keys.BORROWED, index), _samples(work, record)))
+    pairs = np.reshape(np.array(_integers(work, keys.PAIRS), int), (-1, 2))
+    rows = [pairs[pairs[:, 0] == at, 1].tolist() for at in range(len(sets))]
     measured = {
-        name: np.empty((len(models), len(samples)), np.float32) for name, samples in sets.items()
+        name: np.empty((len(rows[at]), len(samples)), np.float32)
+        for at, (name, samples) in enumerate(sets)
+        if samples is not None
     }
-    for row, model in enumerate(models):
+    for position, model in enumerate(models):
         work.receive(model)
-        for name, samples in sets.items():
-            measured[name][row] = losses(work.client.network, samples)
+        for (name, samples), own in zip(sets, rows, strict=True):
+            if samples is not None and position in own:
+                measured[name][own.index(position)] = losses(work.client.network, samples)
     numbers = {name: bounded(found) for name, found in measured.items()}
     return Answer({NUM_EXAMPLES: len(work.client.train)}, numbers=numbers)
 
@@ -96,8 +102,13 @@ def _numbered(work: ClientWork, name: str) -> Iterable[ArrayRecord]:
 
 
 def _steps(work: ClientWork) -> list[int]:
-    steps = work.settings.get(keys.MEMORY_STEPS, [])
-    return [step for step in steps if isinstance(step, int)] if isinstance(steps, list) else []
+    return _integers(work, keys.MEMORY_STEPS)
+
+
+def _integers(work: ClientWork, name: str) -> list[int]:
+    """Return a list of integers among the settings of a message; empty if there is none."""
+    found = work.settings.get(name, [])
+    return [one for one in found if isinstance(one, int)] if isinstance(found, list) else []
 
 
 def _samples(work: ClientWork, record: ArrayRecord) -> Samples:

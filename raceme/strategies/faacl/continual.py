@@ -5,9 +5,10 @@ first clusters are found as by FAACL. Whenever a client has new data (a step of 
 trains a model of its own on them, and looks for the cluster that they belong to: among those of its
 own former tasks first, then among all, comparing models on its new data and on a remembered sample
 of that task (Algorithms 8 and 9). A match: the cluster's model is no worse on the new data, and the
-new model is no worse on the remembered sample. If none fits, the data are a new concept, and its
-model is that of a new cluster (Algorithm 10). Then clusters are trained, compared and merged as in
-FAACL.
+new model is no worse on the remembered sample; on a sample only its own cluster's model and the new
+one are measured, so that a search among K clusters takes time in proportion to K. If none fits, the
+data are a new concept, and its model is that of a new cluster (Algorithm 10). Then clusters are
+trained, compared and merged as in FAACL.
 
 Each client remembers a sample of its validation data of every task, and the server which cluster
 they belonged to. By default, as in the thesis, such a sample is lent to other clients, by way of
@@ -17,7 +18,9 @@ sample instead, and only losses leave a client.
 Where the thesis is silent (our readings): a cluster without clients keeps its model, which is not
 trained, and may be found again; clusters founded in a search are not searched by others of the same
 search; what follows a search is Flat FAACL from the clusters as they are then. A client tests, and
-is tested on, a former task with the model of the cluster that it had then.
+is tested on, a former task with the model of the cluster that it had then. A test without an answer
+says nothing: a client that has found no cluster and lacks an answer founds none; it trains a model
+of its own again in the next round, and searches again.
 """
 
 from __future__ import annotations
@@ -56,6 +59,7 @@ Item = TypeVar("Item")
 
 _SEARCHING = (keys.MATCH, keys.LEND)
 
+VALIDATION = "validation"
 OWN, LENDING, OTHERS = "search-own", "lend", "search-others"
 """Stages of a search; a stage is also the phase by which its bytes are counted."""
 
@@ -101,23 +105,50 @@ class ConceptRequest:
 
     Attributes
     ----------
-    clusters : list[int]
-        Ids of the clusters whose models it measures.
-    clients : list[str]
-        Whose local models it measures.
+    clusters : dict[str, list[int]]
+        Ids of the clusters whose models it measures, by set of samples: ``validation`` (its new
+        data), ``memory-0`` (what it remembers of a step), ``borrowed-0`` (samples of others).
+    clients : dict[str, list[str]]
+        Clients whose local models it measures, by set of samples.
     steps : list[int]
         Of which steps it uses what it remembers.
-    searches : bool
-        Whether it measures on its new data too, being the one that searches.
     borrowed : list[Remembered]
         Samples of others that it is sent.
     """
 
-    clusters: list[int] = field(default_factory=list)
-    clients: list[str] = field(default_factory=list)
+    clusters: dict[str, list[int]] = field(default_factory=dict)
+    clients: dict[str, list[str]] = field(default_factory=dict)
     steps: list[int] = field(default_factory=list)
-    searches: bool = False
     borrowed: list[Remembered] = field(default_factory=list)
+
+    def measure(self, name: str, cluster: int, client: str) -> None:
+        """Have the models of a cluster and of a client measured on a set of samples."""
+        _once(self.clusters.setdefault(name, []), cluster)
+        _once(self.clients.setdefault(name, []), client)
+
+    @property
+    def sets(self) -> list[str]:
+        """The sets of samples, in the order in which a client has them."""
+        remembered = [numbered(keys.MEMORY, step) for step in self.steps]
+        borrowed = [numbered(keys.BORROWED, index) for index in range(len(self.borrowed))]
+        return [name for name in (VALIDATION, *remembered, *borrowed) if name in self.clusters]
+
+    def models(self) -> tuple[list[int], list[str]]:
+        """Return all clusters, and all clients, whose models are measured on some set."""
+        clusters: list[int] = []
+        clients: list[str] = []
+        for name in self.sets:
+            for cluster in self.clusters[name]:
+                _once(clusters, cluster)
+            for client in self.clients[name]:
+                _once(clients, client)
+        return clusters, clients
+
+    def rows(self, name: str) -> list[int]:
+        """Return the positions among :meth:`models` of those measured on a set."""
+        clusters, clients = self.models()
+        first = [clusters.index(cluster) for cluster in self.clusters[name]]
+        return first + [len(clusters) + clients.index(client) for client in self.clients[name]]
 
 
 @dataclass
@@ -134,6 +165,8 @@ class CFAACLState(FAACLState):
         Of which step of the data they are.
     joins : dict[str, int]
         Clients that have found a cluster in this search.
+    unanswered : dict[str, bool]
+        Clients that lack an answer of this search: a cluster may still be theirs.
     stage : str
         Empty while no client searches.
     tested : dict[str, list[Remembered]]
@@ -152,6 +185,7 @@ class CFAACLState(FAACLState):
     local: dict[str, Vector] = field(default_factory=dict)
     learned_at: dict[str, int] = field(default_factory=dict)
     joins: dict[str, int] = field(default_factory=dict)
+    unanswered: dict[str, bool] = field(default_factory=dict)
     stage: str = ""
     tested: dict[str, list[Remembered]] = field(default_factory=dict)
     requests: dict[str, ConceptRequest] = field(default_factory=dict)
@@ -203,7 +237,7 @@ class CFAACL(FAACL):
         """What a run of the method has to have."""
         return Needs(
             kinds=frozenset({keys.LEARN, keys.LEND, LOSSES, keys.MATCH}),
-            settings=frozenset({keys.MEMORY_STEPS, keys.REMEMBERED}),
+            settings=frozenset({keys.MEMORY_STEPS, keys.PAIRS, keys.REMEMBERED}),
             validation=True,
             fits_clients=self._check_clients,
             fits_validation=self._check_samples,
@@ -325,26 +359,32 @@ class CFAACL(FAACL):
         if state.stage == LENDING:
             settings[COMPUTE_SCALE] = 0.0
             return Request(client, keys.LEND, models=(), settings=settings, phase=state.stage)
-        if request.searches:
-            settings[ON] = "validation"
+        if VALIDATION in request.clusters:
+            settings[ON] = VALIDATION
         settings[COMPUTE_SCALE] = self._cost(client, request)
+        rows = [request.rows(name) for name in request.sets]
+        settings[keys.PAIRS] = [x for at, own in enumerate(rows) for row in own for x in (at, row)]
+        clusters, clients = request.models()
         arrays = {
             numbered(keys.LOCAL, index): self.spec.pack(state.local[name])
-            for index, name in enumerate(request.clients)
+            for index, name in enumerate(clients)
         }
         for index, remembered in enumerate(request.borrowed):
             arrays[numbered(keys.BORROWED, index)] = self._lent(remembered)
-        models = tuple(request.clusters)
-        return Request(client, keys.MATCH, models, arrays, settings, phase=state.stage)
+        return Request(client, keys.MATCH, tuple(clusters), arrays, settings, phase=state.stage)
 
     def _cost(self, client: str, request: ConceptRequest) -> float:
-        """Return what measuring takes, as a share of a round's computing."""
+        """Return what measuring takes, as a share of a round's computing.
+
+        On each set of samples only the models that are compared on it are measured.
+        """
         examples = self.progress.fleet.clients[client].num_examples
-        samples = validation_share(self) * examples if request.searches else 0.0
-        samples += self.parameters.remembered * (len(request.steps) + len(request.borrowed))
-        models = len(request.clusters) + len(request.clients)
-        train_config = self.train_config
-        return samples / max(1, examples) * forward_cost(train_config, examples, models)
+        passed = 0.0
+        for name in request.sets:
+            is_new = name == VALIDATION
+            samples = validation_share(self) * examples if is_new else self.parameters.remembered
+            passed += samples * len(request.rows(name))
+        return passed / max(1, examples) * forward_cost(self.train_config, examples)
 
     def _lent(self, remembered: Remembered) -> ArrayRecord:
         name = numbered(keys.MEMORY, remembered.step)
@@ -368,8 +408,11 @@ class CFAACL(FAACL):
         if state.stage == LENDING:
             state.lent[client] = dict(answer.numbers)
             return
-        rows = len(request.clusters) + len(request.clients)
-        state.answers[client] = {name: losses_of(answer, rows, name) for name in answer.numbers}
+        state.answers[client] = {
+            name: losses_of(answer, len(request.rows(name)), name)
+            for name in request.sets
+            if name in answer.numbers
+        }
 
     def _forget_what_is_lost(
         self, client: str, request: ConceptRequest, there: Iterable[str]
@@ -441,18 +484,18 @@ class CFAACL(FAACL):
             holder = requests.setdefault(remembered.client, ConceptRequest())
             _once(holder.steps, remembered.step)
             if stage == OTHERS:
-                _once(holder.clusters, remembered.cluster)
-                _once(holder.clients, client)
+                holder.measure(numbered(keys.MEMORY, remembered.step), remembered.cluster, client)
         if stage == LENDING:
             return
         own = requests.setdefault(client, ConceptRequest())
-        own.searches = True
-        _once(own.clusters, remembered.cluster)
-        _once(own.clients, client)
+        own.measure(VALIDATION, remembered.cluster, client)
         if stage == OWN:
             _once(own.steps, remembered.step)
+            own.measure(numbered(keys.MEMORY, remembered.step), remembered.cluster, client)
         elif borrows and self._is_lent(remembered):
             _once(own.borrowed, remembered)
+            name = numbered(keys.BORROWED, own.borrowed.index(remembered))
+            own.measure(name, remembered.cluster, client)
 
     def _is_lent(self, remembered: Remembered) -> bool:
         lent, name = (
@@ -462,23 +505,31 @@ class CFAACL(FAACL):
         return f"{name}-{keys.INPUTS}" in lent and f"{name}-{keys.LABELS}" in lent
 
     def _conclude(self) -> None:
-        """Let clients join the first cluster that matches."""
+        """Let clients join the first cluster that matches; note those that lack an answer."""
         for client, tested in self.state.tested.items():
-            found = next((r.cluster for r in tested if self._is_match(client, r)), None)
+            matching = {remembered: self._is_match(client, remembered) for remembered in tested}
+            found = next((one.cluster for one, fits in matching.items() if fits), None)
             if found is not None:
                 self.state.joins[client] = found
+            elif None in matching.values():
+                self.state.unanswered[client] = True
 
-    def _is_match(self, client: str, remembered: Remembered) -> bool:
-        """Return whether a client's new data are of the concept of a remembered sample."""
+    def _is_match(self, client: str, remembered: Remembered) -> bool | None:
+        """Return whether a client's new data are of the concept of a remembered sample.
+
+        None if that is not known, for lack of an answer.
+        """
         state, name = self.state, numbered(keys.MEMORY, remembered.step)
+        if remembered.step not in state.memory.get(remembered.client, {}):
+            return False  # The sample is lost: there is nothing to compare on.
         holder = remembered.client
         request = state.requests.get(client)
         if request is not None and remembered in request.borrowed:
             holder, name = client, numbered(keys.BORROWED, request.borrowed.index(remembered))
-        new = self._losses(client, "validation", remembered.cluster, client)
+        new = self._losses(client, VALIDATION, remembered.cluster, client)
         old = self._losses(holder, name, remembered.cluster, client)
         if new is None or old is None:
-            return False
+            return None
         return matches(new, old, self.parameters.epsilon, self.parameters.alpha)
 
     def _losses(
@@ -491,28 +542,33 @@ class CFAACL(FAACL):
         )
         if request is None or answer is None or name not in answer:
             return None
-        if cluster not in request.clusters or client not in request.clients:
-            return None
-        losses = answer[name]
-        local = len(request.clusters) + request.clients.index(client)
-        return losses[request.clusters.index(cluster)], losses[local]
+        clusters, clients, losses = request.clusters[name], request.clients[name], answer[name]
+        local = len(clusters) + clients.index(client)
+        return losses[clusters.index(cluster)], losses[local]
 
     # After a search.
 
     def _place_searching(self) -> None:
-        """Let clients join the clusters that they have found; others found one (Algorithm 10)."""
+        """Let clients join the clusters that they have found; others found one (Algorithm 10).
+
+        Only an answer can say that none matches: without one a client is to learn, and to search,
+        again.
+        """
         state = self.state
         state.stage, state.tested, state.answers, state.lent = "", {}, {}, {}
         state.requests, state.tried = {}, {}
         for client, local in state.local.items():
             cluster = state.joins.get(client)
+            if cluster is None and client in state.unanswered:
+                log.warning("%s lacks an answer of its search: it will search again.", client)
+                continue
             if cluster is None:
                 cluster = self.clusters.found(Model(local, 1), [client])
             else:
                 self.clusters.assign(client, cluster)
             state.cold.pop(client, None)
             self._remember(client, state.learned_at[client], cluster)
-        state.local, state.joins, state.learned_at = {}, {}, {}
+        state.local, state.joins, state.unanswered, state.learned_at = {}, {}, {}, {}
         with_clients = [k for k in self.models if k != START and self.clusters.clients(k, False)]
         self._compare_all(with_clients)
 

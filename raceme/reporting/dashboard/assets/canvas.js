@@ -1,4 +1,12 @@
-// A drawing that is as sharp as the screen and as wide as its panel.
+// A drawing that is as sharp as the screen and as wide as its panel, and its picture as a file.
+
+import { clusterColour, named } from "./colours.js";
+import { make } from "./words.js";
+
+export const FONT = "12px system-ui, sans-serif";
+
+const ROW = 18; // Height of a line of a picture's legend.
+const MOST_NAMED = 40; // Clusters in the legend.
 
 export class Canvas {
   constructor(height, label, redraw) {
@@ -50,4 +58,45 @@ export function ticks(low, high, about) {
     found.push(Number(value.toPrecision(12)));
   }
   return found;
+}
+
+/** Make a button that saves a drawing as PNG; its colours are clusters. */
+export function pictureButton(canvas, label, clusters) {
+  const legend = () => clusters().slice(0, MOST_NAMED).map((cluster) =>
+    ({ name: `cluster ${cluster}`, colour: clusterColour(cluster), width: 6 }));
+  return make("button", { type: "button", class: "small", title: `Save "${label}" as PNG`,
+    onclick: () => savePicture(canvas.element, label, legend()) }, "PNG");
+}
+
+/** Save a drawing as PNG with its legend below: [{ name, colour, dash, width }]. */
+export function savePicture(source, label, legend) {
+  const scale = window.devicePixelRatio || 1;
+  const canvas = make("canvas", { width: source.width,
+    height: source.height + (legend.length + 1) * ROW * scale });
+  const context = canvas.getContext("2d");
+  context.fillStyle = named("card");
+  context.fillRect(0, 0, canvas.width, canvas.height);
+  context.drawImage(source, 0, 0);
+  context.scale(scale, scale);
+  context.font = FONT;
+  legend.forEach(({ name, colour, dash, width }, index) => {
+    const y = source.height / scale + (index + 0.5) * ROW;
+    context.strokeStyle = colour ?? named("ink");
+    context.lineWidth = width ?? 1.6;
+    context.setLineDash(dash ?? []);
+    context.beginPath();
+    context.moveTo(56, y);
+    context.lineTo(84, y);
+    context.stroke();
+    context.fillStyle = named("ink");
+    context.fillText(name, 92, y + 4);
+  });
+  canvas.toBlob((blob) => save(blob, `${label}.png`));
+}
+
+/** Have the browser download a file. */
+export function save(blob, name) {
+  const href = URL.createObjectURL(blob);
+  make("a", { href, download: name.replace(/[^\w.-]+/g, "-").toLowerCase() }).click();
+  setTimeout(() => URL.revokeObjectURL(href), 10000);
 }

@@ -1,9 +1,8 @@
 // Lines over an axis, drawn by uPlot, which makes 10,000 points a frame.
 
+import { FONT, save, savePicture } from "./canvas.js";
 import { named, onTheme } from "./colours.js";
 import { make, number } from "./words.js";
-
-const FONT = "12px system-ui, sans-serif";
 
 const STEP = 1.5; // How far one press zooms.
 const SCALES = { linear: "linear", x: "log x", y: "log y" };
@@ -56,7 +55,8 @@ export class Chart {
       button("+", "Zoom in (+); or drag. Shift and drag, or ← →, move", () => this.zoomBy(1 / STEP)),
       this.reset,
       button("CSV", "Save the lines as CSV", () => save(csvOf(this.shown), `${this.label}.csv`)),
-      button("PNG", "Save the chart as PNG", () => this.savePicture()), this.where);
+      button("PNG", "Save the chart as PNG", () => savePicture(this.plot.ctx.canvas, this.label,
+        this.shown.lines.filter(({ key }) => !this.hidden.has(key)))), this.where);
   }
 
   fit() {
@@ -303,34 +303,6 @@ export class Chart {
       element.textContent = value === null || value === undefined ? "" : number(value, 3);
     }
   }
-
-  /** Save what is drawn, with its legend below. */
-  savePicture() {
-    const source = this.plot.ctx.canvas;
-    const scale = window.devicePixelRatio || 1;
-    const lines = this.shown.lines.filter(({ key }) => !this.hidden.has(key));
-    const canvas = make("canvas", { width: source.width,
-      height: source.height + (lines.length + 1) * 18 * scale });
-    const context = canvas.getContext("2d");
-    context.fillStyle = named("card");
-    context.fillRect(0, 0, canvas.width, canvas.height);
-    context.drawImage(source, 0, 0);
-    context.scale(scale, scale);
-    context.font = FONT;
-    lines.forEach(({ name, colour, dash, width }, index) => {
-      const y = source.height / scale + (index + 0.5) * 18;
-      context.strokeStyle = colour ?? named("ink");
-      context.lineWidth = width ?? 1.6;
-      context.setLineDash(dash ?? []);
-      context.beginPath();
-      context.moveTo(56, y);
-      context.lineTo(84, y);
-      context.stroke();
-      context.fillStyle = named("ink");
-      context.fillText(name, 92, y + 4);
-    });
-    canvas.toBlob((blob) => save(blob, `${this.label}.png`));
-  }
 }
 
 /** Return bands of uPlot between the edges, which come behind all lines. */
@@ -360,10 +332,4 @@ function csvOf({ x, xLabel, lines }) {
     [value, ...lines.map(({ values }) => values[row] ?? "")].join(","));
   const head = [xLabel, ...lines.map(({ name }) => name)].map(cell).join(",");
   return new Blob([[head, ...rows, ""].join("\n")], { type: "text/csv" });
-}
-
-function save(blob, name) {
-  const href = URL.createObjectURL(blob);
-  make("a", { href, download: name.replace(/[^\w.-]+/g, "-").toLowerCase() }).click();
-  setTimeout(() => URL.revokeObjectURL(href), 10000);
 }

@@ -81,8 +81,8 @@ export class ComparisonBoard {
     const runs = [...this.runs.values()];
     if (!runs.length) return "Waiting for the first run.";
     const count = (state) => runs.filter((one) => one.state === state).length;
-    const failed = count("failed") ? `, ${count("failed")} failed` : "";
-    return `${count("finished")}/${runs.length} runs finished${failed}.`;
+    const lost = ["failed", "stopped"].filter(count).map((state) => `, ${count(state)} ${state}`);
+    return `${count("finished")}/${runs.length} runs finished${lost.join("")}.`;
   }
 
   changed() {
@@ -120,8 +120,10 @@ export class ComparisonBoard {
 
   draw() {
     const listed = this.listed();
-    const methods = [...new Set(this.ofCase().map(([, one]) => one.method))].sort();
-    this.look = (one) => seriesLook(methods.indexOf(one.method));
+    // Runs of a comparison share the colour of their method; single runs have their own.
+    const keyOf = (one) => (one.single && !this.means ? one.label : one.method);
+    const keys = [...new Set(this.ofCase().map(([, one]) => keyOf(one)))].sort();
+    this.look = (one) => seriesLook(keys.indexOf(keyOf(one)));
     const isIndex = listed.some(([, { single }]) => single);
     listed.forEach(([name, one], index) => {
       one.isDrawn = this.chosen.get(name) ?? (!isIndex || index < MOST_FIRST);

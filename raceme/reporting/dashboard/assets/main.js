@@ -46,7 +46,7 @@ function follow(name) {
     head(run, name);
     if (over) return;
     if (board instanceof ComparisonBoard) say(board.said, board.isOver ? "over" : "live");
-    else if (run.failure) say("The run has failed.", "lost");
+    else if (run.crash) say(run.crash, "lost");
     else if (run.isOver) say("The run is over.", "over");
     else if (run.about && !run.size) say("Waiting for the first client.", "live");
     else if (run.size) say("Live", "live");

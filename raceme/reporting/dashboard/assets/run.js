@@ -19,6 +19,7 @@ export class Run {
     this.about = null;
     this.summary = null;
     this.failure = null;
+    this.stopped = false;
     this.ended = null;
     this.clock = "virtual time";
     this.frames = [];
@@ -40,7 +41,8 @@ export class Run {
     }
     if (piece.run) this.about = piece.run;
     if (piece.summary) this.summary = piece.summary;
-    if (piece.failure) this.failure = piece.failure;
+    if ("failure" in piece) this.failure = piece.failure;
+    if ("stopped" in piece) this.stopped = piece.stopped;
     if (piece.ended) this.ended = piece.ended;
     if (piece.measure) this.measure = piece.measure;
     if (piece.clock) this.clock = piece.clock;
@@ -93,7 +95,14 @@ export class Run {
   }
 
   get isOver() {
-    return this.ended !== null || this.summary !== null || this.failure !== null;
+    return this.ended !== null || this.summary !== null || this.failure !== null || this.stopped;
+  }
+
+  /** Why the run ended without a result, in words; nothing if it did not. */
+  get crash() {
+    if (this.failure) return `The run failed: ${this.failure}`;
+    const isUnfinished = this.stopped && this.ended === null && this.summary === null;
+    return isUnfinished ? "The run was killed: its process ended without a result." : "";
   }
 
   get size() {

@@ -1,6 +1,6 @@
 // When devices work: a row per device, the fastest on top, a bar per task.
 
-import { Canvas, ticks } from "../canvas.js";
+import { Canvas, pictureButton, ticks } from "../canvas.js";
 import { clusterColour, named } from "../colours.js";
 import { note, panel } from "../panel.js";
 import { countUntil } from "../run.js";
@@ -23,8 +23,10 @@ export class DevicesPanel {
       key("rejected", "rejected"), key("offline", "offline"),
     );
     this.note = note("");
-    this.element = panel("devices", "Devices at work", "", this.canvas.element, this.legend,
-      this.note);
+    this.element = panel("devices", "Devices at work", "",
+      make("div", { class: "options" },
+        pictureButton(this.canvas, "Devices at work", () => board.run.clusters)),
+      this.canvas.element, this.legend, this.note);
     this.canvas.element.addEventListener("click", (event) => {
       const row = Math.floor((this.canvas.at(event)[1] - 6) / this.rowHeight);
       if (this.rows?.[row] !== undefined) board.select({ client: this.rows[row] });

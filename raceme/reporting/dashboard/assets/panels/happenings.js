@@ -69,7 +69,7 @@ function told(run) {
   }
   for (const one of found) one.text ??= `${plural(one.clients, "client")} moved`;
   found.push(...ofDevices(run));
-  if (run.failure) found.push({ time: run.end, kind: "crash", text: `the run failed: ${run.failure}` });
+  if (run.crash) found.push({ time: run.end, kind: "crash", text: run.crash });
   else if (run.ended) found.push({ time: run.end, kind: "end", text: run.ended.reason });
   return found.sort((one, other) => one.time - other.time);
 }

@@ -1,6 +1,6 @@
 // The clients as dots: close together in a cluster, or as alike as their models are.
 
-import { Canvas } from "../canvas.js";
+import { Canvas, pictureButton } from "../canvas.js";
 import { clusterColour, groupColour, named } from "../colours.js";
 import { apart, Dots } from "../dots.js";
 import { note, panel } from "../panel.js";
@@ -25,7 +25,9 @@ export class MapPanel {
     this.note = note("");
     this.element = panel(
       "map", "Map of the clients", "",
-      make("div", { class: "options" }, this.groupsLabel, this.alikeLabel),
+      make("div", { class: "options" }, this.groupsLabel, this.alikeLabel,
+        pictureButton(this.canvas, "Map of the clients",
+          () => [...board.moment.members().keys()])),
       make("div", { class: "held" }, this.canvas.element, this.tip),
       this.note,
     );

@@ -1,6 +1,6 @@
 // The clusters as streams: as high as they have clients, from the first to the last.
 
-import { Canvas, ticks } from "../canvas.js";
+import { Canvas, pictureButton, ticks } from "../canvas.js";
 import { clusterColour, isDark, named } from "../colours.js";
 import { extent, layOut, partsInto } from "../layout.js";
 import { note, panel } from "../panel.js";
@@ -16,8 +16,10 @@ export class StreamPanel {
     this.canvas = new Canvas(280, "Clusters over time", () => board.changed());
     this.chips = make("div", { class: "chips", role: "group", "aria-label": "Clusters" });
     this.note = note("");
-    this.element = panel("clusters", "Clusters over time", "wide", this.canvas.element, this.chips,
-      this.note);
+    this.element = panel("clusters", "Clusters over time", "wide",
+      make("div", { class: "options" },
+        pictureButton(this.canvas, "Clusters over time", () => board.run.clusters)),
+      this.canvas.element, this.chips, this.note);
     this.canvas.element.addEventListener("click", (event) => this.click(event));
   }
 
