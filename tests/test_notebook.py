@@ -239,6 +239,9 @@ def test_outputs_that_do_not_fit_the_labels_are_said(here: Path) -> None:
     with pytest.raises(UserError, match=r"its output for 2 samples is \(2, 7\), not \(2, 2\)"):
         raceme.compare(["fedasync"], data=readings(), model=wide, **TINY)
     assert not (here / "runs").exists()
+    for seeds in (3, [], ["one"]):
+        with pytest.raises(UserError, match="seeds takes whole numbers"):
+            raceme.compare("fedasync", seeds=seeds, **TINY)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="data replaces a dataset"):
         raceme.run("fedasync", data=readings(), dataset="digits", **TINY)
 
