@@ -785,6 +785,11 @@ def keep(data: Mapping[Any, Any] | Iterable[Any]) -> str:
     UserError
         They are not these, or do not fit together.
     """
+    if not isinstance(data, Iterable):
+        raise UserError(
+            f"data must be a list or a mapping with {_EXPECTED_CLIENT} of each client; got an "
+            f"object of type {type(data).__name__}."
+        )
     named = data.items() if isinstance(data, Mapping) else enumerate(data)
     by_name = {Path(f"data[{name!r}]"): of for name, of in named}
     if not by_name:
