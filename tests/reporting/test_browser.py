@@ -558,7 +558,7 @@ def test_the_map_shows_the_snapshot_of_the_moment(replayed: Browser) -> None:
         replayed.until(partial(is_shown, latest))
     replayed.run("raceme.board.clock.show(0)")
     note = f"{panel} return map.note.textContent"
-    replayed.until(lambda: "A disc is a cluster" in replayed.run(note))
+    replayed.until(lambda: "Each disc is a cluster" in replayed.run(note))
     # Whoever is near a client is of its true group: the digits' four groups are easy.
     replayed.run("raceme.board.clock.follow()")
     replayed.until(lambda: "with similar models" in replayed.run(note))
