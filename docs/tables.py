@@ -176,8 +176,11 @@ def pack(folder: Path) -> str:
             summary = json.loads((path / "summary.json").read_text(encoding="utf-8"))
             keys = _flat(tomllib.loads((path / "config.toml").read_text(encoding="utf-8")))
             del keys["seed"]
+            # Where the data lie on the machine that ran it is of no use elsewhere.
+            keys |= {"data-root": "data"} if keys.get("data-root") else {}
             versions = summary["versions"]
-            left_out = {*_ASKED, "target", "versions"}
+            # Of updates by client a table has no use.
+            left_out = {*_ASKED, "target", "versions", "protection"}
             figures = {k: v for k, v in summary.items() if v is not None and k not in left_out}
             figures["cluster_sizes"] = list(figures["cluster_sizes"].values())
             row = {"method": path.parent.name, "seed": int(seed)}
@@ -886,6 +889,43 @@ def panicle_people(docs: Path) -> Table:
     return Table(("case", *heads), rows)
 
 
+# Attacks ----------------------------------------------------------------------------------------
+
+
+def poisoning_late(docs: Path) -> Table:
+    """Late sybils and backdoors by method, without and with the filter."""
+    of = Experiment.read(docs, "poisoning-late")
+
+    def honest(method: str, attack: str) -> str:
+        key = "accuracy" if attack == "unattacked" else "honest_accuracy"
+        both = (spread(of.values(f"{method}-{attack}{f}", key), 1, 100.0) for f in ("", "-filter"))
+        return "; ".join(dict.fromkeys(both))
+
+    def success(method: str, attack: str) -> str:
+        names = (f"{method}-{attack}", f"{method}-{attack}-filter")
+        both = (spread(of.values(name, "backdoor_success"), 0, 100.0) for name in names)
+        return "; ".join(dict.fromkeys(both))
+
+    heads = ("method", "unattacked", "sybils", "backdoor", "success", "backdoor × 3", "success")
+    rows = [
+        [
+            *(f"`{method}`", honest(method, "unattacked"), honest(method, "sybils")),
+            *(honest(method, "backdoor"), success(method, "backdoor")),
+            *(honest(method, "backdoor-x3"), success(method, "backdoor-x3")),
+        ]
+        for method in (
+            "panicle",
+            "flexcfl-async",
+            "ifca-async",
+            "casa",
+            "fedbuff",
+            "fedasync",
+            "cdfl",
+        )
+    ]
+    return Table(heads, rows)
+
+
 _PAPER_300 = "accuracy %, paper (300 rounds)"
 _CHARACTERS = "accuracy %, paper, FEMNIST (300 rounds)"
 _SEEDS_75 = "ours (75 rounds, seeds 0, 1, 2)"
@@ -978,6 +1018,7 @@ TABLES: dict[str, Callable[[Path], Table]] = {
     "faacl-comm": faacl_bytes,
     "faacl-table-fashion": faacl_fashion,
     "c-faacl-sequential": sequential,
+    "poisoning-late": poisoning_late,
     "panicle-regret": panicle_regret,
     "panicle-100": panicle_100,
     "panicle-people": panicle_people,

@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib import import_module
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from operator import attrgetter
@@ -40,7 +40,6 @@ from flwr.clientapp import ClientApp
 from raceme.core.errors import UserError
 from raceme.core.options import Value
 from raceme.core.registry import define, definitions
-from raceme.core.signals import handled_by
 from raceme.datasets.source import without_operators
 from raceme.flower import messages as flower
 
@@ -765,8 +764,10 @@ def _free(folder: str) -> int:
 # -----------------------------------------------------------------------------
 
 
-_SENT_TO_ALL = (signal.SIGINT, signal.SIGHUP)
-"""Signals that all processes of a terminal get: Ctrl-C, and its end."""
+_SENT_TO_ALL = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
+"""Signals that all processes of a terminal or service get: Ctrl-C, its end, `timeout`, systemd."""
+_END = signal.SIGUSR1
+"""The simulator's own, which ends a worker."""
 
 
 def work(
@@ -789,12 +790,15 @@ def work(
     pickled : Mapping[str, bytes], optional
         See :func:`~raceme.core.registry.define`.
     """
-    define(pickled or {})
-    # The simulator decides what becomes of its processes.
-    for number in _SENT_TO_ALL:
+    # The simulator decides what becomes of its processes; processes of the app's end as usual.
+    worker = os.getpid()
+    for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    # By default SIGTERM would leave behind what the app has made: locks, temporary folders.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+    signal.signal(signal.SIGTERM, lambda *_: None if os.getpid() == worker else sys.exit(0))
+    # By default it would leave behind what the app has made: locks, temporary folders.
+    signal.signal(_END, lambda *_: sys.exit(0))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SENT_TO_ALL)
+    define(pickled or {})
     # A daemon may not have processes of its own, which an app's DataLoader(num_workers=…) has.
     multiprocessing.current_process().daemon = False
     # They start as everywhere else, not as this one, which would import the app once more.
@@ -891,7 +895,9 @@ class Pool(WorkingAhead[_Process]):
 
     def _end_workers(self) -> None:
         for worker in self._workers:
-            worker.process.terminate()
+            if worker.process.is_alive():
+                with suppress(ProcessLookupError):
+                    os.kill(worker.process.pid, _END)
         for worker in self._workers:
             _bury(worker)
         self._selector.close()
@@ -980,8 +986,7 @@ class Pool(WorkingAhead[_Process]):
             daemon=True,
         )
         try:
-            # From its first moment on it ignores what all get at once.
-            with handled_by(signal.SIG_IGN, *_SENT_TO_ALL), script_hidden(self._target):
+            with _held_back(), script_hidden(self._target):
                 process.start()
         except (OSError, EOFError) as error:
             reason = getattr(error, "strerror", None) or "the process that forks it has ended"
@@ -1009,13 +1014,28 @@ def _bury(worker: _Process) -> str:
     return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
+@contextmanager
+def _held_back() -> Iterator[None]:
+    """Let what all processes get at once wait; one that starts meanwhile is deaf to it.
+
+    This process has it afterwards: none is lost, as it would be if it were ignored meanwhile.
+    """
+    # It would let them through in the middle, were it not running.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SENT_TO_ALL)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def prepare_processes() -> None:
     """Let what processes are forked from begin to import, which takes a second or two.
 
     Pools do it themselves; before other work that takes time, it is done meanwhile.
     """
     if _pool_context().get_start_method() == "forkserver":
-        with handled_by(signal.SIG_IGN, *_SENT_TO_ALL):
+        with _held_back():
             forkserver.ensure_running()
 
 

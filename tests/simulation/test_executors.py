@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,7 @@ import pytest
 import torch
 from asking import ask, context_of, message_to
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from processes import wait_until
 
 from raceme import client_app
 from raceme.core import events
@@ -26,6 +29,7 @@ from raceme.flower.messages import CLIENT_APP_RAISED_EXCEPTION
 from raceme.runs import experiment
 from raceme.simulation import Executor, InProcess, Node, Pool, VirtualGrid, executor_for
 from raceme.simulation.devices import Device
+from raceme.simulation.executor import _held_back
 from raceme.simulation.vectorised import Vectorised
 from raceme.training import models
 
@@ -222,6 +226,73 @@ def test_a_clientapp_may_start_processes_of_its_own(tmp_path: Path) -> None:
     assert reply.content["start"]["method"] == multiprocessing.get_start_method()
     assert (tmp_path / "mark").exists()
     pool.close()
+
+
+def test_workers_and_what_forks_them_are_deaf_to_what_a_whole_group_gets(tmp_path: Path) -> None:
+    """`timeout` and systemd send SIGTERM to all processes: what becomes of them is the run's."""
+    before = {process.pid for process in multiprocessing.active_children()}
+    pool = Pool("pool_apps:app", workers=1)
+    (worker,) = {process.pid for process in multiprocessing.active_children()} - before
+    assert worker
+    forks = int(Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1])
+    assert forks not in (0, os.getpid())
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        os.kill(worker, number)
+        os.kill(forks, number)
+    # It begins only now, and another one can still be forked.
+    assert ask(pool, message_to(1, "query.echo"), context_of()).has_content()
+    os.kill(worker, signal.SIGTERM)
+    config = ConfigRecord({"mark": str(tmp_path / "mark")})
+    assert ask(pool, message_to(1, "query.tidy", config=config), context_of()).has_content()
+    pool.close()
+    assert (tmp_path / "mark").exists()
+    other = Pool("pool_apps:app", workers=1)
+    assert ask(other, message_to(1, "query.echo"), context_of()).has_content()
+    other.close()
+
+
+def test_a_signal_that_comes_while_a_worker_is_started_is_not_lost() -> None:
+    told: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
+    try:
+        with _held_back():
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert not told
+        assert told == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def in_group(group: int) -> int:
+    """Return how many processes are in a process group."""
+    found = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            found += int(stat.read_text().rpartition(")")[2].split()[2]) == group
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [3, 5])
+def test_a_run_whose_whole_group_is_told_to_stop_leaves_a_checkpoint(
+    processes: int, tmp_path: Path
+) -> None:
+    """The run, Python's own helper, what workers are forked from, which imports; two workers."""
+    out, log = tmp_path / "run", tmp_path / "log"
+    command = ["run", "--max-updates", "100000", "--workers", "2", "--out", str(out)]
+    with log.open("w") as file:
+        run = subprocess.Popen(
+            [sys.executable, "-m", "raceme", *command],
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+        )
+    wait_until(lambda: in_group(run.pid) >= processes, 120)
+    os.killpg(run.pid, signal.SIGTERM)
+    assert run.wait(120) == 130, log.read_text()
+    assert json.loads((out / "summary.json").read_text())["reason"] == "interrupted by SIGTERM"
+    assert len(list((out / "checkpoint").iterdir())) == 1
+    wait_until(lambda: not in_group(run.pid), 60)
 
 
 def test_a_task_at_which_workers_die_again_and_again_is_named() -> None:
