@@ -176,6 +176,8 @@ def pack(folder: Path) -> str:
             summary = json.loads((path / "summary.json").read_text(encoding="utf-8"))
             keys = _flat(tomllib.loads((path / "config.toml").read_text(encoding="utf-8")))
             del keys["seed"]
+            # Where the data lie on the machine that ran it is of no use elsewhere.
+            keys |= {"data-root": "data"} if keys.get("data-root") else {}
             versions = summary["versions"]
             # Of updates by client a table has no use.
             left_out = {*_ASKED, "target", "versions", "protection"}
@@ -356,6 +358,15 @@ def casa_table1(docs: Path, name: str, methods: Mapping[str, str], above: int, g
     return Table((*heads, "× CASA, paper", "ours", "clusters", "purity"), lines(methods, *columns))
 
 
+def casa_fig8(docs: Path) -> Table:
+    """CASA's figure 8, on MNIST."""
+    of = Experiment.read(docs, "casa-fig8-mnist")
+    columns = (accuracy(of, 2), _times(of), whole(of, "clusters"))
+    purity: Cell = lambda method: number(of.mean(method, "purity"), 2)  # noqa: E731
+    heads = ("method", "accuracy %", "0.95 reached at (s)", "clusters", "purity")
+    return Table(heads, lines(code("casa", "casa-d"), *columns, purity))
+
+
 def casa_sweeps(docs: Path) -> Table:
     """The points of the swept competitors."""
     of = Experiment.read(docs, "casa-table1-mnist")
@@ -491,6 +502,19 @@ def cdfl(docs: Path) -> Table:
             rows.append(cells)
     columns = [head for score in _SCORES for head in (f"{score}, paper", "ours")]
     return Table(("K", "<method", *columns, "KL", "down", "work"), rows)
+
+
+def cdfl_bar(docs: Path) -> Table:
+    """CDFL with two bars of the losses, K = 4, a tenth of the length."""
+    rows = []
+    for bar, name in (("0.5", "cdfl-bar-fashion-4"), ("min", "cdfl-bar-fashion-4-min")):
+        of = Experiment.read(docs, name)
+        cells = [f"`{bar}`"]
+        for score in _SCORES:
+            cells += [paper(of, score)("cdfl"), accuracy(of, 1, _score_key(score))("cdfl")]
+        rows.append([*cells, number(of.mean("cdfl", "mixture_divergence"), 2)])
+    columns = [head for score in _SCORES for head in (f"{score}, paper", "ours")]
+    return Table(("`loss-bar`", *columns, "KL"), rows)
 
 
 def cdfl_sessions(docs: Path) -> Table:
@@ -921,6 +945,7 @@ TABLES: dict[str, Callable[[Path], Table]] = {
         goal="",
     ),
     "casa-table1-mnist-sweeps": casa_sweeps,
+    "casa-fig8-mnist": casa_fig8,
     "casa-table1-mnist-casa-plus": casa_plus,
     "casa-table1-cifar10": partial(
         casa_table1,
@@ -935,6 +960,7 @@ TABLES: dict[str, Callable[[Path], Table]] = {
     "csafl-fig5": csafl_idle,
     "cdfl-table1": cdfl,
     "cdfl-table1-sessions": cdfl_sessions,
+    "cdfl-bar": cdfl_bar,
     "feddrift-table-mnist": feddrift_mnist,
     "flexcfl-table3-mnist-mclr": partial(
         flexcfl_table3,

@@ -81,7 +81,7 @@ def run(
 
 
 def compare(
-    strategies: Iterable[str | type[Method]],
+    strategies: str | type[Method] | Iterable[str | type[Method]],
     *,
     data: Data | None = None,
     model: str | Callable[..., Any] | None = None,
@@ -98,7 +98,7 @@ def compare(
     Parameters
     ----------
     strategies : Iterable[str or type[Method]]
-        Names of `raceme list`, ``module:Class``, or such classes.
+        Names of `raceme list`, ``module:Class``, or such classes; or a single one.
     data, model : optional
         See :func:`run`.
     seeds : Iterable[int]
@@ -133,9 +133,11 @@ def compare(
     from raceme.notebook import OpenComparison, compared
 
     written_as = checked_formats(formats)
+    if isinstance(strategies, str | type):
+        strategies = [strategies]
     names = [STRATEGIES.name_of(strategy) for strategy in strategies]
     keys = with_prefixes(_keys(settings, data, model), names)
-    suite = replace(of_names(names, keys), seeds=tuple(seeds))
+    suite = replace(of_names(names, keys), seeds=_seeds(seeds))
     stamp = time.strftime("%Y%m%d-%H%M%S")
     folder = Path("runs") / f"{stamp}-compare-{suite.dataset}" if out is None else Path(out)
     plan = prepare(suite, folder)
@@ -195,7 +197,7 @@ def reproduce(
     suites = reproductions(name, dataset, only, methods, _keys(settings), scale)
     plans = {
         variant: prepare(
-            suite if seeds is None else replace(suite, seeds=tuple(seeds)),
+            suite if seeds is None else replace(suite, seeds=_seeds(seeds)),
             out_of(variant, folder, scale, len(suites)),
         )
         for variant, suite in suites.items()
@@ -376,6 +378,19 @@ def _keys(
             raise UserError("data replaces a dataset: leave one of them out.")
         keys |= {"dataset": "arrays", "data-fingerprint": keep(data)}
     return keys
+
+
+def _seeds(seeds: Iterable[int]) -> tuple[int, ...]:
+    """Return seeds, one at least."""
+    from raceme.core.errors import UserError
+
+    try:
+        found = tuple(int(seed) for seed in seeds)
+    except (TypeError, ValueError):
+        found = ()
+    if not found:
+        raise UserError(f"seeds takes whole numbers, e.g. seeds=range(3); got {seeds!r}.")
+    return found
 
 
 def _console() -> Console:

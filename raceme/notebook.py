@@ -18,6 +18,7 @@ from safetensors.numpy import load_file
 from raceme.core.config import read_toml
 from raceme.core.errors import UserError
 from raceme.core.options import Value
+from raceme.core.registry import STRATEGIES
 from raceme.experiments.compare import Plan, compare
 from raceme.experiments.jobs import cores
 from raceme.experiments.page import purity_figure, times_figure
@@ -74,7 +75,8 @@ class OpenRun:
     @property
     def title(self) -> str:
         """The method and the dataset."""
-        return f"{self.config.get('strategy')} on {self.config.get('dataset')}"
+        method = STRATEGIES.short(str(self.config.get("strategy")))
+        return f"{method} on {self.config.get('dataset')}"
 
     @cached_property
     def record(self) -> RunRecord:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import io
+import json
 import shutil
 import signal
 import subprocess
@@ -28,6 +29,7 @@ from raceme.core.errors import UserError
 from raceme.core.registry import STRATEGIES
 from raceme.core.requests import Outcome, Update
 from raceme.experiments.compare import compare, prepare
+from raceme.experiments.page import comparison_page
 from raceme.experiments.suites import of_names, reproductions
 from raceme.notebook import OpenComparison, OpenRun, compared
 from raceme.runs.experiment import simulate
@@ -237,6 +239,9 @@ def test_outputs_that_do_not_fit_the_labels_are_said(here: Path) -> None:
     with pytest.raises(UserError, match=r"its output for 2 samples is \(2, 7\), not \(2, 2\)"):
         raceme.compare(["fedasync"], data=readings(), model=wide, **TINY)
     assert not (here / "runs").exists()
+    for seeds in (3, [], ["one"]):
+        with pytest.raises(UserError, match="seeds takes whole numbers"):
+            raceme.compare("fedasync", seeds=seeds, **TINY)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="data replaces a dataset"):
         raceme.run("fedasync", data=readings(), dataset="digits", **TINY)
 
@@ -338,6 +343,19 @@ def test_a_script_without_a_guard_has_worker_processes(here: Path) -> None:
     assert (here / "table.tex").is_file()
     # What is defined has the same names, wherever that is.
     assert len(named) == 1
+
+
+def test_results_are_shown_without_the_script_that_defines_a_method(
+    folder: Path, tmp_path: Path
+) -> None:
+    """The report asks no strategy: it may be out of reach."""
+    table = json.loads((folder / "compare.json").read_text())
+    for method in table["methods"]:
+        method["strategy"] = "main-0123456789ab:Mine"
+    (tmp_path / "compare.json").write_text(json.dumps(table))
+    assert "per update" in comparison_page(tmp_path, "")
+    opened = raceme.open(tmp_path)
+    assert list(opened.table["strategy"]) == ["main-0123456789ab:Mine"] * 2
 
 
 # -----------------------------------------------------------------------------

@@ -26,14 +26,17 @@ if TYPE_CHECKING:
 
 Out = Annotated[
     Path | None,
-    typer.Option(help="folder for the results; the same folder again continues from there"),
+    typer.Option(help="folder for the results; the same folder resumes an interrupted comparison"),
 ]
 Seeds = Annotated[str | None, typer.Option(help="seeds, e.g. 0,1,2")]
-Only = Annotated[str, typer.Option(help="parts of a suite, e.g. digits-4,digits-6")]
+Only = Annotated[str, typer.Option(help="only these parts of the suite, e.g. digits-4,digits-6")]
 Formats = Annotated[
-    str, typer.Option("--format", help="also write plots as pdf or svg, the table as tex: pdf,tex")
+    str,
+    typer.Option(
+        "--format", help="also write plots as pdf or svg, and the table as tex, e.g. pdf,tex"
+    ),
 ]
-Processes = Annotated[int, typer.Option(help="runs at a time (0: one per core)", min=0)]
+Processes = Annotated[int, typer.Option(help="parallel runs (0: one per core)", min=0)]
 
 
 def run_suites(
@@ -158,11 +161,12 @@ def with_seeds(suite: Suite, text: str | None) -> Suite:
 def compare(
     keys: Mapping[str, Value],
     methods: Annotated[
-        list[str] | None, typer.Argument(help="strategies, or methods of the suite")
+        list[str] | None,
+        typer.Argument(help="strategies (see `raceme list strategies`), or methods of the suite"),
     ] = None,
-    every: Annotated[bool, typer.Option("--all", help="all strategies")] = False,
+    every: Annotated[bool, typer.Option("--all", help="compare all strategies")] = False,
     suite: Annotated[
-        Path | None, typer.Option(help="TOML file, or one that comes along: panicle, poisoning")
+        Path | None, typer.Option(help="TOML file, or a built-in suite: panicle, poisoning")
     ] = None,
     only: Only = "",
     seeds: Seeds = None,
@@ -174,8 +178,9 @@ def compare(
 ) -> None:
     """Run several methods on the same clients, devices and seeds, and compare them.
 
-    The target accuracy is recorded and does not end a run. Runs that are finished in --out are
-    kept.
+    For example: raceme compare casa fedasync --seeds 0,1,2
+
+    Finished runs in --out are kept. The target accuracy is recorded, but ends no run.
     """
     if suite is not None and every:
         raise UserError("Give --suite or --all, not both.")
@@ -221,11 +226,20 @@ def compare(
 
 def reproduce(
     keys: Mapping[str, Value],
-    name: Annotated[str, typer.Argument(help="e.g. casa-table1; without: show all")] = "",
-    dataset: Annotated[str | None, typer.Option(help="e.g. mnist or cifar10")] = None,
+    name: Annotated[
+        str, typer.Argument(help="experiment, e.g. casa-table1; without a name: list all")
+    ] = "",
+    dataset: Annotated[
+        str | None, typer.Option(help="only the part on this dataset, e.g. mnist")
+    ] = None,
     only: Only = "",
-    methods: Annotated[str, typer.Option(help="only these, e.g. casa,fedavg")] = "",
-    scale: Annotated[float, typer.Option(help="shorten the suite to this part")] = 1.0,
+    methods: Annotated[str, typer.Option(help="only these methods, e.g. casa,fedavg")] = "",
+    scale: Annotated[
+        float,
+        typer.Option(
+            help="length of the runs as a share of the paper's, e.g. 0.1 for a quick look"
+        ),
+    ] = 1.0,
     seeds: Seeds = None,
     out: Out = None,
     processes: Processes = 0,

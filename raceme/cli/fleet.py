@@ -21,12 +21,21 @@ _LEVELS = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR:
 
 
 def device(
-    superlink: Annotated[str, typer.Option(metavar="HOST:PORT", help="Fleet API of the SuperLink")],
+    superlink: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="address of the server: `raceme serve`, or a SuperLink's Fleet API",
+        ),
+    ],
     insecure: Annotated[
-        bool, typer.Option("--insecure", help="plain text instead of TLS; for a test only")
+        bool, typer.Option("--insecure", help="plain text instead of TLS; for tests only")
     ] = False,
     root_certificates: Annotated[
-        Path | None, typer.Option(help="PEM of the authority that signed the SuperLink's")
+        Path | None,
+        typer.Option(
+            help="certificate authority of the server (PEM), made by `raceme certs`: ca.crt"
+        ),
     ] = None,
     key: Annotated[
         Path | None, typer.Option(help="private key of this device, made by `raceme certs`")
@@ -35,7 +44,7 @@ def device(
         bool, typer.Option("--allow-open-key", help="accept a key file that other users can read")
     ] = False,
     node_config: Annotated[
-        str, typer.Option(help="what the ClientApp is told: \"key=1 key='text'\"")
+        str, typer.Option(help="settings for the ClientApp: \"key=1 key='text'\"")
     ] = "",
     device_id: Annotated[
         str | None,
@@ -52,46 +61,52 @@ def device(
         list[str] | None,
         typer.Option(
             metavar="MODULE:FUNCTION",
-            help="let a run import this model, dataset, client work, …; may be repeated",
+            help="allow runs to import this model, dataset or client work; may be repeated",
         ),
     ] = None,
     threads: Annotated[
-        str, typer.Option(metavar="N", help="threads of the CPU to train on; auto: the fastest")
+        str, typer.Option(metavar="N", help="CPU threads for training; auto: the fastest number")
     ] = "auto",
     accelerator: Annotated[
-        str, typer.Option(metavar="NAME", help="where to train: cpu, cuda, mps; auto: the fastest")
+        str,
+        typer.Option(
+            metavar="NAME", help="processor for training: cpu, cuda, mps; auto: the fastest"
+        ),
     ] = "auto",
     memory_limit: Annotated[
-        int | None, typer.Option(metavar="MIB", help="MiB of data at most", min=1)
+        int | None, typer.Option(metavar="MIB", help="limit of the memory for data", min=1)
     ] = None,
     grace: Annotated[
         float,
-        typer.Option(metavar="SECONDS", help="how long a task may go on after SIGTERM", min=0),
+        typer.Option(metavar="SECONDS", help="time to finish a task after SIGTERM", min=0),
     ] = 5.0,
     when: Annotated[
         str,
         typer.Option(
-            metavar="WISH",
-            help="when to train, of a method that leaves it to devices: at-once, interval=60s, "
-            "poisson=60s, or drift=10%: when the loss has risen so much",
+            metavar="POLICY",
+            help="when to train, with requests=device: at-once, interval=60s, poisson=60s, or "
+            "drift=10% (when the loss has risen by 10 %)",
         ),
     ] = "at-once",
     look: Annotated[
-        str, typer.Option(metavar="TIME", help="time between two looks at the loss (drift)")
+        str,
+        typer.Option(
+            metavar="TIME", help="time between two measurements of the loss (--when drift)"
+        ),
     ] = "10s",
     transport: Annotated[
         str,
         typer.Option(
             "--transport",
             metavar="NAME",
-            help="grpc (Raceme, Flower 1.39), http (Flower from 1.40 on), or auto: what it speaks",
+            help="grpc (raceme serve, Flower 1.39), http (Flower 1.40 and later), or auto",
         ),
     ] = "auto",
     health_file: Annotated[
-        Path | None, typer.Option(help="file to touch while the SuperLink answers")
+        Path | None, typer.Option(help="file to touch while the server answers, for health checks")
     ] = None,
     verbose: Annotated[
-        bool, typer.Option("--verbose", help="log tracebacks of the ClientApp too")
+        bool, typer.Option("--verbose", help="also log tracebacks of the ClientApp")
     ] = False,
 ) -> None:
     """Connect this machine to a server as a device, and train until stopped."""
@@ -174,8 +189,8 @@ def serve(
         Path | None,
         typer.Argument(
             metavar="[APP_DIR]",
-            help="folder of a Flower app, which is served instead of Raceme's; with --strategy, "
-            "that method takes the place of the app's strategy",
+            help="folder of a Flower app to serve instead of Raceme's own; --strategy replaces its "
+            "strategy",
             show_default=False,
         ),
     ] = None,
@@ -183,19 +198,19 @@ def serve(
         list[str] | None,
         typer.Option(
             metavar="'KEY=VALUE …'",
-            help="with APP_DIR: changes the app's run config, as in `flwr run`",
+            help="with APP_DIR: run config of the app, as in `flwr run`",
             show_default=False,
         ),
     ] = None,
     address: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="address for devices")
+        str, typer.Option(metavar="HOST:PORT", help="address to listen on for devices")
     ] = "0.0.0.0:9092",
     certificates: Annotated[
         Path | None,
         typer.Option(
             metavar="FOLDER",
-            help="folder made by `raceme certs`: TLS on, unlisted devices are refused; without it, "
-            "plain text",
+            help="folder made by `raceme certs`: enables TLS and refuses unlisted devices; without "
+            "it, plain text",
         ),
     ] = None,
     http: Annotated[
@@ -203,7 +218,7 @@ def serve(
         typer.Option(
             "--http",
             metavar="HOST:PORT",
-            help="address for SuperNodes of Flower 1.40 and later (HTTP)",
+            help="address to listen on for SuperNodes of Flower 1.40 and later (HTTP)",
             show_default=False,
         ),
     ] = None,
@@ -213,13 +228,13 @@ def serve(
     ] = False,
     clients_min: Annotated[
         int,
-        typer.Option(metavar="INTEGER", help="devices to wait for at the start", min=1),
+        typer.Option(metavar="INTEGER", help="devices to wait for before training starts", min=1),
     ] = 1,
     reconnect: Annotated[
         float,
         typer.Option(
             metavar="SECONDS",
-            help="after a restart: time for devices to reconnect",
+            help="time for devices to reconnect after a restart",
             min=0.0,
         ),
     ] = 90.0,
@@ -227,7 +242,7 @@ def serve(
         str,
         typer.Option(
             metavar="HOST:PORT",
-            help="/metrics and /healthz, or 'off'",
+            help="address of /metrics and /healthz, or off",
             show_default="loopback, the port after --address's",
         ),
     ] = "",
@@ -236,8 +251,8 @@ def serve(
 ) -> None:
     """Start a server that coordinates training on devices (raceme device).
 
-    --out is required. The same command with the same --out resumes a run that was stopped or has
-    crashed. With APP_DIR the server runs a Flower app of your own, which cannot be resumed.
+    --out is required. The same command with the same --out resumes a stopped or crashed run. With
+    APP_DIR the server runs your own Flower app, whose run cannot be resumed.
     """
     parsed_address("--address", address, "0.0.0.0:9092")
     if http is not None:
@@ -300,13 +315,14 @@ def up(
         ),
     ] = None,
     delay: Annotated[
-        float, typer.Option(metavar="MILLISECONDS", help="with --shape: per direction", min=0)
+        float, typer.Option(metavar="MILLISECONDS", help="with --shape: delay per direction", min=0)
     ] = 0.0,
     loss: Annotated[
-        float, typer.Option(metavar="PERCENT", help="with --shape: packets lost", min=0, max=99)
+        float,
+        typer.Option(metavar="PERCENT", help="with --shape: share of lost packets", min=0, max=99),
     ] = 0.0,
 ) -> None:
-    """Run a server and devices as processes of this machine, with one log.
+    """Run a server and devices as processes on this machine, with one log.
 
     Press Ctrl-C to stop all of them.
     """

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -32,15 +32,14 @@ from raceme.core.registry import DATASETS, DEVICES, DRIFTS, MODELS, PARTITIONERS
 
 _CONFIG = Annotated[
     Path | None,
-    typer.Option("--config", metavar="FILE", help="TOML file with keys", show_default=False),
+    typer.Option("--config", metavar="FILE", help="TOML file of keys", show_default=False),
 ]
 _SET = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="any key, also as an option of its own: --set groups=0.5,0.5 or --groups 0.5,0.5; "
-        "see `raceme list --keys`",
+        help="any key of `raceme list --keys`; --groups 0.5,0.5 is short for --set groups=0.5,0.5",
         show_default=False,
     ),
 ]
@@ -80,7 +79,10 @@ _GROUPS = {
     "client-models",
 }
 _OWN_HELP = {
-    ("serve", "out"): "folder for results and checkpoints, required; the same one resumes the run",
+    (
+        "serve",
+        "out",
+    ): "folder for results and checkpoints, required; the same folder resumes the run",
 }
 """What a key means to a command, where that is not what it means to `raceme run`."""
 
@@ -175,6 +177,13 @@ def with_keys(
         except UserError as error:
             raise (_located(error, config, from_file) if config else error) from error.__cause__
 
+    defaults: dict[str, Any] = {}
+    if command.__name__ in ("serve", "up"):
+        # Real devices are few.
+        defaults["strategy"] = FEW_DEVICES
+    if command.__name__ == "reproduce":
+        # They are the suite's.
+        defaults = dict.fromkeys(shown)
     own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
     options = {
         item.name: _option(
@@ -182,8 +191,7 @@ def with_keys(
             item,
             _OWN_HELP.get((command.__name__, name), item.metadata["help"]),
             groups.get(name),
-            # Real devices are few.
-            FEW_DEVICES if name == "strategy" and command.__name__ in ("serve", "up") else False,
+            defaults.get(name, item.default),
         )
         for name, item in shown.items()
     }
@@ -223,11 +231,13 @@ def _located(error: UserError, path: Path, keys: Mapping[str, Value]) -> UserErr
     return error
 
 
-def _option(
-    name: str, item: Any, about: str, group: str | None, default: str | Literal[False]
-) -> Any:
+def _option(name: str, item: Any, about: str, group: str | None, default: Any) -> Any:
     """Make the option of a key: text, so that all input is checked in one place; or a flag."""
-    common: Any = {"help": about, "show_default": default, "rich_help_panel": group}
+    # Switches need none, and what 0 means stands in the help.
+    is_shown = default not in (None, "", "none") and not isinstance(default, bool)
+    if is_shown and (default or "0:" not in about):
+        about += f" (default: {default})"
+    common: Any = {"help": about, "show_default": False, "rich_help_panel": group}
     if item.type == "bool":
         return Annotated[bool | None, typer.Option(f"--{name}/--no-{name}", **common)]
     shown = shown_type(item, with_unit=True)

@@ -26,7 +26,7 @@ def report(
     output: Annotated[
         Path | None,
         typer.Option(
-            help="file for the page, if there is one folder",
+            help="file to write, for a single folder",
             show_default="report.html in the folder",
         ),
     ] = None,
@@ -138,22 +138,27 @@ _INTERRUPTED = 130
 Watch = Annotated[bool, typer.Option("--watch", help="serve a live dashboard for the browser")]
 Address = Annotated[
     str,
-    typer.Option(metavar="HOST:PORT", help="address of the dashboard; port 0: any"),
+    typer.Option(metavar="HOST:PORT", help="address of the dashboard; port 0: any free port"),
 ]
 ADDRESS = f"{_HOST}:{_PORT}"
 
 
 def watch(
     folder: Annotated[
-        Path, typer.Argument(metavar="RUN_DIR", help="folder of a run, a comparison, or several")
+        Path,
+        typer.Argument(
+            metavar="RUN_DIR", help="folder of a run, of a comparison, or of several runs"
+        ),
     ],
     host: Annotated[
         str,
-        typer.Option(help="address to listen on; other machines need the token that is printed"),
+        typer.Option(help="address to listen on; other machines need the printed token"),
     ] = _HOST,
     port: Annotated[
         int,
-        typer.Option(metavar="INTEGER", help="port to listen on; 0: any", min=0, max=65535),
+        typer.Option(
+            metavar="INTEGER", help="port to listen on; 0: any free port", min=0, max=65535
+        ),
     ] = _PORT,
 ) -> None:
     """Show a run, a comparison, or all runs of a folder in the browser. Press Ctrl-C to stop."""
@@ -204,7 +209,9 @@ def watched(shown: bool, folder: Path, address: str, *, comparison: bool = False
                 raise
             ended = exit_
         if _is_terminal():
-            print(f"The dashboard stays at {beside.address}. Press Ctrl-C to stop.", flush=True)
+            print(
+                f"The dashboard stays open at {beside.address}. Press Ctrl-C to stop.", flush=True
+            )
             with suppress(KeyboardInterrupt):
                 beside.wait()
         if ended is not None:

@@ -117,14 +117,14 @@ def simulate(
         str,
         typer.Option(
             metavar="PROFILE",
-            help="device profile, TOML file with one, or trace:FOLDER of a run; see `raceme list`",
+            help="device profile (see `raceme list`), TOML file, or trace:FOLDER of a recorded run",
         ),
     ] = "slow30x5",
     run_config: Annotated[
         list[str] | None,
         typer.Option(
             metavar="'KEY=VALUE …'",
-            help="changes the app's run config, as in `flwr run`: pairs, or a TOML file",
+            help="run config of the app, as in `flwr run`: pairs, or a TOML file",
         ),
     ] = None,
     node_config: Annotated[
@@ -140,28 +140,28 @@ def simulate(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="method of Raceme's in the place of the app's strategy; see `raceme list`",
+            help="method of Raceme that replaces the app's strategy; see `raceme list`",
         ),
     ] = None,
     assignments: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", metavar="KEY=VALUE", help="with --strategy: a key of it, as casa.gamma=0.2"
+            "--set", metavar="KEY=VALUE", help="with --strategy: a key of it, e.g. casa.gamma=0.2"
         ),
     ] = None,
     workers: Annotated[
         str,
         typer.Option(
             metavar="INTEGER",
-            help="processes that do the clients' work; 0: none but this one, auto: one per core; "
-            "or a Ray cluster: ray, ray://HEAD:PORT",
+            help="worker processes (auto: one per core, 0: none), or ray, ray://HEAD:PORT; same "
+            "results",
         ),
     ] = "auto",
     seed: Annotated[
         int,
         typer.Option(
             metavar="INTEGER",
-            help="decides devices, losses, and what an app draws that does not seed itself",
+            help="seed of devices, losses, and unseeded draws of the app",
             min=0,
         ),
     ] = 0,
@@ -173,7 +173,7 @@ def simulate(
         int | None,
         typer.Option(
             metavar="INTEGER",
-            help="training examples of each client, for device profiles with times per sample",
+            help="training examples per client, for device profiles with times per sample",
             show_default="what replies state as num-examples",
             min=1,
         ),
@@ -182,7 +182,7 @@ def simulate(
         float | None,
         typer.Option(
             metavar="SHARE",
-            help="let evaluations take time: this share of a training task's, and their transfers",
+            help="duration of an evaluation as a share of a training task's, plus its transfers",
             show_default="they take none",
             min=0,
         ),
@@ -190,14 +190,14 @@ def simulate(
     max_time: Annotated[
         float | None,
         typer.Option(
-            metavar="SECONDS", help="end at this virtual time", show_default="no limit", min=0
+            metavar="SECONDS", help="stop at this virtual time", show_default="no limit", min=0
         ),
     ] = None,
     max_wall_time: Annotated[
         float | None,
         typer.Option(
             metavar="SECONDS",
-            help="end after so long on this machine",
+            help="stop after this time on this machine",
             show_default="no limit",
             min=0,
         ),

@@ -197,7 +197,7 @@ def read_device_keys(path: Path) -> dict[bytes, str]:
         kind, encoded, name = (*line.split(maxsplit=2), "", "")[:3]
         key = _der(serialization.load_ssh_public_key, f"{kind} {encoded}".encode())
         if key is None or not name.strip().isprintable() or not name.strip():
-            raise UserError(f"device-keys: line {number} of {path} is none: {_EXPECTED}.")
+            raise UserError(f"device-keys: line {number} of {path} is not a key: {_EXPECTED}.")
         if ids.setdefault(key, name.strip()) != name.strip():
             raise UserError(
                 f"device-keys: line {number} of {path} gives the key of '{ids[key]}' to "

@@ -168,137 +168,146 @@ _Reader = tuple[Registry, str]
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Everything that decides the outcome of a run.
+    """Configuration of a run: every key with its value.
 
-    The attribute ``data_root`` is the key ``data-root`` wherever a person writes it. None stands
-    for ``"auto"``: the dataset's own default, filled in by :func:`raceme.runs.experiment.resolve`.
+    The attribute ``data_root`` is the key ``data-root`` on the command line and in files. None
+    stands for ``"auto"``: the dataset's own default, filled in by
+    :func:`raceme.runs.experiment.resolve`.
     """
 
     strategy: str = option("casa", "method; see `raceme list`", names=STRATEGIES)
     dataset: str = option("digits", "dataset; see `raceme list`", names=DATASETS)
-    data_root: str = option("", "folder that holds the datasets' files", path=True)
+    data_root: str = option("", "folder with the files of the datasets", path=True)
     download: bool = option(False, "fetch missing files into data-root")
-    model: str | None = option(None, "network, or module:function that builds one")
+    model: str | None = option(None, "network; see `raceme list`, or module:function")
     clients: int | None = option(
-        None, "number of clients (auto: fits the dataset)", low=1, high=10**6
+        None, "number of clients (auto: the dataset's default)", low=1, high=10**6
     )
     partition: str = option(
         "label-groups",
-        "how samples go to clients; see `raceme list`",
+        "assignment of samples to clients; see `raceme list`",
         names=PARTITIONERS,
         unless=("dataset", "has_clients"),
     )
     test_fraction: float = option(
-        0.2, "share of a client's samples kept for testing", above=0, below=1
+        0.2, "share of a client's samples held out for testing", above=0, below=1
     )
     validation_fraction: float = option(
-        0.0, "share of a client's training samples to test on instead (0: none)", low=0, below=1
+        0.0, "share of a client's training samples to test on instead (0: off)", low=0, below=1
     )
     validation_share: float | None = option(
-        None, "share of training samples to compare models on (auto: if needed)", low=0, below=1
+        None,
+        "share of training samples to compare models on (auto: 0.2 if the method needs it)",
+        low=0,
+        below=1,
     )
-    drift: str = option("none", "how clients' data change; see `raceme list`", names=DRIFTS)
-    protection: str = option("none", "defence against poison; see `raceme list`", names=PROTECTIONS)
-    attack: str = option("none", "poison of simulated clients; see `raceme list`", names=ATTACKS)
+    drift: str = option("none", "change of the clients' data; see `raceme list`", names=DRIFTS)
+    protection: str = option(
+        "none", "defence against poisoned updates: norm, filter, or module:Name", names=PROTECTIONS
+    )
+    attack: str = option(
+        "none",
+        "attack by simulated clients: scale, sign-flip, label-flip, noise, or module:Name",
+        names=ATTACKS,
+    )
     proxy: str = option(
         "",
-        "samples of each distribution that the server has and no client: how many, a share of the "
-        "test samples below 1, or a folder with an .npz file for each cluster (empty: none)",
+        "samples on the server: their number per distribution, a share of the test samples (below "
+        "1), or a folder with an .npz file per cluster (empty: none)",
     )
     pretrain: int = option(
-        0, "training samples of each distribution that its first model is trained on", low=0
+        0, "samples per distribution to pre-train its first model on, on the server (0: off)", low=0
     )
-    pretrain_epochs: int = option(5, "passes over them", low=1)
-    lr: float | None = option(None, "learning rate of the local SGD", above=0)
-    batch_size: int = option(10, "mini-batch size of the local SGD", low=1)
-    local_epochs: int = option(1, "passes over the local data per update", low=1)
-    local_steps: int = option(0, "mini-batches per update (0: local-epochs counts)", low=0)
-    optimizer: str = option(
-        "sgd", "how clients descend: sgd, momentum or adam", among=("sgd", "momentum", "adam")
+    pretrain_epochs: int = option(5, "epochs of the pre-training", low=1)
+    lr: float | None = option(
+        None, "learning rate of local training (auto: the dataset's default)", above=0
     )
-    momentum: float = option(
-        _MOMENTUM, "optimizer momentum: share of the former step", low=0, below=1
-    )
+    batch_size: int = option(10, "mini-batch size of local training", low=1)
+    local_epochs: int = option(1, "local epochs per update", low=1)
+    local_steps: int = option(0, "mini-batches per update, instead of local-epochs (0: off)", low=0)
+    optimizer: str = option("sgd", "local optimizer", among=("sgd", "momentum", "adam"))
+    momentum: float = option(_MOMENTUM, "momentum of optimizer=momentum", low=0, below=1)
     weight_decay: float = option(
-        0.0, "strength λ of the local L2 penalty on weights, whose gradient is λ w", low=0
+        0.0, "strength λ of the local L2 penalty on the weights, with the gradient λ w", low=0
     )
     weight_decay_on: str = option(
         "all",
-        "what weight-decay acts on: all weights, or kernels only, not biases and scales (Keras)",
+        "weights that weight-decay acts on: all, or kernels only (not biases and scales, as Keras)",
         among=("all", "kernels"),
     )
     batch_norm: str = option(
         "shared",
-        "batch normalisation: shared, or local: each client keeps its own (FedBN)",
+        "batch normalisation: averaged, or kept on each client (local: FedBN)",
         among=("shared", "local"),
     )
     devices: str = option(
         "slow30x5",
-        "device profile, TOML file with one, or trace:FOLDER of a run; see `raceme list`",
+        "device profile (see `raceme list`), TOML file, or trace:FOLDER of a recorded run",
     )
     max_updates: int | None = option(
         None,
-        f"stop after so many client updates (auto: {_MAX_UPDATES}, or no limit with max-rounds)",
+        f"stop after this number of client updates (auto: {_MAX_UPDATES}; none with max-rounds)",
         low=1,
     )
-    max_rounds: int = option(
-        0, "stop after so many rounds or windows of a round-based method (0: no limit)", low=0
+    max_rounds: int = option(0, "stop after this number of rounds or windows (0: no limit)", low=0)
+    max_time: float = option(
+        0.0, "stop at this time of the run's clock (0: no limit)", unit=SECONDS, low=0
     )
-    max_time: float = option(0.0, "stop at this time (0: no limit)", unit=SECONDS, low=0)
     target_accuracy: float | None = option(
-        None, "stop at this mean client accuracy, of a regression at this mean error", above=0
+        None,
+        "stop at this mean accuracy over the clients (regression: mean absolute error)",
+        above=0,
     )
-    stop_at_target: bool | None = option(None, "stop at the target (auto: only if one is given)")
+    stop_at_target: bool | None = option(
+        None, "stop at the target accuracy (auto: if one is given)"
+    )
     eval_every: int | None = option(
-        None, "updates between two evaluations (auto: as many as there are clients)", low=1
+        None, "updates between two evaluations (auto: the number of clients)", low=1
     )
     eval_rounds: int = option(
-        0, "rounds or windows between two, of a method that has them (0: eval-every)", low=0
+        0, "rounds or windows between two evaluations (0: use eval-every)", low=0
     )
     eval_steps: bool = option(
-        False, "test also when all clients' data have moved on, before they are trained on"
+        False, "also evaluate after each change of all clients' data, before training on them"
     )
     eval_clients: int = option(
-        0, "clients that test at an evaluation, always the same ones (0: all)", low=0
+        0, "number of clients that evaluate, always the same ones (0: all)", low=0
     )
     eval_tasks: bool = option(
-        False, "test on the data of every step so far whenever a step is over, and at the end"
+        False, "test for forgetting: at the end of each step, on the data of all steps so far"
     )
-    concurrency: int = option(0, "clients that train at a time (0: all that are online)", low=0)
+    concurrency: int = option(0, "clients that train at a time (0: all online)", low=0)
     task_timeout: float = option(
-        3600.0, "time after which an unanswered task is lost", unit=SECONDS, above=0
+        3600.0, "time after which an unanswered task counts as lost", unit=SECONDS, above=0
     )
     workers: str = option(
-        "auto", "worker processes (auto; 0: none), or ray, ray://HEAD:PORT; the outcome is the same"
+        "auto",
+        "worker processes (auto: one per core, 0: none), or ray, ray://HEAD:PORT; same results",
     )
-    device: str = option("cpu", "where clients train: cpu or cuda", among=("cpu", "cuda"))
-    vectorised: bool = option(False, "train all clients together, as on cuda, on the cpu too")
-    seed: int = option(0, "seed of everything random", low=0)
-    score_uploads: bool = option(
-        False, "clients test each upload, and the model that they got in return, on its own data"
+    device: str = option("cpu", "processor for training", among=("cpu", "cuda"))
+    vectorised: bool = option(
+        False, "train clients in stacked batches on the CPU too (always on cuda)"
     )
-    checkpoint_every: int = option(0, "updates between two checkpoints (0: none by updates)", low=0)
+    seed: int = option(0, "random seed", low=0)
+    score_uploads: bool = option(False, "clients test each upload and the model received in return")
+    checkpoint_every: int = option(0, "updates between two checkpoints (0: off)", low=0)
     checkpoint_seconds: float | None = option(
         None,
-        "wall-clock time between two checkpoints (0: none by time; auto: as often as takes 2 % "
-        "of the time on real devices, 60 in comparisons, 0 in a run on virtual time)",
+        "wall-clock time between two checkpoints (0: off; auto: 2 % of the time on real devices, "
+        "60 s in comparisons, off in a run on virtual time)",
         unit=SECONDS,
         low=0,
     )
     device_keys: str = option(
-        "", "file on the server with the devices' ids and keys (empty: ids on trust)", path=True
+        "", "file that binds device ids to keys, on the server (empty: ids are trusted)", path=True
     )
-    track: str = option("", "trackers to tell, with commas: tensorboard, mlflow, wandb")
-    trace: bool = option(False, "write a JSON line per event to trace.jsonl in the run's folder")
-    client_map: bool = option(
-        True, "at evaluations, note how alike clients' models are, for the map of `raceme watch`"
-    )
-    client_models: bool = option(
-        False, "leave a model for each client, too: the one that it uses at the end"
-    )
-    resume: str = option("", "folder of a run to resume, from its last checkpoint", path=True)
+    track: str = option("", "trackers, separated by commas: tensorboard, mlflow, wandb")
+    trace: bool = option(False, "also write every event as a JSON line to trace.jsonl")
+    client_map: bool = option(True, "record the positions of clients for the map of `raceme watch`")
+    client_models: bool = option(False, "also write the model of each client at the end")
+    resume: str = option("", "folder of a run to resume from its last checkpoint", path=True)
     out: str = option(
-        "", "folder for the results (empty: runs/<time>-<strategy>-<dataset>)", path=True
+        "", "folder for the results (empty: runs/<date>-<time>-<strategy>-<dataset>)", path=True
     )
     options: Mapping[str, Value | None] = field(default_factory=dict, hash=False)
     """Options of the chosen strategy, dataset and partition that are not their defaults, by key:
@@ -454,7 +463,7 @@ class RunConfig:
         return replace(self, options=options, **values)
 
     def check_options(self) -> None:
-        """Find out whether every name exists, and every option that is set is read.
+        """Check that every name exists and every given option is read by the run.
 
         Raises
         ------
@@ -660,8 +669,9 @@ def _keys_of(readers: Iterable[_Reader]) -> dict[str, Key]:
             before = known.get(name)
             if before is not None and not _same(before.item, item):
                 raise UserError(
-                    f"{registry.kind.capitalize()} '{of}' declares {name} unlike others: give its "
-                    "option another name, or the default, range and meaning that the others have."
+                    f"{registry.kind.capitalize()} '{of}' declares {name} differently from "
+                    "others: give its option another name, or the default, range and meaning that "
+                    "the others have."
                 )
             names = {} if before is None else dict(before.readers)
             names[registry.kind] = (*names.get(registry.kind, ()), of)
@@ -699,7 +709,7 @@ def _read(config: RunConfig, options_type: type[Any], prefix: str) -> Any:
     except Exception as error:
         where = f"{options_type.__module__}.{options_type.__qualname__}"
         raise UserError(
-            f"{where} cannot be made of these options: {type(error).__name__}: {error}."
+            f"{where} cannot be built from these options: {type(error).__name__}: {error}."
         ) from error
 
 

@@ -90,7 +90,7 @@ def divided(
     Raises
     ------
     UserError
-        An argument is unknown, of the wrong type or out of its range, or means nothing to the
+        An argument is unknown, of the wrong type or out of its range, or has no effect on the
         method.
     """
     if parameters is not None and not is_dataclass(parameters):
@@ -136,7 +136,7 @@ def check_share(method: Method, arguments: FlowerArguments) -> None:
         name = type(method).__name__
         own = ", ".join(item.name for item in fields(method.parameters))
         raise UserError(
-            f"fraction_train means nothing to {name}, which chooses the participants itself: leave "
+            f"fraction_train has no effect on {name}, which chooses the participants itself: leave "
             f"it out; {name}'s own arguments are {own}."
         )
 
@@ -1220,7 +1220,7 @@ class FlowerRun:
         if not isinstance(self.initial_arrays, ArrayRecord) or not self.initial_arrays:
             raise UserError(
                 "initial_arrays must be an ArrayRecord with the model's arrays, e.g. "
-                "ArrayRecord(model.state_dict()): they say what a model looks like."
+                "ArrayRecord(model.state_dict()): they define the model."
             )
         name = "max_updates" if self.max_updates is not None else "num_rounds"
         count = getattr(self, name)

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from raceme.core.errors import UserError, printable
+
 # -----------------------------------------------------------------------------
 # What evaluations tell of models: how often they are right, or by how much they are wrong.
 # -----------------------------------------------------------------------------
@@ -650,6 +652,13 @@ class Measured:
     values : Mapping[str, Any]
         Column to its value: a number, a text, or with `MeasureSchema.per` a mapping from clients
         or clusters to numbers or tuples of numbers.
+
+    Raises
+    ------
+    ValueError
+        The columns are not those of the schema.
+    UserError
+        A value that is to be summarised is not a number.
     """
 
     time: float
@@ -662,6 +671,17 @@ class Measured:
             raise ValueError(
                 f"{self.name} has the columns {self.schema.columns}, not {tuple(self.values)}."
             )
+        measured = self.value.values() if self.schema.per else (self.value,)
+        texts = (str,) if self.schema.summary in ("last", "column", "none") else ()
+        for value in measured:
+            if value is not None and not isinstance(value, (int, float, tuple, *texts)):
+                try:
+                    float(value)
+                except (TypeError, ValueError):
+                    raise UserError(
+                        f"The measure {self.name} must have a number as {self.schema.value}; got "
+                        f"{printable(value, 60)}."
+                    ) from None
 
     @property
     def name(self) -> str:

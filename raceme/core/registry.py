@@ -742,6 +742,7 @@ CLIENT_WORK = Registry(
         "losses": "raceme.training.work:losses",
         "scores": "raceme.training.work:scores",
         "label-counts": "raceme.training.work:label_counts",
+        "nearest-direction": "raceme.training.work:nearest_direction",
         "principal-directions": "raceme.strategies.profiles.client:principal_directions",
         "latent-most": "raceme.strategies.profiles.client:latent_most",
         "descriptors": "raceme.strategies.profiles.client:descriptors",

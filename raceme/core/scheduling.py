@@ -698,6 +698,11 @@ class InRounds(Scheduler):
             state.unsent[client] = True
         return self._released()
 
+    def work_again(self, client: str) -> None:
+        """Let a participant of the round that has answered work once more in it."""
+        if self.state.running:
+            self.state.unsent[client] = True
+
     def lost(self, task: InFlight, now: float) -> Sequence[Update]:
         """Leave a client out of the round, or wait no more for its answer."""
         state = self.state

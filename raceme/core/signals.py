@@ -197,7 +197,7 @@ def end_with_parent(parent: int, grace: float) -> None:
             time.sleep(_LOOK_SECONDS)
         log.warning("The SuperLink of this run has died: the run ends within %.0f s", grace)
         time.sleep(grace)
-        log.error("The run is given up; it can be resumed from its last checkpoint")
+        log.error("The run stops; it can be resumed from its last checkpoint")
         logging.shutdown()
         # Not sys.exit: other threads wait for the SuperLink, and would have to be waited for.
         os._exit(1)

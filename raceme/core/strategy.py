@@ -129,7 +129,7 @@ class RunResult(Result):
 
 @dataclass(frozen=True)
 class Needs:
-    """What a run of a method has to have; declared by the method, checked before a run.
+    """Requirements of a method, checked before a run.
 
     Attributes
     ----------
@@ -138,7 +138,7 @@ class Needs:
     settings : frozenset[str], optional
         The settings of requests beyond :data:`raceme.core.requests.SETTINGS`; None allows any.
     classes : str
-        What clients are asked for that a regression does not have; empty if there is nothing.
+        Work that needs classes, named for the error of a regression; empty if there is none.
     validation : bool
         Whether clients compare models on samples that they neither train on nor are tested on.
     pretrained : bool
@@ -223,17 +223,17 @@ def _shown(method: type[Any], parameters_type: type[Any], doc: str) -> tuple[Sig
 
 
 class Method(Strategy):
-    """A method: a Flower strategy that says what the loop is to do.
+    """Base class of all methods: a Flower strategy with hooks for the asynchronous loop.
 
-    A subclass says what becomes of an update (`on_update`), or of several together (`aggregate`).
-    All else may be left as it is: one model for all, every idle client trains.
+    A subclass defines the effect of an update (`on_update`), or of several together (`aggregate`).
+    By default there is one model for all clients, and every idle client trains.
 
     Parameters
     ----------
     parameters : dataclass, optional
         Hyper-parameters; by default the class's `parameters_type`, made without arguments.
     seed : int
-        Decides whatever the method leaves to chance.
+        Seed of the method's random generator.
     **arguments
         Single hyper-parameters, and the arguments that Flower's own strategies take
         (:class:`~raceme.core.scheduling.FlowerArguments`): ``fraction_train=0.5``.
@@ -250,19 +250,19 @@ class Method(Strategy):
     clusters : Clusters
         The models, and which of them serve each client.
     state : dataclass
-        What the method knows beside them: an object of its `state_type`.
+        Further state of the method: an object of its `state_type`.
     scheduling : Scheduler
-        Decides which clients work when; what `scheduler` returned.
+        Decides which clients work when; made by `scheduler`.
     rng : numpy.random.Generator
-        Draws whatever is left to chance.
+        Random generator of the method.
     progress : Progress
-        What has happened so far.
+        Counters of the run so far: updates, fleet, open tasks.
     result : RunResult
         Models, metrics and clusters of clients, filled in as the run goes on.
     bases : Bases
         Models that clients are training from, if the method or its protection keeps them.
     protection : Guard
-        What clients' updates have to pass before the method sees them.
+        Checks updates before the method receives them.
     train_config : ConfigRecord
         The run's settings for local training.
     initial : ArrayRecord
@@ -271,12 +271,11 @@ class Method(Strategy):
         Returns the step of a client's data now; None where data never change. The loop sets
         it.
     embedding : ClientEmbedding, optional
-        Where clients pull the models, for a map of them; kept if an observer of the run sets it.
+        Positions of the clients for the map; kept if an observer of the run sets it.
     planned_updates : int
-        Client updates after which the run ends, or is expected to, for schedules that depend on its
-        length.
+        Expected client updates of the run, for schedules that depend on its length.
     probe : Probe or None
-        Measures models on the server's own data, where a run has some.
+        Measures models on the server's own data, if there are any.
     starts : Sequence[Vector]
         Models that the server has pre-trained, for `initialize`: one for each distribution.
     report : Observer
@@ -324,7 +323,7 @@ class Method(Strategy):
     # Hooks: what a method may override.
 
     def scheduler(self) -> Scheduler:
-        """Return when clients work: in rounds if `parameters` are of rounds, else all the time."""
+        """Return the scheduler: `InRounds` for `RoundsParameters`, otherwise `EveryIdle`."""
         if isinstance(self.parameters, RoundsParameters):
             return InRounds(self.parameters.fraction, sampling=self.parameters.sampling)
         return EveryIdle()
@@ -340,43 +339,43 @@ class Method(Strategy):
         self.state = self.state_type()
 
     def restored(self) -> None:
-        """Derive from a state that was just set up or loaded what makes it quick to work with."""
+        """Derive caches from a state that was just set up or loaded."""
 
     def on_update(self, update: Update) -> Outcome:
-        """Do what the method does with one valid update."""
+        """Apply one valid update."""
         raise TypeError(f"{type(self).__name__} defines neither on_update() nor aggregate()")
 
     def aggregate(self, updates: Sequence[Update]) -> Sequence[Outcome]:
-        """Do what the method does with the updates that its policy releases together.
+        """Apply the updates that the scheduler releases together.
 
         Returns
         -------
         Sequence[Outcome]
-            What became of each of them, in the same order.
+            One outcome per update, in the same order.
         """
         # The second may be for a model that the first has changed.
         return [self.on_update(self.received(update)) for update in updates]
 
     def request_for(self, client: str) -> Request:
-        """Return the work of a client that the policy has chosen: training, by default."""
+        """Return the request to a selected client: training, by default."""
         return Request(client)
 
     def on_answer(self, answer: Answer) -> None:
-        """Take in the answer to work that was not training."""
+        """Handle the answer to work other than training."""
 
     def on_join(self, client: Client) -> None:
-        """Take in a client that was greeted, for the first time or again."""
+        """Handle a client that joins, for the first time or again."""
         self.clusters.join(client.client_id)
 
     def on_leave(self, client: str) -> None:
-        """Note that a client went offline; it keeps its cluster."""
+        """Handle a client that goes offline; it keeps its cluster."""
         self.clusters.leave(client)
 
     def on_sent(self, task: InFlight) -> None:
-        """Note that a client is given a task."""
+        """Handle a task that was sent to a client."""
 
     def on_closed(self, task: InFlight) -> None:
-        """Note that a task is over, whatever came of it."""
+        """Handle the end of a task, successful or not."""
 
     @property
     def in_use(self) -> InUse:
@@ -401,7 +400,7 @@ class Method(Strategy):
         return None if self._spec is None else self._spec.trainable
 
     def compared(self, vector: Vector) -> Vector:
-        """Return what of a model may be compared: its weights, no running statistics."""
+        """Return the comparable part of a model: its weights without running statistics."""
         return vector if self._spec is None else self._spec.compared(vector)
 
     @property
@@ -420,7 +419,7 @@ class Method(Strategy):
         return self.models if models is None else models
 
     def used(self, clients: Collection[str]) -> Iterable[tuple[str, Vector]]:
-        """Return those of some clients that use a model of their own, and it. Shape (d,)."""
+        """Return the given clients that use a model of their own, with it. Shape (d,)."""
         return self.in_use.own(clients)
 
     def serving(self, client: str, step: int) -> Weights:
@@ -453,7 +452,7 @@ class Method(Strategy):
     # Before a run.
 
     def check(self, clients: int) -> None:
-        """Find out whether the hyper-parameters fit so many clients, before a run.
+        """Check the hyper-parameters against the number of clients, before a run.
 
         Raises
         ------
@@ -463,7 +462,7 @@ class Method(Strategy):
         self.needs.fits_clients(clients)
 
     def check_server(self, proxies: int, pretrains: bool) -> None:
-        """Find out whether the server's own samples are those that the method needs.
+        """Check that the server has the samples that the method needs.
 
         Parameters
         ----------

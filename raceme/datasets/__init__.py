@@ -127,9 +127,7 @@ def with_fitting_groups(config: RunConfig) -> RunConfig:
     if fitting == groups:
         return config
     there = f"clients={config.num_clients}" + (f", {labels} labels" if labels else "")
-    log.warning(
-        "groups '%s' are more than there can be (%s): joined to '%s'", groups, there, fitting
-    )
+    log.warning("groups '%s' do not fit (%s): joined to '%s'", groups, there, fitting)
     return config.with_values(groups=fitting)
 
 
@@ -295,7 +293,7 @@ def _deal(config: RunConfig) -> Partition:
         return Partition(dataset.users, dataset.groups or (None,) * len(dataset.users))
     if dataset.target is not None and PARTITIONERS.options_type(config.partition) in _BY_LABEL:
         raise UserError(
-            f"partition {config.partition} deals by label, and the labels of {config.dataset} are "
+            f"partition {config.partition} needs classes, and the labels of {config.dataset} are "
             "quantities: take iid, rotation-groups or noise-groups."
         )
     scenario = scenario_of(config)

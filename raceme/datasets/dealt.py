@@ -90,8 +90,8 @@ def with_whole_path(text: str) -> str:
     found = absolute(folder)
     if not found.is_dir():
         raise UserError(
-            f"proxy: there is no folder {found} on this machine. With flwr run it is the SuperLink "
-            "that reads it, and a path that is not whole begins where the SuperLink was started."
+            f"proxy: there is no folder {found} on this machine. With flwr run, the SuperLink "
+            "reads it: give an absolute path."
         )
     return str(found)
 
@@ -190,7 +190,7 @@ class Dealt:
             if count >= len(pool):
                 raise UserError(
                     f"proxy '{self.config.proxy}' asks for {count} test samples of distribution "
-                    f"{group}, and {max(0, len(pool) - 1)} can be spared: take fewer, or a larger "
+                    f"{group}, and {max(0, len(pool) - 1)} are available: take fewer, or a larger "
                     "test-fraction."
                 )
             order = rng.permutation(pool)
@@ -435,8 +435,7 @@ def proxies_from_folder(folder: Path, shape: DataShape) -> ProxySets:
         missing = np.setdiff1d(np.arange(shape.num_classes), file["proxy"].y)
         if len(missing):
             raise UserError(
-                f"{path}: y misses class {missing[0]}: what a model gets wrong of it would not be "
-                "seen. Add samples of each class."
+                f"{path}: y has no sample of class {missing[0]}. Add samples of each class."
             )
     has_tests = all("test" in file for file in files.values())
     return ProxySets(
@@ -489,7 +488,7 @@ def _files(folder: Path, shape: DataShape) -> dict[Path, dict[str, Held]]:
     target = target_of(common_quantity({path: stated for path, (_, stated) in files.items()}))
     if target != shape.target:
         raise UserError(
-            f"proxy {folder}: its files must say the same of their labels as the clients' data, "
+            f"proxy {folder}: its files must describe labels as the clients' data do, "
             f"{described(shape.target)}; got {described(target)}."
         )
     for path, (parts, _) in files.items():

@@ -148,7 +148,7 @@ def parse_schedule(text: str) -> Schedule:
     if period and len(parts) > 1:
         raise UserError(f"drift-at '{text}' has more than one period: {_EXPECTED}.")
     if any(later <= earlier for earlier, later in pairwise(amounts)):
-        raise UserError(f"drift-at '{text}' must name later and later moments.")
+        raise UserError(f"drift-at '{text}' must list moments in ascending order.")
     unit = parts[0][0]
     return Schedule(unit, every=amounts[0]) if period else Schedule(unit, amounts)
 
@@ -249,7 +249,7 @@ class Drift:
         if self.dealt.dataset.target is not None:
             config = self.dealt.config
             raise UserError(
-                f"drift {config.drift} is of classes, and the labels of {config.dataset} are "
+                f"drift {config.drift} needs classes, and the labels of {config.dataset} are "
                 "quantities: take swap-all, noise, incremental or in-order."
             )
 
@@ -530,7 +530,7 @@ class Swap(Drift):
     def check(self) -> None:
         """Raise UserError if there are no two clients."""
         if self.dealt.clients < 2:
-            raise UserError("Clients that exchange data are at least 2: take more clients.")
+            raise UserError("Exchanging data needs at least 2 clients.")
 
     def pairs(self, clients: int, step: int) -> Indices:
         """Return the pairs that exchange at a step, shape (pairs, 2)."""
@@ -574,8 +574,8 @@ class SwapPart(Swap):
         # Neither has all that the other has.
         if all(one <= other or other <= one for one in owned for other in owned):
             raise UserError(
-                "drift swap-part exchanges labels that only one of two clients has, and no two "
-                "clients have such: take partition classes or label-groups, or swap-all."
+                "drift swap-part exchanges labels that only one of two clients has, and there are "
+                "no two such clients: take partition classes or label-groups, or swap-all."
             )
 
     def data(self, client: int, step: int) -> ClientData:
@@ -928,14 +928,12 @@ class InOrder(Drift):
         """Raise UserError if the samples have no order, or a client has none of a period."""
         if self.dealt.dataset.periods is None:
             raise UserError(
-                f"drift in-order follows the time at which samples were recorded, and "
-                f"{self.dealt.config.dataset} does not tell it: take gas-drift or beijing-air."
+                "drift in-order needs the time of each sample, and "
+                f"{self.dealt.config.dataset} has none: take gas-drift or beijing-air."
             )
         lag, last = self.options.in_order_lag, self._last
         if lag > last:
-            raise UserError(
-                f"in-order-lag {lag} is more than the data have: they have {last + 1} periods."
-            )
+            raise UserError(f"in-order-lag {lag} is too large: the data have {last + 1} periods.")
         for client in self.dealt.present:
             counts = self._counts(client)
             if counts.min() < _SAMPLES:

@@ -185,7 +185,9 @@ def read_idx(path: Path) -> NDArray[np.uint8]:
     shape = tuple(np.frombuffer(content, ">u4", axes, 4).tolist())
     data = np.frombuffer(content, np.uint8, -1, 4 + 4 * axes)
     if data.size != math.prod(shape):
-        raise UserError(f"{path} is cut short: its head says {shape}, its data are {data.size}.")
+        raise UserError(
+            f"{path} is truncated: its header states {shape}, its data are {data.size}."
+        )
     return data.reshape(shape)
 
 

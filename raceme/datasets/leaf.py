@@ -308,7 +308,7 @@ class Writers(NamedTuple):
         if count > self.usable:
             raise UserError(
                 f"Too many clients: {count}, but {where} has only {self.usable} writers with "
-                "samples enough of the characters asked for. Take fewer clients, or see the keys "
+                "enough samples of the chosen characters. Take fewer clients, or see the keys "
                 "characters, classes-per-writer and least-samples."
             )
         order: Indices = np.argsort(-self.sizes, kind="stable")[:count]

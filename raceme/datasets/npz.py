@@ -64,8 +64,8 @@ def quantity_of(path: Path, arrays: Mapping[str, NDArray[np.generic]]) -> Target
     if unit is None:
         if stated:
             raise UserError(
-                f"{path} has {' and '.join(stated)}, as a quantity has, but not its unit: add "
-                "unit, a text, which may be empty."
+                f"{path} has {' and '.join(stated)}, which belong to a quantity, but no "
+                "unit: add unit, a text, which may be empty."
             )
         return None
     text = str(unit.item()) if unit.size == 1 and unit.dtype.kind == "U" else None
@@ -107,7 +107,7 @@ def common_quantity(quantities: Mapping[Path, Target | None]) -> Target | None:
     for path, quantity in others:
         if quantity != expected:
             raise UserError(
-                f"{path} and {first} must say the same of their labels, which one model predicts: "
+                f"{path} and {first} must describe their labels alike: "
                 f"{described(quantity)} and {described(expected)}."
             )
     return expected
@@ -785,6 +785,11 @@ def keep(data: Mapping[Any, Any] | Iterable[Any]) -> str:
     UserError
         They are not these, or do not fit together.
     """
+    if not isinstance(data, Iterable):
+        raise UserError(
+            f"data must be a list or a mapping with {_EXPECTED_CLIENT} of each client; got an "
+            f"object of type {type(data).__name__}."
+        )
     named = data.items() if isinstance(data, Mapping) else enumerate(data)
     by_name = {Path(f"data[{name!r}]"): of for name, of in named}
     if not by_name:

@@ -158,8 +158,8 @@ def classes(labels: Indices, config: RunConfig, rng: np.random.Generator) -> Par
         own = rng.permutation(np.flatnonzero(labels == kind))
         if len(own) < least * len(clients):
             raise UserError(
-                f"Too few samples of label {kind}: {len(own)} for the {len(clients)} clients that "
-                f"are to hold it. Take fewer clients or more classes-per-client."
+                f"Too few samples of label {kind}: {len(own)} for {len(clients)} clients. "
+                "Take fewer clients or more classes-per-client."
             )
         for client, part in zip(clients, divide(own, weights[clients], least), strict=True):
             parts[client].append(part)
@@ -637,7 +637,7 @@ class Scenario:
         scenario = self.options.scenario
         if dataset.target is not None or (self.groups > 1 and dataset.num_classes < 2):
             raise UserError(
-                f"scenario {scenario} is of two or more classes, and {name} has none: take a "
+                f"scenario {scenario} needs two or more classes, and {name} has none: take a "
                 "dataset of classes."
             )
         if scenario != "a1":

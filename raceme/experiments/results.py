@@ -449,6 +449,9 @@ def _result(path: Path, entry: Mapping[str, Any], timing: Timing, score: Score) 
         options=dict(entry["options"]),
         published=() if row is None else (read_published(path, "published", row),),
     )
+    if "asynchronous" in entry:
+        # To ask the strategy it has to be imported, and a script or a notebook may define it.
+        method.__dict__["asynchronous"] = bool(entry["asynchronous"])
     runs = []
     for summary in entry["runs"]:
         # Numbers that tables calculate with.

@@ -294,8 +294,10 @@ _PASSING = {_Code.UNAVAILABLE, _Code.DEADLINE_EXCEEDED, _Code.RESOURCE_EXHAUSTED
 # gRPC's server cancels calls that it has no time for: to join anew would give it more to do.
 _PASSING |= {_Code.CANCELLED}
 _PUZZLING = {_Code.INTERNAL, _Code.UNKNOWN, _Code.DATA_LOSS}
+_REFUSED = {_Code.UNAUTHENTICATED, _Code.FAILED_PRECONDITION}
 _PUZZLING_TRIES = 5
 """Tries of a call that fails for no stated reason; the node then joins anew."""
+_TOO_LARGE = "message larger than max"
 _SPEAKS_HTTP = ("http1.x server", "missing selected ALPN property")
 """What gRPC says of a server that speaks HTTP/1.1."""
 _NEVER_SENT = ("failed to connect", "connection refused", "resolution", "no route", "unreachable")
@@ -405,10 +407,10 @@ class PatientCalls:
             return trouble
         if code is _Code.PERMISSION_DENIED:
             raise RunOverError(text)
+        if code in _REFUSED and "timestamp" in text.lower():
+            # Boards without a battery start with a wrong clock, until they hear from a server.
+            return f"{self._address} does not accept this device's clock: set the time"
         if code is _Code.UNAUTHENTICATED:
-            if "timestamp" in text.lower():
-                # Boards without a battery start with a wrong clock, until they hear from a server.
-                return f"{self._address} does not accept this device's clock: set the time"
             if "node id" in text.lower():
                 raise RejoinError(f"{self._address} does not know this node any more")
             if "supernode authentication" in text.lower():
@@ -436,6 +438,8 @@ class PatientCalls:
         if any(part in text for part in _SPEAKS_HTTP):
             raise OtherTransportError
         reason = _one_line(text)
+        if _TOO_LARGE in text:
+            raise RejoinError(f"{self._address} takes no reply of this size: {reason}")
         if code not in _PASSING and (code not in _PUZZLING or tries >= _PUZZLING_TRIES):
             raise RejoinError(f"{code.name}: {reason}")
         if self._endpoint.insecure and not self._answered and "Socket closed" in reason:

@@ -382,7 +382,7 @@ _CODES = {
     405: grpc.StatusCode.UNIMPLEMENTED,
     409: grpc.StatusCode.ALREADY_EXISTS,
     412: grpc.StatusCode.FAILED_PRECONDITION,
-    413: grpc.StatusCode.INVALID_ARGUMENT,
+    413: grpc.StatusCode.RESOURCE_EXHAUSTED,
     429: grpc.StatusCode.RESOURCE_EXHAUSTED,
     502: grpc.StatusCode.UNAVAILABLE,
     503: grpc.StatusCode.UNAVAILABLE,

@@ -7,6 +7,7 @@ SuperLink can serve them over gRPC, from 1.40 on it serves them over HTTP, at ``
 from __future__ import annotations
 
 import binascii
+import logging
 import re
 import time
 from base64 import b64decode, b64encode
@@ -30,6 +31,8 @@ from flwr.supercore.primitives.asymmetric import (
 )
 from google.protobuf.message import Message
 
+log = logging.getLogger("raceme.serve")
+
 SERVICE = "flwr.proto.Fleet"
 MEDIA_TYPE = "application/protobuf"
 SUPPORTED = ((1, 39), (1, 43))
@@ -41,6 +44,7 @@ _BINARY = "-bin"
 _VERSION = "flwr-package-version"
 _REUSED_SECONDS = 20.0
 _PROVEN_SECONDS = 60.0
+_TOLD_SECONDS = 60.0
 _TEXT = 40
 
 
@@ -165,6 +169,7 @@ class Signatures:
 
     def __init__(self) -> None:
         self._proven: dict[bytes, tuple[str, bytes, float]] = {}
+        self._told_at = float("-inf")
 
     def caller(self, metadata: Mapping[str, Any]) -> bytes:
         """Return the public key (PEM) that has signed a call.
@@ -184,11 +189,23 @@ class Signatures:
         *proven, since = self._proven.get(key, ("", b"", float("-inf")))
         if proven == [timestamp, signature] and time.monotonic() < since + _PROVEN_SECONDS:
             return key
-        _check_version(metadata.get(_VERSION))
-        if not key or not signature or not isinstance(timestamp, str):
-            raise _unauthenticated("Missing authentication metadata")
-        _verify(key, timestamp, signature)
+        try:
+            _check_version(metadata.get(_VERSION))
+            if not key or not signature or not isinstance(timestamp, str):
+                raise _unauthenticated("Missing authentication metadata")
+            _verify(key, timestamp, signature)
+        except FleetError as error:
+            self._tell(error)
+            raise
         return key
+
+    def _tell(self, error: FleetError) -> None:
+        """Log what only the node's owner can mend: SuperNodes over HTTP print just the status."""
+        # Any stranger can have itself refused.
+        is_due = time.monotonic() > self._told_at + _TOLD_SECONDS
+        if error.code is grpc.StatusCode.FAILED_PRECONDITION and is_due:
+            self._told_at = time.monotonic()
+            log.warning("A node is refused: %s", error.details)
 
     def remember(self, key: bytes, metadata: Mapping[str, Any]) -> None:
         """Let the signature of a known key count for a while without being computed again."""
@@ -218,9 +235,11 @@ def _verify(key: bytes, timestamp: str, signature: bytes) -> None:
     # A signature is of the time alone, so that it can be used again as long.
     if not -SYSTEM_TIME_TOLERANCE < age < TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE:
         when = f"{abs(age):.0f} s {'ago' if age > 0 else 'ahead'}"
-        raise _unauthenticated(
+        # Flower's SuperLink answers UNAUTHENTICATED, at which a SuperNode ends without the reason.
+        raise FleetError(
+            grpc.StatusCode.FAILED_PRECONDITION,
             f"Invalid timestamp: by the server's clock the call was signed {when}, and at most "
-            f"{TIMESTAMP_TOLERANCE} s are allowed. Set the device's clock"
+            f"{TIMESTAMP_TOLERANCE} s are allowed. Set the device's clock",
         )
 
 

@@ -479,7 +479,9 @@ async def _body_of(request: Request, largest: int) -> bytes:
     async for chunk in request.stream():
         body += chunk
         if len(body) > largest:
-            raise FleetError(_Code.RESOURCE_EXHAUSTED, f"More than {largest} bytes")
+            # As gRPC says it.
+            details = f"Received message larger than max ({len(body)} vs. {largest})"
+            raise FleetError(_Code.RESOURCE_EXHAUSTED, details)
     return bytes(body)
 
 

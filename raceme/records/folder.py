@@ -323,7 +323,7 @@ def _lock(handle: int, run: Path, patience: float) -> None:
                 ) from None
         except OSError as error:
             # Some network file systems have no locks; a run without one is better than none.
-            log.warning("%s cannot be kept from other processes: %s", run, error.strerror)
+            log.warning("%s cannot be locked: %s", run, error.strerror)
             return
         if not said:
             said = True

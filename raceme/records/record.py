@@ -394,7 +394,7 @@ class TraceFile(AbstractContextManager["TraceFile"]):
 
     def _fail(self, error: OSError) -> None:
         self.failure = error.strerror or str(error)
-        log.error("%s is not written any more: %s", FILE, self.failure)
+        log.error("%s is no longer written: %s", FILE, self.failure)
 
 
 def line_of(event: Event, communication: Communication | None = None) -> dict[str, Any]:

@@ -592,7 +592,7 @@ def _reopen(path: Path, after: int) -> sqlite3.Connection:
             connection.execute("DELETE FROM events WHERE event > ?", (after,))
     except sqlite3.DatabaseError as error:
         connection.close()
-        raise UserError(f"{path} cannot be gone on with: {error}.") from None
+        raise UserError(f"{path} cannot be continued: {error}.") from None
     except BaseException:
         connection.close()
         raise

@@ -452,7 +452,10 @@ class Uploads(EventHandler):
 
     @property
     def accuracy_after(self) -> float | None:
-        """Mean over the clients of the latest accuracy of what they got; None if none has any."""
+        """Mean over the clients of the latest accuracy of what they got; None if none has any.
+
+        It is measured when a client trains again: of its last upload but one.
+        """
         return _mean_of(self._after.values())
 
     def matched(self) -> dict[int, int]:

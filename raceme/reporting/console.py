@@ -262,7 +262,7 @@ def _rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     over = _answered(get("clients_answered"), get("clients_asked")) or "clients"
     yield measure.word, f"{plain}, mean over {over}"
     if get("diverged"):
-        yield "diverged", "its loss is far above the untrained model's: lower lr"
+        yield "diverged", "the loss is far above the untrained model's: lower lr"
     if (honest := get(f"honest_{name}")) is not None:
         attackers = len(summary["attackers"])
         yield "honest clients", f"{shown(honest)}, mean without {attackers} that attack"
@@ -293,7 +293,7 @@ def _rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "clusters", str(summary["clusters"])
     if moves := get("moves"):
         times = "once" if moves == 1 else f"{moves} times"
-        yield "clients moved", f"{times}, each to another cluster on its own"
+        yield "clients moved", f"{times}, without splits and merges"
     yield "purity", _number(summary["purity"])
     yield "clients", str(summary["clients"])
     yield "updates", f"{summary['updates']} ({summary['rejected_updates']} rejected)"

@@ -665,7 +665,7 @@ def read_summary(folder: Path) -> dict[str, Any]:
         if (folder / "checkpoint").is_dir():
             further = f"; to resume it: raceme run --resume {folder}"
         raise UserError(
-            f"{folder} has no summary.json: the run is not over yet or was killed{further}."
+            f"{folder} has no summary.json: the run is in progress or was killed{further}."
         )
     try:
         summary = parse_json(read_text(path))

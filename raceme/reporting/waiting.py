@@ -298,7 +298,7 @@ def simulation_page(folder: Path, links: str) -> str:
         The simulation has not ended, or its folder is damaged.
     """
     if not (folder / SUMMARY).is_file():
-        raise UserError(f"{folder} has no {SUMMARY}: the simulation is not over, or was killed.")
+        raise UserError(f"{folder} has no {SUMMARY}: the simulation is in progress or was killed.")
     fleet = read_fleet(folder)
     summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
     accounts = fleet.accounts()

@@ -544,7 +544,7 @@ def resuming(path: Path) -> Iterator[None]:
     except Exception as error:
         log.exception("The run failed after it was resumed from %s", path)
         raise UserError(
-            f"The run cannot go on from {path}: {_described(error)}; run.log has the details."
+            f"The run cannot be resumed from {path}: {_described(error)}; run.log has the details."
         ) from None
 
 

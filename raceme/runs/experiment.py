@@ -148,7 +148,7 @@ def build_strategy(config: RunConfig) -> Method:
             "or uploads."
         )
     if config.eval_tasks and drift is None:
-        raise UserError("eval-tasks tests on the steps of data that change: choose a drift, too.")
+        raise UserError("eval-tasks needs data that change: choose a drift.")
     if strategy.needs.classes and datasets.data_shape(config).target is not None:
         raise UserError(
             f"The labels of {config.dataset} are quantities, and {config.strategy} has clients "
@@ -156,8 +156,8 @@ def build_strategy(config: RunConfig) -> Method:
         )
     if strategy.needs.validation and config.validation_share == 0:
         raise UserError(
-            f"{config.strategy} has clients compare models on samples of their own: "
-            "validation-share must be above 0."
+            f"{config.strategy} compares models on held-out samples: validation-share must be "
+            "above 0."
         )
     if config.max_rounds and strategy.scheduling.rounds is None:
         raise UserError(
@@ -254,7 +254,7 @@ def simulate(config: RunConfig, *observers: Observer, stop: StopCheck = never_st
     """
     config = resolve(config)
     if config.device_keys:
-        raise UserError("device-keys are real devices', and all here are simulated: leave it out.")
+        raise UserError("device-keys is for real devices: leave it out of a simulation.")
     strategy = build_strategy(config)
     check_fleet(config, strategy)
     grid = build_grid(config, strategy)
@@ -284,7 +284,7 @@ def check_fleet(config: RunConfig, strategy: Method) -> None:
     attack_of(config).check(datasets.data_shape(config))
     if not attackers_of(config):
         log.warning(
-            "The attack %s never happens: of %d clients a share of %g is none. Raise --attackers.",
+            "The attack %s never happens: of %d clients, a share of %g is none. Raise --attackers.",
             config.attack,
             config.num_clients,
             attack_of(config).options.attackers,

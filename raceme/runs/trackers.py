@@ -501,4 +501,4 @@ class TrackerObserver(EventHandler):
             self._trackers.pop(name, None)
             reason = " ".join(str(error).split()) or type(error).__name__
             self.failures[f"track={name}"] = reason
-            log.warning("The tracker %s failed and is left out: %s", name, reason)
+            log.warning("The tracker %s failed and was dropped: %s", name, reason)

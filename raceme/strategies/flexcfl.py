@@ -8,6 +8,10 @@ of federated averaging go on inside each group (Algorithm 2), if wanted with a s
 groups' models. Before each round clients say how many samples of each label they have; a client
 whose labels have changed trains w0 again, and joins the group that is nearest now.
 
+In the paper a cold client finds its group itself: it keeps w0 and the groups' directions, and
+nothing but the group's number leaves it (``placing=client``). By default the server does so, and
+devices need no memory.
+
 FedGroup, a preliminary version, is FlexCFL without this migration. Ablations of the paper: RCC
 (``measure=random-clients``) and RAC (``newcomers=random``).
 
@@ -20,10 +24,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from logging import getLogger
 
 import numpy as np
+from flwr.app import ArrayRecord
 from numpy.typing import NDArray
 from sklearn.cluster import KMeans
 
@@ -33,11 +38,15 @@ from raceme.core.errors import UserError
 from raceme.core.messages import (
     ALL_EXAMPLES,
     ARRAYS,
+    CHOSEN,
+    DIRECTIONS,
     LABEL_COUNTS,
     LOCAL_EPOCHS,
     LOCAL_STEPS,
+    NEAREST_DIRECTION,
     Vector,
     count_of,
+    to_array,
 )
 from raceme.core.options import option
 from raceme.core.requests import Answer, InFlight, InvalidReplyError, Outcome, Request, Update
@@ -351,6 +360,12 @@ class FlexCFLParameters(ColdStartParameters, RoundsParameters):
         "the group of a client without one: by direction, or random (RAC)",
         among=("direction", "random"),
     )
+    placing: str = option(
+        "server",
+        "where a cold client's update is compared with the groups' directions: server, to which it "
+        "sends the update, or client, which keeps w0 and the directions (the paper)",
+        among=("server", "client"),
+    )
     eta_g: float = option(0.0, "η_g: weight of the other groups' models (0: none)", low=0)
     inter_group: str = option(
         "mean",
@@ -496,9 +511,12 @@ class FlexCFLState(ColdStart):
     ----------
     picked : dict[str, bool]
         Clients that train in this round; others take part only to be placed.
+    holding : dict[str, bool]
+        Clients that keep w0 and the groups' directions, with ``placing=client``.
     """
 
     picked: dict[str, bool] = field(default_factory=dict)
+    holding: dict[str, bool] = field(default_factory=dict)
 
 
 class FlexCFL(GroupsByStart):
@@ -520,6 +538,13 @@ class FlexCFL(GroupsByStart):
             queries=self._queries,
         )
 
+    @property
+    def needs(self) -> Needs:
+        """What a run of the method has to have."""
+        needs = super().needs
+        by_itself = self.parameters.placing == "client"
+        return replace(needs, kinds=needs.kinds | ({NEAREST_DIRECTION} if by_itself else set()))
+
     # Before a round: whose data have changed?
 
     def _queries(self, moment: SelectionContext) -> Sequence[Request] | None:
@@ -531,8 +556,29 @@ class FlexCFL(GroupsByStart):
         return None
 
     def on_answer(self, answer: Answer) -> None:
-        """Take label counts in: a client whose data have changed is cold."""
-        self._take_counts(answer)
+        """Take label counts in, or the group that a cold client has found for itself."""
+        if answer.task.kind == LABEL_COUNTS:
+            self._take_counts(answer)
+        else:
+            self._take_choice(answer)
+
+    def _take_choice(self, answer: Answer) -> None:
+        """Put a client into the group that it is nearest to; if it was drawn it trains then.
+
+        Raises
+        ------
+        InvalidReplyError
+            There is no such group.
+        """
+        client, groups = answer.task.client, list(self.state.directions)
+        chosen = count_of(answer.metrics.get(CHOSEN))
+        if chosen is None or chosen >= len(groups):
+            raise InvalidReplyError(f"it chooses none of the {len(groups)} groups")
+        self.state.holding[client] = True
+        self.clusters.assign(client, groups[chosen])
+        self.state.settle(client)
+        if client in self.state.picked:
+            self.scheduling.work_again(client)
 
     def _participants(self, online: Sequence[Client], rng: np.random.Generator) -> Sequence[Client]:
         """Pick α m clients before there are groups, then K, and with them all that have changed."""
@@ -561,7 +607,18 @@ class FlexCFL(GroupsByStart):
         """Let a cold client train w0, and others the model of their group."""
         if self._has_groups and client not in self._cold:
             return Request(client)
-        return self._pretraining(client)
+        pretraining = self._pretraining(client)
+        if not self._has_groups or self.parameters.placing == "server":
+            return pretraining
+        directions = self.state.directions.values()
+        arrays = {str(index): to_array(one) for index, one in enumerate(directions)}
+        # A client is sent w0 and the directions once: it keeps them, and they never change.
+        return replace(
+            pretraining,
+            kind=NEAREST_DIRECTION,
+            arrays={**pretraining.arrays, DIRECTIONS: ArrayRecord(arrays)},
+            is_held=client in self.state.holding,
+        )
 
     # After a round.
 

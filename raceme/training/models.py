@@ -574,9 +574,7 @@ def initial_arrays(config: RunConfig, shape: DataShape | None = None) -> ArrayRe
     name = with_defaults(config).model
     module = build(str(name), shape.input_shape, shape.outputs, config.seed, shape.tokens)
     if config.batch_norm == "local" and not has_batch_norm(module):
-        raise UserError(
-            f"batch-norm=local keeps batch normalisation at home, but model '{name}' has none."
-        )
+        raise UserError(f"batch-norm=local needs batch normalisation, and model '{name}' has none.")
     state = module.state_dict()
     return array_record({name: to_array(values.numpy()) for name, values in state.items()})
 

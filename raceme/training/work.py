@@ -20,8 +20,9 @@ from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 from numpy.typing import ArrayLike, NDArray
 
 from raceme.core import messages as names
+from raceme.core.clusters import cosine
 from raceme.core.errors import UserError
-from raceme.core.messages import ModelSpec, candidate
+from raceme.core.messages import ModelSpec, candidate, from_array
 from raceme.core.options import Value
 from raceme.core.registry import CLIENT_WORK, COMPLETIONS
 from raceme.training.clients import Client
@@ -511,6 +512,29 @@ def label_counts(work: ClientWork) -> Answer:
     if client.all_training is not None:
         metrics[names.ALL_EXAMPLES] = client.all_training
     return Answer(metrics, numbers={names.LABEL_COUNTS: counts})
+
+
+def nearest_direction(work: ClientWork) -> Answer:
+    """Train the received model, and tell which direction the change is nearest to; keep the model.
+
+    FlexCFL's client cold start (eq 8) as the paper has it, on the client:
+    ``argmin_j (1 − cos(Δw_0^(g_j), Δw_pre)) / 2``.
+
+    Raises
+    ------
+    ValueError
+        The directions are missing, or not of the model's weights.
+    """
+    spec = ModelSpec.of(work.model)
+    trained = train_model(work, work.model).model
+    assert trained is not None, "training answers with a model"
+    change = spec.compared(spec.unpack(trained) - spec.unpack(work.model))
+    received = work.arrays[names.DIRECTIONS].values()
+    directions = [np.asarray(from_array(array), np.float32) for array in received]
+    if not directions or any(direction.shape != change.shape for direction in directions):
+        raise ValueError(f"directions must be of the model's {change.size:,} weights.")
+    nearest = int(np.argmin([(1 - cosine(one, change)) / 2 for one in directions]))
+    return Answer({names.NUM_EXAMPLES: len(work.client.train), names.CHOSEN: nearest})
 
 
 def training_answer(

@@ -189,6 +189,7 @@ def test_help_shows_types_and_units(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "--data-root PATH",
         "--device cpu|cuda",
         "--set KEY=VALUE",
+        "--batch-size INTEGER mini-batch size of local training (default: 10)",
     ):
         assert text in shown
     groups = re.split(r"─ (Options|Data|Fleet|Method|Limits|Output) ─", shown)
@@ -201,7 +202,7 @@ def test_help_shows_types_and_units(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     )
     served = " ".join(raceme(tmp_path, "serve", "--help").stdout.split())
     assert "--out PATH folder for results and checkpoints, required" in served
-    assert "[default: (panicle)]" in served
+    assert "method; see `raceme list` (default: panicle)" in served
     assert "--clients INTEGER" in " ".join(raceme(tmp_path, "up", "--help").stdout.split())
 
 

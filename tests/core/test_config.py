@@ -427,7 +427,9 @@ class OtherSizes:
 @pytest.mark.usefixtures("moons")
 def test_one_key_has_one_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Moons, "options_type", OtherSizes)
-    with pytest.raises(UserError, match=r"^P.* '.*' declares sizes unlike others: give .*"):
+    with pytest.raises(
+        UserError, match=r"^P.* '.*' declares sizes differently from others: give .*"
+    ):
         all_keys()
 
 
@@ -452,7 +454,7 @@ class Contradictory:
         ("text", r"^Options must be a dataclass, got 'text'\.$"),
         (
             Contradictory,
-            r"Contradictory cannot be made of these options: ValueError: phase and tide contradict",
+            r"Contradictory cannot be built from these options: ValueError: phase and tide",
         ),
     ],
 )

@@ -78,9 +78,9 @@ def test_what_means_nothing_is_said(arguments: dict, words: str) -> None:
 
 
 def test_a_share_means_nothing_to_methods_that_choose_clients_themselves() -> None:
-    with pytest.raises(UserError, match=r"fraction_train means nothing to CSAFL.* picked"):
+    with pytest.raises(UserError, match=r"fraction_train has no effect on CSAFL.* picked"):
         CSAFL(fraction_train=0.5)
-    with pytest.raises(UserError, match=r"fraction_train means nothing to FedSoft.* drawn"):
+    with pytest.raises(UserError, match=r"fraction_train has no effect on FedSoft.* drawn"):
         FedSoft(fraction_train=0.5)
     with pytest.raises(UserError, match="fraction and fraction_train are the same"):
         FedAvg(fraction=0.3, fraction_train=0.5)

@@ -143,7 +143,7 @@ def test_quantities_are_not_dealt_by_label(partition: str, monkeypatch: pytest.M
     monkeypatch.setattr(datasets, "_data_shape", lambda config: whole.shape)
     config = RunConfig(dataset="digits", clients=4, partition=partition)
     datasets._deal.cache_clear()
-    with pytest.raises(UserError, match=f"partition {partition} deals by label, and the labels"):
+    with pytest.raises(UserError, match=f"partition {partition} needs classes, and the labels"):
         datasets.true_groups(config)
     assert datasets.true_groups(config.with_values(partition="iid")) == (None,) * 4
     datasets._deal.cache_clear()
@@ -156,7 +156,7 @@ def test_drifts_of_classes_need_classes(drift: str) -> None:
     y = np.linspace(0, 1, 20, dtype=np.float32)
     whole = Dataset(np.zeros((20, 3), np.float32), y, num_classes=0, target=TARGET)
     dealt = Dealt(config, whole, Partition((np.arange(10), np.arange(10, 20)), (None, None)))
-    with pytest.raises(UserError, match=f"drift {drift} is of classes, and the labels of beijing"):
+    with pytest.raises(UserError, match=f"drift {drift} needs classes, and the labels of beijing"):
         drift_of(config, dealt).check()
 
 

@@ -389,8 +389,7 @@ def test_groups_shrink_to_the_clients_and_one_line_says_so(
     groups = datasets.true_groups(RunConfig(clients=2))
     assert groups == (0, 1)
     assert caplog.messages == [
-        "groups '0.2,0.2,0.3,0.3' are more than there can be (clients=2, 10 labels): "
-        "joined to '0.4,0.6'"
+        "groups '0.2,0.2,0.3,0.3' do not fit (clients=2, 10 labels): joined to '0.4,0.6'"
     ]
     labels = [set(data.y_train) for data in datasets.all_clients(RunConfig(clients=2))]
     assert labels == [{0, 1, 2, 3}, {4, 5, 6, 7, 8, 9}]

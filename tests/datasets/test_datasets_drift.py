@@ -75,7 +75,7 @@ def test_only_uploads_are_counted_by_client() -> None:
         ("upload", "cannot be read"),
         ("60s, 500 updates", "mixes seconds and updates"),
         ("every 60s, 70s", "more than one period"),
-        ("240s, 120s", "later and later"),
+        ("240s, 120s", "ascending order"),
         ("0s", "a number above 0 of seconds"),
         ("2.5 updates", "a whole number from 1 of updates"),
         ("every 0 uploads", "a whole number from 1 of uploads"),
@@ -392,8 +392,8 @@ def test_a_task_without_a_test_sample_of_its_own_borrows_one(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("drift", "keys", "message"),
     [
-        ("swap-all", {"clients": 1}, "at least 2: take more clients"),
-        ("swap-part", {"partition": "iid"}, "no two clients have such"),
+        ("swap-all", {"clients": 1}, "needs at least 2 clients"),
+        ("swap-part", {"partition": "iid"}, "there are no two such clients"),
         ("rotate", {"dataset": "synthetic"}, r"synthetic has inputs of shape \(60,\)"),
         ("label-shift", {"label_shift": 10}, "leaves the labels of 10 classes as they are"),
         ("mixture", {"partition": "iid"}, "these clients have no groups"),

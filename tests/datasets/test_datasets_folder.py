@@ -275,7 +275,7 @@ def test_idx_files_of_16_by_16_pixels(tmp_path: Path) -> None:
     assert (data.x.shape, data.x[0].max(), data.x[-1].max()) == ((80, 1, 16, 16), 60, 20)
     path = tmp_path / "usps" / "t10k-labels-idx1-ubyte"
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(UserError, match="is cut short"):
+    with pytest.raises(UserError, match="is truncated"):
         read_idx(path)
     path.write_bytes(b"no idx")
     with pytest.raises(UserError, match="not an idx file"):

@@ -79,6 +79,7 @@ def test_what_is_not_in_the_cache_is_said(tmp_path: Path, monkeypatch: pytest.Mo
     ("data", "said"),
     [
         ([], "data holds no clients"),
+        (3, "data must be a list or a mapping .* got an object of type int"),
         (PAIR, r"data\[0\] must be .* got an object of type ndarray"),
         ([PAIR, (X, Y, X)], r"data\[1\] must be .* got an object of type tuple"),
         ([PAIR, (X[:, :3], Y)], r"different shapes: \(3,\), \(4,\) \(in data\[1\], data\[0\]\)"),

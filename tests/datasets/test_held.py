@@ -122,7 +122,7 @@ def test_what_is_wrong_with_a_folder(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"must be a folder with an \.npz file for each cluster"):
         datasets.proxy_sets(run)
     write(tmp_path / "a.npz", classes=9)
-    with pytest.raises(UserError, match=r"a\.npz: y misses class 9"):
+    with pytest.raises(UserError, match=r"a\.npz: y has no sample of class 9"):
         datasets.proxy_sets(run)
     write(tmp_path / "a.npz")
     with pytest.raises(UserError, match="lacks x_train and y_train, which pretrain needs"):

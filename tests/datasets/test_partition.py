@@ -240,7 +240,7 @@ def test_what_cannot_be_dealt_out_is_said(name: str, keys: dict[str, object], me
 
 def test_a_label_too_rare_for_its_holders_is_said() -> None:
     labels = np.repeat(np.arange(4), [400, 400, 400, 3])
-    with pytest.raises(UserError, match=r"Too few samples of label 3: 3 for the 10 clients"):
+    with pytest.raises(UserError, match=r"Too few samples of label 3: 3 for 10 clients"):
         deal("classes", labels, clients=20, classes_per_client=2)
 
 

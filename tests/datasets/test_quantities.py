@@ -65,7 +65,7 @@ def test_whole_numbers_without_one_are_classes(tmp_path: Path) -> None:
     ("arrays", "told"),
     [
         ({}, r"a\.npz: y_train must hold whole numbers, .* A quantity needs its unit, a text"),
-        ({"y_mean": 0.0, "y_std": 1.0}, "has y_mean and y_std, .* but not its unit"),
+        ({"y_mean": 0.0, "y_std": 1.0}, "has y_mean and y_std, .* but no unit"),
         ({"unit": 5}, "unit must be one text of at most 24 characters, such as '°C'; got '5'"),
         ({"unit": "x" * 25}, "unit must be one text"),
         ({"unit": "a\x1b[31m"}, "unit must be one text"),
@@ -94,12 +94,12 @@ def test_files_of_one_model_say_the_same(tmp_path: Path) -> None:
     write(tmp_path / "d0.npz", **CELSIUS)
     write(tmp_path / "d1.npz", **{**CELSIUS, "y_std": 5.0})
     run = device(tmp_path / "d{client}.npz").with_values(clients=2)
-    told = r"d1\.npz and .*d0\.npz must say the same .* y_mean 20, y_std 5 and unit '°C', .* 10\."
+    told = r"d0\.npz must describe their labels alike.* y_mean 20, y_std 5 and unit '°C', .* 10\."
     with pytest.raises(UserError, match=told):
         datasets.load(run)
     write(tmp_path / "d1.npz", [1, 2])
     datasets.forget()
-    with pytest.raises(UserError, match="one model predicts: classes and unit '°C'"):
+    with pytest.raises(UserError, match="their labels alike: classes and unit '°C'"):
         datasets.load(run)
 
 
@@ -161,12 +161,12 @@ def test_a_server_s_own_samples_are_scaled_alike(tmp_path: Path) -> None:
     assert datasets.proxy_sets(server).proxies[1].y.tolist() == [-1.0, 0.0, 1.0, 2.0, 0.5]
     assert datasets.pretraining(server)[0].y.tolist() == [-1.0, 0.0]
     clients = device(write(tmp_path / "d.npz", unit="°C", y_mean=0.0, y_std=1.0))
-    told = r"same of their labels as the clients' data, unit '°C', y_mean 0, y_std 1; got unit '°C'"
+    told = r"describe labels as the clients' data do, unit '°C', y_mean 0, y_std 1; got unit '°C'"
     with pytest.raises(UserError, match=told):
         datasets.proxy_sets(clients.with_values(proxy=server.proxy))
     proxy(tmp_path / "sets" / "b.npz", unit="K")
     datasets.forget()
-    with pytest.raises(UserError, match=r"b\.npz and .*a\.npz must say the same"):
+    with pytest.raises(UserError, match=r"b\.npz and .*a\.npz must describe their labels alike"):
         datasets.proxy_sets(server)
 
 

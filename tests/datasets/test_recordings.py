@@ -84,9 +84,9 @@ def test_with_a_lag_clients_are_in_different_periods_which_are_their_groups(tmp_
 @pytest.mark.parametrize(
     ("dataset", "keys", "message"),
     [
-        ("digits", {}, "digits does not tell it: take gas-drift"),
+        ("digits", {}, "digits has none: take gas-drift"),
         ("gas-drift", {"clients": 15}, r"client \d+ has 1 of period 1, from 0: take fewer"),
-        ("gas-drift", {"in_order_lag": 3, "clients": 5}, "they have 3 periods"),
+        ("gas-drift", {"in_order_lag": 3, "clients": 5}, "the data have 3 periods"),
     ],
 )
 def test_data_that_cannot_come_in_order(

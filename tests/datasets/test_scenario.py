@@ -194,5 +194,5 @@ def test_a_dataset_that_has_no_such_scenario_is_an_error() -> None:
     scenario_of("a1").check(images, "images")
     with pytest.raises(UserError, match="adds noise to pixels from 0 to 1"):
         scenario_of("a1").check(replace(images, x=images.x - 0.5), "scaled")
-    with pytest.raises(UserError, match="is of two or more classes, and air has none"):
+    with pytest.raises(UserError, match="needs two or more classes, and air has none"):
         scenario_of("s2").check(replace(numbers, num_classes=0, target=Target("°C")), "air")

@@ -52,6 +52,31 @@ def test_the_suites_of_cdfl(name: str, k: int) -> None:
     assert (options.loss_bar, options.model_loss_bar, options.distance_bar) == ("0.5", "0", "0")
 
 
+def test_the_suites_of_the_figures_without_values() -> None:
+    """Figures 7 and 20 to 22: K = 4 with Table 2's bars, one thing at a time."""
+    changed: dict[str, list[object]] = {}
+    for name, path in shipped("cdfl-effects").items():
+        suite = load_suite(path)
+        configs = [suite.config(method, 0) for method in suite.methods]
+        assert {config.max_updates for config in configs} == {2000}
+        assert suite.reference in [method.label for method in suite.methods]
+        options = [config.parameters() for config in configs]
+        assert {(o.k, o.c1, o.c2, o.sharpness) for o in options} == {(4, *TABLE2[4])}
+        key = {
+            "proxy": [config.proxy for config in configs],
+            "clients": [config.clients for config in configs],
+            "rho": [o.rho for o in options],
+            "lateness": [(o.a, o.b) for o in options],
+        }
+        changed[name] = list(key[name])
+    assert changed == {
+        "proxy": ["500", "1000", "2000", "4000"],
+        "clients": [100, 250, 500, 1000],
+        "rho": [0.01, 0.1, 0.5, 1.0],
+        "lateness": [(10.0, 5.0), (1.0, 5.0), (10.0, 100.0), (1.0, 100.0)],
+    }
+
+
 def test_the_suite_of_digits() -> None:
     suite = load_suite(shipped("cdfl-table1")["digits"])
     config = suite.config(suite.methods[0], 0)

@@ -192,6 +192,16 @@ def calls(stop: StopSignal | None = None) -> PatientCalls:
     return PatientCalls(stop or Immediate(), fleet.Endpoint("host:1", insecure=True))
 
 
+@pytest.mark.parametrize("code", [CODE.UNAUTHENTICATED, CODE.FAILED_PRECONDITION])
+def test_a_clock_that_is_not_accepted_may_come_right(
+    code: grpc.StatusCode, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A SuperLink says it with the first code, `raceme serve` with the second."""
+    server = Server(*[Failure(code, "Invalid timestamp: by the server's clock …")] * 3)
+    assert calls().invoke(server, object()) == "answer"
+    assert "host:1 does not accept this device's clock: set the time" in caplog.text
+
+
 def test_calls_are_repeated_until_the_network_is_back() -> None:
     server = Server(*[DOWN] * 30, LOST, Failure(CODE.DEADLINE_EXCEEDED))
     assert calls().invoke(server, object()) == "answer"
@@ -252,6 +262,11 @@ def test_a_device_whose_reply_cannot_be_delivered_joins_again(tmp_path: Path) ->
         (Failure(CODE.UNIMPLEMENTED), UserError, "grpc-rere"),
         (Failure(CODE.UNAVAILABLE, "Tls handshake failed"), UserError, "certificate"),
         (Failure(CODE.INVALID_ARGUMENT, "why"), RejoinError, "INVALID_ARGUMENT: why"),
+        (
+            Failure(CODE.RESOURCE_EXHAUSTED, "Received message larger than max (9 vs. 8)"),
+            RejoinError,
+            r"takes no reply of this size: .* \(9 vs. 8\)",
+        ),
     ],
 )
 def test_a_failure_that_will_not_pass_says_what_it_means(

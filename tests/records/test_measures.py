@@ -16,6 +16,7 @@ from runs import devices, run
 from summaries import summarise
 
 from raceme.core.config import RunConfig, write_toml
+from raceme.core.errors import UserError
 from raceme.core.events import Event, Measured, MeasureSchema
 from raceme.core.requests import Outcome, Update
 from raceme.experiments.results import Comparison, Result, Run
@@ -43,6 +44,18 @@ class Measuring(FedAsync):
         self.report(Measured(self.now(), count, GAP, values))
         self.report(Measured(self.now(), count, LOAD, {"load": {0: np.int64(count)}}))
         return super().on_update(update)
+
+
+@pytest.mark.parametrize(
+    ("schema", "value"),
+    [(GAP, "far"), (GAP, np.ones(2)), (LOAD, {0: np.ones(2)}), (LOAD, {0: {}})],
+)
+def test_what_is_no_number_is_refused(schema: MeasureSchema, value: object) -> None:
+    values = {"client": "a"} if schema is GAP else {}
+    with pytest.raises(UserError, match=f"The measure {schema.name} must have a number as "):
+        Measured(0.0, 1, schema, {**values, schema.value: value})
+    # What has one number is one.
+    Measured(0.0, 1, GAP, {"client": "a", "gap": np.array(1.0)})
 
 
 @pytest.fixture(scope="module")

@@ -561,7 +561,7 @@ def test_the_map_shows_the_snapshot_of_the_moment(replayed: Browser) -> None:
     replayed.until(lambda: "A disc is a cluster" in replayed.run(note))
     # Whoever is near a client is of its true group: the digits' four groups are easy.
     replayed.run("raceme.board.clock.follow()")
-    replayed.until(lambda: "are alike" in replayed.run(note))
+    replayed.until(lambda: "with similar models" in replayed.run(note))
     of_group = (
         f"{panel} const {{ group }} = raceme.board.moment; const {{ dots, x, y }} = map.found;"
         "return dots.filter((one, i) => {"

@@ -42,7 +42,7 @@ def test_an_orphan_ends_by_itself_whatever_it_waits_for() -> None:
         # Read to the end: until the child, too, has let go of the pipe.
         assert parent.stdout.read() == (
             "The SuperLink of this run has died: the run ends within 0 s\n"
-            "The run is given up; it can be resumed from its last checkpoint\n"
+            "The run stops; it can be resumed from its last checkpoint\n"
         )
 
 

@@ -238,7 +238,8 @@ def test_a_run_with_the_server_s_own_samples(tmp_path: Path, strategy: str) -> N
     assert 0 < summary["accuracy_before"] <= 1
     assert summary["mixture_divergence"] >= 0
     applied = [e for e in read_events(tmp_path / "run") if isinstance(e, events.UpdateApplied)]
-    assert len(applied) == 24
+    # FedSoft ends with a whole round, of three clients or more.
+    assert len(applied) == 24 if strategy != "fedsoft" else 24 <= len(applied) < 30
     # FedSoft-Async sends two models, the others one.
     down = sum(e.bytes_down for e in applied) / sum(e.bytes_up for e in applied)
     assert down == pytest.approx(2.0 if strategy == "fedsoft-async" else 1.0, rel=0.05)

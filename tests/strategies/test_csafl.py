@@ -149,6 +149,11 @@ def test_updates_that_were_made_together_are_averaged_by_examples() -> None:
     assert strategy.models[0].vector.tolist() == pytest.approx([2.0, 4.0])
 
 
+def test_pretraining_takes_two_epochs() -> None:
+    strategy = with_clients(CSAFL(CSAFLParameters(groups=2)), 4)
+    assert strategy.request_for("c0").settings == {"local-epochs": 2, "local-steps": 0}
+
+
 OPTIONS = {"groups": 3, "budget": 20.0, "picked": 12}
 
 

@@ -1,5 +1,7 @@
 """FlexCFL: cold starts, migration, averaging across groups, and groups on a grid."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from clustered import (
@@ -19,10 +21,12 @@ from clustered import (
 from raceme.core import events
 from raceme.core.clients import Client
 from raceme.core.clusters import Model
+from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
 from raceme.core.events import ClusterChange
 from raceme.core.messages import LABEL_COUNTS
 from raceme.core.requests import Answer, InFlight, InvalidReplyError
+from raceme.runs.experiment import simulate
 from raceme.strategies import FedGroup, FedGroupParameters, FlexCFL, FlexCFLAsync, FlexCFLParameters
 from raceme.strategies.flexcfl import mix_groups
 
@@ -139,6 +143,54 @@ def test_a_release_of_data_is_no_shift_below_a_fifth_of_all_data(strategy: type)
     assert method.state.cold == {"c0": True, "c1": True}
 
 
+def chosen(strategy: FlexCFL, client: str, group: int) -> Answer:
+    task = InFlight(7, client, 1, 0, 0, sent_at=0.0, bytes_down=0, kind="nearest-direction")
+    return Answer(task, 10, {"chosen": float(group)})
+
+
+def test_a_client_that_finds_its_group_itself() -> None:
+    strategy = with_clients(FlexCFL(FlexCFLParameters(groups=2, placing="client")), 5)
+    round_of(strategy, (2, 0), (0, 1), (4, 0.1), (0.1, 3))
+    assert strategy.request_for("c0").kind == "train"
+    asked = strategy.request_for("c4")
+    # It is sent w0 and the directions of both groups, (3, 0.05) and (0.05, 2), for the first time.
+    assert (asked.kind, asked.is_held) == ("nearest-direction", False)
+    assert asked.arrays["arrays"].count_bytes() > 0
+    directions = [array.numpy().tolist() for array in asked.arrays["directions"].values()]
+    assert directions == [pytest.approx([3.0, 0.05]), pytest.approx([0.05, 2.0])]
+    before = plain(strategy.state_dict())
+    with pytest.raises(InvalidReplyError, match="none of the 2 groups"):
+        strategy.on_answer(chosen(strategy, "c4", 2))
+    assert plain(strategy.state_dict()) == before
+    strategy.on_answer(chosen(strategy, "c4", 1))
+    assert homes(strategy)["c4"] == 2
+    assert "c4" not in strategy.state.cold
+    # When its data change, it has them already.
+    strategy.state.cold["c4"] = True
+    assert strategy.request_for("c4").is_held
+
+
+@pytest.mark.slow
+def test_both_ways_to_place_clients_make_the_same_groups_and_models() -> None:
+    def run(placing: str) -> dict[str, Any]:
+        keys = {
+            **{"strategy": "flexcfl", "clients": 12, "max-updates": "auto", "max-rounds": 4},
+            **{"flexcfl.groups": 2, "flexcfl.pretrain": 2, "flexcfl.placing": placing},
+            **{"workers": 0, "flexcfl.fraction": 0.5, "eval-every": 100, "model": "mclr"},
+        }
+        return simulate(RunConfig.from_mapping(keys)).summary
+
+    server, client = run("server"), run("client")
+    for key in ("accuracy", "cluster_sizes"):
+        assert server[key] == client[key]
+    # Eight clients find their group; their updates stay with them, and w0 and two directions go
+    # down once to each.
+    placed = client["bytes_by_phase"]["nearest-direction"]
+    assert (placed["messages"], placed["up"]) == (8, 0)
+    assert server["updates"] - client["updates"] == 8
+    assert placed["down"] > 8 * 2 * server["bytes_by_phase"]["train"]["down"] / server["updates"]
+
+
 @pytest.mark.parametrize(
     ("counts", "examples", "complaint"),
     [
@@ -228,6 +280,17 @@ def test_a_group_starts_from_the_plain_mean_and_continues_with_a_weighted_one() 
     # Algorithm 2: (30 · 2 + 10 · 4) / 40.
     round_with_many_examples_at_c0((2, 0), (0, 1), (4, 0), (0, 3))
     assert [strategy.models[k].vector.tolist() for k in (1, 2)] == [[2.5, 0.0], [0.0, 2.0]]
+
+
+@pytest.mark.parametrize(
+    ("steps", "settings"),
+    [(50, {"local-steps": 50}), (0, {"local-steps": 0, "local-epochs": 1})],
+)
+def test_pretraining_takes_some_mini_batches_or_one_epoch(
+    steps: int, settings: dict[str, int]
+) -> None:
+    parameters = FlexCFLParameters(groups=2, pretrain_steps=steps)
+    assert with_clients(FlexCFL(parameters), 4).request_for("c0").settings == settings
 
 
 def test_pretraining_takes_some_clients_per_group() -> None:

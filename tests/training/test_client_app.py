@@ -240,6 +240,28 @@ def test_a_client_whose_data_are_released_states_how_many_there_will_be() -> Non
     assert metrics == {"num-examples": round(0.25 * whole), "all-examples": whole}
 
 
+@pytest.mark.parametrize("own", [0, 1])
+def test_a_client_finds_the_direction_that_its_training_takes(own: int) -> None:
+    node, settings = context(2, CONFIG), {"lr": 0.1, "local-steps": 3, "task": 4}
+    spec = ModelSpec.of(INITIAL)
+
+    def asked(kind: str, **records: ArrayRecord) -> RecordDict:
+        config = ConfigRecord({"kind": kind, **settings})
+        content = RecordDict({"config": config, "arrays": INITIAL, **records})
+        return app(Message(content, dst_node_id=7, message_type="train"), node).content
+
+    change = spec.unpack(asked("train").array_records["arrays"]) - spec.unpack(INITIAL)
+    directions = [-change, change] if own else [3 * change, np.ones_like(change)]
+    record = ArrayRecord({str(i): to_array(one) for i, one in enumerate(directions)})
+    reply = asked("nearest-direction", directions=record)
+    # No model leaves the client.
+    assert not reply.array_records
+    (metrics,) = reply.metric_records.values()
+    assert metrics["chosen"] == own
+    with pytest.raises(ValueError, match="directions must be of the model's"):
+        asked("nearest-direction", directions=ArrayRecord({"0": to_array(change[1:])}))
+
+
 def test_a_client_works_on_the_data_of_the_step_that_it_is_told() -> None:
     node = context(2, CONFIG.with_values(drift="label-shift"))
 

@@ -310,7 +310,11 @@ def validation_share(method: Method) -> float:
 
 
 def comparison(method: Method, client: str, clusters: Sequence[int]) -> Request:
-    """Return the work of a client that measures models on its validation samples."""
+    """Return the work of a client that measures models on its validation samples.
+
+    All clients of a cluster are asked at once: Algorithm 2 as printed asks one after another, and
+    no further one of a pair once one disagrees, which sends fewer models and takes longer.
+    """
     examples = method.progress.fleet.clients[client].num_examples
     cost = validation_share(method) * forward_cost(method.train_config, examples, len(clusters))
     return Request(

@@ -50,7 +50,7 @@ function follow(name) {
     else if (run.isOver) say("The run is over.", "over");
     else if (run.about && !run.size) say("Waiting for the first client.", "live");
     else if (run.size) say("Live", "live");
-    else say("Waiting for the run to begin.", "live");
+    else say("Waiting for the run to start.", "live");
   };
   events.addEventListener("restart", () => {
     run.clear();
@@ -77,10 +77,10 @@ function follow(name) {
   events.addEventListener("closed", () => {
     over = true;
     events.close();
-    say("The dashboard was ended. What it has told stays here.", "over");
+    say("The dashboard was ended; this page keeps its data.", "over");
   });
   events.onerror = () => {
-    if (!over) say("The dashboard does not answer. What it has told stays here.", "lost");
+    if (!over) say("The dashboard does not answer; this page keeps its data.", "lost");
   };
   events.onopen = tell;
 }

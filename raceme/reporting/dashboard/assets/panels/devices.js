@@ -87,8 +87,8 @@ export class DevicesPanel {
     }
     const shown = rows.length < run.size ? `${rows.length} of ${number(run.size)} devices` :
       `${rows.length} devices`;
-    this.note.textContent = `${shown}, the fastest on top. Late: more than ${LATE} times as long ` +
-      "as the fleet's median task. Between bars a device waits.";
+    this.note.textContent = `${shown}, fastest first. Late: more than ${LATE} times the fleet's ` +
+      "median task. Gaps between bars are waiting time.";
   }
 
   /** Draw the names of the devices, of every second if rows are low; return where bars begin. */

@@ -46,7 +46,7 @@ export class MapPanel {
     const byLikeness = Boolean(frame) && this.alike.checked;
     this.groupsLabel.hidden = !moment.group.some((group) => group >= 0);
     this.note.textContent = byLikeness ? this.said(frame) :
-      "A disc is a cluster; dots go over when their clients do.";
+      "Each disc is a cluster; dots move with their clients.";
     const places = byLikeness ? this.likeness(frame) : this.discs(moment);
     this.dots.aim(places, this.board.run.size, performance.now());
     this.paint(moment);
@@ -60,11 +60,11 @@ export class MapPanel {
   }
 
   said({ time, lasting, names }) {
-    if (lasting) return "Close together: models that were alike at the end, as the method says.";
+    if (lasting) return "Distance: similarity of the models at the end, as the method measures it.";
     const missing = this.board.run.size - names.length;
     const when = timeText(time, this.board.run.end);
-    return `Close together: clients whose models are alike, at the evaluation at ${when}.` +
-      (missing > 0 ? ` ${plural(missing, "client")} had not been heard by then.` : "");
+    return `Close together: clients with similar models, at the evaluation at ${when}.` +
+      (missing > 0 ? ` ${plural(missing, "client")} had sent no update by then.` : "");
   }
 
   likeness(frame) {

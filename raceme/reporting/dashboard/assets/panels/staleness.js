@@ -29,7 +29,7 @@ export class StalenessPanel {
     for (let row = 0; row < moment.applied; row += 1) bins[Math.floor(values[row] / wide)] += 1;
     this.paint(bins, wide);
     const mean = moment.applied ? number(sum / moment.applied, 1) : "–";
-    this.note.textContent = `Aggregations into the model since the client was given it: mean ` +
+    this.note.textContent = `Aggregations into the model since it was sent to the client: mean ` +
       `${mean}, at most ${number(most)}.`;
     this.canvas.element.setAttribute("aria-label", `Staleness: mean ${mean}, at most ${most}`);
   }

@@ -143,8 +143,8 @@ export class StreamPanel {
     const drifted = new Set(drifts.time?.filter((time) => time <= moment.time)).size;
     if (drifted) words.push(`data changed (dotted): ${drifted}`);
     this.note.textContent = words.length
-      ? `Signs above: ${words.join(" · ")}. A band is as high as its cluster has clients.`
-      : "A band is as high as its cluster has clients.";
+      ? `Marks above: ${words.join(" · ")}. The height of a band is its number of clients.`
+      : "The height of a band is its number of clients.";
   }
 
   fillChips(moment) {

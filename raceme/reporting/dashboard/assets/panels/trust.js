@@ -31,7 +31,7 @@ export class TrustPanel {
         [nameElement(reasonText(reasons.text[reason])), number(count)])));
       if (counts.size > MOST) parts.push(note(`And ${counts.size - MOST} further reasons.`));
     } else {
-      parts.push(note("Every reply was used so far."));
+      parts.push(note("No replies were rejected so far."));
     }
     if (moment.verdicts) parts.push(this.verdicts(moment));
     refill(this.body, ...parts);
@@ -56,7 +56,7 @@ export class TrustPanel {
         ...["scaled", "refused"].map((kind) => number(found[kind])),
         moment.excluded[client] ? "excluded" : "–",
       ]);
-    return make("div", {}, make("h3", {}, "Verdicts of the protection"),
+    return make("div", {}, make("h3", {}, "Decisions of the protection"),
       tableOf(["client", "scaled", "refused", "now"], rows));
   }
 }
