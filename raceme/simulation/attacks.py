@@ -286,9 +286,8 @@ def with_late_attackers(config: RunConfig, nodes: Iterable[Node]) -> list[Node]:
     if not attackers or not (join := attack_of(config).options.attackers_join):
         return nodes
     for number in attackers:
-        late = replace(
-            nodes[number].device, online=((join, math.inf),), mean_online=0.0, mean_offline=0.0
-        )
+        # Periods come before random absences, which it has no more.
+        late = replace(nodes[number].device, online=((join, math.inf),))
         nodes[number] = replace(nodes[number], device=late)
     return nodes
 

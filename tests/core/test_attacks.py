@@ -182,7 +182,9 @@ def test_attackers_are_honest_up_to_the_first_attacked_request() -> None:
     assert all(np.array_equal(clean[client], later[client]) for client in clean)
     bad = attackers_of(config_of(**attacked))
     first = min(bad)
-    # Requests are numbered in the order of the clients: all but the first client's are attacked.
+    # Requests are numbered in the order of the clients: the option is the first that is attacked.
+    from_first = replies(config_of(**attacked, attack_start=first))
+    assert {c for c in clean if not np.array_equal(clean[c], from_first[c])} == bad
     rest = replies(config_of(**attacked, attack_start=first + 1))
     assert {c for c in clean if not np.array_equal(clean[c], rest[c])} == bad - {first}
 
