@@ -285,7 +285,7 @@ class CheckpointFolder:
 # -----------------------------------------------------------------------------
 
 
-STATE = 9
+STATE = 10
 """The format of what a checkpoint holds. A change of what the state of a strategy, a policy or the
 grid consists of, or means, raises it: a run then does not go on from an earlier one. Versions with
 the same number read each other's checkpoints."""

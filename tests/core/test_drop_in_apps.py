@@ -471,7 +471,7 @@ def test_the_page_says_what_the_error_says() -> None:
     page = (ROOT / "docs" / "flower-users.md").read_text(encoding="utf-8")
     snippet = textwrap.dedent(SNIPPET).strip()
     assert snippet in re.sub(r"\n\n+", "\n\n", page)
-    methods = page[page.index("## Which methods") : page.index("A ClientApp that cannot")]
+    methods = page[page.index("## Which methods") : page.index("Other ClientApps are refused")]
     any_app, others = methods.split("The others ask")
     for name in (*NEEDS_KINDS, *STOCK):
         if name in (*CSAFL_VARIANTS, "casa-c", "casa-d"):

@@ -87,7 +87,7 @@ def test_what_is_not_in_the_cache_is_said(tmp_path: Path, monkeypatch: pytest.Mo
         ({"anna": (X[:0], Y[:0])}, r"data\['anna'\]: x must hold .* at least one sample"),
         ([(np.where(X > 9, np.nan, X), Y)], r"data\[0\]: x must be finite"),
         ([PAIR, (X, Y / 2)], r"data\[1\]: y must hold whole numbers.*needs its unit"),
-        ([PAIR, {"x": X, "y": Y / 2, "unit": "m"}], r"must say the same of their labels"),
+        ([PAIR, {"x": X, "y": Y / 2, "unit": "m"}], r"must describe their labels alike"),
         ([(X, Y - 1)], "labels from 0 on"),
         ([(X, np.array(list("abcabc")))], "y must hold whole numbers"),
         ([PAIR, FOUR], "Some clients in data have test samples"),
