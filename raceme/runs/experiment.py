@@ -291,35 +291,49 @@ def check_fleet(config: RunConfig, strategy: Method) -> None:
         )
 
 
-def _warn_of_late_drift(config: RunConfig, strategy: Method, grid: Grid) -> None:
-    """Say that clients' data never change, where limits and devices tell it beforehand."""
-    schedule = schedule_of(config)
-    if schedule is None:
-        return
+def _warn_of_late_changes(config: RunConfig, strategy: Method, grid: Grid) -> None:
+    """Say that data never change or clients never attack, where it is known beforehand."""
+    if schedule := schedule_of(config):
+        first = schedule.every or schedule.moments[0]
+        drift = f"drift {config.drift}"
+        _warn_if_late(drift, "drift-at", first, schedule.unit, config, strategy, grid)
+    if config.attack != NONE:
+        attack, options = f"attack {config.attack}", attack_of(config).options
+        join, start = options.attackers_join, options.attack_start
+        _warn_if_late(attack, "attackers-join", join, "seconds", config, strategy, grid)
+        _warn_if_late(attack, "attack-start", start, "updates", config, strategy, grid)
+
+
+def _warn_if_late(
+    what: str, key: str, first: float, unit: str, config: RunConfig, strategy: Method, grid: Grid
+) -> None:
+    """Say that something begins after the end of the run, as far as limits and devices tell."""
     limits = {
         "seconds": config.max_time,
         "updates": config.max_updates,
         "rounds": config.max_rounds,
     }
-    limit = limits.get(schedule.unit) or math.inf
-    first = schedule.every or schedule.moments[0]
+    limit = limits.get(unit) or math.inf
     if first > limit:
         log.warning(
-            "The drift %s never happens: the run ends after %g %s, and drift-at begins at %g. "
-            "Choose an earlier drift-at.",
-            config.drift,
+            "The %s never happens: the run ends after %g %s, and %s is %g. Choose an earlier %s.",
+            what,
             limit,
-            schedule.unit,
+            unit,
+            key,
             first,
+            key,
         )
-    elif schedule.unit == "seconds" and first > (end := _estimated_end(config, strategy, grid)):
+    elif unit == "seconds" and first > (end := _estimated_end(config, strategy, grid)):
         log.warning(
-            "The drift %s may never happen: on these devices %d updates take about %.0f s, and "
-            "drift-at begins at %g s. Choose an earlier drift-at, or raise max-updates.",
-            config.drift,
+            "The %s may never happen: on these devices %d updates take about %.0f s, and %s is "
+            "%g s. Choose an earlier %s, or raise max-updates.",
+            what,
             config.max_updates,
             end,
+            key,
             first,
+            key,
         )
 
 
@@ -401,7 +415,7 @@ def conduct(
     """
     if config.attack != NONE and not timeline_of(grid).is_virtual:
         raise UserError("attack is for simulated clients: leave it out on real devices.")
-    _warn_of_late_drift(config, strategy, grid)
+    _warn_of_late_changes(config, strategy, grid)
     initial = models.initial_arrays(config)
     probe = probe_of(config, initial)
     strategy.check_server(0 if probe is None else probe.sets, bool(config.pretrain))
@@ -512,6 +526,8 @@ def conduct(
         result |= protection.result(config.target_accuracy)
         if schedule_of(config) is not None and not summary.has_drifted:
             result["missed_drift"] = config.drift
+        if config.attack != NONE and attack_of(config).options.attackers_join > summary.time:
+            result["missed_attack"] = config.attack
         if not virtual:
             result["clock"] = "wall"
         # Only now: a run draws nothing before its end.

@@ -305,7 +305,7 @@ def test_a_drift_that_the_devices_do_not_reach_is_said_at_the_start(tmp_path: Pa
     """Eight devices, a second for an update each: 24 updates take 3 s."""
     (tmp_path / "fleet.toml").write_text("[device]\nseconds-per-round = 1.0\n")
     run = ["run", *SMALL, "--devices", "fleet.toml", "--drift", "swap-part"]
-    said = "24 updates take about 3 s, and drift-at begins at 4 s"
+    said = "24 updates take about 3 s, and drift-at is 4 s"
     for keys, expected in (
         (["--drift-at", "4s"], True),
         (["--drift-at", "2s"], False),
@@ -322,6 +322,7 @@ def test_a_fleet_too_small_for_its_method_is_said_at_the_start(
 ) -> None:
     """CASA splits ten clients of digits, and not eight (eq 14: they need a gap of 0.016, 0.024)."""
     few = "clients are too few for CASA to tell clusters apart"
+    late = ["--clients", "10", "--attack", "label-flip", "--attackers-join"]
     for number, (keys, said) in enumerate(
         (
             (["--clients", "8"], f"8 {few}"),
@@ -331,6 +332,8 @@ def test_a_fleet_too_small_for_its_method_is_said_at_the_start(
             (["--clients", "8", "--strategy", "casa-c"], ""),
             (["--clients", "1", "--strategy", "fedasync"], "One client trains alone"),
             (["--clients", "2", "--attack", "label-flip"], "The attack label-flip never happens"),
+            ([*late, "900", "--max-time", "30"], "label-flip never happens: the run ends after 30"),
+            ([*late, "0.01"], ""),
         )
     ):
         output = tmp_path / f"{number}.txt"
@@ -338,6 +341,8 @@ def test_a_fleet_too_small_for_its_method_is_said_at_the_start(
         assert command.run("run", *keys, output=output) == 0
         text = output.read_text()
         assert said in text
+        summary = json.loads((tmp_path / str(number) / "summary.json").read_text())
+        assert ("missed_attack" in summary) is ("900" in keys)
         if said:
             assert text.index(said) < text.index("evaluated at"), "before any work"
         else:
