@@ -1,7 +1,8 @@
 """`raceme` commands in forked copies of one process that has imported everything, once.
 
-A line of JSON on standard input, the arguments, starts one. Its process id is printed at once, and
-its exit code when it has ended.
+A line of JSON on standard input starts one: the files of its output and of its errors, its
+environment beyond this one's, and the arguments. Its process id is printed at once, and its exit
+code when it has ended.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -30,11 +31,18 @@ class Commands:
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
 
-    def start(self, *arguments: str, output: Path) -> int:
-        """Start a command in the folder of a file that takes what it writes; return its id."""
+    def start(
+        self,
+        *arguments: str,
+        output: Path,
+        errors: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> int:
+        """Start a command in the folder of the files that take what it writes; return its id."""
         assert self._process.stdin
         output.touch()
-        self._process.stdin.write(json.dumps([str(output), *arguments]) + "\n")
+        files = [str(output), str(errors or output)]
+        self._process.stdin.write(json.dumps([*files, dict(environment or {}), *arguments]) + "\n")
         self._process.stdin.flush()
         return int(self._answer())
 
@@ -46,6 +54,17 @@ class Commands:
         """Start a command and wait for its end."""
         self.start(*arguments, output=output)
         return self.exit_code()
+
+    def typed(self, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Type a command in a folder, in a terminal as wide as this process'."""
+        columns = {name: os.environ[name] for name in ("COLUMNS",) if name in os.environ}
+        output, errors = folder / ".output", folder / ".errors"
+        self.start(*arguments, output=output, errors=errors, environment=columns)
+        code = self.exit_code()
+        written = [path.read_text() for path in (output, errors)]
+        for path in (output, errors):
+            path.unlink()
+        return subprocess.CompletedProcess(["raceme", *arguments], code, *written)
 
     def _answer(self) -> str:
         assert self._process.stdout
@@ -76,13 +95,16 @@ def _serve() -> None:
     from raceme.cli import main
 
     for line in sys.stdin:
-        output, *arguments = json.loads(line)
+        output, errors, environment, *arguments = json.loads(line)
         child = os.fork()
         if not child:
             # As in a terminal, whatever the tests were started from.
             signal.signal(signal.SIGHUP, signal.SIG_DFL)
+            os.environ |= environment
             log = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(log, 1)
+            if errors != output:
+                log = os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(log, 2)
             os.chdir(os.path.dirname(output))
             sys.argv = ["raceme", *arguments]

@@ -8,6 +8,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from processes import as_in_a_terminal
 from raceme.core.config import general_keys
 from raceme.core.registry import STRATEGIES
 
+Typed = Callable[..., subprocess.CompletedProcess[str]]
 RACEME = [sys.executable, "-c", "from raceme.cli import main; main()"]
 SMALL = ["--clients", "8", "--max-updates", "24", "--workers", "0"]
 FILES = {
@@ -36,11 +38,10 @@ FILES = {
 }
 
 
-def raceme(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+@pytest.fixture
+def raceme(command: Commands) -> Typed:
     """Type a command in a folder."""
-    return subprocess.run(
-        [*RACEME, *arguments], cwd=folder, capture_output=True, text=True, timeout=120, check=False
-    )
+    return command.typed
 
 
 def contents(out: Path) -> list[str]:
@@ -54,7 +55,9 @@ def models(out: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted((out / "clusters").iterdir())}
 
 
-def test_a_run_leaves_everything_and_its_configuration_repeats_it(tmp_path: Path) -> None:
+def test_a_run_leaves_everything_and_its_configuration_repeats_it(
+    raceme: Typed, tmp_path: Path
+) -> None:
     first = raceme(tmp_path, "run", *SMALL, "--out", "one")
     assert first.returncode == 0, first.stderr
     assert {path.name for path in (tmp_path / "one").iterdir()} == FILES
@@ -180,7 +183,9 @@ def test_an_interrupted_suite_of_several_cases_says_how_it_goes_on(tmp_path: Pat
     assert rest.splitlines()[-1].endswith("the same command with --out out")
 
 
-def test_help_shows_types_and_units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_shows_types_and_units(
+    raceme: Typed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     shown = " ".join(raceme(tmp_path, "run", "--help").stdout.split())
     for text in (
@@ -206,7 +211,7 @@ def test_help_shows_types_and_units(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "--clients INTEGER" in " ".join(raceme(tmp_path, "up", "--help").stdout.split())
 
 
-def test_a_fleet_that_is_gone_ends_the_run(tmp_path: Path) -> None:
+def test_a_fleet_that_is_gone_ends_the_run(raceme: Typed, tmp_path: Path) -> None:
     (tmp_path / "fleet.toml").write_text("[device]\njitter = 0.1\nonline = [[0, 4]]\n")
     keys = ["--clients", "8", "--devices", "fleet.toml", "--workers", "0"]
     finished = raceme(tmp_path, "run", *keys, "--out", "out")
@@ -218,13 +223,13 @@ def test_a_fleet_that_is_gone_ends_the_run(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "out").iterdir()} == FILES
 
 
-def test_a_mistyped_command_is_told_once_what_was_meant(tmp_path: Path) -> None:
+def test_a_mistyped_command_is_told_once_what_was_meant(raceme: Typed, tmp_path: Path) -> None:
     mistyped = raceme(tmp_path, "rnu")
     assert mistyped.returncode == 2
     assert mistyped.stderr.count("Did you mean 'run'?") == 1
 
 
-def test_lists_and_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lists_and_version(raceme: Typed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     listed = raceme(tmp_path, "list", "--keys").stdout
     for name in ("casa", "fedasync", "digits", "label-groups", "cnn", "slow30x5", "casa.gamma"):
@@ -264,7 +269,7 @@ def test_lists_and_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert raceme(tmp_path, "--version").stdout.startswith("raceme ")
 
 
-def test_what_is_mistyped_is_one_line_with_a_remedy(tmp_path: Path) -> None:
+def test_what_is_mistyped_is_one_line_with_a_remedy(raceme: Typed, tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text('lr = 0.1\n[casa]\ngamma = "x"\n')
     for arguments, expected in (
         (["run", "casa"], "extra argument (casa). Did you mean `raceme run --strategy casa`?"),
@@ -282,7 +287,7 @@ def test_what_is_mistyped_is_one_line_with_a_remedy(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["mine.toml"]
 
 
-def test_training_that_diverges_is_said(tmp_path: Path) -> None:
+def test_training_that_diverges_is_said(raceme: Typed, tmp_path: Path) -> None:
     for lr, diverged in (("1e9", True), ("0.1", False)):
         out = tmp_path / lr
         done = raceme(tmp_path, "run", *SMALL, "--lr", lr, "--out", str(out))
@@ -291,7 +296,7 @@ def test_training_that_diverges_is_said(tmp_path: Path) -> None:
         assert json.loads((out / "summary.json").read_text())["diverged"] is diverged
 
 
-def test_a_drift_after_the_end_of_the_run_is_said(tmp_path: Path) -> None:
+def test_a_drift_after_the_end_of_the_run_is_said(raceme: Typed, tmp_path: Path) -> None:
     run = ["run", *SMALL, "--drift", "swap-part"]
     for late, limits in ((True, []), (True, ["--max-time", "3"]), (False, [])):
         at = "drift-at=900s" if late else "drift-at=2s"
@@ -301,7 +306,9 @@ def test_a_drift_after_the_end_of_the_run_is_said(tmp_path: Path) -> None:
         assert ("never happens: the run ends after 3 seconds" in done.stderr) is bool(limits)
 
 
-def test_a_drift_that_the_devices_do_not_reach_is_said_at_the_start(tmp_path: Path) -> None:
+def test_a_drift_that_the_devices_do_not_reach_is_said_at_the_start(
+    raceme: Typed, tmp_path: Path
+) -> None:
     """Eight devices, a second for an update each: 24 updates take 3 s."""
     (tmp_path / "fleet.toml").write_text("[device]\nseconds-per-round = 1.0\n")
     run = ["run", *SMALL, "--devices", "fleet.toml", "--drift", "swap-part"]
@@ -349,7 +356,9 @@ def test_a_fleet_too_small_for_its_method_is_said_at_the_start(
             assert "too few" not in text
 
 
-def test_resuming_below_what_is_done_is_refused_and_loses_nothing(tmp_path: Path) -> None:
+def test_resuming_below_what_is_done_is_refused_and_loses_nothing(
+    raceme: Typed, tmp_path: Path
+) -> None:
     assert (
         raceme(tmp_path, "run", *SMALL, "--checkpoint-every", "8", "--out", "out").returncode == 0
     )
@@ -362,7 +371,7 @@ def test_resuming_below_what_is_done_is_refused_and_loses_nothing(tmp_path: Path
     assert raceme(tmp_path, "run", "--resume", "out", "--max-updates", "26").returncode == 0
 
 
-def test_ctrl_c_names_the_command_that_resumes(tmp_path: Path) -> None:
+def test_ctrl_c_names_the_command_that_resumes(raceme: Typed, tmp_path: Path) -> None:
     rest = interrupted(
         tmp_path, 3, "run", "--max-updates", "1000000", "--workers", "0", "--out", "out"
     )
