@@ -102,14 +102,13 @@ class Loopback:
         log = self.home / f"{name}-{len(self.processes)}.log"
         with log.open("wb") as output:
             handle = subprocess.Popen(
-                command,
+                as_in_a_terminal(command),
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 cwd=self.home,
                 env=self.environment(),
                 start_new_session=True,
-                preexec_fn=as_in_a_terminal,
             )
         process = Process(name, handle, log)
         self.processes.append(process)
@@ -197,10 +196,21 @@ def loopback(home: Path) -> Iterator[Loopback]:
         yield Loopback(home, stack)
 
 
-def as_in_a_terminal() -> None:
-    """Let Ctrl-C be heard: what is started in the background of a script is made deaf to it."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+_HEARING = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
+
+
+def as_in_a_terminal(command: Sequence[str]) -> list[str]:
+    """Let Ctrl-C be heard: what is started in the background of a script is made deaf to it.
+
+    A process does it that becomes the command. Done in a fork of this one, it would end where gRPC
+    is in use here.
+    """
+    return [sys.executable, "-I", "-S", "-c", _HEARING, *command]
 
 
 def raceme(*arguments: str) -> list[str]:

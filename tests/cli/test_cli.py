@@ -122,12 +122,11 @@ def test_bad_input_is_one_line_before_any_work(
 def interrupted(folder: Path, lines: int, *arguments: str) -> str:
     """Press Ctrl-C after so many lines of a command, and return what it prints then."""
     with subprocess.Popen(
-        [*RACEME, *arguments],
+        as_in_a_terminal([*RACEME, *arguments]),
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        preexec_fn=as_in_a_terminal,
     ) as process:
         assert process.stdout is not None
         seen = [process.stdout.readline() for _ in range(lines)]
@@ -166,11 +165,10 @@ main()
 
 def test_an_interrupt_while_the_command_is_imported_has_no_traceback(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", _INTERRUPTED_IMPORT],
+        as_in_a_terminal([sys.executable, "-c", _INTERRUPTED_IMPORT]),
         capture_output=True,
         text=True,
         check=False,
-        preexec_fn=as_in_a_terminal,
     )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+from processes import as_in_a_terminal
 from typer.testing import CliRunner
 
 from raceme.cli import app
@@ -36,18 +37,16 @@ def run(tmp_path: Path) -> Path:
 def started(*arguments: str | Path) -> tuple[subprocess.Popen[str], str]:
     """Type a command, and return it with the address that it prints."""
     process = subprocess.Popen(
-        [*RACEME, *map(str, arguments)],
+        as_in_a_terminal([*RACEME, *map(str, arguments)]),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        # Who starts the tests in the background has them ignore Ctrl-C.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout is not None
-    # gRPC may report first that it was forked, in a test process that uses it.
-    found = next(filter(None, (re.search(r"http://\S+", line) for line in process.stdout)), None)
-    assert found, "no address was printed"
+    line = process.stdout.readline()
+    found = re.search(r"http://\S+", line)
+    assert found, line + process.stdout.read()
     return process, found[0]
 
 

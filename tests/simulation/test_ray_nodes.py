@@ -228,12 +228,11 @@ def test_a_node_with_other_data_is_named(
 
 def command(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [*RACEME, "run", "--clients", "12", *arguments],
+        as_in_a_terminal([*RACEME, "run", "--clients", "12", *arguments]),
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        preexec_fn=as_in_a_terminal,
         start_new_session=True,
     )
 
