@@ -102,6 +102,7 @@ def test_the_method_of_the_page_in_a_file_of_ones_own(folder: Path) -> None:
     assert "updates between two groupings" in (folder / "run" / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_keys_of_ones_own_and_the_configuration_that_repeats_them(folder: Path) -> None:
     own = ["--strategy", "my_method:Mine", "--mine.alpha", "0.3", "--set", "mine.every=6"]
     raceme(folder, "run", *own, *SMALL, "--out", "one")
@@ -113,6 +114,7 @@ def test_keys_of_ones_own_and_the_configuration_that_repeats_them(folder: Path) 
     assert "Did you mean 'mine.alpha'?" in wrong.stderr
 
 
+@pytest.mark.slow
 def test_data_of_ones_own_reach_worker_processes(folder: Path) -> None:
     dealt = ["--partition", "my_data:halves", "--first-half", "0.34"]
     changing = ["--drift", "my_data:Mirror", "--drift-at", "6 updates"]

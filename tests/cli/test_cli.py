@@ -173,6 +173,7 @@ def test_an_interrupt_while_the_command_is_imported_has_no_traceback(tmp_path: P
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
+@pytest.mark.slow
 def test_an_interrupted_suite_of_several_cases_says_how_it_goes_on(tmp_path: Path) -> None:
     chosen = ["--suite", "panicle", "--only", "digits-4,digits-6", "--seeds", "0"]
     limits = ["--max-updates", "1000000", "--processes", "1", "--out", "out"]
