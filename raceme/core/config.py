@@ -582,13 +582,16 @@ def check_names(keys: Mapping[str, Any]) -> None:
             registry.check(str(name))
 
 
+_OWN_NAMES = {"model": MODELS, "devices": DEVICES}
+"""Keys that take names, and something else besides."""
+
+
 def registry_of(key: str) -> Registry | None:
     """Return what the names are of that a key takes; None if it takes none."""
-    others = {"model": MODELS, "devices": DEVICES}
-    found: Registry | None = (
-        general_keys()[key].metadata["names"] if key in general_keys() else None
-    )
-    return others.get(key, found)
+    if key in _OWN_NAMES:
+        return _OWN_NAMES[key]
+    item = general_keys().get(key)
+    return item.metadata["names"] if item else None
 
 
 @cache
