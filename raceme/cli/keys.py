@@ -64,8 +64,19 @@ SHOWN: Mapping[str, Sequence[str]] = {
 }
 """Keys of a run that the help of a command shows; that of `raceme run` shows all."""
 _FIRST = (
-    *("strategy", "dataset", "clients", "partition", "drift", "devices", "max-updates"),
-    *("max-time", "target-accuracy", "seed", "workers", "resume", "out"),
+    "strategy",
+    "dataset",
+    "clients",
+    "partition",
+    "drift",
+    "devices",
+    "max-updates",
+    "max-time",
+    "target-accuracy",
+    "seed",
+    "workers",
+    "resume",
+    "out",
 )
 """Keys that the help of `raceme run` shows first, with --config and --set; others are in groups."""
 _GROUPS = {

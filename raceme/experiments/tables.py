@@ -396,9 +396,16 @@ _LATEX = str.maketrans(
 )
 _NUMBER = re.compile(r"-?\d+(\.\d+)?")
 _HIGHEST_IS_BEST = ("acc %", "purity", *map(str, Scored))
-_LOWEST_IS_BEST = (
-    *("time", TO_TARGET, TO_CONVERGENCE, "unrest", "forgotten", "KL", "bytes", "backdoor %"),
-)
+_LOWEST_IS_BEST = {
+    "time",
+    TO_TARGET,
+    TO_CONVERGENCE,
+    "unrest",
+    "forgotten",
+    "KL",
+    "bytes",
+    "backdoor %",
+}
 
 
 def to_latex(comparison: Comparison, table: PlainTable | None = None) -> str:
