@@ -732,7 +732,8 @@ def traced_fleet(folder: str, clients: int) -> tuple[list[Device], list[str]]:
         raise UserError("--devices trace: needs the folder of a run, as in trace:runs/mine.")
     record = read_run(Path(folder).expanduser())
     names = _recorded_clients(folder, record, clients)
-    legs = {name: _legs(record, name) for name in names}
+    rounds = _in_rounds(record)
+    legs = {name: _legs(record, name, rounds) for name in names}
     periods = {client.client: client.online for client in record.clients}
     devices: list[Device] = [
         TracedDevice(online=_online(periods.get(name, ())), legs=legs[name]) for name in names
@@ -756,7 +757,20 @@ def _recorded_clients(folder: str, record: RunRecord, clients: int) -> list[str]
     return names
 
 
-def _legs(record: RunRecord, name: str) -> tuple[Leg, ...]:
+def _in_rounds(record: RunRecord) -> bool:
+    """Return whether clients waited for each other.
+
+    Without rounds a client is given work, after a reply of its own or another's, while an older
+    task is open. Staleness does not tell: clients with a cluster each have none.
+    """
+    sent, came = record.updates.dispatched_at, record.updates.time
+    replies, sends = np.sort(came), np.append(np.sort(sent), math.inf)
+    # For each task: the first reply after it was sent, and the first task sent after that.
+    reply = replies[np.minimum(np.searchsorted(replies, sent, "right"), len(replies) - 1)]
+    return not bool((sends[np.searchsorted(sends, reply)] < came).any())
+
+
+def _legs(record: RunRecord, name: str, in_rounds: bool) -> tuple[Leg, ...]:
     """Return a client's tasks in the order in which it was given them."""
     updates, rejections = record.updates, record.rejections
     failures = [
@@ -771,14 +785,13 @@ def _legs(record: RunRecord, name: str) -> tuple[Leg, ...]:
         )
         if client == name
     )
-    # In rounds a client waits for the others, which is not its own time.
-    asynchronous = bool(record.updates.staleness.any())
     joined = {client.client: client.joined_at for client in record.clients}
     legs, before = [], joined.get(name, -math.inf)
     for sent, returned, failure in tasks:
-        # What the server took to hand out the next task belongs to the recorded rhythm.
-        gap = sent - before
-        seconds = returned - sent + (gap if asynchronous and 0 < gap < _SERVER_SECONDS else 0.0)
+        # What the server took to hand out the next task belongs to the recorded rhythm. In rounds
+        # a client waits for the others, which is not its own time.
+        gap = 0.0 if in_rounds else sent - before
+        seconds = returned - sent + (gap if 0 < gap < _SERVER_SECONDS else 0.0)
         legs.append(Leg(seconds, failure or None))
         # After an unusable reply a method lets the client rest: a replay does so by itself.
         before = -math.inf if failure else returned

@@ -75,6 +75,34 @@ def test_a_longer_run_begins_again_with_the_first_recorded_task(tmp_path: Path) 
     assert list(mine[:7]) == [1.0, 3.0, 7.0, 8.0, 10.0, 14.0, 15.0]
 
 
+@pytest.mark.parametrize(
+    ("sent", "seconds"),
+    [
+        # Each goes on when the server has handed out its next task, 0.125 or 0.25 s later.
+        ({"client-0": [0.0, 1.125], "client-1": [0.0, 1.75]}, {0: [1.0, 1.125], 1: [1.5, 1.25]}),
+        # Both wait for the slower one.
+        ({"client-0": [0.0, 1.75], "client-1": [0.0, 1.75]}, {0: [1.0, 1.0], 1: [1.5, 1.0]}),
+    ],
+    ids=["at once", "in rounds"],
+)
+def test_what_the_server_took_is_of_the_rhythm_and_waiting_for_others_is_not(
+    tmp_path: Path, sent: dict[str, list[float]], seconds: dict[int, list[float]]
+) -> None:
+    """Without staleness, as of clients that have a cluster each."""
+    first = {"client-0": 1.0, "client-1": 1.5}
+    tasks = [(client, at[0], at[0] + first[client]) for client, at in sent.items()]
+    tasks += [(client, at[1], at[1] + 1.0) for client, at in sent.items()]
+    with RunStore(tmp_path) as store:
+        for client in sent:
+            store.observe(events.ClientJoined(0.0, client, 1, 10, None))
+        for number, task in enumerate(sorted(tasks, key=lambda task: task[2])):
+            store.observe(update(number + 1, *task))
+    devices, _ = traced_fleet(str(tmp_path), 2)
+    for number, wanted in seconds.items():
+        legs = devices[number].legs  # type: ignore[attr-defined]
+        assert [leg.seconds for leg in legs[:2]] == wanted
+
+
 def test_the_mean_duration_is_that_of_the_recorded_tasks() -> None:
     device = TracedDevice(legs=(Leg(1.0), Leg(3.0, "lost")))
     assert device.mean_duration(Workload(examples=10)) == 2.0
