@@ -5,10 +5,14 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+# gRPC would otherwise act on every fork, and a few forks in a hundred of a process in which it is in
+# use, as a Ray cluster starts with, never become the program that they are for.
+os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "false"
+
 # Imported here: its first import sets what the fixture below changes.
-import flwr.common.logger  # noqa: F401
-import pytest
-from forking import Commands, commands
+import flwr.common.logger  # noqa: E402, F401
+import pytest  # noqa: E402
+from forking import Commands, commands  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
