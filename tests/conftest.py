@@ -5,14 +5,14 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-# gRPC would otherwise act on every fork, and a few forks in a hundred of a process in which it is in
-# use, as a Ray cluster starts with, never become the program that they are for.
+# gRPC would otherwise act on every fork. Of a process in which it is in use, one in fifty never
+# becomes the program that it is for: a Ray cluster starts with such forks.
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "false"
 
 # Imported here: its first import sets what the fixture below changes.
-import flwr.common.logger  # noqa: E402, F401
-import pytest  # noqa: E402
-from forking import Commands, commands  # noqa: E402
+import flwr.common.logger  # noqa: F401
+import pytest
+from forking import Commands, commands
 
 
 @pytest.fixture(autouse=True)
@@ -21,6 +21,18 @@ def _flower_logs_to_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
     logger = logging.getLogger("flwr")
     logger.setLevel(logging.INFO)
     monkeypatch.setattr(logger, "propagate", True)
+
+
+@pytest.fixture(autouse=True)
+def _log_handlers_end_with_their_test() -> Iterator[None]:
+    """Take away what a command has logged with: later it would write to a closed file."""
+    loggers = [logging.getLogger(name) for name in (None, "raceme", "flwr")]
+    before = [list(logger.handlers) for logger in loggers]
+    yield
+    for logger, kept in zip(loggers, before, strict=True):
+        for handler in set(logger.handlers).difference(kept):
+            if not type(handler).__module__.startswith("_pytest"):
+                logger.removeHandler(handler)
 
 
 @pytest.fixture(autouse=True)
