@@ -529,8 +529,8 @@ STRATEGIES = Registry(
     "strategy",
     {
         "c-faacl": "raceme.strategies.faacl.continual:CFAACL",
-        "ace": "raceme.strategies.ace:ACE",
-        "aced": "raceme.strategies.ace:ACED",
+        "ace": "raceme.strategies.fedbuff:ACE",
+        "aced": "raceme.strategies.fedbuff:ACED",
         "apd": "raceme.strategies.continual.strategy:APD",
         "ca2fl": "raceme.strategies.fedbuff:CA2FL",
         "casa": "raceme.strategies.casa.strategy:CASA",

@@ -11,9 +11,6 @@ from raceme.core.scheduling import MetricsFn
 from raceme.core.scheduling import RoundsParameters as RoundsParameters
 from raceme.core.strategy import Method as Method
 from raceme.strategies.fedavg import FlowerRounds as FlowerRounds
-from raceme.strategies.ace import ACE as _ACE
-from raceme.strategies.ace import ACEDParameters as ACEDParameters
-from raceme.strategies.ace import ACEParameters as ACEParameters
 from raceme.strategies.casa.strategy import CASA as _CASA
 from raceme.strategies.casa.strategy import CASAParameters as CASAParameters
 from raceme.strategies.casa.strategy import CASAPlus as _CASAPlus
@@ -54,6 +51,9 @@ from raceme.strategies.fedavg import FedTrimmedAvg as _FedTrimmedAvg
 from raceme.strategies.fedavg import FedTrimmedAvgParameters as FedTrimmedAvgParameters
 from raceme.strategies.fedavg import MultiKrum as _MultiKrum
 from raceme.strategies.fedavg import MultiKrumParameters as MultiKrumParameters
+from raceme.strategies.fedbuff import ACE as _ACE
+from raceme.strategies.fedbuff import ACEDParameters as ACEDParameters
+from raceme.strategies.fedbuff import ACEParameters as ACEParameters
 from raceme.strategies.fedbuff import CA2FL as _CA2FL
 from raceme.strategies.fedbuff import CA2FLParameters as CA2FLParameters
 from raceme.strategies.fedbuff import FADAS as _FADAS

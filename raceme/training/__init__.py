@@ -1,1 +1,1 @@
-"""The device's side: local training, kinds of work, models, statistics, privacy."""
+"""The device's side: local training, kinds of work, models, statistics."""

@@ -11,7 +11,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp.mod import fixedclipping_mod
 from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping, FedAvg
 
-from raceme.client_app import client_app
+from raceme.client_app import LocalPrivacy, client_app
 from raceme.core import events
 from raceme.core.config import RunConfig
 from raceme.core.scheduling import RoundsParameters
@@ -22,7 +22,6 @@ from raceme.simulation.vectorised import Vectorised
 from raceme.strategies import CASA, Plan
 from raceme.strategies.fedavg import FlowerRounds
 from raceme.training.models import initial_arrays
-from raceme.training.privacy import LocalPrivacy
 
 CONFIG = resolve(RunConfig.from_mapping({"clients": 4, "model": "mclr", "workers": "0"}))
 PRIVATE = {"local-dp-epsilon": 50.0, "local-dp-clip": 0.5, "local-dp-seed": 3}
