@@ -207,7 +207,7 @@ class RunConfig:
     )
     attack: str = option(
         "none",
-        "attack by simulated clients: scale, sign-flip, label-flip, noise, or module:Name",
+        "attack by simulated clients, e.g. sign-flip (docs/protection.md), or module:Name",
         names=ATTACKS,
     )
     proxy: str = option(

@@ -2,6 +2,9 @@
 
 Only the simulator reads this. Attackers are drawn from the seed of the run by a generator of their
 own, so that the honest clients of an attacked run draw what they draw without attackers.
+
+An *informed* attacker knows the data of honest clients: it trains the model that it received as
+they would, and so knows what a defence is going to compare its update with.
 """
 
 from __future__ import annotations
@@ -17,8 +20,9 @@ from zlib import crc32
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, Context, Message
+from flwr.app import ArrayRecord, Context, Message, MessageType, RecordDict
 from flwr.clientapp import ClientApp
+from numpy.typing import NDArray
 
 from raceme import client_app, datasets
 from raceme.core.config import RunConfig
@@ -36,8 +40,13 @@ from raceme.training.work import Answer, ClientWork, answer_to
 NONE = "none"
 EVENLY = "evenly"
 ONE_GROUP = "one-group"
+OWN_GROUP = "group"
 
-_ATTACKERS, _POISONED = "attackers", "poisoned"
+_ATTACKERS, _POISONED, _VICTIMS, _PUSH = "attackers", "poisoned", "victims", "push"
+_FIRST_MODEL = "attack-first-model"
+"""Record of an attacker's state: the first model that it received."""
+_MOST_KNOWN = 10
+"""Honest clients whose updates an informed attacker knows at most: it trains for each of them."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +84,45 @@ class NoiseOptions(AttackOptions):
 
 
 @dataclass(frozen=True)
-class BackdoorOptions(AttackOptions):
+class BoostOptions(AttackOptions):
+    """What attacks read that may send longer updates."""
+
+    attack_boost: float = option(
+        1.0, "an attacker's update is multiplied by it (model replacement)", low=0
+    )
+
+
+@dataclass(frozen=True)
+class TurnOptions(BoostOptions):
+    """What attackers read that are honest, or seem so, for a part of the run."""
+
+    attack_turn: float = option(
+        0.5, "share of the run's updates from whose number on requests are attacked", low=0, high=1
+    )
+
+
+@dataclass(frozen=True)
+class InformedOptions(AttackOptions):
+    """What attackers read that know what honest clients would send."""
+
+    attack_knows: str = option(
+        OWN_GROUP,
+        "honest clients whose updates attackers know: of their own true group, or all",
+        among=(OWN_GROUP, "all"),
+    )
+
+
+@dataclass(frozen=True)
+class EdgeOptions(InformedOptions):
+    """What attackers read that choose the length of their update."""
+
+    attack_length: float = option(
+        9.0, "length of an attacker's update, in median lengths of honest ones", low=0
+    )
+
+
+@dataclass(frozen=True)
+class BackdoorOptions(BoostOptions):
     """What a backdoor reads."""
 
     attack_target: int = option(0, "class that inputs with the trigger are to be given", low=0)
@@ -83,9 +130,6 @@ class BackdoorOptions(AttackOptions):
         0.3, "share of an attacker's samples that get trigger and target", low=0, high=1
     )
     attack_trigger: int = option(2, "side of the trigger, in pixels of the last corner", low=1)
-    attack_boost: float = option(
-        1.0, "an attacker's update is multiplied by it (model replacement)", low=0
-    )
 
 
 class Attack:
@@ -100,12 +144,24 @@ class Attack:
     ----------
     options_type : type or None
         The frozen dataclass of the attack's options.
+    informed : bool
+        Whether attackers know what honest clients would send: :meth:`against` makes their update.
+    mimics : bool
+        Whether an attacker does all training on the data of a victim, an honest client of another
+        group if there is any.
+    replays : bool
+        Whether what an attacker trained is the first model that it received.
     """
 
     options_type: type[AttackOptions] | None = AttackOptions
+    informed = mimics = replays = False
 
     def __init__(self, options: Any) -> None:
         self.options = options
+
+    def first(self, planned: int) -> int:
+        """Return the number of the run's first attacked request, of about so many."""
+        return int(self.options.attack_start)
 
     def check(self, shape: DataShape) -> None:
         """Find out whether the attack is possible on a dataset.
@@ -149,6 +205,18 @@ class Attack:
         """Return what an attacker sends as Δ = w − the model that it received. Shape (d,)."""
         return delta
 
+    def against(self, honest: NDArray[np.float32], push: Vector) -> Vector:
+        """Return what an informed attacker sends as Δ. Shape (d,).
+
+        Parameters
+        ----------
+        honest : NDArray
+            Δ of honest clients that received the same model, of shape (clients, d).
+        push : Vector
+            A fixed direction of length 1, common to all attackers of the run. Shape (d,).
+        """
+        return push
+
 
 class NoAttack(Attack):
     """All clients are honest."""
@@ -169,9 +237,115 @@ class Scale(Attack):
 class SignFlip(Attack):
     """Attackers send their update with the opposite sign: they climb where others descend."""
 
+    options_type: type[BoostOptions] = BoostOptions
+
     def update(self, delta: Vector, rng: np.random.Generator) -> Vector:
-        """Return −Δ."""
-        return np.asarray(-delta)
+        """Return −Δ times the boost."""
+        return np.asarray(delta * np.float32(-self.options.attack_boost))
+
+
+class LongGood(SignFlip):
+    """Attackers are honest for half of the run, and flip the sign of their updates then."""
+
+    options_type = TurnOptions
+
+    def first(self, planned: int) -> int:
+        """Return the first request after their turn."""
+        turn: int = round(self.options.attack_turn * planned)
+        return max(turn, super().first(planned))
+
+
+class Mimic(LongGood):
+    """Attackers train on the data of a victim, to look like its cluster, and poison it then."""
+
+    mimics = True
+
+
+class Replay(Attack):
+    """Attackers return the first model that they ever received."""
+
+    replays = True
+
+
+class EdgeAnti(Attack):
+    """Attackers send minus the mean of honest updates, as long as a bound on lengths lets pass."""
+
+    options_type: type[InformedOptions] = EdgeOptions
+    informed = True
+
+    def against(self, honest: NDArray[np.float32], push: Vector) -> Vector:
+        """Return a direction at the given length."""
+        typical = np.median(np.linalg.norm(honest, axis=1))
+        return np.asarray(self.options.attack_length * typical * self.direction(honest, push))
+
+    def direction(self, honest: NDArray[np.float32], push: Vector) -> Vector:
+        """Return the direction of the update, of length 1."""
+        return -_unit(honest.mean(axis=0))
+
+
+class EdgePush(EdgeAnti):
+    """Attackers all push in one random direction, as long as a bound on lengths lets pass."""
+
+    def direction(self, honest: NDArray[np.float32], push: Vector) -> Vector:
+        """Return the fixed direction."""
+        return push
+
+
+class Collude(EdgePush):
+    """Attackers all send one random direction, at a length like that of honest updates."""
+
+    options_type = InformedOptions
+
+    def against(self, honest: NDArray[np.float32], push: Vector) -> Vector:
+        """Return the direction at the median length."""
+        return np.asarray(np.median(np.linalg.norm(honest, axis=1)) * push)
+
+
+class MinMax(Attack):
+    """Attackers move off the mean of honest updates while none of these is as far from another.
+
+    Min-max of Shejwalkar and Houmansadr (NDSS 2021): mean − γ times its direction, with the largest
+    γ at which the largest distance to an honest update is that between two honest ones.
+    """
+
+    options_type = InformedOptions
+    informed = True
+
+    def against(self, honest: NDArray[np.float32], push: Vector) -> Vector:
+        """Return the mean, moved against its own direction as far as the distances allow."""
+        mean = honest.mean(axis=0)
+        away = -_unit(mean)
+        # |mean + γ away − h|² = γ² + 2 γ away · (mean − h) + |mean − h|², the most of which is even
+        # with a bound at the least root of these; min-sum adds them up first.
+        apart = np.array([self.least(np.sum((honest - one) ** 2, axis=1)) for one in honest])
+        slopes, offsets = (mean - honest) @ away, np.sum((mean - honest) ** 2, axis=1)
+        gamma = self.reach(slopes, offsets, apart.max())
+        return np.asarray(mean + np.float32(gamma) * away)
+
+    def least(self, squares: NDArray[np.float32]) -> float:
+        """Return what is bounded of the squared distances to all honest updates."""
+        return float(squares.max())
+
+    def reach(
+        self, slopes: NDArray[np.float32], offsets: NDArray[np.float32], bound: float
+    ) -> float:
+        """Return the largest γ with γ² + 2 γ slope + offset ≤ bound for all."""
+        roots = -slopes + np.sqrt(np.maximum(slopes**2 - offsets + bound, 0.0))
+        return max(0.0, float(roots.min()))
+
+
+class MinSum(MinMax):
+    """The same with sums of squared distances, which is the weaker attack (min-sum)."""
+
+    def least(self, squares: NDArray[np.float32]) -> float:
+        """Return the mean square, of which the sum is a multiple."""
+        return float(squares.mean())
+
+    def reach(
+        self, slopes: NDArray[np.float32], offsets: NDArray[np.float32], bound: float
+    ) -> float:
+        """Return the largest γ at which the mean is within the bound."""
+        return super().reach(slopes.mean(keepdims=True), offsets.mean(keepdims=True), bound)
 
 
 class LabelFlip(Attack):
@@ -324,21 +498,70 @@ def _respond(
     honestly: Callable[[Message, Context], Message], message: Message, context: Context
 ) -> Message:
     work = client_app.work_of(message, context)
-    if int(context.node_config["partition-id"]) not in attackers_of(work.client.config):
+    config, own = work.client.config, int(context.node_config["partition-id"])
+    if own not in attackers_of(config):
         return honestly(message, context)
-    attack = attack_of(work.client.config)
-    if work.number(TASK, work.number(ROUND, 0)) < attack.options.attack_start:
+    attack = attack_of(config)
+    trains = message.metadata.message_type.partition(".")[0] == MessageType.TRAIN
+    if attack.mimics and trains:
+        work = replace(work, client=_as(_victim(config, own), message, context).client)
+    if attack.replays and trains and _FIRST_MODEL not in work.state:
+        work.state[_FIRST_MODEL] = work.models[0]
+    is_attacked = work.number(TASK, work.number(ROUND, 0)) >= attack.first(config.planned_updates)
+    if not is_attacked and not attack.mimics:
         return honestly(message, context)
-    work = _poisoned_work(work, attack)
+    known = _others(config, own) if attack.informed and is_attacked else []
+    honest = [_change(_as(number, message, context)) for number in known] if trains else []
+    work = _poisoned_work(work, attack) if is_attacked else work
     answer = answer_to(work)
-    if answer.model is not None:
-        answer = _poisoned_answer(work, answer, answer.model, attack)
+    if answer.model is not None and is_attacked:
+        changes = [change for change in honest if change is not None]
+        answer = _poisoned_answer(work, answer, answer.model, attack, changes)
     return client_app.reply_to(message, work, answer)
 
 
 app.train()(partial(_respond, client_app.train))
 app.evaluate()(partial(_respond, client_app.evaluate))
 app.query()(partial(_respond, client_app.query))
+
+
+def _as(number: int, message: Message, context: Context) -> ClientWork:
+    """Return what a message would ask of another client, which has kept nothing."""
+    node = {**context.node_config, "partition-id": number}
+    run, own = context.run_config, RecordDict()
+    return client_app.work_of(message, Context(context.run_id, context.node_id, node, own, run))
+
+
+def _change(work: ClientWork) -> Vector | None:
+    """Return what an honest client would send as Δ; None if it is not to train."""
+    answer = answer_to(work)
+    if answer.model is None:
+        return None
+    spec = ModelSpec.of(answer.model)
+    return np.asarray(spec.unpack(answer.model) - _received(work, answer.told, spec))
+
+
+def _others(config: RunConfig, own: int) -> list[int]:
+    """Return the honest clients that an informed attacker knows, those of its group first."""
+    groups = datasets.true_groups(config)
+    order = map(int, generator(config.seed, _VICTIMS, own).permutation(config.num_clients))
+    honest = [number for number in order if number not in attackers_of(config)]
+    mates = [number for number in honest if groups[number] == groups[own]]
+    knows_all = attack_of(config).options.attack_knows != OWN_GROUP or not mates
+    return (honest if knows_all else mates)[:_MOST_KNOWN]
+
+
+def _victim(config: RunConfig, own: int) -> int:
+    """Return the honest client that an attacker mimics."""
+    groups = datasets.true_groups(config)
+    order = map(int, generator(config.seed, _VICTIMS, own).permutation(config.num_clients))
+    honest = [number for number in order if number not in attackers_of(config)]
+    return next((number for number in honest if groups[number] != groups[own]), honest[0])
+
+
+def _unit(vector: Vector) -> Vector:
+    """Return a vector at length 1; zeros stay."""
+    return np.asarray(vector / np.float32(np.linalg.norm(vector) or 1.0))
 
 
 def _poisoned_work(work: ClientWork, attack: Attack) -> ClientWork:
@@ -360,16 +583,27 @@ def _poisoned_work(work: ClientWork, attack: Attack) -> ClientWork:
 
 
 def _poisoned_answer(
-    work: ClientWork, answer: Answer, model: ArrayRecord, attack: Attack
+    work: ClientWork,
+    answer: Answer,
+    model: ArrayRecord,
+    attack: Attack,
+    honest: Sequence[Vector],
 ) -> Answer:
     """Return an answer whose model is what an attacker sends; counters stay as they are."""
     spec = ModelSpec.of(model)
     trained, received = spec.unpack(model), _received(work, answer.told, spec)
+    if attack.replays:
+        trained = spec.unpack(work.state.array_records[_FIRST_MODEL])
+    seed, size = work.client.config.seed, len(received)
     rng = np.random.default_rng(
-        [work.client.config.seed, crc32(work.client.id.encode()), int(work.number(TASK, 0)), 1]
+        [seed, crc32(work.client.id.encode()), int(work.number(TASK, 0)), 1]
     )
     with np.errstate(over="ignore", invalid="ignore"):
-        sent = received + attack.update(np.asarray(trained - received), rng)
+        if attack.informed:
+            push = _unit(generator(seed, _PUSH).standard_normal(size, np.float32))
+            sent = received + attack.against(np.stack(honest), push)
+        else:
+            sent = received + attack.update(np.asarray(trained - received), rng)
     poisoned = spec.pack(sent.astype(np.float32))
     for name, role in zip(spec.names, spec.roles, strict=True):
         if role is Role.COUNTER:

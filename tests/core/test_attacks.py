@@ -13,6 +13,7 @@ from raceme import datasets
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
 from raceme.core.messages import ModelSpec
+from raceme.core.registry import ATTACKS
 from raceme.core.requests import Outcome, Update
 from raceme.core.strategy import Method
 from raceme.datasets.source import DataShape, Target
@@ -91,6 +92,9 @@ def test_the_share_says_how_many_and_without_an_attack_there_are_none() -> None:
         ({"attack": "noise", "attack_noise": 0.0}, [1.0, -2.0]),
         ({"attack": "backdoor"}, [1.0, -2.0]),
         ({"attack": "backdoor", "attack_boost": 3.0}, [3.0, -6.0]),
+        ({"attack": "sign-flip", "attack_boost": 3.0}, [-3.0, 6.0]),
+        ({"attack": "long-good"}, [-1.0, 2.0]),
+        ({"attack": "mimic", "attack_boost": 0.5}, [-0.5, 1.0]),
     ],
 )
 def test_what_becomes_of_an_update(keys: dict[str, object], expected: list[float]) -> None:
@@ -98,6 +102,38 @@ def test_what_becomes_of_an_update(keys: dict[str, object], expected: list[float
     sent = attack_of(config_of(**keys)).update(delta, np.random.default_rng(0))
     assert sent.tolist() == expected
     assert sent.dtype == np.float32
+
+
+HONEST = np.array([[3.0, 0.0], [1.0, 0.0], [2.0, 3.0]], np.float32)
+"""Lengths 3, 1 and √13, of which 3 is the median; mean (2, 1)."""
+PUSH = np.array([0.0, 1.0], np.float32)
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        # 2 median lengths against the mean; a common direction at 9 lengths, and at one.
+        ({"attack": "edge-anti", "attack_length": 2.0}, [-12 / 5**0.5, -6 / 5**0.5]),
+        ({"attack": "edge-push"}, [0.0, 27.0]),
+        ({"attack": "collude"}, [0.0, 3.0]),
+    ],
+)
+def test_what_informed_attackers_send(keys: dict[str, object], expected: list[float]) -> None:
+    sent = attack_of(config_of(**keys)).against(HONEST, PUSH)
+    assert sent.tolist() == pytest.approx(expected, rel=1e-5)
+
+
+def test_min_max_and_min_sum_go_as_far_from_honest_updates_as_these_are_apart() -> None:
+    def squares(of: np.ndarray) -> np.ndarray:
+        return np.sum((HONEST - of) ** 2, axis=1)
+
+    sent = attack_of(config_of(attack="min-max")).against(HONEST, PUSH)
+    # (2, 3) and each of the others are √10 apart.
+    assert max(squares(sent)) == pytest.approx(10.0, rel=1e-5)
+    assert (sent - HONEST.mean(axis=0)) @ [1.0, -2.0] == pytest.approx(0.0, abs=1e-5)
+    assert sent @ [2.0, 1.0] < 5.0
+    summed = attack_of(config_of(attack="min-sum")).against(HONEST, PUSH)
+    assert squares(summed).sum() == pytest.approx(20.0, rel=1e-5)
 
 
 def test_noise_has_the_deviation_of_a_share_of_the_length() -> None:
@@ -162,9 +198,10 @@ def replies(config: RunConfig) -> dict[int, np.ndarray]:
     return {client: vector - start for client, vector in method.sent.items()}
 
 
-@pytest.mark.parametrize("attack", ["scale", "sign-flip", "label-flip", "noise", "backdoor"])
+@pytest.mark.parametrize("attack", [name for name in ATTACKS if name != "none"])
 def test_honest_clients_send_what_they_send_without_attackers(attack: str) -> None:
-    config = config_of(**SMALL, attack=attack, attackers=0.25)
+    turn = {"attack_turn": 0.0} if attack in ("mimic", "long-good") else {}
+    config = config_of(**SMALL, attack=attack, attackers=0.25, **turn)
     clean, attacked, bad = replies(config_of(**SMALL)), replies(config), attackers_of(config)
     assert len(bad) == 2
     for client, delta in clean.items():
@@ -173,6 +210,63 @@ def test_honest_clients_send_what_they_send_without_attackers(attack: str) -> No
         np.testing.assert_allclose(attacked[min(bad)], -clean[min(bad)], atol=1e-6)
     if attack == "scale":
         np.testing.assert_allclose(attacked[min(bad)], 1000 * clean[min(bad)], rtol=1e-3, atol=1e-2)
+    if attack == "edge-anti":
+        # Of one group all know the same: the mean of its three honest clients.
+        groups = datasets.true_groups(config)
+        mates = [c for c in clean if groups[c] == groups[min(bad)] and c not in bad]
+        mean = np.mean([clean[mate] for mate in mates], axis=0)
+        sent = attacked[min(bad)]
+        cosine = sent @ mean / np.linalg.norm(sent) / np.linalg.norm(mean)
+        # It draws its mini-batches of their samples in an order of its own.
+        assert cosine < -0.98
+        assert np.linalg.norm(sent) == pytest.approx(
+            9 * np.median([np.linalg.norm(clean[mate]) for mate in mates]), rel=0.05
+        )
+
+
+def sent_in_turn(config: RunConfig) -> dict[int, list[np.ndarray]]:
+    """Return what each client sends in a run of two updates for each, as models."""
+
+    class NoteAll(Method):
+        def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
+            for update in updates:
+                number = int(update.task.client.removeprefix("client-"))
+                found.setdefault(number, []).append(update.vector)
+            # Each update is the model from here on.
+            self.models[0].replace(updates[-1].vector)
+            return [Outcome(0, 0, 1.0) for _ in updates]
+
+    found: dict[int, list[np.ndarray]] = {}
+    NoteAll().run(
+        experiment.build_grid(config),
+        models.initial_arrays(config),
+        3 * config.num_clients,
+        train_config=experiment.training_settings(config),
+        plan=experiment.plan(config),
+    )
+    return found
+
+
+def test_a_replaying_attacker_sends_its_first_model_always() -> None:
+    config = config_of(**SMALL, attack="replay", attackers=0.25)
+    spec = ModelSpec.of(initial := models.initial_arrays(config))
+    for number, sent in sent_in_turn(config).items():
+        same = all(np.array_equal(vector, spec.unpack(initial)) for vector in sent)
+        assert same == (number in attackers_of(config))
+
+
+def test_a_mimic_sends_what_its_victim_of_another_group_would_until_its_turn() -> None:
+    clean = replies(config_of(**SMALL))
+    mimics = {**SMALL, "attack": "mimic", "attackers": 0.25}
+    early = config_of(**mimics)
+    groups, seen = datasets.true_groups(early), replies(early)
+    for number in attackers_of(early):
+        likeness = {other: float(seen[number] @ clean[other]) for other in clean}
+        assert not np.array_equal(seen[number], clean[number])
+        assert groups[max(likeness, key=lambda other: likeness[other])] != groups[number]
+    turned = replies(config_of(**mimics, attack_turn=0.0))
+    for number in attackers_of(early):
+        np.testing.assert_allclose(turned[number], -seen[number], atol=1e-6)
 
 
 def test_attackers_are_honest_up_to_the_first_attacked_request() -> None:
