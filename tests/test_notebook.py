@@ -396,6 +396,45 @@ def test_an_interrupted_comparison_has_the_tables_of_what_is_finished(
     assert "1 of 2 runs are finished" in caplog.text
 
 
+CELLS = """
+import raceme
+keys = {"clients": 4, "groups": "0.5,0.5", "max_updates": 12, "workers": 0, "eval_every": 6}
+run = raceme.run("fedasync", **keys); run
+comparison = raceme.compare(["casa", "fedasync"], out="compared", **keys); comparison
+"""
+
+
+@pytest.mark.slow
+def test_progress_in_jupyter_is_one_output_that_changes(folder: Path, tmp_path: Path) -> None:
+    """A real kernel runs the cells."""
+    nbformat = pytest.importorskip("nbformat.v4")
+    nbclient, _ = pytest.importorskip("nbclient"), pytest.importorskip("ipykernel")
+    shutil.copytree(folder, tmp_path / "compared")
+    cells = [nbformat.new_code_cell(source) for source in CELLS.strip().splitlines()]
+    notebook = nbformat.new_notebook(cells=cells)
+    changes: list[str] = []
+
+    class Client(nbclient.NotebookClient):  # type: ignore[misc, name-defined]
+        def process_message(self, message: Any, *position: Any) -> Any:
+            if message["msg_type"] == "update_display_data":
+                changes.append(message["content"]["data"]["text/plain"])
+            return super().process_message(message, *position)
+
+    Client(notebook, resources={"metadata": {"path": str(tmp_path)}}, timeout=300).execute()
+    ran, compared_ = (
+        ["".join(output["data"]["text/plain"]) for output in cell.outputs] for cell in cells[2:]
+    )
+    assert len(ran) == 2, ran
+    assert "12/12 t = " in ran[0]
+    assert ran[1].startswith("<fedasync on digits: 12 updates")
+    assert any("12/12 t = " in change for change in changes)
+    assert "2/2" in compared_[0]
+    # Between them a line for each of the two runs.
+    assert len(compared_) == 4, compared_
+    assert compared_[3].startswith("<Comparison on digits: 2 methods")
+    assert "evaluated at" not in "".join(ran + compared_)
+
+
 # -----------------------------------------------------------------------------
 # Tables of a comparison.
 # -----------------------------------------------------------------------------

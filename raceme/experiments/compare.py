@@ -10,7 +10,6 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bars
 
 from raceme.core.errors import unknown_name
 from raceme.core.events import Measure
@@ -33,7 +32,7 @@ from raceme.experiments.page import plots
 from raceme.experiments.results import Comparison, best_of, gather, read_runs
 from raceme.experiments.suites import Suite, slug
 from raceme.records.folder import make_folder, only_writer
-from raceme.reporting.console import QUIET_SECONDS, shown_seconds, shown_updates
+from raceme.reporting.console import QUIET_SECONDS, LiveBars, shown_seconds, shown_updates
 from raceme.reporting.style import save_figure
 
 # -----------------------------------------------------------------------------
@@ -48,9 +47,9 @@ _ENOUGH = 0.05
 class SuiteProgress:
     """Shows the progress of a suite; a context manager.
 
-    On a terminal it is one line for the suite and one for each run under way. Every run that
-    ends leaves a plain line, on a terminal and elsewhere; elsewhere a line says how far they are
-    whenever there was nothing to print for ten seconds.
+    On a terminal and in a notebook it is one line for the suite and one for each run under way.
+    Every run that ends leaves a plain line; elsewhere another one says how far they are whenever
+    there was nothing to print for ten seconds.
 
     Parameters
     ----------
@@ -81,14 +80,13 @@ class SuiteProgress:
         self._resumed: set[Job] = set()
         self._before = 0.0
         self._lines: dict[Job, TaskID] = {}
-        self._bars = Bars(
+        self._bars = LiveBars(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
             TextColumn("{task.fields[state]}", markup=False),
             TimeElapsedColumn(),
             console=console,
-            disable=not console.is_terminal,
             transient=True,
         )
         self._suite = self._bars.add_task("runs", total=total, completed=done, state="")
@@ -134,9 +132,10 @@ class SuiteProgress:
             del self._under_way[job]
             self._bars.remove_task(self._lines.pop(job))
             self._done += 1
-            self._bars.update(self._suite, completed=self._done)
+            self._bars.update(self._suite, completed=self._done, state=self._left())
             self.say(f"[{self._done}/{self._total}] {job.name}: {_ending(job, news)}")
-        if self._bars.disable and self._clock() - self._printed_at >= QUIET_SECONDS:
+        self._bars.refresh()
+        if not self._bars.shown and self._clock() - self._printed_at >= QUIET_SECONDS:
             self.say(self._how_far())
 
     def say(self, line: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -74,11 +74,57 @@ def shown_updates(done: int, planned: int) -> str:
     return f"{done} of {planned} updates" if done <= planned else f"{done} updates"
 
 
+class LiveBars(Progress):
+    """Progress bars that are live on a terminal and in a notebook.
+
+    A notebook's cell has one output that is replaced: rich's own way needs ipywidgets.
+
+    Parameters
+    ----------
+    *columns : str or ProgressColumn
+        What each bar shows.
+    console : Console
+        The terminal, the notebook or the file; the bars are not shown in a file.
+    **options
+        See rich.
+    """
+
+    def __init__(self, *columns: str | ProgressColumn, console: Console, **options: Any) -> None:
+        super().__init__(*columns, console=console, disable=not console.is_terminal, **options)
+        self._in_cell = console.is_jupyter and not console.quiet
+        self._cell: Any = None
+
+    @property
+    def shown(self) -> bool:
+        """Whether anybody sees them."""
+        return self._in_cell or not self.disable
+
+    def start(self) -> None:
+        """Show the bars."""
+        super().start()
+        if self._in_cell:
+            from IPython.display import display
+
+            self._cell = display(self, display_id=True)
+
+    def refresh(self) -> None:
+        """Show how far the bars are now."""
+        super().refresh()
+        if self._cell is not None:
+            self._cell.update(self)
+
+    def stop(self) -> None:
+        """Leave the bars as they are; on a terminal nothing, if they are transient."""
+        super().stop()
+        self.refresh()
+        self._cell = None
+
+
 class RunProgress(EventHandler):
     """Shows the progress of a run; an observer of it, and a context manager around it.
 
-    On a terminal it is one live line with a bar. Elsewhere it prints a plain line at each
-    evaluation, and one whenever there was nothing to print for ten seconds.
+    On a terminal and in a notebook it is one live line with a bar. Elsewhere it prints a plain line
+    at each evaluation, and one whenever there was nothing to print for ten seconds.
 
     Parameters
     ----------
@@ -107,17 +153,16 @@ class RunProgress(EventHandler):
         self._clock = clock
         self._drawn_at = 0.0
         self._printed_at = clock()
-        self._bar: Progress | None = None
-        if self._console.is_terminal:
-            self._bar = Progress(
-                # Eighty columns hold all of it: a narrow bar, and no words that go without saying.
-                BarColumn(bar_width=10),
-                TextColumn("{task.completed:.0f}/{task.total:.0f}"),
-                TextColumn("{task.fields[line]}"),
-                console=self._console,
-                auto_refresh=False,
-            )
-            self._line = self._bar.add_task("run", total=max_updates, line="")
+        bar = LiveBars(
+            # Eighty columns hold all of it: a narrow bar, and no words that go without saying.
+            BarColumn(bar_width=10),
+            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+            TextColumn("{task.fields[line]}"),
+            console=self._console,
+            auto_refresh=False,
+        )
+        self._line = bar.add_task("run", total=max_updates, line="")
+        self._bar = bar if bar.shown else None
 
     def __enter__(self) -> RunProgress:
         if self._bar is not None:
