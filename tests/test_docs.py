@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import typer
 
@@ -81,6 +82,8 @@ def test_commands_are_understood(page: Path) -> None:
         if arguments[0].startswith("-"):
             continue
         name, command, rest = COMMANDS.resolve_command(typer.Context(COMMANDS), arguments)
+        if isinstance(command, click.Group):
+            name, command, rest = command.resolve_command(click.Context(command), rest)
         # What cannot be parsed raises, with the options that there are.
         given = command.make_context(name, list(rest)).params
         keys = dict(map(parse_assignment, given.get("assignments") or []))

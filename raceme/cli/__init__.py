@@ -36,11 +36,13 @@ COMMANDS = {
     "serve": "raceme.cli.fleet:serve",
     "device": "raceme.cli.fleet:device",
     "certs": "raceme.cli.fleet:certs",
+    "fleet": "raceme.cli.fleet:fleet",
     "up": "raceme.cli.fleet:up",
 }
-"""The function of each command. One whose first parameter is `keys` takes the keys of a run."""
+"""The function of each command, or a group of commands. A function whose first parameter is `keys`
+takes the keys of a run."""
 
-_PLAIN: dict[str, Any] = {"add_completion": False, "pretty_exceptions_enable": False}
+PLAIN: dict[str, Any] = {"add_completion": False, "pretty_exceptions_enable": False}
 
 
 class _Commands(TyperGroup):
@@ -66,7 +68,9 @@ def _imported(name: str) -> Any:
     """Import a command's module, and return the command."""
     module, attribute = COMMANDS[name].split(":")
     function = getattr(import_module(module), attribute)
-    alone = typer.Typer(**_PLAIN)
+    if isinstance(function, typer.Typer):
+        return typer.main.get_command(function)
+    alone = typer.Typer(**PLAIN)
     if next(iter(signature(function).parameters)) == "keys":
         from raceme.cli.keys import SHOWN, KeyCommand, with_keys
 
@@ -82,7 +86,7 @@ app = typer.Typer(
     no_args_is_help=True,
     # Click does so by itself: both together say it twice.
     suggest_commands=False,
-    **_PLAIN,
+    **PLAIN,
 )
 
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import platform
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from raceme.cli import PLAIN
 from raceme.cli.report import ADDRESS, Address, Watch, parsed_address, watched
-from raceme.core.errors import PlainFormatter, UserError, show_log, unknown_name
+from raceme.core.errors import PlainFormatter, UserError, printable, show_log, unknown_name
 from raceme.core.options import Value
 
 _TRANSPORTS = ("auto", "grpc", "http")
@@ -367,3 +369,83 @@ def certs(
 
     for path in make_certificates(out, host, device or [], days):
         print(path)
+
+
+# -----------------------------------------------------------------------------
+# `raceme fleet`: a running server is asked, by the user that it runs as.
+# -----------------------------------------------------------------------------
+
+
+fleet = typer.Typer(
+    help="Ask a running `raceme serve`.", no_args_is_help=True, suggest_commands=False, **PLAIN
+)
+
+_Run = Annotated[
+    Path, typer.Argument(metavar="RUN", help="folder of the run that is served: its --out")
+]
+_Json = Annotated[bool, typer.Option("--json", help="print JSON")]
+
+
+@fleet.command()
+def status(run: _Run, as_json: _Json = False) -> None:
+    """Show how a run is: devices online, updates, clusters, the latest evaluation."""
+    _show(_answer(run, "status"), as_json)
+
+
+@fleet.command()
+def devices(run: _Run, as_json: _Json = False) -> None:
+    """List the devices: state, main cluster, updates, last call, latest score."""
+    _show(_answer(run, "devices"), as_json)
+
+
+@fleet.command()
+def show(
+    run: _Run,
+    device: Annotated[str, typer.Argument(metavar="ID", help="id of a device")],
+    as_json: _Json = False,
+) -> None:
+    """Show what the server knows of a device."""
+    _show(_answer(run, "show", device=device), as_json)
+
+
+def _answer(run: Path, name: str, **arguments: object) -> Any:
+    """Have the server of a run carry out a command: a method of `FleetCommands`."""
+    from raceme.records.folder import command
+
+    return command(run, name, **arguments)
+
+
+def _show(answer: Any, as_json: bool) -> None:
+    """Print an answer: a mapping as lines of name and value, a list of mappings as a table."""
+    if as_json:
+        print(json.dumps(answer, indent=2))
+        return
+    if isinstance(answer, dict):
+        rows = [[_title(name), _shown(name, value)] for name, value in answer.items()]
+    else:
+        names = list(dict.fromkeys(name for row in answer for name in row))
+        shown = [[_shown(name, row.get(name)) for name in names] for row in answer]
+        rows = [list(map(_title, names)), *shown]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        print("  ".join(cells).rstrip())
+
+
+_SPAN = "_seconds"
+
+
+def _title(name: str) -> str:
+    return name.removesuffix(_SPAN).replace("_", " ")
+
+
+def _shown(name: str, value: object) -> str:
+    from raceme.reporting.console import shown_seconds
+
+    if value is None:
+        return "–"
+    if isinstance(value, float):
+        return shown_seconds(value) if name.endswith(_SPAN) else f"{value:.4g}"
+    if isinstance(value, dict):
+        return ", ".join(f"{key}: {number}" for key, number in value.items())
+    return printable(value)

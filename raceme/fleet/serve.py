@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import shutil
 import sqlite3
@@ -15,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import click
 import tomli_w
@@ -32,7 +33,7 @@ from starlette.routing import Route
 
 import raceme
 from raceme.core.config import FEW_DEVICES, RunConfig, as_tables, read_toml
-from raceme.core.errors import UserError, printable
+from raceme.core.errors import UserError, printable, unknown_name
 from raceme.core.events import (
     AnswerTaken,
     ClaimRefused,
@@ -47,6 +48,7 @@ from raceme.core.events import (
     Verdict,
 )
 from raceme.core.options import Value
+from raceme.core.requests import InFlight
 from raceme.core.signals import interrupted_by_signals
 from raceme.core.strategy import Method, StopCheck, never_stop
 from raceme.fleet.certificates import DEVICE_KEYS, read_certificates, registered_keys
@@ -69,7 +71,7 @@ from raceme.flower.ports import (
     most_connections,
     names_this_machine,
 )
-from raceme.records.folder import new_folder
+from raceme.records.folder import ControlSocket, new_folder
 from raceme.records.store import read_events
 from raceme.runs import experiment
 from raceme.runs.checkpoints import CHECKPOINTS
@@ -155,6 +157,11 @@ class Metrics(EventHandler, Collector):
         Returns the number of cluster models.
     clock : Callable
         Monotonic, in seconds; replaceable for tests.
+
+    Attributes
+    ----------
+    evaluated : Evaluated or None
+        The latest evaluation.
     """
 
     def __init__(
@@ -193,7 +200,7 @@ class Metrics(EventHandler, Collector):
             if verdict is not Verdict.ACCEPTED:
                 self._verdicts.labels(verdict)
         self._evaluations = Counter("raceme_evaluations", "Evaluations", registry=self._registry)
-        self._evaluated: Evaluated | None = None
+        self.evaluated: Evaluated | None = None
         found = Gauge("raceme_clusters", "Cluster models", registry=self._registry)
         found.set_function(clusters)
         ProcessCollector(registry=self._registry)
@@ -225,7 +232,7 @@ class Metrics(EventHandler, Collector):
     def on_evaluated(self, event: Evaluated) -> None:
         """Keep the latest evaluation."""
         self._evaluations.inc()
-        self._evaluated = event
+        self.evaluated = event
 
     def on_update_judged(self, event: UpdateJudged) -> None:
         """Note an update that protection keeps out: its rejection follows."""
@@ -266,7 +273,7 @@ class Metrics(EventHandler, Collector):
                 if name is not None:
                     self._last[name] = max(heard, self._last.get(name, heard))
 
-    def _silences(self) -> list[tuple[float, str]]:
+    def silences(self) -> list[tuple[float, str]]:
         """Return the seconds since the last call of each device, and the device, longest first."""
         self._forget_nodes()
         last, present = dict(self._last), self._present()
@@ -306,15 +313,15 @@ class Metrics(EventHandler, Collector):
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Yield gauges of devices, messages and quality, as of the moment of the request."""
-        if self._evaluated is not None:
-            yield from self._quality(self._evaluated)
+        if self.evaluated is not None:
+            yield from self._quality(self.evaluated)
         online = len(self._state.online())
         yield GaugeMetricFamily("raceme_devices_online", "Devices that are online", online)
         queue = GaugeMetricFamily("raceme_messages", "Messages to devices", labels=["state"])
         for name, count in self._state.counts().items():
             queue.add_metric([name], count)
         yield queue
-        silences = self._silences()
+        silences = self.silences()
         known = len(silences)
         yield GaugeMetricFamily("raceme_devices_known", "Devices that were heard of so far", known)
         words = GaugeMetricFamily(
@@ -417,6 +424,124 @@ class StatusPort:
         well, details = self._health()
         status = {"status": "ok" if well else "failing", **details}
         return JSONResponse(status, 200 if well else 503)
+
+
+# -----------------------------------------------------------------------------
+# Commands to a running server: `raceme fleet`.
+# -----------------------------------------------------------------------------
+
+
+class FleetCommands:
+    """The public methods are the commands, carried out in the method's thread, between two events.
+
+    Each returns what JSON can hold. The names of values that end with ``_seconds`` are shown as
+    durations.
+
+    Parameters
+    ----------
+    method : Callable
+        Returns the run's method; None before it has started.
+    metrics : Metrics
+        Figures of the run.
+    health : Callable
+        Whether all is well, and the details.
+    """
+
+    def __init__(
+        self, method: Callable[[], Method | None], metrics: Metrics, health: Health
+    ) -> None:
+        self._found, self._metrics, self._health = method, metrics, health
+        self._started = time.monotonic()
+
+    def by_name(self) -> dict[str, Callable[..., object]]:
+        """Return all commands."""
+        return {"status": self.status, "devices": self.devices, "show": self.show}
+
+    @property
+    def _method(self) -> Method:
+        method = self._found()
+        if method is None:
+            raise UserError("The run has not begun: try again once devices are online.")
+        return method
+
+    def status(self) -> dict[str, Any]:
+        """Return how the run is."""
+        method, tested, (well, health) = self._method, self._metrics.evaluated, self._health()
+        progress = method.progress
+        said: dict[str, Any] = {
+            "status": "ok" if well else "failing",
+            "strategy": type(method).__name__,
+            "version": raceme.__version__,
+            "process": os.getpid(),
+            "running_seconds": time.monotonic() - self._started,
+            "devices_online": health["devices_online"],
+            "devices_known": len(progress.fleet.clients),
+            "nodes_refused": len(progress.fleet.refused),
+            "updates": progress.updates,
+            "rejected": progress.rejected,
+            "clusters": len(method.models),
+        }
+        if tested is not None:
+            scores = [score for _, score, _ in tested.per_client.values()]
+            said |= {
+                "evaluated_after_updates": tested.updates,
+                tested.measure.name: _finite(tested.accuracy),
+                f"worst_tenth_{tested.measure.name}": _finite(tested.measure.worst_tenth(scores)),
+                "loss": _finite(tested.loss),
+            }
+        return said
+
+    def devices(self) -> list[dict[str, Any]]:
+        """Return all devices, a few values of each."""
+        names = ("device", "state", "cluster", "updates", "silent_seconds")
+        silences = {name: seconds for seconds, name in self._metrics.silences()}
+        open_tasks = {task.client: task for task in self._method.progress.in_flight.values()}
+        score = "accuracy" if (tested := self._metrics.evaluated) is None else tested.measure.name
+        return [
+            {name: found[name] for name in (*names, score) if name in found}
+            for found in (
+                self._shown(device, open_tasks.get(device), silences.get(device))
+                for device in self._method.progress.fleet.clients
+            )
+        ]
+
+    def show(self, device: str) -> dict[str, Any]:
+        """Return what is known of a device."""
+        progress = self._method.progress
+        if device not in progress.fleet.clients:
+            raise unknown_name("device", device, progress.fleet.clients, "raceme fleet devices")
+        silences = {name: seconds for seconds, name in self._metrics.silences()}
+        tasks = {task.client: task for task in progress.in_flight.values()}
+        return self._shown(device, tasks.get(device), silences.get(device))
+
+    def _shown(self, device: str, task: InFlight | None, silent: float | None) -> dict[str, Any]:
+        method = self._method
+        client, tested = method.progress.fleet.clients[device], self._metrics.evaluated
+        placement = method.placement(device)
+        online = client.node_id is not None
+        said: dict[str, Any] = {
+            "device": device,
+            "state": "offline" if not online else "idle" if task is None else task.kind,
+            "node": client.node_id,
+            "samples": client.num_examples,
+            "cluster": max(placement, key=placement.__getitem__) if placement else None,
+            "clusters": {str(k): round(weight, 4) for k, weight in placement.items()},
+            "updates": method.progress.uploads.get(device, 0),
+            "failures_in_a_row": client.failures,
+            "silent_seconds": silent,
+        }
+        if task is not None:
+            said["request"] = task.number
+            said["requested_seconds"] = method.now() - task.sent_at
+        if tested is not None and device in tested.per_client:
+            _, score, loss = tested.per_client[device]
+            said |= {tested.measure.name: _finite(score), "loss": _finite(loss)}
+        return said
+
+
+def _finite(value: float) -> float | None:
+    """Return a number that JSON can hold."""
+    return value if math.isfinite(value) else None
 
 
 # -----------------------------------------------------------------------------
@@ -561,7 +686,10 @@ def serve(
     out = Path(config.out)
     grid_of = partial(ServedGrid, state, out / CHECKPOINTS, stopping=stop)
     try:
-        with _private_files(), _answering(state, options, metrics, grid_of) as grid:
+        with (
+            _private_files(),
+            _answering(state, options, metrics, grid_of, out, lambda: strategy) as grid,
+        ):
             return experiment.conduct(config, strategy, grid, *observers, metrics, stop=stop)
     except (OSError, sqlite3.OperationalError) as error:
         reason = getattr(error, "strerror", None) or str(error)
@@ -579,8 +707,10 @@ def _answering(
     options: ServeOptions,
     metrics: Metrics,
     grid_of: Callable[..., GridT],
+    out: Path | None,
+    method: Callable[[], Method | None],
 ) -> Iterator[GridT]:
-    """Answer devices and monitors from a link state meanwhile; yield the grid on it.
+    """Answer devices, monitors and operators meanwhile; yield the grid on the link state.
 
     Parameters
     ----------
@@ -592,6 +722,10 @@ def _answering(
         Figures of the run.
     grid_of : Callable
         Makes the grid, given `listen` and `clients_min`.
+    out : Path or None
+        The folder of the run, in which there will be a socket for commands.
+    method : Callable
+        Returns the run's method; None before it has started.
 
     Raises
     ------
@@ -607,9 +741,17 @@ def _answering(
     try:
         with ExitStack() as stack:
             stack.enter_context(api)
-            grid = grid_of(listen=partial(_listen, api, options), clients_min=options.clients_min)
+
+            def begin() -> None:
+                _listen(api, options)
+                if out is not None:
+                    stack.enter_context(_taking_commands(out, grid, commands))
+
+            grid = grid_of(listen=begin, clients_min=options.clients_min)
             stack.callback(grid.close)
-            port = _status_port(options, metrics.page, partial(_health, api, grid, state))
+            health = partial(_health, api, grid, state)
+            commands = FleetCommands(method, metrics, health)
+            port = _status_port(options, metrics.page, health)
             if port is not None:
                 stack.enter_context(port)
             yield grid
@@ -638,6 +780,20 @@ def _status_port(
         return None
     log.info("Metrics: http://%s/metrics", made.address)
     return made
+
+
+@contextmanager
+def _taking_commands(out: Path, grid: ServedGrid, commands: FleetCommands) -> Iterator[None]:
+    """Let `raceme fleet` ask meanwhile, if the folder's file system has sockets."""
+    socket = ControlSocket(out, commands.by_name(), grid.tell)
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(socket)
+        except OSError as error:
+            log.warning("`raceme fleet` cannot be used: no socket in %s: %s", out, error.strerror)
+        grid.on_turn = socket.act
+        yield
+        grid.on_turn = lambda: False
 
 
 def _health(api: FleetApi, grid: ServedGrid, state: LinkState) -> tuple[bool, Mapping[str, object]]:
@@ -756,6 +912,7 @@ def serve_app(
     state = LinkState(_bundled(app))
     state.largest = _LEAST_LIMIT
     methods: list[Method] = []
+    out: Path | None = None
     metrics = Metrics(
         state,
         lambda: methods[0].progress.fleet.by_node if methods else {},
@@ -775,7 +932,14 @@ def serve_app(
 
             methods = stack.enter_context(apps.replaced(strategy, make, observe))
         grid = stack.enter_context(
-            _answering(state, options, metrics, partial(AppServedGrid, state, Path(os.devnull)))
+            _answering(
+                state,
+                options,
+                metrics,
+                partial(AppServedGrid, state, Path(os.devnull)),
+                out,
+                lambda: methods[0] if methods else None,
+            )
         )
         context = server_context(state.run_id, app.run_config)
         stack.enter_context(interrupted_by_signals())

@@ -146,6 +146,12 @@ class ServedGrid(PatientGrid):
         Returns something that is true once the run is to end.
     clock : Callable
         Returns the time in seconds; tests pass their own.
+
+    Attributes
+    ----------
+    on_turn : Callable
+        Called in the strategy's thread whenever it looks for replies; returns whether it has done
+        something that the strategy should look at.
     """
 
     is_virtual = False
@@ -179,7 +185,8 @@ class ServedGrid(PatientGrid):
         self._files: list[int] = []
         # Bytes of each node in the present file.
         self._kept: Counter[int] = Counter()
-        state.on_news = self._tell
+        self.on_turn: Callable[[], bool] = lambda: False
+        state.on_news = self.tell
         state.on_reply = self._keep
 
     # A clock and the wait for replies.
@@ -199,8 +206,9 @@ class ServedGrid(PatientGrid):
             self.looked_at = self._clock()
             with self._news:
                 self._has_news = False
+            acted = self.on_turn()
             replies = self._state.take(wanted, _MOST)
-            if replies or self._has_fleet_changed() or self._stopping():
+            if replies or acted or self._has_fleet_changed() or self._stopping():
                 return replies
             left = _SLICE_SECONDS
             if until is not None and self._is_open:
@@ -242,8 +250,8 @@ class ServedGrid(PatientGrid):
         self._start = self._clock() - self._start
         self._is_open = True
 
-    def _tell(self) -> None:
-        """End the wait: a reply has come, or the fleet has changed."""
+    def tell(self) -> None:
+        """End the wait: a reply or a command has come, or the fleet has changed."""
         with self._news:
             self._has_news = True
             self._news.notify_all()

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import logging
 import os
+import socket
+import socketserver
+import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from inspect import signature
 from pathlib import Path
+from typing import Any, Self
 from urllib.parse import quote
 
+from raceme import __version__
 from raceme.core.config import RunConfig, write_toml
-from raceme.core.errors import PlainFormatter, UserError
+from raceme.core.errors import PlainFormatter, UserError, printable, unknown_name
 from raceme.core.files import absolute, atomic_write
 
 log = logging.getLogger("raceme.folder")
@@ -24,8 +33,11 @@ ERROR = "error.txt"
 _STORE = "run.sqlite"
 MESSAGES = "messages.csv"
 """Every message of a simulated Flower app."""
+CONTROL = "control.sock"
+"""Where the process that serves a run takes commands."""
 _FILES = {
     CONFIG,
+    CONTROL,
     ERROR,
     _STORE,
     "run.log",
@@ -345,3 +357,220 @@ def has_writer(run: Path) -> bool:
     finally:
         os.close(handle)
     return False
+
+
+# -----------------------------------------------------------------------------
+# The process that writes to the folder of a run takes commands, at a socket in the folder.
+#
+# The socket's mode is the authentication: its owner alone may write to it. A command is a line of
+# JSON, and so is its answer.
+# -----------------------------------------------------------------------------
+
+
+_PROTOCOL = 1
+"""Raised when the lines change so that another version cannot read them."""
+_LONGEST_LINE = 1 << 16
+_LINE_SECONDS = 5.0
+_TURN_SECONDS = 20.0
+"""Longest wait for the run's thread: it is busy with one update or evaluation until then."""
+
+
+class ControlSocket:
+    """Takes commands about a run while it is entered, from one process after the other or at once.
+
+    A command is carried out by :meth:`act`, in the thread that calls it: the run's own, between
+    two events. It may therefore read and change whatever that thread may.
+
+    Parameters
+    ----------
+    run : Path
+        The folder of the run.
+    commands : Mapping[str, Callable]
+        Functions by name. Each takes texts and numbers by name, returns what JSON can hold, and
+        raises `UserError` for what is wrong.
+    wake : Callable
+        Makes the run's thread call :meth:`act` soon.
+    """
+
+    def __init__(
+        self, run: Path, commands: Mapping[str, Callable[..., object]], wake: Callable[[], None]
+    ) -> None:
+        self._run, self._commands, self._wake = run, commands, wake
+        self._asked: deque[tuple[Callable[[], object], Future[object]]] = deque()
+        self._server: _ControlServer | None = None
+
+    def __enter__(self) -> Self:
+        with _short_path(self._run / CONTROL) as path:
+            # That of a process that was killed; the lock of the folder is held.
+            Path(path).unlink(missing_ok=True)
+            self._server = _ControlServer(path, self._answer)
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *_raised: object) -> None:
+        assert self._server is not None
+        self._server.shutdown()
+        self._server.server_close()
+        with suppress(OSError):
+            (self._run / CONTROL).unlink()
+        for _, answer in self._asked:
+            answer.cancel()
+
+    def act(self) -> bool:
+        """Carry out the commands that have come; return whether there were any."""
+        acted = False
+        while self._asked:
+            command, answer = self._asked.popleft()
+            # One that has been given up must not have an effect later.
+            if not answer.set_running_or_notify_cancel():
+                continue
+            acted = True
+            try:
+                answer.set_result(command())
+            except UserError as error:
+                answer.set_exception(error)
+            except Exception as error:
+                log.exception("A command has failed")
+                said = printable(f"{type(error).__name__}: {error}")
+                answer.set_exception(UserError(f"The command failed in the server: {said}."))
+        return acted
+
+    def _answer(self, line: bytes) -> bytes:
+        """Answer a line; called in a thread of its own."""
+        try:
+            said: dict[str, object] = {"answer": self._carried_out(line)}
+        except UserError as error:
+            said = {"error": str(error)}
+        return json.dumps({"protocol": _PROTOCOL, "version": __version__, **said}).encode() + b"\n"
+
+    def _carried_out(self, line: bytes) -> object:
+        try:
+            asked = json.loads(line)
+            protocol, name = asked["protocol"], str(asked["command"])
+            arguments = dict(asked["arguments"])
+        except (ValueError, TypeError, KeyError, RecursionError):
+            raise UserError("The server cannot read this command.") from None
+        if protocol != _PROTOCOL or name not in self._commands:
+            raise UserError(
+                f"The server (raceme {__version__}) has no command '{printable(name, 40)}': use "
+                "the `raceme` of its version."
+            )
+        command = self._commands[name]
+        try:
+            bound = signature(command).bind(**arguments)
+        except TypeError as error:
+            raise UserError(
+                f"The server (raceme {__version__}) understands the command otherwise: {error}."
+            ) from None
+        answer: Future[object] = Future()
+        self._asked.append((lambda: command(*bound.args, **bound.kwargs), answer))
+        self._wake()
+        with suppress(TimeoutError):
+            return answer.result(_TURN_SECONDS)
+        if answer.cancel():
+            raise UserError(
+                f"The server has been busy for {_TURN_SECONDS:g} s, and has not carried out the "
+                "command: try again, and see /healthz."
+            )
+        # It has begun.
+        return answer.result()
+
+
+class _ControlServer(socketserver.ThreadingUnixStreamServer):
+    """Listens at a socket that its owner alone may write to; each connection has a thread."""
+
+    daemon_threads = True
+
+    def __init__(self, path: str, answer: Callable[[bytes], bytes]) -> None:
+        self.answer = answer
+        super().__init__(path, _ControlConnection)
+
+    def server_activate(self) -> None:
+        """Listen; until then nobody can connect."""
+        os.chmod(str(self.server_address), 0o600)
+        super().server_activate()
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Leave out what became of a connection that broke."""
+
+
+class _ControlConnection(socketserver.StreamRequestHandler):
+    timeout = _LINE_SECONDS
+
+    def handle(self) -> None:
+        """Answer one line."""
+        assert isinstance(self.server, _ControlServer)
+        self.wfile.write(self.server.answer(self.rfile.readline(_LONGEST_LINE)))
+
+
+def command(run: Path, name: str, **arguments: object) -> Any:
+    """Have the process that serves a run carry out a command; return its answer.
+
+    Raises
+    ------
+    UserError
+        There is no such run, no process serves it, it is of another version, or it refuses.
+    """
+    _check_run(run)
+    asked = {"protocol": _PROTOCOL, "command": name, "arguments": arguments}
+    try:
+        with (
+            _short_path(run / CONTROL) as path,
+            socket.socket(socket.AF_UNIX) as connection,
+        ):
+            connection.settimeout(_LINE_SECONDS + _TURN_SECONDS)
+            connection.connect(path)
+            connection.sendall(json.dumps(asked).encode() + b"\n")
+            with connection.makefile("rb") as file:
+                said = json.loads(file.readline())
+    except PermissionError:
+        raise UserError(
+            f"The server of {run} takes commands of its own user only: use `sudo -u USER`."
+        ) from None
+    except (FileNotFoundError, ConnectionRefusedError):
+        raise UserError(_unserved(run)) from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "it has ended, or hangs"
+        raise UserError(f"The server of {run} gives no answer: {reason}.") from None
+    if said.get("protocol") != _PROTOCOL:
+        raise UserError(
+            f"The server of {run} is raceme {said.get('version')}, and this is {__version__}: use "
+            "the `raceme` of its version."
+        )
+    if "error" in said:
+        raise UserError(said["error"])
+    return said["answer"]
+
+
+def _check_run(run: Path) -> None:
+    """Raise UserError if a folder holds no run, with one beside it that is meant perhaps."""
+    if (run / _STORE).is_file():
+        return
+    if run.is_dir():
+        within = sorted(path.parent.name for path in run.glob(f"*/{_STORE}"))
+        hint = f" There are runs inside: {', '.join(within[:5])}." if within else ""
+        raise UserError(f"There is no run in {run}.{hint}")
+    beside = [path.parent.name for path in run.parent.glob(f"*/{_STORE}")]
+    if not beside:
+        raise UserError(f"{run} does not exist; expected the folder of a run.")
+    raise unknown_name("run", run.name, beside)
+
+
+def _unserved(run: Path) -> str:
+    if has_writer(run):
+        return (
+            f"The process that writes to {run} takes no commands: it is not `raceme serve`, or is "
+            "just starting or ending."
+        )
+    return f"No server runs in {run}. The `raceme serve` command that began the run resumes it."
+
+
+@contextmanager
+def _short_path(path: Path) -> Iterator[str]:
+    """Return a path of any length as one of those 107 letters that a socket's may have."""
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        short = Path(f"/proc/self/fd/{folder}", path.name)
+        yield str(short if short.parent.exists() else path)
+    finally:
+        os.close(folder)

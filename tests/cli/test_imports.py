@@ -8,6 +8,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+import typer
 from processes import ROOT
 
 from raceme.cli import COMMANDS
@@ -132,8 +133,9 @@ def test_summaries_are_those_of_the_objects(registry: Registry) -> None:
 def test_commands_have_the_docstrings_of_their_functions() -> None:
     for target in COMMANDS.values():
         module, name = target.split(":")
-        function = getattr(import_module(module), name)
-        assert docstring_of(target).split() == function.__doc__.split()
+        found = getattr(import_module(module), name)
+        text = found.info.help if isinstance(found, typer.Typer) else found.__doc__
+        assert docstring_of(target).split() == text.split()
 
 
 def test_device_profiles_describe_themselves() -> None:

@@ -18,6 +18,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from raceme.cli.fleet import serve
 from raceme.core.errors import UserError
+from raceme.records.folder import CONTROL, command
 from raceme.runs.checkpoints import CHECKPOINTS
 
 RUN = ["--strategy", "fedasync", "--dataset", "digits", "--eval-every", "1000"]
@@ -91,8 +92,19 @@ def test_the_same_command_resumes_after_ctrl_c_and_after_a_kill(tmp_path: Path) 
             assert 0 <= found["raceme_device_silence_seconds", name] < 60
         with urllib.request.urlopen(f"http://{metrics}/healthz", timeout=60) as answer:
             assert json.load(answer)["devices_online"] == 2
+        # And for an operator, who may be on the server only.
+        assert (out / CONTROL).stat().st_mode & 0o777 == 0o600
+        told = command(out, "status")
+        assert (told["status"], told["devices_online"], told["clusters"]) == ("ok", 2, 1)
+        devices_told = command(out, "devices")
+        assert [row["device"] for row in devices_told] == ["client-0", "client-1"]
+        assert command(out, "show", device="client-1")["samples"] > 100
+        with pytest.raises(UserError, match=r"'clint-1'\. Did you mean 'client-"):
+            command(out, "show", device="clint-1")
         server.handle.kill()
         server.wait()
+        with pytest.raises(UserError, match="No server runs in"):
+            command(out, "status")
         server = start_server(bed, *options)
         assert server.wait(240) == 0
         # They stayed the nodes that they were, and were not even asked anew who they are.
@@ -105,6 +117,7 @@ def test_the_same_command_resumes_after_ctrl_c_and_after_a_kill(tmp_path: Path) 
         over = start_server(bed, *options)
         assert over.wait(240) == 0
         assert "is complete" in over.text()
+        assert not (out / CONTROL).exists()
         servers = [process for process in bed.processes if process.name == "serve"]
         assert not any("Traceback" in server.text() for server in servers)
 
