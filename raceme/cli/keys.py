@@ -86,8 +86,8 @@ _GROUPS = {
     "Method": "model lr batch-size local-epochs local-steps optimizer momentum weight-decay "
     "weight-decay-on batch-norm protection attack",
     "Limits": "max-rounds stop-at-target eval-every eval-rounds eval-steps eval-clients eval-tasks",
-    "Output": "score-uploads checkpoint-every checkpoint-seconds track trace client-map "
-    "client-models",
+    "Output": "score-uploads discrepancy checkpoint-every checkpoint-seconds track trace "
+    "client-map client-models",
 }
 _OWN_HELP = {
     (

@@ -348,6 +348,8 @@ class Plan:
         Test on the data of every step so far whenever a step is over, and at the end.
     eval_clients : int
         Clients that test the models at an evaluation; 0: all that are online.
+    discrepancy : bool
+        Measure how far clients' models are from that of their cluster.
     concurrency : int
         Clients that train at a time; 0 means all that are online.
     drift : StepSchedule or None
@@ -369,6 +371,7 @@ class Plan:
     eval_steps: bool = False
     eval_tasks: bool = False
     eval_clients: int = 0
+    discrepancy: bool = False
     concurrency: int = 0
     drift: StepSchedule | None = None
     max_rounds: int | None = None

@@ -827,6 +827,39 @@ class Variant(Generic[Made]):
         return self.method(parameters, seed, **arguments)
 
 
+DISCREPANCY = events.MeasureSchema(
+    "discrepancy",
+    "distance of clients' models from that of their cluster",
+    ("clients", "discrepancy"),
+    summary="mean",
+)
+"""Of a run with the key ``discrepancy``: one event for the updates that are acted on together."""
+
+
+def discrepancy(
+    method: Method, updates: Sequence[Update], outcomes: Sequence[Outcome]
+) -> dict[str, float]:
+    """Return Discrepancy(t) = 1/|S_t| Σ_{i ∈ S_t} ‖w_i − w_t‖, eq (3) of FlexCFL's paper.
+
+    As in the authors' code w_t is the model after the round, that of the client's group if there
+    are several. Empty if no update was used.
+
+    Parameters
+    ----------
+    method : Method
+        The method, with the models after it has acted on the updates.
+    updates, outcomes : Sequence
+        The updates, and what the method did with each; one of weight 0 is left out.
+    """
+    distances = [
+        float(np.linalg.norm(method.compared(update.vector - model.vector)))
+        for update, outcome in zip(updates, outcomes, strict=True)
+        if outcome.weight and (model := method.models.get(outcome.cluster)) is not None
+    ]
+    count = len(distances)
+    return {"clients": count, "discrepancy": sum(distances) / count} if count else {}
+
+
 def average_by_cluster(
     clusters: Clusters,
     updates: Sequence[Update],
