@@ -773,6 +773,7 @@ class IFCA(_IFCA):
         k: int = 4,
         choosing_cost: float = 0.0,
         by_examples: bool = False,
+        detect: str = 'none',
         **arguments: Unpack[_Arguments],
     ) -> None: ...
 class IFCAAsync(_IFCAAsync):

@@ -22,7 +22,6 @@ own): a client is placed anew when its latest update is nearer to the direction 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from logging import getLogger
@@ -36,7 +35,6 @@ from raceme.core.clients import Client
 from raceme.core.clusters import Clusters, Model, cosine, cosines, parts_of
 from raceme.core.errors import UserError
 from raceme.core.messages import (
-    ALL_EXAMPLES,
     ARRAYS,
     CHOSEN,
     DIRECTIONS,
@@ -61,7 +59,7 @@ from raceme.core.scheduling import (
 )
 from raceme.core.strategy import Method, Needs, Variant, average_by_cluster
 from raceme.strategies.fedasync import FedAsyncParameters, mix_by_staleness
-from raceme.strategies.shared import linkage, numbered
+from raceme.strategies.shared import LabelCounts, linkage, numbered
 
 # -----------------------------------------------------------------------------
 # Groups by the directions of first updates: how they begin, and how a client finds its own.
@@ -74,13 +72,11 @@ from raceme.strategies.shared import linkage, numbered
 
 _MUCH = 0.5
 """Two clients have much the same labels if they share so much of their samples' labels."""
-_PATIENCE = 3
-"""A client that has not said its label counts so often in a row is not asked again."""
 
 
 @dataclass
-class ColdStart:
-    """What is known for placing clients.
+class ColdStart(LabelCounts):
+    """What is known for placing clients, beside their label counts.
 
     Attributes
     ----------
@@ -88,22 +84,10 @@ class ColdStart:
         w0: what every client trains to be placed. Shape (d,).
     directions : dict[int, Vector]
         Δw0^(g) of each group; empty before there are groups. They never change.
-    cold : dict[str, bool]
-        Clients that are to be placed: they have no group, or their data have changed.
-    counts : dict[str, list[int]]
-        Each client's training samples per label, as it has last said.
-    placed_with : dict[str, list[int]]
-        The same when the client was placed.
-    unanswered : dict[str, int]
-        How often in a row a client was asked and has not said them.
     """
 
     initial: Vector
     directions: dict[int, Vector] = field(default_factory=dict)
-    cold: dict[str, bool] = field(default_factory=dict)
-    counts: dict[str, list[int]] = field(default_factory=dict)
-    placed_with: dict[str, list[int]] = field(default_factory=dict)
-    unanswered: dict[str, int] = field(default_factory=dict)
 
     def nearest(self, delta: Vector) -> int:
         """Return the group of a first update: g* = argmin (1 − cos(Δw0^(g), Δw_pre)) / 2, eq (8).
@@ -154,54 +138,6 @@ class ColdStart:
         }
         return found.pop() if len(found) == 1 else None
 
-    def settle(self, client: str) -> None:
-        """Note that a client was placed, with the data that it has now."""
-        self.cold.pop(client, None)
-        if client in self.counts:
-            self.placed_with[client] = self.counts[client]
-
-    def answers(self, client: str) -> bool:
-        """Return whether it is worth asking a client for its label counts."""
-        return self.unanswered.get(client, 0) < _PATIENCE
-
-    def ask(self, client: str) -> None:
-        """Note that a client is asked for them."""
-        self.unanswered[client] = self.unanswered.get(client, 0) + 1
-
-    def usual_labels(self, client: str, labels: int) -> int:
-        """Return how many labels a client's counts should have, which come with `labels` of them.
-
-        As many as most others' have. The first client does not speak for all: a device with
-        another task, or one that lies, would shut all others out.
-        """
-        first, known = next(iter(self.counts.items()), ("", []))
-        # Mostly so, and it spares a look at all of a large fleet.
-        if first != client and len(known) == labels:
-            return labels
-        lengths = Counter(len(told) for other, told in self.counts.items() if other != client)
-        usual, clients = lengths.most_common(1)[0] if lengths else (labels, 0)
-        return usual if clients > lengths[labels] + 1 else labels
-
-    def count(self, client: str, counts: Sequence[int], examples: int, tolerance: float) -> None:
-        """Note a client's label counts; it is cold if they have changed too much.
-
-        Parameters
-        ----------
-        counts : Sequence[int]
-            Training samples per label, now.
-        examples : int
-            n_i: number of training samples, with those that are not released yet.
-        tolerance : float
-            Share of the data that may come or go.
-        """
-        self.unanswered.pop(client, None)
-        self.counts[client] = list(counts)
-        if client in self.cold:
-            return
-        then = self.placed_with.setdefault(client, self.counts[client])
-        if len(then) != len(counts) or has_shifted(counts, then, examples, tolerance):
-            self.cold[client] = True
-
 
 def overlap(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
     """Return how much of two clients' samples is of the same labels: Σ min of their shares.
@@ -212,30 +148,6 @@ def overlap(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
         Samples per label. Shape (labels,).
     """
     return float(np.minimum(one / one.sum(), other / other.sum()).sum())
-
-
-def has_shifted(
-    now: Sequence[int], then: Sequence[int], examples: int, tolerance: float = 0.2
-) -> bool:
-    """Return whether label counts moved further than τ_i = tolerance / LabelSize · n_i, eq (9).
-
-    The distance is the mean over the labels of ``|count now − count then|``. With a tolerance of
-    0.2 it is passed when more than a fifth of the samples have come or gone, or more than a tenth
-    were replaced by samples of other labels: a replaced one counts twice, in the label that loses
-    it and in the one that gains.
-
-    Parameters
-    ----------
-    now, then : Sequence[int]
-        Samples per label. Shape (labels,).
-    examples : int
-        n_i: number of all training samples of the client, also if only a part is released, as in
-        the authors' code.
-    tolerance : float
-        Share of n_i that may come or go; the paper's value is 0.2.
-    """
-    difference = np.abs(np.asarray(now, np.int64) - np.asarray(then, np.int64))
-    return bool(difference.mean() > tolerance / len(difference) * examples)
 
 
 def find_groups(
@@ -478,29 +390,9 @@ class GroupsByStart(Method):
         return Outcome(group, staleness=0, weight=0.0)
 
     def _take_counts(self, answer: Answer) -> None:
-        """Take label counts in.
-
-        Raises
-        ------
-        InvalidReplyError
-            They are no counts, or of another number of labels than the client had before.
-        """
-        client = answer.task.client
-        counts = answer.numbers.get(LABEL_COUNTS)
-        if counts is None or counts.ndim != 1 or not len(counts) or counts.dtype.kind not in "iu":
-            raise InvalidReplyError("it brings no label counts")
-        if counts.min() < 0 or not counts.any():
-            raise InvalidReplyError("its label counts are no counts")
-        labels = self.state.usual_labels(client, len(counts))
-        if len(counts) != labels:
-            raise InvalidReplyError(f"it counts {len(counts)} labels, and others {labels}")
-        if answer.num_examples and int(counts.sum()) != answer.num_examples:
-            total = int(counts.sum())
-            raise InvalidReplyError(f"it counts {total} labels of {answer.num_examples} examples")
-        # n_i of eq (9): all samples of the client, also while only a part of them is released.
-        stated = self.progress.fleet.clients[client].num_examples
-        examples = max(stated, count_of(answer.metrics.get(ALL_EXAMPLES)) or 0)
-        self.state.count(client, counts.tolist(), examples, self.parameters.tolerance)
+        """Take label counts in; a client whose data have changed is cold."""
+        stated = self.progress.fleet.clients[answer.task.client].num_examples
+        self.state.take(answer, stated, self.parameters.tolerance)
 
 
 @dataclass

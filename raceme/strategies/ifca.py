@@ -4,23 +4,40 @@ Ghosh et al., "An Efficient Framework for Clustered Federated Learning", NeurIPS
 with model averaging: each participant receives all K models, takes the one with the least loss on
 its training data, trains it and returns it with its index; the server averages per model.
 IFCA-Async, as in CASA's paper, does the same on every update.
+
+A client whose data change keeps the model that it chose last until it trains again. With
+``detect=label-counts`` it chooses anew before the next round, for which it is sent all K models:
+IFCA-MIG of Duan et al. (TPDS 2022, section 5.3), with FlexCFL's criterion of a change.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from raceme.core.clusters import Clusters, Model
 from raceme.core.files import check_room
-from raceme.core.messages import COMPUTE_SCALE, TRAIN, TRAIN_BEST, ModelSpec, Vector
+from raceme.core.messages import (
+    COMPUTE_SCALE,
+    LABEL_COUNTS,
+    LOSSES,
+    SCORES,
+    TRAIN,
+    TRAIN_BEST,
+    ModelSpec,
+    Vector,
+)
 from raceme.core.options import option
-from raceme.core.requests import Outcome, Request, Update
-from raceme.core.scheduling import RoundsParameters
+from raceme.core.requests import Answer, InFlight, InvalidReplyError, Outcome, Request, Update
+from raceme.core.scheduling import InRounds, RoundsParameters, Scheduler, SelectionContext
 from raceme.core.strategy import Method, Needs, average_by_cluster
 from raceme.strategies.fedasync import FedAsyncParameters, mix_by_staleness
+from raceme.strategies.shared import LabelCounts
+
+_TOLERANCE = 0.2
+"""Share of a client's samples that may come or go: FlexCFL's."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +55,12 @@ class IFCAParameters(_Choice, RoundsParameters):
     """Hyper-parameters of IFCA."""
 
     by_examples: bool = option(False, "weigh models by their examples (the paper: all alike)")
+    detect: str = option(
+        "none",
+        "what tells that a client's data have changed, so that it chooses anew before the next "
+        "round: label-counts (IFCA-MIG of FlexCFL's paper), or none",
+        among=("none", "label-counts"),
+    )
 
 
 @dataclass(frozen=True)
@@ -79,12 +102,82 @@ class IFCA(ChoosesModel):
     """
 
     parameters_type = IFCAParameters
+    state_type = LabelCounts
     parameters: IFCAParameters
+    state: LabelCounts
+    scheduling: InRounds
+
+    @property
+    def needs(self) -> Needs:
+        """What a run of the method has to have."""
+        needs = super().needs
+        if self.parameters.detect == "none":
+            return needs
+        kinds = needs.kinds | {LABEL_COUNTS, SCORES}
+        return replace(needs, kinds=kinds, classes="count their labels unless detect=none")
+
+    def scheduler(self) -> Scheduler:
+        """Work in rounds; clients whose data have changed choose first."""
+        parameters = self.parameters
+        return InRounds(parameters.fraction, sampling=parameters.sampling, queries=self._queries)
+
+    def _queries(self, moment: SelectionContext) -> Sequence[Request] | None:
+        """Ask for label counts before each round, and then for the choice of changed clients."""
+        if self.parameters.detect == "none":
+            return None
+        state = self.state
+        asked = self.scheduling.ask_first(moment, state.answers)
+        if asked is None:
+            asked = self.scheduling.ask_first(
+                moment, lambda client: client in state.cold and state.answers(client), every=0
+            )
+        if asked is None:
+            return None
+        return [
+            self._choice_of(client)
+            if client in state.cold
+            else Request(client, LABEL_COUNTS, models=())
+            for client in asked
+        ]
+
+    def _choice_of(self, client: str) -> Request:
+        """Let a client measure all models, and train none."""
+        models = tuple(self.models)
+        settings = {COMPUTE_SCALE: self.parameters.choosing_cost * len(models)}
+        return Request(client, SCORES, models, settings=settings)
+
+    def on_sent(self, task: InFlight) -> None:
+        """Note which clients are asked."""
+        if task.kind in (LABEL_COUNTS, SCORES):
+            self.state.ask(task.client)
+
+    def on_answer(self, answer: Answer) -> None:
+        """Take label counts in, or move a client to the model with the least loss on its data.
+
+        Raises
+        ------
+        InvalidReplyError
+            It brings not one loss for each model.
+        """
+        client, models = answer.task.client, list(answer.task.candidates)
+        if answer.task.kind == LABEL_COUNTS:
+            stated = self.progress.fleet.clients[client].num_examples
+            self.state.take(answer, stated, _TOLERANCE)
+            if not self.clusters.is_placed(client):
+                self.state.settle(client)
+            return
+        losses = answer.numbers.get(LOSSES)
+        if losses is None or losses.shape != (len(models), 1) or not np.isfinite(losses).all():
+            raise InvalidReplyError(f"it must state a loss for each of {len(models)} models")
+        self.clusters.assign(client, models[int(np.argmin(losses))])
+        self.state.unanswered.pop(client, None)
+        self.state.settle(client)
 
     def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
         """Average the models that were trained from the same one."""
         for update in updates:
             self.clusters.assign(update.task.client, update.task.cluster)
+            self.state.settle(update.task.client)
         return average_by_cluster(self.clusters, updates, self.parameters.by_examples)
 
 

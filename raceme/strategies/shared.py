@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raceme.core.clusters import Clusters
-from raceme.core.messages import Vector
+from raceme.core.messages import ALL_EXAMPLES, LABEL_COUNTS, Vector, count_of
 from raceme.core.options import option
-from raceme.core.requests import InFlight, Outcome, Request, Update
+from raceme.core.requests import Answer, InFlight, InvalidReplyError, Outcome, Request, Update
 from raceme.core.scheduling import InRounds, Scheduler, SelectionContext
 from raceme.core.strategy import Method, average_by_cluster
 
@@ -440,6 +440,139 @@ def regroup(clusters: Clusters, clients: Sequence[str], labels: NDArray[np.integ
     for cluster in list(clusters.models):
         if len(clusters.models) > 1 and not clusters.clients(cluster, online_only=False):
             clusters.retire(cluster)
+
+
+# -----------------------------------------------------------------------------
+# Label counts: whose data have changed.
+#
+# Duan et al., "Flexible Clustered Federated Learning for Client-Level Data Distribution Shift",
+# TPDS 2022, section 3.4.
+# -----------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class LabelCounts:
+    """Each client's samples per label, and the clients whose counts have changed too much.
+
+    Attributes
+    ----------
+    cold : dict[str, bool]
+        Clients that are to be placed: they have no group, or their data have changed.
+    counts : dict[str, list[int]]
+        Each client's training samples per label, as it has last said.
+    placed_with : dict[str, list[int]]
+        The same when the client was placed.
+    unanswered : dict[str, int]
+        How often in a row a client was asked and has not said them.
+    """
+
+    cold: dict[str, bool] = field(default_factory=dict)
+    counts: dict[str, list[int]] = field(default_factory=dict)
+    placed_with: dict[str, list[int]] = field(default_factory=dict)
+    unanswered: dict[str, int] = field(default_factory=dict)
+
+    def settle(self, client: str) -> None:
+        """Note that a client was placed, with the data that it has now."""
+        self.cold.pop(client, None)
+        if client in self.counts:
+            self.placed_with[client] = self.counts[client]
+
+    def answers(self, client: str) -> bool:
+        """Return whether it is worth asking a client for its label counts."""
+        return self.unanswered.get(client, 0) < _TRIES
+
+    def ask(self, client: str) -> None:
+        """Note that a client is asked for them."""
+        self.unanswered[client] = self.unanswered.get(client, 0) + 1
+
+    def usual_labels(self, client: str, labels: int) -> int:
+        """Return how many labels a client's counts should have, which come with `labels` of them.
+
+        As many as most others' have. The first client does not speak for all: a device with
+        another task, or one that lies, would shut all others out.
+        """
+        first, known = next(iter(self.counts.items()), ("", []))
+        # Mostly so, and it spares a look at all of a large fleet.
+        if first != client and len(known) == labels:
+            return labels
+        lengths = Counter(len(told) for other, told in self.counts.items() if other != client)
+        usual, clients = lengths.most_common(1)[0] if lengths else (labels, 0)
+        return usual if clients > lengths[labels] + 1 else labels
+
+    def take(self, answer: Answer, stated: int, tolerance: float) -> None:
+        """Take label counts in.
+
+        Parameters
+        ----------
+        stated : int
+            The number of training samples with which the client has introduced itself.
+        tolerance : float
+            Share of the data that may come or go.
+
+        Raises
+        ------
+        InvalidReplyError
+            They are no counts, or of another number of labels than the client had before.
+        """
+        client = answer.task.client
+        counts = answer.numbers.get(LABEL_COUNTS)
+        if counts is None or counts.ndim != 1 or not len(counts) or counts.dtype.kind not in "iu":
+            raise InvalidReplyError("it brings no label counts")
+        if counts.min() < 0 or not counts.any():
+            raise InvalidReplyError("its label counts are no counts")
+        labels = self.usual_labels(client, len(counts))
+        if len(counts) != labels:
+            raise InvalidReplyError(f"it counts {len(counts)} labels, and others {labels}")
+        if answer.num_examples and int(counts.sum()) != answer.num_examples:
+            total = int(counts.sum())
+            raise InvalidReplyError(f"it counts {total} labels of {answer.num_examples} examples")
+        # n_i of eq (9): all samples of the client, also while only a part of them is released.
+        examples = max(stated, count_of(answer.metrics.get(ALL_EXAMPLES)) or 0)
+        self.count(client, counts.tolist(), examples, tolerance)
+
+    def count(self, client: str, counts: Sequence[int], examples: int, tolerance: float) -> None:
+        """Note a client's label counts; it is cold if they have changed too much.
+
+        Parameters
+        ----------
+        counts : Sequence[int]
+            Training samples per label, now.
+        examples : int
+            n_i: number of training samples, with those that are not released yet.
+        tolerance : float
+            Share of the data that may come or go.
+        """
+        self.unanswered.pop(client, None)
+        self.counts[client] = list(counts)
+        if client in self.cold:
+            return
+        then = self.placed_with.setdefault(client, self.counts[client])
+        if len(then) != len(counts) or has_shifted(counts, then, examples, tolerance):
+            self.cold[client] = True
+
+
+def has_shifted(
+    now: Sequence[int], then: Sequence[int], examples: int, tolerance: float = 0.2
+) -> bool:
+    """Return whether label counts moved further than τ_i = tolerance / LabelSize · n_i, eq (9).
+
+    The distance is the mean over the labels of ``|count now − count then|``. With a tolerance of
+    0.2 it is passed when more than a fifth of the samples have come or gone, or more than a tenth
+    were replaced by samples of other labels: a replaced one counts twice, in the label that loses
+    it and in the one that gains.
+
+    Parameters
+    ----------
+    now, then : Sequence[int]
+        Samples per label. Shape (labels,).
+    examples : int
+        n_i: number of all training samples of the client, also if only a part is released, as in
+        the authors' code.
+    tolerance : float
+        Share of n_i that may come or go; the paper's value is 0.2.
+    """
+    difference = np.abs(np.asarray(now, np.int64) - np.asarray(then, np.int64))
+    return bool(difference.mean() > tolerance / len(difference) * examples)
 
 
 # -----------------------------------------------------------------------------

@@ -97,4 +97,9 @@ def test_figure_6_compares_bytes_on_the_data_whose_gains_it_tells() -> None:
         assert suite.shows_traffic
         assert suite.reference == worse
         assert found[worse].traffic == 1.0
+        if part == "a":
+            mig = next(method for method in suite.methods if method.label == "ifca-mig")
+            assert suite.config(mig, 0).parameters().detect == "label-counts"
+            assert suite.config(mig, 0).parameters().k == 3
+            assert found["ifca-mig"].traffic == 5.48
     assert found["flexcfl-eta"].traffic == 1.114

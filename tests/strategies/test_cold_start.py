@@ -7,10 +7,10 @@ from raceme.strategies.flexcfl import (
     ColdStart,
     find_groups,
     group_by_edc,
-    has_shifted,
     madc,
     overlap,
 )
+from raceme.strategies.shared import has_shifted
 
 
 def test_madc_by_hand() -> None:

@@ -1,5 +1,7 @@
 """IFCA: different starts, the client's choice, K models in a message, groups on a grid."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from clustered import (
@@ -18,12 +20,14 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 
 from raceme.client_app import app
 from raceme.core import events
+from raceme.core.clients import Client
 from raceme.core.clusters import Model
 from raceme.core.config import RunConfig
 from raceme.core.events import ClusterChange
-from raceme.core.messages import ModelSpec
-from raceme.core.requests import InFlight, Update
+from raceme.core.messages import LABEL_COUNTS, ModelSpec
+from raceme.core.requests import Answer, InFlight, InvalidReplyError, Update
 from raceme.flower.messages import identify_process
+from raceme.runs.experiment import simulate
 from raceme.simulation import Device
 from raceme.strategies import IFCA, IFCAAsync, IFCAAsyncParameters, IFCAParameters
 from raceme.strategies.ifca import redrawn
@@ -82,6 +86,57 @@ def test_a_round_by_hand(by_examples: bool, expected: float) -> None:
     assert [strategy.models[k].version for k in range(3)] == [0, 1, 1]
     assert [a.cluster for a in applied] == [1, 2, 1]
     assert [strategy.clusters.main(f"c{i}") for i in range(3)] == [1, 2, 1]
+
+
+def asked_of(strategy: IFCA, client: str, kind: str, **numbers: np.ndarray) -> Answer:
+    models = {0: 3, 1: 2}
+    task = InFlight(9, client, 0, 0, 0, sent_at=0.0, bytes_down=0, candidates=models, kind=kind)
+    return Answer(task, 10, {}, numbers)
+
+
+def test_a_client_whose_data_have_changed_chooses_anew() -> None:
+    strategy = with_clients(IFCA(IFCAParameters(k=2, detect="label-counts")), 3)
+    strategy.progress.fleet.clients = {f"c{i}": Client(f"c{i}", 10) for i in range(3)}
+
+    def counts(client: str, *values: int) -> None:
+        numbers = {LABEL_COUNTS: np.array(values, np.int64)}
+        strategy.on_answer(asked_of(strategy, client, LABEL_COUNTS, **numbers))
+
+    counts("c0", 10, 0)
+    counts("c2", 10, 0)
+    strategy.applied([chose("c0", 0, 1.0, 0.0), chose("c1", 1, 5.0, 5.0)])
+    # τ = 0.2 / 2 · 10 = 1: one replaced sample is a mean difference of 1, two are one of 2. A
+    # client that has not chosen yet has nothing to choose anew.
+    counts("c0", 9, 1)
+    counts("c2", 0, 10)
+    assert strategy.state.cold == {}
+    counts("c0", 8, 2)
+    assert strategy.state.cold == {"c0": True}
+    request = strategy._choice_of("c0")
+    assert (request.kind, request.models) == ("scores", (0, 1))
+    with pytest.raises(InvalidReplyError, match="a loss for each of 2 models"):
+        strategy.on_answer(asked_of(strategy, "c0", "scores", losses=np.zeros((3, 1))))
+    strategy.on_answer(asked_of(strategy, "c0", "scores", losses=np.array([[0.7], [0.2]])))
+    assert strategy.clusters.main("c0") == 1
+    counts("c0", 8, 2)
+    assert strategy.state.cold == {}
+
+
+def test_a_migration_sends_all_models_and_brings_none(tmp_path: Path) -> None:
+    keys = {
+        **{"strategy": "ifca", "clients": 20, "max-updates": "auto", "max-rounds": 6},
+        **{"ifca.k": 2, "ifca.fraction": 0.2, "ifca.sampling": "in-turn"},
+        **{"ifca.detect": "label-counts", "drift": "swap-all", "drift-at": "every round"},
+        **{"swap-chance": 0.5, "workers": 0, "eval-every": 100, "model": "mclr"},
+        "out": str(tmp_path / "run"),
+    }
+    sent = simulate(RunConfig.from_mapping(keys)).summary["bytes_by_phase"]
+    trained, chosen = sent["train-best"], sent["scores"]
+    # Six rounds of four clients.
+    assert trained["messages"] == 24
+    assert chosen["messages"] > 0
+    assert chosen["down"] / chosen["messages"] == trained["down"] / 24
+    assert chosen["up"] < chosen["down"] / 10
 
 
 def test_async_by_hand() -> None:
