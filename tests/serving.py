@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,7 +60,7 @@ def serving(
     port: int = 0,
     *,
     certificates: Certificates | None = None,
-    registered: Callable[[], Collection[bytes]] | None = None,
+    registered: Callable[[], Mapping[bytes, str]] | None = None,
     clients_min: int = 1,
     saved: object = None,
     reconnect: float = RECONNECT_SECONDS,

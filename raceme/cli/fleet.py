@@ -8,6 +8,7 @@ import os
 import platform
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -130,10 +131,13 @@ def device(
     if transport not in _TRANSPORTS:
         raise unknown_name("transport", transport, _TRANSPORTS)
     authority = None if root_certificates is None else read_authority(root_certificates)
+    read_keys = None if key is None else partial(read_device_key, key, allow_open_key)
+    if read_keys is not None:
+        read_keys()
     run_device(
         DeviceOptions(
             endpoint=Endpoint(superlink, insecure, authority, transport),
-            keys=None if key is None else read_device_key(key, allow_open_key),
+            keys=read_keys,
             node_config=_node_config(
                 node_config, device_id, {"threads": threads, "accelerator": accelerator}
             ),
@@ -353,21 +357,49 @@ def up(
 
 def certs(
     out: Annotated[Path, typer.Option(help="folder for the files; created if missing")],
-    host: Annotated[list[str], typer.Option(help="name or address of the server; may be repeated")],
+    host: Annotated[
+        list[str] | None,
+        typer.Option(help="name or address of the server; may be repeated"),
+    ] = None,
     device: Annotated[
         list[str] | None, typer.Option(help="id of a device; may be repeated")
     ] = None,
     days: Annotated[
         int, typer.Option(metavar="DAYS", help="validity of the certificates", min=1)
     ] = 825,
+    rotate: Annotated[bool, typer.Option("--rotate", help="give the --device another key")] = False,
+    public_key: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="with --rotate: public key that the device has made"),
+    ] = None,
+    revoke: Annotated[
+        bool, typer.Option("--revoke", help="take each --device out of the registry")
+    ] = False,
 ) -> None:
     """Create a certificate authority, the server's certificate, and a key pair per device.
 
-    Run again with another --device to add a device: existing files are kept.
+    Run again with another --device to add a device: existing files are kept. A running server
+    notices changes of keys within seconds.
     """
-    from raceme.fleet.certificates import make_certificates
+    from raceme.fleet.certificates import make_certificates, revoke_keys, rotate_key
 
-    for path in make_certificates(out, host, device or [], days):
+    devices = device or []
+    if rotate and revoke:
+        raise UserError("--rotate and --revoke exclude each other: give one of them.")
+    if (rotate and len(devices) != 1) or (revoke and not devices):
+        raise UserError(
+            f"--{'rotate' if rotate else 'revoke'} needs the id of a device: give --device ID"
+            f"{', one only' if rotate else ''}."
+        )
+    if public_key is not None and not rotate:
+        raise UserError("--public-key belongs to --rotate: give both, or leave it out.")
+    if rotate:
+        changed = rotate_key(out, devices[0], public_key)
+    elif revoke:
+        changed = revoke_keys(out, devices)
+    else:
+        changed = make_certificates(out, host or [], devices, days)
+    for path in changed:
         print(path)
 
 

@@ -258,6 +258,23 @@ class ClaimRefused:
 
 
 @dataclass(frozen=True)
+class KeyChanged:
+    """A device's registered key has changed while the run went on.
+
+    Attributes
+    ----------
+    client : str
+        The device.
+    change : str
+        ``"registered"``, ``"revoked"`` or ``"rotated"``.
+    """
+
+    time: float
+    client: str
+    change: str
+
+
+@dataclass(frozen=True)
 class UpdateApplied:
     """A client's update was accepted.
 
@@ -747,6 +764,7 @@ Event = (
     ClientJoined
     | ClientLeft
     | ClaimRefused
+    | KeyChanged
     | UpdateApplied
     | AnswerTaken
     | UpdateRejected

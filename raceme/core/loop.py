@@ -39,7 +39,7 @@ from raceme.core.requests import (
 )
 from raceme.core.scheduling import SelectionContext
 from raceme.core.strategy import DISCREPANCY, Method, StopCheck, discrepancy
-from raceme.core.timeline import Foreseeing, push, timeline_of
+from raceme.core.timeline import Foreseeing, Registering, push, timeline_of
 
 log = getLogger("raceme")
 
@@ -349,8 +349,14 @@ class Loop:
 
     def _look_at_fleet(self) -> None:
         """Notice clients that came or left; greet the new nodes."""
+        if isinstance(self._grid, Registering):
+            for device, change in self._grid.key_changes():
+                self._observe(events.KeyChanged(self.now(), device, change))
+        online = list(self._grid.get_node_ids())
         ask_again = self._identities is not None and self._identities.renewed()
-        arrived, left = self._fleet.changes(self._grid.get_node_ids(), ask_again)
+        if ask_again:
+            online = self._still_bound(online)
+        arrived, left = self._fleet.changes(online, ask_again)
         for client in left:
             self._idle.remove(client)
             self._evaluator.drop(client)
@@ -362,6 +368,31 @@ class Loop:
             if message_id := push(self._grid, self._clock, greeting):
                 self._fleet.greet(node, message_id)
                 self._progress.greeted_at = self.now()
+
+    def _still_bound(self, nodes: list[int]) -> list[int]:
+        """Leave out nodes whose keys do not stand for their clients any more.
+
+        They are greeted anew at the next look, and refused.
+        """
+        assert self._identities is not None
+        bound = []
+        for node in nodes:
+            if (client := self._fleet.by_node.get(node)) is not None:
+                try:
+                    self._identities.check(node, client)
+                except ForeignIdError:
+                    self._drop_tasks(client, "the client's key was revoked")
+                    continue
+            bound.append(node)
+        return bound
+
+    def _drop_tasks(self, client: str, reason: str) -> None:
+        """Give up the open tasks of a client that is not there any more."""
+        open_tasks = self._progress.in_flight.items()
+        lost = [message_id for message_id, task in open_tasks if task.client == client]
+        self._clock.forget(lost)
+        for message_id in lost:
+            self._refuse(self._progress.in_flight.pop(message_id), reason, is_away=True)
 
     def _introduce(self, node_id: int, reply: Message) -> None:
         """Welcome the client that answered a greeting, and let it have work."""
@@ -377,15 +408,11 @@ class Loop:
             return
         client, returned = introduced
         name = client.client_id
-        # Of a client that is new nothing is open.
-        tasks = self._progress.in_flight.items() if returned else ()
-        lost = [message_id for message_id, task in tasks if task.client == name]
-        self._clock.forget(lost)
         self._method.scheduling.joined(name)
-        for message_id in lost:
+        # Of a client that is new nothing is open.
+        if returned:
             # It was away: what it was working on is lost, or comes too late to wait for.
-            task = self._progress.in_flight.pop(message_id)
-            self._refuse(task, "the client went offline with it", is_away=True)
+            self._drop_tasks(name, "the client went offline with it")
         # A client that leaves and comes back is given no work sooner for that.
         client.ready_at = max(client.ready_at, now) if client.failures else now
         self._observe(

@@ -95,6 +95,14 @@ class Foreseeing(Protocol):
         """Return the mean time of a message's work on its node; None if there is no such node."""
 
 
+@runtime_checkable
+class Registering(Protocol):
+    """A grid that admits registered devices only, and sees their keys change."""
+
+    def key_changes(self) -> Iterable[tuple[str, str]]:
+        """Return the devices whose keys have changed since the last call, and how."""
+
+
 class WallTimeline:
     """The wall clock, and polling with back-off, for any Grid of Flower's.
 

@@ -10,10 +10,9 @@ import ipaddress
 import logging
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
-from functools import lru_cache
 from pathlib import Path
 
 from cryptography import x509
@@ -31,7 +30,8 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from raceme.core.errors import UserError
+from raceme.core.errors import UserError, unknown_name
+from raceme.core.files import atomic_write
 from raceme.flower.fleet_client import Certificates
 
 DEVICE_KEYS = "device-keys"
@@ -102,6 +102,134 @@ def make_certificates(
     if keys:
         written.append(_list_keys(folder / DEVICE_KEYS, keys))
     return written
+
+
+def revoke_keys(folder: Path, devices: Sequence[str]) -> list[Path]:
+    """Take devices out of the registry; a running server disconnects them.
+
+    Parameters
+    ----------
+    folder : Path
+        The folder of `raceme certs`, or the server's copy of it.
+    devices : Sequence[str]
+        Ids of the devices.
+
+    Returns
+    -------
+    list[Path]
+        The files that were removed or changed.
+
+    Raises
+    ------
+    UserError
+        There is no such device, or a file cannot be written.
+    """
+    _check_known(folder, devices)
+    changed = []
+    for device in devices:
+        path = folder / "devices" / device
+        for file in (_public(path), path):
+            if file.exists():
+                file.unlink()
+                changed.append(file)
+    return changed + _replace_lines(folder / DEVICE_KEYS, dict.fromkeys(devices, b""))
+
+
+def rotate_key(folder: Path, device: str, public: Path | None = None) -> list[Path]:
+    """Give a device another key, under which it stays the client that it is.
+
+    Parameters
+    ----------
+    folder : Path
+        The folder of `raceme certs`, or the server's copy of it.
+    device : str
+        Id of the device.
+    public : Path, optional
+        Public key that the device has made itself; without it a pair is made.
+
+    Returns
+    -------
+    list[Path]
+        The files that were changed.
+
+    Raises
+    ------
+    UserError
+        There is no such device, the key is another device's or none, or a file cannot be written.
+    """
+    _check_known(folder, [device])
+    path = folder / "devices" / device
+    key = ec.generate_private_key(ec.SECP384R1())
+    line = _public_line(key.public_key(), device) if public is None else _read_line(public, device)
+    pem = _plain(load_ssh_public_key(line))
+    holder = Registry(folder)().get(pem)
+    if holder is not None:
+        raise UserError(
+            f"'{public}' is the key of '{holder}' already: each device needs one of its own, made "
+            "with `ssh-keygen -t ecdsa -b 384` or by leaving out --public-key."
+        )
+    written = []
+    if public is None:
+        written.append(_replace(path, _private_ssh(key), _PRIVATE))
+    else:
+        # What is there is the key that is given up.
+        path.unlink(missing_ok=True)
+    # The list first: a server that sees the new key knows by then whose it is.
+    written += _replace_lines(folder / DEVICE_KEYS, {device: line})
+    return [*written, _replace(_public(path), line)]
+
+
+def _check_known(folder: Path, devices: Sequence[str]) -> None:
+    known = [path.stem for path in (folder / "devices").glob("*.pub")]
+    if not known:
+        raise UserError(f"{folder} has no devices: give the folder of `raceme certs` with --out.")
+    for device in devices:
+        if device not in known:
+            raise unknown_name("device", device, known)
+
+
+def _read_line(path: Path, device: str) -> bytes:
+    """Return a public key as the registry has it."""
+    try:
+        key = load_ssh_public_key(path.expanduser().read_bytes())
+    except OSError as error:
+        raise UserError(f"The key '{path}' cannot be read: {error.strerror}.") from None
+    except (ValueError, UnsupportedAlgorithm):
+        key = None
+    if not isinstance(key, ec.EllipticCurvePublicKey):
+        raise UserError(
+            f"'{path}' is not a public elliptic-curve key: expected a line such as "
+            "'ecdsa-sha2-nistp384 AAAA…', as `ssh-keygen -t ecdsa -b 384` makes it."
+        )
+    return _public_line(key, device)
+
+
+def _replace_lines(path: Path, lines: Mapping[str, bytes]) -> list[Path]:
+    """Put other keys of devices into the list of ids and keys, or none, if there is a list."""
+    if not path.is_file():
+        return []
+    kept = [
+        line.rstrip(b"\n") + b"\n"
+        for line in path.read_bytes().splitlines()
+        if line.split(maxsplit=2)[2:3] not in [[name.encode()] for name in lines]
+    ]
+    content = b"".join([*kept, *lines.values()])
+    if not content.strip():
+        # An empty list is a mistake for a server, no list is none.
+        path.unlink()
+        return [path]
+    return [_replace(path, content)]
+
+
+def _replace(path: Path, data: bytes, mode: int = 0o644) -> Path:
+    """Write a file in one step: a server that reads it sees the old or the new content."""
+    try:
+        with atomic_write(path) as temporary:
+            temporary.unlink(missing_ok=True)
+            _write(temporary, data, mode)
+    except OSError as error:
+        raise UserError(f"'{path}' cannot be written: {error.strerror}.") from None
+    return path
 
 
 def read_device_key(
@@ -229,12 +357,19 @@ def _read_authority(
 def _make_device(path: Path) -> list[Path]:
     """Write a device's key pair in the form that Flower's SuperNodes take."""
     key = ec.generate_private_key(ec.SECP384R1())
-    private = key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
-    public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
     return [
-        _write(path, private, _PRIVATE),
-        _write(_public(path), public + b" " + path.name.encode() + b"\n"),
+        _write(path, _private_ssh(key), _PRIVATE),
+        _write(_public(path), _public_line(key.public_key(), path.name)),
     ]
+
+
+def _private_ssh(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
+
+
+def _public_line(key: ec.EllipticCurvePublicKey, device: str) -> bytes:
+    encoded = key.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
+    return encoded + b" " + device.encode() + b"\n"
 
 
 def _list_keys(path: Path, added: Sequence[Path]) -> Path:
@@ -407,36 +542,81 @@ def read_certificates(folder: Path) -> Certificates:
     return Certificates(authority, certificate, key)
 
 
-def registered_keys(folder: Path) -> Collection[bytes]:
-    """Return the public keys of the devices, ``devices/*.pub``, in PEM; leave out unreadable ones.
+class Registry:
+    """The devices whose keys are registered: a file ``devices/ID.pub`` for each.
+
+    A call returns the device of each public key (PEM), and reads files that have changed since the
+    last one. A file that is broken, or has the key of another device, leaves its device the key
+    that it had; without the folder all keys stay as they were.
 
     Parameters
     ----------
     folder : Path
         The folder of `raceme certs`.
     """
-    stamps = []
-    for path in sorted((folder / "devices").glob("*.pub")):
-        with suppress(FileNotFoundError):
-            stamps.append((path, path.stat().st_ctime_ns))
-    return _read_keys(tuple(stamps))
 
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder / "devices"
+        self._stamps: dict[Path, int] | None = None
+        self._read: dict[Path, tuple[int, bytes | None]] = {}
+        self._keys: dict[bytes, str] = {}
 
-@lru_cache(maxsize=1)
-def _read_keys(stamps: tuple[tuple[Path, int], ...]) -> Collection[bytes]:
-    """Read the keys in some files, again only after one has changed: strangers' calls ask often."""
-    keys = set()
-    for path, _ in stamps:
+    def __call__(self) -> Mapping[bytes, str]:
+        """Return the registered keys, to the devices that they belong to."""
+        stamps: dict[Path, int] = {}
         try:
-            key = load_ssh_public_key(path.read_bytes())
-        except (OSError, ValueError, TypeError) as error:
-            log.warning("The key %s cannot be read and is ignored: %s", path, error)
-            continue
-        if isinstance(key, ec.EllipticCurvePublicKey):
-            keys.add(_plain(key))
-        else:
-            log.warning("The key %s is not an elliptic-curve key and is ignored", path)
-    return keys
+            for path in sorted(self._folder.iterdir()):
+                if path.suffix == ".pub":
+                    with suppress(FileNotFoundError):
+                        stamps[path] = path.stat().st_ctime_ns
+        except OSError as error:
+            if self._stamps:
+                log.warning(
+                    "%s cannot be read: %s. The keys known so far count",
+                    self._folder,
+                    error.strerror,
+                )
+                self._stamps = {}
+            return self._keys
+        # The calls of strangers ask often.
+        if stamps != self._stamps:
+            self._stamps = stamps
+            self._keys = self._merged(stamps)
+        return self._keys
+
+    def _merged(self, stamps: Mapping[Path, int]) -> dict[bytes, str]:
+        read, keys = {}, dict[bytes, str]()
+        # Of two devices with one key it belongs to the one that has had it before.
+        order = sorted(stamps, key=lambda path: self._read.get(path, (0, None))[0] != stamps[path])
+        for path in order:
+            former = self._read.get(path, (0, None))[1]
+            key = former if self._read.get(path, (0,))[0] == stamps[path] else _public_key(path)
+            if key in keys:
+                log.warning(
+                    "The key %s is that of '%s' and is ignored: each device needs one of its own",
+                    path,
+                    keys[key],
+                )
+                key = None
+            key = former if key is None else key
+            read[path] = stamps[path], key
+            if key is not None:
+                keys[key] = path.stem
+        self._read = read
+        return keys
+
+
+def _public_key(path: Path) -> bytes | None:
+    """Return a public key in PEM; None, and say so, if the file holds none."""
+    try:
+        key = load_ssh_public_key(path.read_bytes())
+    except (OSError, ValueError, TypeError) as error:
+        log.warning("The key %s cannot be read and is ignored: %s", path, error)
+        return None
+    if not isinstance(key, ec.EllipticCurvePublicKey):
+        log.warning("The key %s is not an elliptic-curve key and is ignored", path)
+        return None
+    return _plain(key)
 
 
 def _plain(key: object) -> bytes:

@@ -514,8 +514,9 @@ class DeviceOptions:
     ----------
     endpoint : Endpoint
         Address and certificates of the SuperLink.
-    keys : Keys or None
-        The registered key pair; without one the device registers a key of its own making.
+    keys : Callable, optional
+        Returns the registered key pair, which may be another one the next time that the device
+        joins; without it the device registers a key of its own making.
     node_config : Mapping
         Node configuration that its ClientApp gets, ``device-id`` included.
     trust : Trust
@@ -531,7 +532,7 @@ class DeviceOptions:
     """
 
     endpoint: Endpoint
-    keys: Keys | None = None
+    keys: Callable[[], Keys] | None = None
     node_config: Mapping[str, Value] = field(default_factory=dict)
     trust: Trust = field(default_factory=Trust)
     memory_limit: int | None = None
@@ -588,12 +589,20 @@ def _stay_online(options: DeviceOptions, tasks: Tasks, stop: StopSignal, hurry: 
     health = None if options.health_file is None else HealthFile(options.health_file)
     answered = (lambda: None) if health is None else health.answered
     register = options.keys is None
+    registered: Keys | None = None
     absent = False
     endpoint = options.endpoint
     while not stop.is_set():
         # A key stands for one node: a device that joins again without a registered one is a new
         # node, and the strategy sees at once that the old one's work is lost.
-        keys = options.keys or fleet.generate_keys()
+        if options.keys is not None:
+            try:
+                registered = options.keys()
+            except UserError:
+                # A file that is just being written leaves the device the key that it had.
+                if registered is None:
+                    raise
+        keys = registered or fleet.generate_keys()
         try:
             with join(endpoint, keys, stop, register=register, answered=answered) as link:
                 pause.reset()

@@ -11,7 +11,7 @@ import sqlite3
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -51,7 +51,7 @@ from raceme.core.options import Value
 from raceme.core.requests import InFlight
 from raceme.core.signals import interrupted_by_signals
 from raceme.core.strategy import Method, StopCheck, never_stop
-from raceme.fleet.certificates import DEVICE_KEYS, read_certificates, registered_keys
+from raceme.fleet.certificates import DEVICE_KEYS, Registry, read_certificates
 from raceme.fleet.served_grid import ServedGrid
 from raceme.fleet.tasks import OWN_APP
 from raceme.flower.app import App, app_metadata, build_bundle, server_context
@@ -820,7 +820,7 @@ def _listen(api: FleetApi, options: ServeOptions) -> None:
 
 def _credentials(
     options: ServeOptions,
-) -> tuple[Certificates | None, Callable[[], Collection[bytes]] | None]:
+) -> tuple[Certificates | None, Callable[[], Mapping[bytes, str]] | None]:
     """Return certificates, and what lists the registered keys, if devices need one."""
     folder = options.certificates
     if folder is None:
@@ -828,13 +828,14 @@ def _credentials(
     certificates = read_certificates(folder)
     if options.any_device:
         return certificates, None
-    if not registered_keys(folder):
+    registered = Registry(folder)
+    if not registered():
         raise UserError(
             f"No device is registered: {folder / 'devices'} holds no keys (*.pub). Make some with "
             f"`raceme certs --out {folder} --host NAME --device ID`, or let every device in with "
             "--any-device."
         )
-    return certificates, partial(registered_keys, folder)
+    return certificates, registered
 
 
 # -----------------------------------------------------------------------------

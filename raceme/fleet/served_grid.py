@@ -296,6 +296,11 @@ class ServedGrid(PatientGrid):
         """Return what is known of the nodes that are online, with their public keys."""
         return self._state.get_node_info(node_ids=self._state.online())
 
+    def key_changes(self) -> list[tuple[str, str]]:
+        """Return the devices whose registered keys have changed since the last call, and how."""
+        changes = self._state.key_changes
+        return [changes.popleft() for _ in range(len(changes))]
+
     def set_run(self, run: Run) -> None:
         """Do nothing: the link state has one run."""
 

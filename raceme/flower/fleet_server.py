@@ -13,7 +13,7 @@ import ssl
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
 from typing import Any
 
@@ -66,6 +66,8 @@ log = logging.getLogger("raceme.serve")
 _Code = grpc.StatusCode
 _START_SECONDS = 30.0
 _END_SECONDS = 2.0
+_REGISTRY_SECONDS = 1.0
+"""From one look at the registered keys to the next."""
 _FOREIGN_REPLY = "a reply of another node"
 
 _OPTIONS = [
@@ -110,7 +112,8 @@ class FleetCalls:
     state : LinkState
         What the calls are about.
     registered : Callable, optional
-        Returns the public keys of the nodes that may take part (PEM); without it all may.
+        Returns the public keys of the nodes that may take part (PEM), to the names of their
+        devices; without it all may.
 
     Attributes
     ----------
@@ -119,7 +122,7 @@ class FleetCalls:
     """
 
     def __init__(
-        self, state: LinkState, registered: Callable[[], Collection[bytes]] | None = None
+        self, state: LinkState, registered: Callable[[], Mapping[bytes, str]] | None = None
     ) -> None:
         self._state, self._registered = state, registered
         self._signatures = Signatures()
@@ -507,7 +510,8 @@ class FleetApi:
     certificates : Certificates, optional
         For TLS; plain text without.
     registered : Callable, optional
-        Returns the public keys of the nodes that may take part (PEM); without it all may.
+        Returns the public keys of the nodes that may take part (PEM), to the names of their
+        devices; without it all may.
     http : str, optional
         ``HOST:PORT`` for Flower's SuperNodes from 1.40 on, which speak HTTP.
     connections : int
@@ -529,7 +533,7 @@ class FleetApi:
         state: LinkState,
         address: str,
         certificates: Certificates | None = None,
-        registered: Callable[[], Collection[bytes]] | None = None,
+        registered: Callable[[], Mapping[bytes, str]] | None = None,
         http: str | None = None,
         connections: int = 10_000,
     ) -> None:
@@ -544,6 +548,7 @@ class FleetApi:
         self._with_work: deque[int] = deque()
         self._is_waking = False
         self._server: grpc.aio.Server | None = None
+        self._watching: asyncio.Task[None] | None = None
 
     def __enter__(self) -> FleetApi:
         self._thread.start()
@@ -572,6 +577,15 @@ class FleetApi:
         await self._server.start()
         if self._http is not None:
             self._http.start()
+        self._watching = self._loop.create_task(self._watch_registry())
+
+    async def _watch_registry(self) -> None:
+        """Let nodes in whose keys are registered meanwhile, and disconnect the others."""
+        while True:
+            await asyncio.sleep(_REGISTRY_SECONDS)
+            self.calls.admit()
+            for node in self._waiting.keys() - self._state.nodes.keys():
+                self._wake(node)
 
     def answers(self, seconds: float) -> bool:
         """Return whether calls are answered, or would be, within some seconds."""
@@ -587,6 +601,8 @@ class FleetApi:
         self._loop.close()
 
     async def _stop(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
         # Devices that wait are told that there is nothing, instead of being cut off.
         for node in list(self._waiting):
             self._wake(node)
@@ -644,6 +660,8 @@ class FleetApi:
         self.calls.check(key, asked.node)
         found = self._state.next_for(asked.node, asked.have)
         if found is None and await self._wait(asked.node, min(asked.patience, wire.LONGEST_WAIT)):
+            # Its key may have been revoked meanwhile.
+            self.calls.check(key, asked.node)
             found = self._state.next_for(asked.node, asked.have)
         if found is None:
             return join([])

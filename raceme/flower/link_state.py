@@ -172,6 +172,9 @@ class LinkState(InMemoryLinkState):
         Called when a reply is there, or a node has come or gone.
     on_reply : Callable
         Called with a whole reply before its sender is told that it has arrived.
+    key_changes : deque
+        Devices whose keys were registered, revoked or rotated, and which of it: taken out by the
+        grid.
     reconnect : float
         Seconds that nodes which were online count as such after :meth:`load_state_dict`.
     largest : int
@@ -201,6 +204,8 @@ class LinkState(InMemoryLinkState):
         self._lost: dict[str, None] = {}
         self._looked_at = 0.0
         self._skew = ClockSkew()
+        self._registered: dict[bytes, str] | None = None
+        self.key_changes: deque[tuple[str, str]] = deque()
         digest = hashlib.sha256(app.bundle).hexdigest()
         self.store_fab(Fab(digest, app.bundle, {}))
         self.run_id = self.create_run(
@@ -597,15 +602,34 @@ class LinkState(InMemoryLinkState):
 
     # Checkpoints and figures.
 
-    def admit(self, keys: Collection[bytes]) -> None:
-        """Let the nodes with these public keys in, and no others: they are the registered ones."""
+    def admit(self, keys: Mapping[bytes, str]) -> None:
+        """Let the nodes with these public keys in, and no others: they are the registered ones.
+
+        Parameters
+        ----------
+        keys : Mapping[bytes, str]
+            The keys (PEM), to the names of their devices.
+        """
         with self.lock:
+            if self._registered is not None:
+                self._compare(self._registered, keys)
+            self._registered = dict(keys)
             for key in keys:
                 if self.get_node_id_by_public_key(key) is None:
                     self.create_node(NOOP_FLWR_AID, NOOP_ACCOUNT_NAME, key, 0)
             for key, node in list(self.node_public_key_to_node_id.items()):
                 if key not in keys:
                     self.delete_node(NOOP_FLWR_AID, node)
+
+    def _compare(self, before: Mapping[bytes, str], now: Mapping[bytes, str]) -> None:
+        """Say which devices have other keys than before, and remember it for the run."""
+        lost = {device for key, device in before.items() if now.get(key) != device}
+        gained = {device for key, device in now.items() if before.get(key) != device}
+        for device in sorted(lost | gained):
+            change = "registered" if device not in lost else "revoked"
+            change = "rotated" if device in lost & gained else change
+            log.info("Key of %s: %s", device, change)
+            self.key_changes.append((device, change))
 
     def counts(self) -> dict[str, int]:
         """Return how many messages wait for their node, are with it, and are answered."""

@@ -79,6 +79,7 @@ VIEWS: Mapping[str, str] = {
         "FROM client_events WHERE kind <> 'left' GROUP BY client ORDER BY event"
     ),
     "refused_claims": _view("ClaimRefused", "node_id", "client", "reason"),
+    "key_changes": _view("KeyChanged", "client", "change"),
     "updates": _view(
         "UpdateApplied",
         *(

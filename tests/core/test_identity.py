@@ -200,8 +200,9 @@ def run_with(
     lies: dict[int, str],
     *keys: int | None,
     observe: Callable[[events.Event], object] = id,
+    updates: int = 10,
 ) -> list[events.Event]:
-    """Run ten updates of a fleet with these keys; return what happened."""
+    """Run some updates of a fleet with these keys; return what happened."""
     grid = grid_of(lying_app(lies), devices(*[1.0] * len(keys)))
     nodes = [Node(node, key) for node, key in zip(grid.get_node_ids(), keys, strict=True)]
     vars(grid)["get_nodes"] = lambda: nodes
@@ -212,7 +213,7 @@ def run_with(
         observe(event)
 
     identities = BoundToKeys(listed, grid)
-    FedAsync().run(grid, MODEL, 10, timeout=100.0, observe=both, identities=identities)
+    FedAsync().run(grid, MODEL, updates, timeout=100.0, observe=both, identities=identities)
     return seen
 
 
@@ -252,6 +253,32 @@ def test_who_is_put_on_the_list_during_a_run_takes_part_in_it(listed: Path) -> N
     assert joined[0] == (0.0, "c0")
     assert [client for _, client in joined] == ["c0", "late"]
     assert "late" in {update.client for update in of(events.UpdateApplied, seen)}
+
+
+def test_a_client_whose_key_is_revoked_leaves_with_its_work(listed: Path) -> None:
+    def revoke(event: events.Event) -> None:
+        if isinstance(event, events.UpdateApplied) and event.client == "c1":
+            listed.write_text(line(0, "c0"))
+
+    seen = run_with(listed, {}, 0, 1, observe=revoke, updates=20)
+    clients = [update.client for update in of(events.UpdateApplied, seen)]
+    # The fleet is looked at every five seconds.
+    assert clients.count("c1") < 5
+    assert clients[-2:] == ["c0", "c0"]
+    assert next(event.client for event in of(events.ClientLeft, seen)) == "c1"
+    (given_up,) = [event for event in of(events.UpdateRejected, seen) if event.client == "c1"]
+    assert given_up.reason == "the client's key was revoked"
+    assert {event.client for event in of(events.ClaimRefused, seen)} == {"c1"}
+
+
+def test_a_change_of_a_registered_key_is_an_event(listed: Path) -> None:
+    grid = grid_of(lying_app({}), devices(1.0))
+    changes = [[("c0", "rotated"), ("c7", "revoked")]]
+    vars(grid)["key_changes"] = lambda: changes.pop() if changes else []
+    seen: list[events.Event] = []
+    FedAsync().run(grid, MODEL, 3, timeout=100.0, observe=seen.append)
+    told = [(event.client, event.change) for event in of(events.KeyChanged, seen)]
+    assert told == [("c0", "rotated"), ("c7", "revoked")]
 
 
 def test_who_was_refused_is_asked_again_when_the_file_has_changed() -> None:

@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import datetime
 import shutil
+import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
+from serving import Later, answer, fetch, light_device, number_of, serving
 
+from raceme.core.clients import read_device_keys
 from raceme.core.errors import UserError
-from raceme.fleet.certificates import make_certificates, read_certificates, registered_keys
+from raceme.fleet.certificates import (
+    Registry,
+    make_certificates,
+    read_certificates,
+    read_device_key,
+    revoke_keys,
+    rotate_key,
+)
+from raceme.flower.fleet_client import Link, RejoinError
+from raceme.flower.messages import NODE_UNAVAILABLE
 
 
 @pytest.fixture
@@ -72,11 +85,112 @@ def test_a_certificate_that_is_out_of_date_is_refused(folder: Path) -> None:
 def test_the_keys_of_all_devices_are_registered_and_unreadable_ones_left_out(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    both = registered_keys(folder)
-    assert len(both) == 2
+    both = Registry(folder)()
+    assert set(both.values()) == {"kitchen", "garden"}
     assert all(key.startswith(b"-----BEGIN PUBLIC KEY-----") for key in both)
     (folder / "devices" / "garden.pub").write_text("nonsense")
-    one = registered_keys(folder)
-    assert len(one) == 1
-    assert set(one) < set(both)
+    assert list(Registry(folder)().values()) == ["kitchen"]
     assert "garden.pub" in caplog.text
+
+
+def test_a_registry_that_breaks_while_it_is_in_use_leaves_all_their_keys(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    registry = Registry(folder)
+    before = registry()
+    garden = folder / "devices" / "garden.pub"
+    saved = garden.read_bytes()
+    for content in (b"", b"nonsense", (folder / "devices" / "kitchen.pub").read_bytes()):
+        garden.write_bytes(content)
+        assert registry() == registry() == before
+    garden.unlink()
+    assert list(registry().values()) == ["kitchen"]
+    garden.write_bytes(saved)
+    (folder / "devices").rename(folder / "away")
+    caplog.clear()
+    assert [list(registry().values()) for _ in range(3)] == [["kitchen"]] * 3
+    (line,) = caplog.messages
+    assert "devices cannot be read: No such file or directory. The keys known so far" in line
+    (folder / "away").rename(folder / "devices")
+    assert registry() == before
+
+
+def test_a_device_is_revoked_or_given_another_key(folder: Path) -> None:
+    old, listed = Registry(folder)(), folder / "device-keys"
+    rotate_key(folder, "kitchen")
+    new = Registry(folder)()
+    assert sorted(new.values()) == sorted(read_device_keys(listed).values())
+    assert sorted(new.values()) == ["garden", "kitchen"]
+    assert len(old.keys() & new.keys()) == 1
+    assert read_device_key(folder / "devices" / "kitchen")
+    # The device has made the key itself: its private half is not here.
+    make_certificates(folder.parent / "own", ["a"], ["own"])
+    rotate_key(folder, "kitchen", folder.parent / "own" / "devices" / "own.pub")
+    assert set(Registry(folder)().values()) == set(read_device_keys(listed).values())
+    assert (folder / "devices" / "kitchen.pub").read_text().endswith(" kitchen\n")
+    assert not (folder / "devices" / "kitchen").exists()
+    revoke_keys(folder, ["kitchen"])
+    assert (
+        list(Registry(folder)().values()) == list(read_device_keys(listed).values()) == ["garden"]
+    )
+    revoke_keys(folder, ["garden"])
+    assert not listed.exists()
+    assert not list((folder / "devices").iterdir())
+
+
+def test_mistakes_with_keys_change_nothing(folder: Path) -> None:
+    def content() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+    before = content()
+    with pytest.raises(UserError, match=r"Unknown device 'kitchem'\. Did you mean 'kitchen'"):
+        revoke_keys(folder, ["garden", "kitchem"])
+    with pytest.raises(UserError, match="is the key of 'garden' already"):
+        rotate_key(folder, "kitchen", folder / "devices" / "garden.pub")
+    with pytest.raises(UserError, match="not a public elliptic-curve key"):
+        rotate_key(folder, "kitchen", folder / "ca.crt")
+    with pytest.raises(UserError, match="has no devices"):
+        revoke_keys(folder / "missing", ["kitchen"])
+    assert content() == before
+
+
+@pytest.mark.parametrize("how", ["revoked", "rotated"])
+def test_an_online_device_without_its_key_is_disconnected_and_its_work_given_up(
+    folder: Path, tmp_path: Path, how: str
+) -> None:
+    keys = read_device_key(folder / "devices" / "kitchen")
+    with serving(tmp_path, registered=Registry(folder)) as server, ExitStack() as stack:
+        link = stack.enter_context(light_device(server, keys))
+        other = read_device_key(folder / "devices" / "garden")
+        garden = stack.enter_context(light_device(server, other))
+        sent = server.push(link.node_id, 1)
+        fetch(link)
+        waiting = Later(lambda: refusal(link))
+        begun = time.monotonic()
+        if how == "revoked":
+            revoke_keys(folder, ["kitchen"])
+        else:
+            rotate_key(folder, "kitchen")
+        (reply,) = server.wait(sent)
+        assert reply.error.code == NODE_UNAVAILABLE
+        # A call that waits for work would end after 15 s.
+        assert isinstance(waiting.wait(), RejoinError)
+        assert time.monotonic() < begun + 8
+        assert server.grid.key_changes() == [("kitchen", how)]
+        assert server.grid.key_changes() == []
+        other_work = server.push(garden.node_id, 2)
+        answer(garden, fetch(garden))
+        assert number_of(server.wait(other_work)[0]) == 2
+        if how == "rotated":
+            new = read_device_key(folder / "devices" / "kitchen")
+            again = stack.enter_context(light_device(server, new))
+            assert again.node_id != link.node_id
+
+
+def refusal(link: Link) -> Exception | None:
+    """Return why a device gets no more work."""
+    try:
+        link.receive(15.0)
+    except RejoinError as error:
+        return error
+    return None

@@ -83,7 +83,7 @@ def test_both_transports_serve_one_run(tmp_path: Path) -> None:
 
 def test_a_registered_key_is_needed_and_enough(tmp_path: Path) -> None:
     known, other = generate_keys(), generate_keys()
-    with serving(tmp_path, registered=lambda: [public_key_to_bytes(known[1])]) as server:
+    with serving(tmp_path, registered=lambda: {public_key_to_bytes(known[1]): "kitchen"}) as server:
         endpoint = Endpoint(server.http, insecure=True, transport="http")
         assert knows_key(endpoint, known) is True
         assert knows_key(endpoint, other) is False
@@ -285,7 +285,7 @@ def test_a_body_over_the_limit_is_not_read(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(LinkState, "largest", 1000)
     keys = generate_keys()
     signer = Signer(*keys)
-    with serving(tmp_path, registered=lambda: [signer.public_bytes]) as server:
+    with serving(tmp_path, registered=lambda: {signer.public_bytes: "kitchen"}) as server:
         response = post(server, "PushObject", bytes(1001), signer.headers())
         assert response.status_code == 413
         assert response.json() == {"detail": "Received message larger than max (1001 vs. 1000)"}

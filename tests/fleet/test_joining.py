@@ -22,7 +22,7 @@ def device(api: FleetApi, keys: fleet.Keys) -> Iterator[None]:
     """Let a device try to be online."""
     stop = StopSignal()
     tasks = Tasks(Apps(), {}, Interrupter(0.0))
-    options = DeviceOptions(api.endpoint, keys)
+    options = DeviceOptions(api.endpoint, lambda: keys)
     thread = threading.Thread(target=_stay_online, args=(options, tasks, stop, stop))
     thread.start()
     try:

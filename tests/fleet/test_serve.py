@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import Loopback, Process, free_port, loopback, raceme
+from processes import Loopback, Process, free_port, loopback, raceme, wait_until
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from raceme.cli.fleet import serve
@@ -238,6 +238,50 @@ def test_tls_and_registered_keys_keep_everybody_else_out(tmp_path: Path) -> None
         assert kitchen.text().count("online at") == 1
         assert foreign_key.stop() == 0
     out = tmp_path / "out"
+    are_applied_once(out, len(updates(out)))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_keys_are_revoked_and_rotated_while_the_server_runs(tmp_path: Path) -> None:
+    certs, names = tmp_path / "certs", ("kitchen", "garden")
+
+    def change(*options: str) -> None:
+        assert bed.start("certs", raceme("certs", "--out", str(certs), *options)).wait() == 0
+
+    with loopback(tmp_path) as bed:
+        change("--host", "127.0.0.1", "--device", "kitchen", "--device", "garden")
+        server = start_server(bed, "--certificates", str(certs), "--max-updates", "100000")
+        server.wait_for("Listening on", 240)
+        kitchen, garden = (
+            start_device(
+                *(bed, number, "--root-certificates", f"{certs}/ca.crt", "--device-id", name),
+                *("--key", f"{certs}/devices/{name}"),
+            )
+            for number, name in enumerate(names)
+        )
+        for name in names:
+            server.wait_for(rf"update.* {name} ", 240)
+        change("--device", "garden", "--revoke")
+        begun = time.monotonic()
+        server.wait_for("Key of garden: revoked")
+        garden.wait_for("does not know this node any more", 20)
+        assert time.monotonic() < begun + 10
+        change("--device", "kitchen", "--rotate")
+        server.wait_for("Key of kitchen: rotated")
+        # It reads the file of its key anew, and goes on as the client that it was.
+        wait_until(lambda: kitchen.text().count("online at") == 2, 60, kitchen.describe)
+        count = len(updates(tmp_path / "out"))
+        server.wait_for(rf"update +{count + 3} .* kitchen ", 60)
+        assert "online at" not in garden.text().partition("any more")[2]
+        assert stop(server) == 130
+        assert not any("Traceback" in process.text() for process in bed.processes)
+    out = tmp_path / "out"
+    told = query(out, "SELECT client, change FROM key_changes ORDER BY event")
+    assert told == [("garden", "revoked"), ("kitchen", "rotated")]
+    kinds = query(out, "SELECT kind FROM client_events WHERE client = 'kitchen' ORDER BY event")
+    assert kinds == [("joined",), ("left",), ("returned",)]
+    assert not query(out, "SELECT * FROM refused_claims")
     are_applied_once(out, len(updates(out)))
 
 

@@ -220,7 +220,8 @@ def test_what_a_registered_device_was_given_is_lost_when_it_starts_anew(tmp_path
     with serving(tmp_path) as server, light_device(server) as link:
         other = server.push(link.node_id, 3)
         with ExitStack() as stack:
-            server.state.admit([_pem(keys), *server.state.node_public_key_to_node_id])
+            known = dict.fromkeys(server.state.node_public_key_to_node_id, "other")
+            server.state.admit({**known, _pem(keys): "kitchen"})
             device = stack.enter_context(light_device(server, keys))
             fetched, waiting = (server.push(device.node_id, number) for number in (1, 2))
             fetch(device)
@@ -341,14 +342,16 @@ def test_registered_devices_stay_their_nodes_from_the_first_checkpoint_on(tmp_pa
     keys = [_pem(generate_keys()) for _ in range(3)]
     state = LinkState(APP)
     address = f"127.0.0.1:{free_port()}"
-    with FleetApi(state, address, registered=lambda: keys[:2]) as api:
+    with FleetApi(state, address, registered=lambda: dict.fromkeys(keys[:2], "")) as api:
         # Saved before anybody can connect.
         grid = ServedGrid(state, tmp_path / "journal", api.start)
         tree = grid.state_dict()
         grid.close()
     nodes = {key: state.get_node_id_by_public_key(key) for key in keys[:2]}
     # One is shut out meanwhile, and another let in.
-    with serving(tmp_path / "journal", registered=lambda: keys[1:], saved=tree) as server:
+    with serving(
+        tmp_path / "journal", registered=lambda: dict.fromkeys(keys[1:], ""), saved=tree
+    ) as server:
         assert server.state.get_node_id_by_public_key(keys[0]) is None
         assert server.state.get_node_id_by_public_key(keys[1]) == nodes[keys[1]]
         assert server.state.get_node_id_by_public_key(keys[2]) not in (None, *nodes.values())

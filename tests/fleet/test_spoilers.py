@@ -77,7 +77,9 @@ def test_the_reason_of_a_rejection_is_a_short_line(tmp_path: Path) -> None:
     key = ec.generate_private_key(ec.SECP384R1())
     pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     seen: list[events.Event] = []
-    with serving(tmp_path, registered=lambda: [public_key_to_bytes(key.public_key())]) as server:
+    with serving(
+        tmp_path, registered=lambda: {public_key_to_bytes(key.public_key()): "kitchen"}
+    ) as server:
         spawn = multiprocessing.get_context("spawn")
         device = spawn.Process(target=complain, args=(server.address, pem), daemon=True)
         device.start()
@@ -96,7 +98,7 @@ def test_one_that_leaves_and_comes_back_ends_no_run(tmp_path: Path) -> None:
     keys = [ec.generate_private_key(ec.SECP384R1()) for _ in range(2)]
     pems = [key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()) for key in keys]
     seen: list[events.Event] = []
-    public = [public_key_to_bytes(key.public_key()) for key in keys]
+    public = {public_key_to_bytes(key.public_key()): "" for key in keys}
     with serving(tmp_path, registered=lambda: public, clients_min=2) as server:
         spawn = multiprocessing.get_context("spawn")
         devices = [

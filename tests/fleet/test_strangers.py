@@ -204,7 +204,7 @@ def test_a_registered_device_sends_no_more_than_a_reply_has() -> None:
     limited.largest = 1 << 20
     address = f"127.0.0.1:{free_port()}"
     with (
-        FleetApi(limited, address, None, lambda: [public_key_to_bytes(keys[1])]) as api,
+        FleetApi(limited, address, None, lambda: {public_key_to_bytes(keys[1]): "kitchen"}) as api,
         grpc.insecure_channel(address) as channel,
     ):
         api.start()
@@ -255,7 +255,7 @@ def test_one_device_fills_neither_the_disk_nor_the_memory(tmp_path: Path) -> Non
 
 def test_objects_of_a_reply_beyond_the_limit_are_refused(tmp_path: Path) -> None:
     keys = generate_keys()
-    with serving(tmp_path, registered=lambda: [public_key_to_bytes(keys[1])]) as server:
+    with serving(tmp_path, registered=lambda: {public_key_to_bytes(keys[1]): "kitchen"}) as server:
         server.state.largest = 3 << 20
         with light_device(server, keys) as link:
             sent = server.push(link.node_id, 1)

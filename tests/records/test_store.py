@@ -28,6 +28,7 @@ from raceme.core.events import (
     Ending,
     Evaluated,
     Event,
+    KeyChanged,
     Measure,
     Measured,
     RunEnded,
@@ -71,6 +72,7 @@ ONE_OF_EACH: list[Event] = [
     UPDATE,
     UpdateRejected(3.0, "a", "task lost", 0.25),
     ClaimRefused(3.25, 2**64 - 1, "a", "its key is that of 'b'"),
+    KeyChanged(3.25, "a", "rotated"),
     UpdateJudged(3.0, "a", Verdict.SCALED, 12.5, 10.0, "an update of length 12.5", 2),
     UpdateJudged(3.0, "a", Verdict.REFUSED, 0.1, 0.5, "none of others'", None),
     replace(
