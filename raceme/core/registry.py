@@ -531,6 +531,7 @@ STRATEGIES = Registry(
         "c-faacl": "raceme.strategies.faacl.continual:CFAACL",
         "ace": "raceme.strategies.fedbuff:ACE",
         "aced": "raceme.strategies.fedbuff:ACED",
+        "apfl": "raceme.strategies.personalized:APFL",
         "apd": "raceme.strategies.continual.strategy:APD",
         "ca2fl": "raceme.strategies.fedbuff:CA2FL",
         "casa": "raceme.strategies.casa.strategy:CASA",
@@ -543,6 +544,7 @@ STRATEGIES = Registry(
         "csafl": "raceme.strategies.csafl:CSAFL",
         "faacl": "raceme.strategies.faacl.strategy:FAACL",
         "faacl-async": "raceme.strategies.faacl.strategy:FAACLAsync",
+        "ditto": "raceme.strategies.personalized:Ditto",
         "ewc": "raceme.strategies.continual.strategy:EWC",
         "fadas": "raceme.strategies.fedbuff:FADAS",
         "fedasync": "raceme.strategies.fedasync:FedAsync",
@@ -554,7 +556,9 @@ STRATEGIES = Registry(
         "feddrift-eager": "raceme.strategies.feddrift:FedDriftEager",
         "fedgroup": "raceme.strategies.flexcfl:FedGroup",
         "fedmedian": "raceme.strategies.fedavg:FedMedian",
+        "fedper": "raceme.strategies.personalized:FedPer",
         "fedprox": "raceme.strategies.fedavg:FedProx",
+        "fedrep": "raceme.strategies.personalized:FedRep",
         "fedrc": "raceme.strategies.fedrc.strategy:FedRC",
         "fedtrimmedavg": "raceme.strategies.fedavg:FedTrimmedAvg",
         "fesem": "raceme.strategies.fesem:FeSEM",
@@ -737,6 +741,9 @@ CLIENT_WORK = Registry(
     {
         "train": "raceme.training.work:train",
         "train-best": "raceme.training.work:train_best",
+        "train-split": "raceme.training.personal:train_split",
+        "train-beside": "raceme.training.personal:train_beside",
+        "train-interpolated": "raceme.training.personal:train_interpolated",
         "train-mixed": "raceme.strategies.cdfl.client:train_mixed",
         "train-own": "raceme.strategies.cdfl.client:train_own",
         "learn": "raceme.strategies.faacl.client:learn",
@@ -767,7 +774,12 @@ listed in ``docs/security.md``."""
 
 COMPLETIONS = Registry(
     "completion",
-    {"task-parts": "raceme.strategies.continual.client:complete"},
+    {
+        "task-parts": "raceme.strategies.continual.client:complete",
+        "own-head": "raceme.training.personal:use_own_head",
+        "own-model": "raceme.training.personal:use_own_model",
+        "interpolation": "raceme.training.personal:use_interpolation",
+    },
     group="raceme.completions",
     expected="def {name}(work)",
 )

@@ -88,6 +88,14 @@ from raceme.strategies.ifca import IFCAAsyncParameters as IFCAAsyncParameters
 from raceme.strategies.ifca import IFCAParameters as IFCAParameters
 from raceme.strategies.panicle.strategy import Panicle as _Panicle
 from raceme.strategies.panicle.strategy import PanicleParameters as PanicleParameters
+from raceme.strategies.personalized import APFL as _APFL
+from raceme.strategies.personalized import APFLParameters as APFLParameters
+from raceme.strategies.personalized import Ditto as _Ditto
+from raceme.strategies.personalized import DittoParameters as DittoParameters
+from raceme.strategies.personalized import FedPer as _FedPer
+from raceme.strategies.personalized import FedPerParameters as FedPerParameters
+from raceme.strategies.personalized import FedRep as _FedRep
+from raceme.strategies.personalized import FedRepParameters as FedRepParameters
 from raceme.strategies.profiles.cfl_gp import CFLGP as _CFLGP
 from raceme.strategies.profiles.cfl_gp import CFLGPParameters as CFLGPParameters
 from raceme.strategies.profiles.flux import FLUX as _FLUX
@@ -140,6 +148,18 @@ class APD(_APD):
         mu: float = 0.05,
         sparsity: float = 0.01,
         drift: float = 100.0,
+        **arguments: Unpack[_Arguments],
+    ) -> None: ...
+class APFL(_APFL):
+    def __init__(
+        self,
+        parameters: Any = None,
+        seed: int = 0,
+        *,
+        fraction: float = 1.0,
+        sampling: str = 'random',
+        alpha: float = 0.5,
+        adaptive: bool = True,
         **arguments: Unpack[_Arguments],
     ) -> None: ...
 class CA2FL(_CA2FL):
@@ -348,6 +368,17 @@ class CSAFL(_CSAFL):
         pretrain_epochs: int = 2,
         unfinished: str = 'averaged',
         mixing: str = 'model',
+        **arguments: Unpack[_Arguments],
+    ) -> None: ...
+class Ditto(_Ditto):
+    def __init__(
+        self,
+        parameters: Any = None,
+        seed: int = 0,
+        *,
+        fraction: float = 1.0,
+        sampling: str = 'random',
+        strength: float = 1.0,
         **arguments: Unpack[_Arguments],
     ) -> None: ...
 class EWC(_EWC):
@@ -574,6 +605,17 @@ class FedMedian(_FedMedian):
         sampling: str = 'random',
         **arguments: Unpack[_Arguments],
     ) -> None: ...
+class FedPer(_FedPer):
+    def __init__(
+        self,
+        parameters: Any = None,
+        seed: int = 0,
+        *,
+        fraction: float = 1.0,
+        sampling: str = 'random',
+        head_layers: int = 1,
+        **arguments: Unpack[_Arguments],
+    ) -> None: ...
 class FedProx(_FedProx):
     def __init__(
         self,
@@ -594,6 +636,18 @@ class FedRC(_FedRC):
         fraction: float = 1.0,
         sampling: str = 'random',
         k: int = 3,
+        **arguments: Unpack[_Arguments],
+    ) -> None: ...
+class FedRep(_FedRep):
+    def __init__(
+        self,
+        parameters: Any = None,
+        seed: int = 0,
+        *,
+        fraction: float = 1.0,
+        sampling: str = 'random',
+        head_layers: int = 1,
+        head_epochs: int = 1,
         **arguments: Unpack[_Arguments],
     ) -> None: ...
 class FedSoft(_FedSoft):

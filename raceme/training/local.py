@@ -338,6 +338,7 @@ def train(
     descent: Callable[[Network, TrainingSettings], Descent] = optimiser_of,
     weights: Tensor | None = None,
     terms: Sequence[TermBuilder] = (),
+    before_step: Callable[[Tensor, Tensor], object] | None = None,
 ) -> float:
     """Train a network in place.
 
@@ -357,6 +358,9 @@ def train(
         By what the loss of each sample is multiplied, shape (n,).
     terms : Sequence[TermBuilder]
         Terms of the objective beyond those that the settings ask for.
+    before_step : Callable, optional
+        Called with each mini-batch, inputs and labels, before the step; it may differentiate the
+        network, and leaves its weights as they are.
 
     Returns
     -------
@@ -373,6 +377,8 @@ def train(
             batches = samples.mini_batches(chosen, size)
             parts = repeat(None) if weights is None else torch.split(weights[chosen], size)
             for (x, y), own in zip(batches, parts, strict=False):
+                if before_step is not None:
+                    before_step(x, y)
                 total.add_(take_step(x, y, own), alpha=len(y))
             seen += len(order)
     return float(total) / seen

@@ -576,6 +576,7 @@ def train_model(
     returned: ArrayRecord | None = None,
     terms: Sequence[TermBuilder] = (),
     weights: ArrayLike | None = None,
+    before_step: Callable[[torch.Tensor, torch.Tensor], object] | None = None,
 ) -> Answer:
     """Train a model on the client's training samples, and test it if that is asked for.
 
@@ -598,6 +599,8 @@ def train_model(
         Terms of the objective beyond those that the settings ask for.
     weights : ArrayLike, optional
         By what the loss of each sample is multiplied, shape (n,), float32.
+    before_step : Callable, optional
+        Called with each mini-batch before the step on it: see :func:`raceme.training.local.train`.
     """
     client, network = work.client, work.client.network
     settings, rng = work.training_settings(), work.generator()
@@ -611,6 +614,7 @@ def train_model(
         work.arrays if arrays is None else arrays,
         terms=terms,
         weights=None if weights is None else torch.as_tensor(weights).to(network.accelerator),
+        before_step=before_step,
     )
     scores |= score_upload(work, forward)
     return training_answer(

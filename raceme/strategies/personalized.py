@@ -1,0 +1,146 @@
+"""Personalized methods: one model for all clients, and one that each keeps to itself.
+
+- FedPer: Arivazhagan et al., "Federated Learning with Personalization Layers", 2019.
+- FedRep: Collins et al., "Exploiting Shared Representations for Personalized Federated Learning",
+  ICML 2021, Algorithm 1.
+- Ditto: Li et al., "Ditto: Fair and Robust Federated Learning Through Personalization", ICML 2021,
+  Algorithm 1.
+- APFL: Deng, Kamani and Mahdavi, "Adaptive Personalized Federated Learning", 2020, Algorithm 1.
+
+The server averages as FedAvg does. What is personal never leaves a client: it lies in the client's
+state, and is used when the client is tested. A client that has not trained yet is tested with the
+server's model. Client halves: :mod:`raceme.training.personal`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from raceme.core import messages as names
+from raceme.core.options import option
+from raceme.core.requests import Outcome, Request, Update, Value
+from raceme.core.scheduling import RoundsParameters
+from raceme.core.strategy import Method, Needs, average_by_cluster
+
+
+class Personalized(Method):
+    """Rounds of federated averaging in which clients also train what is theirs alone."""
+
+    parameters_type = RoundsParameters
+    kind: ClassVar[str]
+    completed_by: ClassVar[str]
+    """Makes of the received model the client's own, at the client."""
+    settings: ClassVar[frozenset[str]]
+    """Settings of a request beyond those that any method may use."""
+
+    @property
+    def needs(self) -> Needs:
+        """What a run of the method has to have."""
+        return Needs(
+            kinds=frozenset({self.kind}),
+            settings=self.settings,
+            one_model=True,
+            test_settings={names.COMPLETED_BY: self.completed_by},
+        )
+
+    def request_for(self, client: str) -> Request:
+        """Let a client train the received model and what is its own."""
+        return Request(client, self.kind, settings=self.said(client))
+
+    def said(self, client: str) -> dict[str, Value]:
+        """Return the settings of a request: the hyper-parameters, and what the work costs."""
+        raise NotImplementedError
+
+    def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
+        """Average the received models, weighted by their clients' examples."""
+        return average_by_cluster(self.clusters, updates)
+
+
+@dataclass(frozen=True)
+class FedPerParameters(RoundsParameters):
+    """Hyper-parameters of FedPer."""
+
+    head_layers: int = option(1, "K_P: last layers of the network that stay on each client", low=1)
+
+
+class FedPer(Personalized):
+    """Federated averaging of all layers but the last, which each client keeps (FedPer)."""
+
+    parameters_type = FedPerParameters
+    kind = names.TRAIN_SPLIT
+    completed_by = "own-head"
+    settings = frozenset({names.HEAD_LAYERS})
+    parameters: FedPerParameters
+
+    def said(self, client: str) -> dict[str, Value]:
+        """Return the number of layers that stay on the client."""
+        return {names.HEAD_LAYERS: self.parameters.head_layers}
+
+
+@dataclass(frozen=True)
+class FedRepParameters(FedPerParameters):
+    """Hyper-parameters of FedRep."""
+
+    head_epochs: int = option(1, "τ_h: epochs on the head, before those on the body", low=1)
+
+
+class FedRep(FedPer):
+    """FedPer in two steps: a client first trains its own last layers, then the shared ones."""
+
+    parameters_type = FedRepParameters
+    settings = frozenset({names.HEAD_LAYERS, names.HEAD_EPOCHS})
+    parameters: FedRepParameters
+
+    def said(self, client: str) -> dict[str, Value]:
+        """Return the layers and epochs of the head, which take time beside those of the body."""
+        epochs = self.parameters.head_epochs
+        examples = self.progress.fleet.clients[client].num_examples
+        scale = 1.0 + epochs / names.passes(self.train_config, examples)
+        more: dict[str, Value] = {names.HEAD_EPOCHS: epochs, names.COMPUTE_SCALE: scale}
+        return super().said(client) | more
+
+
+@dataclass(frozen=True)
+class DittoParameters(RoundsParameters):
+    """Hyper-parameters of Ditto."""
+
+    strength: float = option(1.0, "λ: pull of the own model towards the shared one", low=0)
+
+
+class Ditto(Personalized):
+    """Federated averaging, and a model of each client's own that is pulled towards it (Ditto)."""
+
+    parameters_type = DittoParameters
+    kind = names.TRAIN_BESIDE
+    completed_by = "own-model"
+    settings = frozenset()
+    parameters: DittoParameters
+
+    def said(self, client: str) -> dict[str, Value]:
+        """Return λ; two models are trained."""
+        return {names.PROXIMAL_MU: self.parameters.strength, names.COMPUTE_SCALE: 2.0}
+
+
+@dataclass(frozen=True)
+class APFLParameters(RoundsParameters):
+    """Hyper-parameters of APFL."""
+
+    alpha: float = option(0.5, "α: share of the own model at the start", low=0, high=1)
+    adaptive: bool = option(True, "move α along its gradient, once per task")
+
+
+class APFL(Personalized):
+    """Federated averaging, interpolated on each client with a model of its own (APFL)."""
+
+    parameters_type = APFLParameters
+    kind = names.TRAIN_INTERPOLATED
+    completed_by = "interpolation"
+    settings = frozenset({names.OWN_SHARE, names.ADAPTIVE})
+    parameters: APFLParameters
+
+    def said(self, client: str) -> dict[str, Value]:
+        """Return the first α and whether it adapts; two gradients are taken at each step."""
+        chosen, adaptive = self.parameters.alpha, self.parameters.adaptive
+        return {names.OWN_SHARE: chosen, names.ADAPTIVE: adaptive, names.COMPUTE_SCALE: 2.0}

@@ -1,0 +1,193 @@
+"""Personal models of clients: layers, a model or a share of one that never leave the device.
+
+The kinds of work of FedPer, FedRep, Ditto and APFL, and what makes of the server's model the one
+that a client is tested with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from flwr.app import ConfigRecord
+from torch import Tensor
+
+from raceme.core import messages as names
+from raceme.flower.messages import array_record
+from raceme.training.local import (
+    Term,
+    TermBuilder,
+    TrainingSettings,
+    differentiate,
+    optimiser_of,
+)
+from raceme.training.models import Network, is_usable
+from raceme.training.work import OWN_MODEL, Answer, ClientWork, train_model
+
+HEAD = "head"
+"""Record of a client's state: the arrays of the last layers, which it keeps."""
+ALPHA = "alpha"
+"""Record of a client's state, and its only number: α, the share of its own model."""
+
+
+# -----------------------------------------------------------------------------
+# FedPer and FedRep: the last layers stay on the client.
+# -----------------------------------------------------------------------------
+
+
+def train_split(work: ClientWork) -> Answer:
+    """Train the received layers below the client's own last ones; return the former.
+
+    With ``head-epochs`` the head is trained first, and then the body (FedRep); otherwise both
+    together (FedPer). In the answer the head is the received one.
+    """
+    received, network = work.model, work.client.network
+    head = head_arrays(network, work.count(names.HEAD_LAYERS))
+    model = array_record(dict(received))
+    model.update(work.state.array_records.get(HEAD, {}))
+    terms: list[TermBuilder] = []
+    if names.HEAD_EPOCHS in work.settings:
+        epochs = {names.LOCAL_EPOCHS: work.count(names.HEAD_EPOCHS), names.LOCAL_STEPS: 0}
+        first = replace(work, settings=ConfigRecord({**work.settings, **epochs, names.SCORED: 0}))
+        body = [name for name in network.slices if name not in head]
+        trained = train_model(first, model, terms=[freezes(body)]).model
+        assert trained is not None, "training answers with a model"
+        model, terms = trained, [freezes(head)]
+    answer = train_model(work, model, terms=terms)
+    assert answer.model is not None, "training answers with a model"
+    # A training that diverged is refused by the server; it must not spoil all that follow.
+    if is_usable(network.weights):
+        work.state[HEAD] = network.keep(head)
+    answer.model.update({name: received[name] for name in head})
+    return answer
+
+
+def head_arrays(network: Network, layers: int) -> list[str]:
+    """Return the names of the weights of a network's last layers.
+
+    Raises
+    ------
+    ValueError
+        The network has no more layers than these.
+    """
+    names_of: dict[str, list[str]] = {}
+    for name in network.slices:
+        names_of.setdefault(name.rpartition(".")[0], []).append(name)
+    if layers >= len(names_of):
+        raise ValueError(
+            f"{names.HEAD_LAYERS} must leave layers to share: the network has {len(names_of)} "
+            f"layers with weights, got {layers}."
+        )
+    return [name for layer in list(names_of)[-layers:] for name in names_of[layer]]
+
+
+def freezes(arrays: list[str]) -> TermBuilder:
+    """Return the term that keeps some arrays of a network as they are."""
+
+    def build(network: Network, settings: TrainingSettings, _: object) -> Term:
+        frozen = [network.slices[name] for name in arrays]
+        return lambda weights, gradient: [gradient[where].zero_() for where in frozen]
+
+    return build
+
+
+def use_own_head(work: ClientWork) -> None:
+    """Put the client's own last layers into its network, if it has any."""
+    if HEAD in work.state:
+        work.client.network.restore(work.state.array_records[HEAD])
+
+
+# -----------------------------------------------------------------------------
+# Ditto: a model of the client's own, pulled towards the server's.
+# -----------------------------------------------------------------------------
+
+
+def train_beside(work: ClientWork) -> Answer:
+    """Train the received model, and the client's own with a pull towards it; return the former.
+
+    ``w ← train(w)``, and ``v ← v − η (∇F(v) + λ (v − w_received))`` with λ the ``proximal-mu`` of
+    the message. A client's first model of its own is the received one.
+    """
+    received = work.model
+    pulled = {**work.arrays, names.ANCHOR: received}
+    free = ConfigRecord({**work.settings, names.PROXIMAL_MU: 0.0})
+    own = train_model(
+        replace(work, settings=ConfigRecord({**work.settings, names.SCORED: 0})),
+        work.state.array_records.get(OWN_MODEL, received),
+        arrays=pulled,
+    ).model
+    assert own is not None, "training answers with a model"
+    if is_usable(work.client.network.weights):
+        work.state[OWN_MODEL] = own
+    return train_model(replace(work, settings=free), received)
+
+
+def use_own_model(work: ClientWork) -> None:
+    """Put the client's own model into its network, if it has one."""
+    if OWN_MODEL in work.state:
+        work.receive(work.state.array_records[OWN_MODEL])
+
+
+# -----------------------------------------------------------------------------
+# APFL: the mean of the server's model and one of the client's own, with a share that adapts.
+# -----------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class _Own:
+    """v: weights of a client's own, and their gradient, each of shape (d,)."""
+
+    weights: Tensor
+    gradient: Tensor
+
+
+def train_interpolated(work: ClientWork) -> Answer:
+    """Train the received model w, and v so that α v + (1 − α) w fits the samples; return w.
+
+    At each step ``w ← w − η ∇f(w)`` and ``v ← v − η α ∇f(v̄)`` with ``v̄ = α v + (1 − α) w``
+    (Algorithm 1 of APFL). Where α is adaptive, ``α ← α − η ⟨v − w, ∇f(v̄)⟩`` within [0, 1], at the
+    first step of a task.
+    """
+    network, settings = work.client.network, work.training_settings()
+    alpha, adaptive = _alpha(work), bool(work.settings.get(names.ADAPTIVE, False))
+    work.receive(work.model)
+    own = _Own(_own_weights(work), torch.zeros_like(network.weights))
+    move = optimiser_of(own, settings)
+
+    def step_own(x: Tensor, y: Tensor) -> None:
+        nonlocal alpha, adaptive
+        shared = network.weights.clone()
+        network.weights.mul_(1 - alpha).add_(own.weights, alpha=alpha)
+        differentiate(network, x, y)
+        if adaptive:
+            slope = float((own.weights - shared) @ network.gradient)
+            alpha, adaptive = min(1.0, max(0.0, alpha - settings.lr * slope)), False
+        torch.mul(network.gradient, alpha, out=own.gradient)
+        move()
+        network.weights.copy_(shared)
+
+    answer = train_model(work, work.model, before_step=step_own)
+    if is_usable(own.weights):
+        work.state[OWN_MODEL] = network.write_weights(own.weights)
+        work.state[ALPHA] = ConfigRecord({ALPHA: alpha})
+    return answer
+
+
+def use_interpolation(work: ClientWork) -> None:
+    """Mix the client's own model into the received one in its network, if it has one."""
+    if OWN_MODEL in work.state:
+        alpha, own = _alpha(work), _own_weights(work)
+        work.client.network.weights.mul_(1 - alpha).add_(own, alpha=alpha)
+
+
+def _alpha(work: ClientWork) -> float:
+    """Return α: the client's own, or the one that the method starts with."""
+    if ALPHA in work.state:
+        return float(str(work.state.config_records[ALPHA][ALPHA]))
+    return work.number(names.OWN_SHARE, None)
+
+
+def _own_weights(work: ClientWork) -> Tensor:
+    """Return v; the received weights, which the network holds, before there are any."""
+    network, kept = work.client.network, work.state.array_records
+    return network.read_weights(kept[OWN_MODEL]) if OWN_MODEL in kept else network.weights.clone()
