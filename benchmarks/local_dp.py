@@ -17,7 +17,7 @@ import statistics
 from collections import Counter
 from pathlib import Path
 
-from raceme.client_app import client_app
+from raceme.client_app import LocalPrivacy, client_app
 from raceme.core.config import RunConfig
 from raceme.core.events import Evaluated, Event, UpdateApplied
 from raceme.datasets import client_data
@@ -25,7 +25,6 @@ from raceme.runs.experiment import build_strategy, plan, resolve, training_setti
 from raceme.simulation import Node, VirtualGrid
 from raceme.simulation.devices import fleet
 from raceme.training.models import initial_arrays
-from raceme.training.privacy import LocalPrivacy
 
 
 def accuracy(config: RunConfig, epsilon: float, clip: float) -> tuple[float, int, int]:
