@@ -28,7 +28,7 @@ from raceme.records.exchanges import CLIENTS
 from raceme.records.folder import model_file
 from raceme.records.positions import read_similarity
 from raceme.records.record import RunRecord, read_run
-from raceme.reporting.artefacts import draw_similarity
+from raceme.reporting.artefacts import draw_similarity, export_model
 from raceme.reporting.console import summary_rows
 from raceme.reporting.plots import (
     accuracy_figure,
@@ -198,6 +198,27 @@ class OpenRun:
                 f"There is no model of client '{of}': runs leave them with client-models=true."
             )
         raise UserError(f"There is no model of cluster {of}; there are {self._numbers()}.")
+
+    def export(
+        self,
+        kind: str = "torchscript",
+        *,
+        cluster: int | None = None,
+        device: str | None = None,
+        labels: Sequence[str] = (),
+        out: str | Path | None = None,
+    ) -> Path:
+        """Write a model for use without Raceme, as `raceme export` does; return its folder.
+
+        Raises
+        ------
+        UserError
+            There is no such model or format, or the folder exists.
+        """
+        folder = None if out is None else Path(out)
+        return export_model(
+            self.folder, kind, cluster=cluster, device=device, labels=labels, out=folder
+        )[0]
 
     def _numbers(self) -> list[int]:
         """Return the clusters whose models were left."""

@@ -33,6 +33,7 @@ COMMANDS = {
     "reproduce": "raceme.cli.experiments:reproduce",
     "watch": "raceme.cli.report:watch",
     "report": "raceme.cli.report:report",
+    "export": "raceme.cli.report:export",
     "serve": "raceme.cli.fleet:serve",
     "device": "raceme.cli.fleet:device",
     "certs": "raceme.cli.fleet:certs",

@@ -1,4 +1,4 @@
-"""`raceme report` and `raceme watch`: results as pages."""
+"""`raceme report`, `raceme export` and `raceme watch`: results as pages, models for use."""
 
 from __future__ import annotations
 
@@ -125,6 +125,44 @@ def _link(folder: Path, target: Path) -> str:
     """Return what stands before a file of the folder in a link from the page."""
     way = os.path.relpath(folder.resolve(), target.parent.resolve())
     return "" if way == "." else quote(Path(way).as_posix()) + "/"
+
+
+# -----------------------------------------------------------------------------
+# `raceme export`: a model for an application without Raceme.
+# -----------------------------------------------------------------------------
+
+
+def export(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="folder of a run")],
+    cluster: Annotated[
+        int | None, typer.Option(metavar="K", help="the model of this cluster", show_default=False)
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(metavar="ID", help="the model that this device uses", show_default=False),
+    ] = None,
+    kind: Annotated[
+        str, typer.Option("--format", metavar="NAME", help="torchscript, onnx or safetensors")
+    ] = "torchscript",
+    labels: Annotated[
+        str,
+        typer.Option(
+            metavar="A,B,…", help="names of the classes", show_default="those of the dataset"
+        ),
+    ] = "",
+    out: Annotated[
+        Path | None,
+        typer.Option(help="folder to make", show_default="in the run's: export/MODEL-FORMAT"),
+    ] = None,
+) -> None:
+    """Write a model of a run for use without Raceme, with a program that uses it."""
+    from raceme.reporting.artefacts import export_model
+
+    names = [name.strip() for name in labels.split(",")] if labels else []
+    made, compared = export_model(
+        folder, kind, cluster=cluster, device=device, labels=names, out=out
+    )
+    print(f"{made}: checked on {compared}. To use it: python {made / 'predict.py'} INPUT.npy")
 
 
 # -----------------------------------------------------------------------------

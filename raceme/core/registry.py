@@ -53,6 +53,9 @@ SERVER = {
 INSTALL = "python3 -m pip install 'raceme[server]'"
 """What installs them, typed in a checkout."""
 
+EXPORT = ("onnx", "onnxruntime", "onnxscript")
+"""Packages of the extra ``export``."""
+
 
 def explained(error: ModuleNotFoundError) -> Exception:
     """Return what to raise where an import has failed.
@@ -65,10 +68,13 @@ def explained(error: ModuleNotFoundError) -> Exception:
     Returns
     -------
     Exception
-        A `UserError` that names the command which installs the package, if it is one of the extra
-        ``server``; `error` itself for any other.
+        A `UserError` that names the command which installs the package, if it is one of the extras
+        ``server`` and ``export``; `error` itself for any other.
     """
-    package = SERVER.get((error.name or "").partition(".")[0])
+    name = (error.name or "").partition(".")[0]
+    if name in EXPORT:
+        return UserError(f"{name} is not installed. Type: {INSTALL.replace('server', 'export')}")
+    package = SERVER.get(name)
     if package is None:
         return error
     return UserError(

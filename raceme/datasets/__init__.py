@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 from functools import lru_cache
 
+import numpy as np
+
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
 from raceme.core.registry import DATASETS, PARTITIONERS, explained
@@ -162,6 +164,23 @@ def data_shape(config: RunConfig) -> DataShape:
     A server to which no client's data were named learns it from its own files; see ``proxy``.
     """
     return _data_shape(config.narrowed(*_LOADING, "proxy"))
+
+
+def described(config: RunConfig) -> Dataset:
+    """Return a dataset for how inputs are normalised and what classes are called.
+
+    Its samples are none where the source uses inputs as they are.
+    """
+    if source_of(config).normalises:
+        return load(config)
+    shape = data_shape(config)
+    return Dataset(
+        np.empty((0, *shape.input_shape), np.float32),
+        np.empty(0, np.int64),
+        shape.num_classes,
+        tokens=shape.tokens,
+        target=shape.target,
+    )
 
 
 def client_data(config: RunConfig, client: int, step: int = 0) -> ClientData:

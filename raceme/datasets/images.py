@@ -119,6 +119,8 @@ class IdxImages(ImageSource):
         Mean and deviation of the pixels, from 0 to 1.
     labels : tuple[int, int]
         Smallest and largest label in the files.
+    classes : tuple[str, ...]
+        Names of the classes.
     """
 
     fixed_shape: DataShape
@@ -127,13 +129,16 @@ class IdxImages(ImageSource):
     mean: float
     std: float
     labels = (0, 9)
+    classes: tuple[str, ...] = ()
 
     def load(self, config: RunConfig) -> Dataset:
         """Return train and test images pooled, shape (N, 1, side, side)."""
         files = self._found(config)
         arrays = cached(self.name, files, (1,), lambda: self._read(files, config))
         y = np.array(arrays["y"], np.int64)
-        return Dataset(arrays["x"], y, num_classes=10, mean=self.mean, std=self.std)
+        return Dataset(
+            arrays["x"], y, num_classes=10, mean=self.mean, std=self.std, labels=self.classes
+        )
 
     def _found(self, config: RunConfig) -> list[Path]:
         """Return the files, which are fetched if they are missing and that is asked for."""
@@ -214,6 +219,18 @@ class FashionMnist(Mnist):
     torchvision = "FashionMNIST"
     mean = 0.2860
     std = 0.3530
+    classes = (
+        "T-shirt",
+        "trouser",
+        "pullover",
+        "dress",
+        "coat",
+        "sandal",
+        "shirt",
+        "sneaker",
+        "bag",
+        "ankle boot",
+    )
 
 
 class Usps(IdxImages):
@@ -240,6 +257,7 @@ class Emnist(IdxImages):
     files = EMNIST_FILES
     mean, std = 0.0, 1.0
     labels = (1, 26)
+    classes = tuple("abcdefghij")
 
     def load(self, config: RunConfig) -> Dataset:
         """Return train and test images of ten letters pooled, shape (N, 1, 28, 28)."""
@@ -314,7 +332,8 @@ class ImageFolder(ImageSource):
         tree = read_tree(Path(config.data_root))
         x = images(tree, config.read(ImageFolderOptions).image_size)
         # Near the mean and deviation of photographs; one pair serves all channels.
-        return Dataset(x, tree.labels, num_classes=len(tree.classes), mean=0.5, std=0.25)
+        classes = tree.classes
+        return Dataset(x, tree.labels, len(classes), mean=0.5, std=0.25, labels=classes)
 
 
 def read_tree(root: Path) -> Tree:
@@ -449,7 +468,8 @@ class Cifar10(ImageSource):
             parts = self._from_torchvision(config, root / BATCHES)
             x = np.concatenate([np.moveaxis(part.data, -1, 1) for part in parts])
             y = np.concatenate([np.asarray(part.targets, np.int64) for part in parts])
-            return Dataset(np.ascontiguousarray(x), y, num_classes=10, mean=_MEAN, std=_STD)
+            x, labels = np.ascontiguousarray(x), tuple(parts[0].classes)
+            return Dataset(x, y, num_classes=10, mean=_MEAN, std=_STD, labels=labels)
         tree = read_tree(root / IMAGES)
         x = images(tree)
         if x.shape[1:] != (3, 32, 32) or len(tree.classes) != 10:
@@ -457,7 +477,7 @@ class Cifar10(ImageSource):
                 f"{root / IMAGES} must hold images of 32x32 pixels in 10 classes, got "
                 f"{x.shape[3]}x{x.shape[2]} in {len(tree.classes)}; other images: image-folder."
             )
-        return Dataset(x, tree.labels, num_classes=10, mean=_MEAN, std=_STD)
+        return Dataset(x, tree.labels, 10, mean=_MEAN, std=_STD, labels=tree.classes)
 
 
 # -----------------------------------------------------------------------------

@@ -245,6 +245,7 @@ class Npz(Source):
     """A device's own .npz file with x_train, y_train, x_test, y_test (data-file)."""
 
     has_clients = True
+    normalises = False
     options_type = NpzOptions
 
     def load(self, config: RunConfig) -> Dataset:

@@ -122,6 +122,8 @@ class Dataset:
         ``in-order`` follows.
     target : Target or None
         What is predicted where the task is a regression.
+    labels : tuple[str, ...]
+        Names of the classes; empty where they have numbers only.
     """
 
     x: NDArray[np.generic]
@@ -135,6 +137,7 @@ class Dataset:
     tokens: int = 0
     periods: Indices | None = None
     target: Target | None = None
+    labels: tuple[str, ...] = ()
 
     @property
     def shape(self) -> DataShape:
@@ -201,6 +204,8 @@ class Source:
         Number of clients of a run that names none.
     has_clients : bool
         Whether the data come with clients of their own, so that nothing is dealt out.
+    normalises : bool
+        Whether inputs are normalised; otherwise they are used as the files have them.
     target_accuracy : float
         Mean client accuracy that a method is timed to; for a regression the mean absolute error.
     fixed_shape : DataShape or None
@@ -214,6 +219,7 @@ class Source:
     target_accuracy: float = 0.9
     default_clients: int = 40
     has_clients: bool = False
+    normalises: bool = True
     fixed_shape: DataShape | None = None
     options_type: type[Any] | None = None
 

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Callable, Iterable, Mapping
+import os
+import runpy
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from safetensors import SafetensorError
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
-from raceme.core.errors import UserError
+from raceme import datasets
+from raceme.core.config import RunConfig, read_toml
+from raceme.core.errors import UserError, unknown_name
 from raceme.core.files import atomic_write
-from raceme.records.folder import model_file, saved_in
+from raceme.core.registry import EXPORT, explained
+from raceme.records.folder import CONFIG, MODELS, model_file, saved_in
 from raceme.records.positions import Similarity
 from raceme.records.record import RunRecord, read_run
 from raceme.records.summary import write_summary
@@ -33,6 +44,10 @@ from raceme.reporting.plots import (
     why_no_mixtures,
 )
 from raceme.reporting.style import CLOCK, save_figure
+
+if TYPE_CHECKING:
+    from raceme.datasets.source import Dataset
+    from raceme.training.models import DeployedNetwork
 
 log = logging.getLogger("raceme")
 
@@ -185,3 +200,347 @@ def missing_line(out: Path, unwritten: Mapping[str, str]) -> str:
         f"{', '.join(unwritten)} could not be written ({'; '.join(reasons)}). Saved in {out}: "
         f"{saved}."
     )
+
+
+# -----------------------------------------------------------------------------
+# A model for use without Raceme, and a program that uses it.
+# -----------------------------------------------------------------------------
+
+
+_SAMPLES = 100
+"""Inputs on which an exported model is compared with the run's."""
+_TOLERANCE = 1e-4
+"""Largest difference of an output, relative to the largest output, but at least to 1."""
+_TEMPLATE = Path(__file__).parent / "templates" / "predict.txt"
+_TORCH = """
+def as_batch(inputs):
+    x = torch.as_tensor(inputs, dtype=getattr(torch, MODEL["input"]["type"]))
+    return x[None] if x.ndim == len(SHAPE) else x
+"""
+
+
+def export_model(
+    run: Path,
+    kind: str = "torchscript",
+    *,
+    cluster: int | None = None,
+    device: str | None = None,
+    labels: Sequence[str] = (),
+    out: Path | None = None,
+) -> tuple[Path, str]:
+    """Write a model of a run with `model.json` and `predict.py`, and compare it with the run's.
+
+    Parameters
+    ----------
+    run : Path
+        Folder of the run.
+    kind : str
+        ``torchscript``, ``onnx`` or ``safetensors``.
+    cluster, device : int or str, optional
+        Whose model; one of them unless the run has a single cluster.
+    labels : Sequence[str]
+        Names of the classes; by default those of the dataset, or numbers.
+    out : Path, optional
+        New folder; by default ``export/<model>-<format>`` in that of the run.
+
+    Returns
+    -------
+    tuple[Path, str]
+        The folder, and what was compared.
+
+    Raises
+    ------
+    UserError
+        There is no such model or format, the folder exists, a package is missing, or the network
+        cannot be exported.
+    """
+    if kind not in _WRITERS:
+        raise unknown_name("format", kind, _WRITERS)
+    for package in EXPORT if kind == "onnx" else ():
+        try:
+            import_module(package)
+        except ModuleNotFoundError as error:
+            raise explained(error) from None
+    if not (run / CONFIG).is_file():
+        raise UserError(f"{run} is not the folder of a run.")
+    config = RunConfig.from_mapping(read_toml(run / CONFIG))
+    name, arrays, about = _chosen(run, cluster, device)
+    out = run / "export" / f"{name}-{kind}" if out is None else out
+    if out.exists():
+        raise UserError(f"{out} exists already and is kept: choose another folder with --out.")
+    data = datasets.described(config)
+    network = _deployed(config, data, arrays)
+    stated = _stated_labels(data, labels)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        partial_ = Path(tempfile.mkdtemp(prefix=f".{out.name}-", suffix=".partial", dir=out.parent))
+        try:
+            about |= _description(config, data, stated, kind)
+            (partial_ / "model.json").write_text(json.dumps(about, indent=2) + "\n")
+            imports, own = _written(kind, network, data, partial_)
+            program = _TEMPLATE.read_text(encoding="utf-8")
+            program = program.replace("@IMPORTS@", imports).replace("@NETWORK@", own.strip("\n"))
+            (partial_ / "predict.py").write_text(program, encoding="utf-8")
+            difference = _difference(partial_, network, data)
+            partial_.chmod(0o755)
+            os.replace(partial_, out)
+        finally:
+            shutil.rmtree(partial_, ignore_errors=True)
+    except OSError as error:
+        raise UserError(f"Cannot write to {out}: {error.strerror}.") from None
+    return out, f"{_SAMPLES} samples, largest difference of an output {difference:.1g}"
+
+
+def _chosen(
+    run: Path, cluster: int | None, device: str | None
+) -> tuple[str, Arrays, dict[str, Any]]:
+    """Return the name of a model in the run's folder, its arrays, and whose it is."""
+    if cluster is not None and device is not None:
+        raise UserError("--cluster and --device each name a model: give one of them.")
+    record = read_run(run)
+    numbers = sorted(int(path.stem) for path in (run / MODELS[0]).glob("*.safetensors"))
+    if not numbers:
+        raise UserError(f"{run} has no models: a run leaves them when it ends.")
+    about: dict[str, Any] = {"updates": len(record.updates.seq)}
+    if device is not None:
+        known = {client.client for client in record.clients}
+        if device not in known:
+            raise unknown_name("device", device, known)
+        own = model_file(run, device)
+        if own.is_file():
+            return f"device-{own.stem}", load_file(own), about | {"device": device}
+        weights = record.memberships().get(device) or {}
+        if len(weights) != 1:
+            raise UserError(
+                f"No single cluster serves {device}: resume the run with --set client-models=true, "
+                "which leaves each device's own model."
+            )
+        cluster, about["device"] = next(iter(weights)), device
+    if cluster is None:
+        if len(numbers) > 1:
+            raise UserError(
+                f"The run has the clusters {', '.join(map(str, numbers))}: choose one with "
+                "--cluster, or a device with --device."
+            )
+        cluster = numbers[0]
+    if cluster not in numbers:
+        raise UserError(f"{_fate(record, cluster)} There are {', '.join(map(str, numbers))}.")
+    about["cluster"] = cluster
+    return f"cluster-{cluster}", load_file(model_file(run, cluster)), about
+
+
+def _fate(record: RunRecord, cluster: int) -> str:
+    """Return what became of a cluster that has no model."""
+    for event in record.changes:
+        if cluster in event.gone:
+            made = ", ".join(map(str, event.made)) or "none"
+            return f"Cluster {cluster} is gone ({event.change.value}; made of it: {made})."
+    return f"There is no cluster {cluster}."
+
+
+def _deployed(config: RunConfig, data: Dataset, arrays: Arrays) -> DeployedNetwork:
+    """Return the network of a run with these weights."""
+    import torch
+
+    from raceme.training.models import DeployedNetwork, build
+
+    shape = data.shape
+    network = build(str(config.model), shape.input_shape, shape.outputs, 0, shape.tokens)
+    weights = {name: torch.from_numpy(np.array(values)) for name, values in arrays.items()}
+    try:
+        network.load_state_dict(weights)
+    except RuntimeError as error:
+        lines = str(error).splitlines()
+        raise UserError(
+            f"The model does not fit the network '{config.model}', which may have been changed "
+            f"since: {lines[-1].strip()}"
+        ) from None
+    return DeployedNetwork(network, data).eval()
+
+
+def _stated_labels(data: Dataset, labels: Sequence[str]) -> list[str] | None:
+    """Return the names of the classes; None of a regression."""
+    if data.target is not None:
+        if labels:
+            raise UserError("--labels names classes, and the run predicts a quantity.")
+        return None
+    if labels and len(labels) != data.num_classes:
+        raise UserError(f"--labels has {len(labels)} names, and there are {data.num_classes}.")
+    return list(labels or data.labels or map(str, range(data.num_classes)))
+
+
+def _description(
+    config: RunConfig, data: Dataset, labels: list[str] | None, kind: str
+) -> dict[str, Any]:
+    """Return the content of `model.json` but for whose model it is."""
+    from raceme.training.models import raw_type
+
+    type_ = raw_type(data)
+    return {
+        "format": kind,
+        "run": {key: config.to_mapping()[key] for key in ("strategy", "dataset", "model", "seed")},
+        "input": {"shape": list(data.shape.input_shape), "type": type_},
+        "normalisation": {
+            "in_model": True,
+            "divided_by": 255 if type_ == "uint8" else 1,
+            "mean": np.asarray(data.mean).tolist(),
+            "std": np.asarray(data.std).tolist(),
+        },
+        "labels": labels,
+        "unit": None if data.target is None else data.target.unit,
+    }
+
+
+def _written(kind: str, network: DeployedNetwork, data: Dataset, folder: Path) -> tuple[str, str]:
+    """Write a network in a format; return the imports and the functions of its `predict.py`."""
+    try:
+        return _WRITERS[kind](network, data, folder)
+    except (OSError, UserError):
+        raise
+    # What an exporter of torch raises for a network that it cannot follow.
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        others = " or ".join(name for name in _WRITERS if name != kind)
+        raise UserError(
+            f"The network cannot be exported as {kind} ({lines[0][:200]}): try --format {others}."
+        ) from error
+
+
+def _torchscript(network: DeployedNetwork, data: Dataset, folder: Path) -> tuple[str, str]:
+    from raceme.training.models import torchscript_of
+
+    torchscript_of(network, data).save(str(folder / "model.pt"))
+    return (
+        "import torch",
+        f"""
+NETWORK = torch.jit.load(HERE / "model.pt")
+
+{_TORCH}
+
+def scores(x):
+    with torch.inference_mode():
+        return NETWORK(x)
+""",
+    )
+
+
+def _onnx(network: DeployedNetwork, data: Dataset, folder: Path) -> tuple[str, str]:
+    import torch
+
+    from raceme.training.models import raw_inputs
+
+    example = (torch.from_numpy(raw_inputs(data, 2)),)
+    logger = logging.getLogger("torch.onnx")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            program = torch.onnx.export(
+                network,
+                example,
+                dynamo=True,
+                dynamic_shapes=({0: torch.export.Dim("n")},),
+                input_names=["inputs"],
+                output_names=["scores"],
+                verbose=False,
+            )
+        assert program is not None
+        # One file, up to the 2 GiB that a message of protocol buffers may have.
+        program.save(folder / "model.onnx", external_data=False)
+    finally:
+        logger.setLevel(before)
+    return (
+        "import numpy as np\nimport onnxruntime",
+        """
+SESSION = onnxruntime.InferenceSession(
+    str(HERE / "model.onnx"), providers=["CPUExecutionProvider"]
+)
+
+
+def as_batch(inputs):
+    x = np.asarray(inputs, dtype=MODEL["input"]["type"])
+    return x[None] if x.ndim == len(SHAPE) else x
+
+
+def scores(x):
+    return SESSION.run(None, {"inputs": x})[0]
+""",
+    )
+
+
+def _safetensors(network: DeployedNetwork, data: Dataset, folder: Path) -> tuple[str, str]:
+    """Write the weights, and the network as a function of torch's operators."""
+    import torch
+    from torch.export.graph_signature import InputKind
+
+    from raceme.training.models import raw_inputs
+
+    example = (torch.from_numpy(raw_inputs(data, 2)),)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        shapes = ({0: torch.export.Dim("n")},)
+        program = torch.export.export(network, example, dynamic_shapes=shapes)
+    inputs = program.graph_signature.input_specs
+    names = [str(spec.target) for spec in inputs if spec.kind is not InputKind.USER_INPUT]
+    held: dict[str, Any] = {**program.state_dict, **program.constants}
+    arrays = {name: held[name].detach().numpy() for name in names}
+    save_model(folder / "model.safetensors", arrays, "weights of the network in predict.py")
+    code = program.graph_module.code.strip().replace("def forward(self, ", "def network(", 1)
+    listed = "".join(f'    "{name}",\n' for name in names)
+    return (
+        "import torch\nfrom math import inf, nan\nfrom safetensors.torch import load_file\n"
+        "from torch import device",
+        f"""
+WEIGHTS = load_file(HERE / "model.safetensors")
+ORDER = (
+{listed})
+
+{_TORCH}
+
+def scores(x):
+    with torch.inference_mode():
+        return network(*[WEIGHTS[name] for name in ORDER], x)[0]
+
+
+{code}
+""",
+    )
+
+
+_WRITERS: Mapping[str, Callable[[DeployedNetwork, Dataset, Path], tuple[str, str]]] = {
+    "torchscript": _torchscript,
+    "onnx": _onnx,
+    "safetensors": _safetensors,
+}
+
+
+def _difference(folder: Path, network: DeployedNetwork, data: Dataset) -> float:
+    """Return by how much `predict.py` differs from the run's network, normalised as in training.
+
+    Raises
+    ------
+    UserError
+        It differs by more than rounding.
+    """
+    import torch
+
+    from raceme.training.models import raw_inputs
+
+    raw = raw_inputs(data, _SAMPLES)
+    inputs = replace(data, x=raw).inputs(np.arange(_SAMPLES))
+    with torch.inference_mode():
+        outputs = network.network(torch.from_numpy(inputs)).numpy()
+    if data.target is not None:
+        outputs = outputs * data.target.std + data.target.mean
+    program = runpy.run_path(str(folder / "predict.py"))
+    found = np.asarray(program["scores"](program["as_batch"](raw)))
+    # One alone, as an application asks.
+    alone = np.asarray(program["scores"](program["as_batch"](raw[0])))
+    difference = float(max(np.abs(found - outputs).max(), np.abs(alone - outputs[:1]).max()))
+    if not difference <= _TOLERANCE * max(1.0, float(np.abs(outputs).max())):
+        raise UserError(
+            f"The exported model differs from the run's by {difference:.2g}: nothing was written. "
+            "Try another --format."
+        )
+    return difference

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from inspect import Parameter, signature
 from math import prod
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +23,7 @@ from raceme.core.events import ACCURACY, Measure
 from raceme.core.messages import LARGEST_SQUARE, InvalidModelError, ModelSpec, from_array, to_array
 from raceme.core.registry import MODELS
 from raceme.datasets import data_shape, with_defaults
-from raceme.datasets.source import DataShape, Labels, Target
+from raceme.datasets.source import Dataset, DataShape, Labels, Target
 from raceme.flower.messages import array_record
 
 # -----------------------------------------------------------------------------
@@ -647,6 +649,69 @@ class Regression(Objective):
 def objective_of(shape: DataShape) -> Objective:
     """Return the objective of the task that data have."""
     return Objective() if shape.target is None else Regression(shape.target)
+
+
+# -----------------------------------------------------------------------------
+# A network for use outside Raceme: from raw inputs to scores, or to a quantity in its unit.
+# -----------------------------------------------------------------------------
+
+
+class DeployedNetwork(nn.Module):
+    """A network with the normalisation of its inputs; of a regression, also that of its output.
+
+    Parameters
+    ----------
+    network : nn.Module
+        The network as it is trained.
+    data : Dataset
+        Says how inputs are normalised; see :func:`raceme.datasets.described`.
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, network: nn.Module, data: Dataset) -> None:
+        super().__init__()
+        self.network, self.target = network, data.target
+        self.has_tokens = bool(data.tokens)
+        self.scale = 255.0 if raw_type(data) == "uint8" else 1.0
+        self.register_buffer("mean", torch.tensor(data.mean, dtype=torch.float32))
+        self.register_buffer("std", torch.tensor(data.std, dtype=torch.float32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return scores, shape (n, classes), or quantities, shape (n, 1)."""
+        if not self.has_tokens:
+            x = (x.float() / self.scale - self.mean) / self.std
+        outputs: Tensor = self.network(x)
+        if self.target is not None:
+            outputs = outputs * self.target.std + self.target.mean
+        return outputs
+
+
+def raw_type(data: Dataset) -> str:
+    """Return the type of a dataset's inputs before they are normalised."""
+    if data.tokens:
+        return "int64"
+    return "uint8" if data.x.dtype == np.uint8 else "float32"
+
+
+def raw_inputs(data: Dataset, count: int) -> NDArray[Any]:
+    """Return random inputs as they are before they are normalised, the same each time."""
+    rng, shape, kind = np.random.default_rng(0), (count, *data.shape.input_shape), raw_type(data)
+    if kind != "float32":
+        return rng.integers(0, data.tokens or 256, shape).astype(kind)
+    values = rng.standard_normal(shape) * np.asarray(data.std) + np.asarray(data.mean)
+    return np.asarray(values, np.float32)
+
+
+def torchscript_of(network: DeployedNetwork, data: Dataset) -> Any:
+    """Return a network as TorchScript, which needs nothing but torch, for any number of inputs."""
+    example = torch.from_numpy(raw_inputs(data, _PROBE))
+    with warnings.catch_warnings(), torch.inference_mode():
+        # torch recommends torch.export, which takes seconds instead of a tenth of one.
+        warnings.simplefilter("ignore")
+        trace: Callable[..., Any] = torch.jit.trace
+        return trace(network.eval(), example, check_trace=False)
 
 
 # -----------------------------------------------------------------------------
