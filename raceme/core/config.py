@@ -197,7 +197,7 @@ class RunConfig:
     )
     validation_share: float | None = option(
         None,
-        "share of training samples to compare models on (auto: 0.2 if the method needs it)",
+        "share of training samples to compare models on (auto: 0.2 if the run needs it)",
         low=0,
         below=1,
     )
@@ -239,6 +239,11 @@ class RunConfig:
         "shared",
         "batch normalisation: averaged, or kept on each client (local: FedBN)",
         among=("shared", "local"),
+    )
+    own_model: bool = option(
+        False,
+        "clients also train a model of their own, and use what suits their validation samples "
+        "best: that, the received one or a mixture",
     )
     devices: str = option(
         "slow30x5",

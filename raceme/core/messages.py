@@ -253,6 +253,11 @@ ON = "on"
 VALIDATION_SHARE = "validation-share"
 """Share of its training samples that a client keeps to compare models on."""
 
+OWN_MODEL = "own-model"
+"""Asks a client to train a model of its own too, as if it were alone."""
+OWN_MIXTURE = "own-mixture"
+"""The completion by which it tests what suits its validation samples best: that, the received model
+or a mixture."""
 COMPLETED_BY = "completed-by"
 """Names what makes, at a client, of a received model the one to be tested: see `COMPLETIONS`."""
 

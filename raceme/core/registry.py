@@ -785,6 +785,7 @@ COMPLETIONS = Registry(
         "own-head": "raceme.training.personal:use_own_head",
         "own-model": "raceme.training.personal:use_own_model",
         "interpolation": "raceme.training.personal:use_interpolation",
+        "own-mixture": "raceme.training.work:mix_with_own",
     },
     group="raceme.completions",
     expected="def {name}(work)",

@@ -20,7 +20,15 @@ from raceme.core import events
 from raceme.core.clients import Client, Identities
 from raceme.core.clusters import Clusters, Model, Weights
 from raceme.core.errors import UserError
-from raceme.core.messages import TRAINING, VALIDATION_SHARE, ModelSpec, Vector
+from raceme.core.messages import (
+    COMPLETED_BY,
+    OWN_MIXTURE,
+    OWN_MODEL,
+    TRAINING,
+    VALIDATION_SHARE,
+    ModelSpec,
+    Vector,
+)
 from raceme.core.options import documented, signature_of
 from raceme.core.progress import Plan, Progress
 from raceme.core.protection import Guard, GuardState, NoProtection
@@ -49,7 +57,7 @@ from raceme.core.scheduling import (
 log = getLogger("raceme")
 
 DEFAULT_VALIDATION_SHARE = 0.2
-"""What clients keep to compare models on, if a method needs that and the run sets no share."""
+"""What clients keep to compare models on, if the run needs that and sets no share."""
 
 StopCheck = Callable[[], str]
 """Called between two steps, when the state is whole and can be saved. What it returns, unless it
@@ -622,8 +630,13 @@ class Method(Strategy):
         self._spec, self.initial = ModelSpec.of(initial_arrays), initial_arrays
         self.result = RunResult()
         self.train_config = train_config or ConfigRecord()
-        if self.needs.validation and VALIDATION_SHARE not in self.train_config:
+        have_own_model = bool(self.train_config.get(OWN_MODEL))
+        if (self.needs.validation or have_own_model) and VALIDATION_SHARE not in self.train_config:
             self.train_config[VALIDATION_SHARE] = DEFAULT_VALIDATION_SHARE
+        tests = {**(evaluate_config or {}), **self.needs.test_settings}
+        if have_own_model:
+            share = self.train_config[VALIDATION_SHARE]
+            tests |= {COMPLETED_BY: OWN_MIXTURE, VALIDATION_SHARE: share}
         loop = Loop(
             self,
             grid,
@@ -631,7 +644,7 @@ class Method(Strategy):
             observe,
             stop_check,
             timeout=timeout,
-            evaluate_config=ConfigRecord({**(evaluate_config or {}), **self.needs.test_settings}),
+            evaluate_config=ConfigRecord(tests),
             evaluate_fn=evaluate_fn,
             identities=identities,
         )

@@ -154,10 +154,15 @@ def build_strategy(config: RunConfig) -> Method:
             f"The labels of {config.dataset} are quantities, and {config.strategy} has clients "
             f"{strategy.needs.classes}."
         )
-    if strategy.needs.validation and config.validation_share == 0:
+    if config.own_model and names.COMPLETED_BY in strategy.needs.test_settings:
         raise UserError(
-            f"{config.strategy} compares models on held-out samples: validation-share must be "
-            "above 0."
+            f"own-model mixes whole models, and clients of {config.strategy} complete what they "
+            "receive in another way: leave it out."
+        )
+    if (strategy.needs.validation or config.own_model) and config.validation_share == 0:
+        raise UserError(
+            f"{'own-model' if config.own_model else config.strategy} compares models on held-out "
+            "samples: validation-share must be above 0."
         )
     if config.max_rounds and strategy.scheduling.rounds is None:
         raise UserError(
@@ -209,7 +214,7 @@ def build_grid(config: RunConfig, strategy: Method | None = None) -> VirtualGrid
     examples = [
         len(datasets.client_data(config, client).y_train) for client in range(config.num_clients)
     ]
-    if strategy is not None and strategy.needs.validation:
+    if strategy is not None and (strategy.needs.validation or config.own_model):
         share = config.validation_share
         share = DEFAULT_VALIDATION_SHARE if share is None else share
         fewest = min(datasets.fewest_training(config, k) for k in range(config.num_clients))
@@ -605,6 +610,7 @@ def training_settings(config: RunConfig, report_timing: bool = False) -> ConfigR
         names.WEIGHT_DECAY: config.weight_decay or None,
         names.SCORED: config.score_uploads or None,
         names.VALIDATION_SHARE: config.validation_share,
+        names.OWN_MODEL: config.own_model or None,
         names.REPORT_TIMING: report_timing or None,
     }
     return ConfigRecord({key: value for key, value in settings.items() if value is not None})

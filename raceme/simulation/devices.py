@@ -32,7 +32,16 @@ from flwr.app import ConfigRecord, Context, Message, MessageType, RecordDict
 
 from raceme.core.errors import UserError, unknown_name
 from raceme.core.files import ReadingError, absolute, parse_toml, read_text
-from raceme.core.messages import COMPUTE_SCALE, CONFIG, KIND, TASK_SHARE, TRAIN, TRAINING, passes
+from raceme.core.messages import (
+    COMPUTE_SCALE,
+    CONFIG,
+    KIND,
+    OWN_MODEL,
+    TASK_SHARE,
+    TRAIN,
+    TRAINING,
+    passes,
+)
 from raceme.core.registry import DEVICES
 from raceme.records.record import RunRecord, read_run
 
@@ -603,17 +612,20 @@ def training_cost(message: Message, context: Context, examples: int) -> Workload
     """Return what a training message costs; queries and evaluation cost nothing.
 
     All arrays go down. What comes back of training is one model, as large as the first one that
-    went; the numbers that answer other work are small, and take no time.
+    went; the numbers that answer other work are small, and take no time. To train a model of the
+    client's own too takes as much again.
     """
     if category(message) != MessageType.TRAIN:
         return None
     config = message.content.config_records.get(CONFIG, ConfigRecord())
+    trains = config.get(KIND, TRAIN) in TRAINING
+    scale = float(config.get(COMPUTE_SCALE, 1.0))  # type: ignore[arg-type]
     sizes = [record.count_bytes() for record in message.content.array_records.values()]
     return Workload(
         epochs=passes(config, examples),
         bytes_down=sum(sizes),
-        bytes_up=sizes[0] if sizes and config.get(KIND, TRAIN) in TRAINING else 0,
-        scale=float(config.get(COMPUTE_SCALE, 1.0)),  # type: ignore[arg-type]
+        bytes_up=sizes[0] if sizes and trains else 0,
+        scale=scale + 1.0 if trains and config.get(OWN_MODEL) else scale,
         share=float(config.get(TASK_SHARE, 1.0)),  # type: ignore[arg-type]
     )
 

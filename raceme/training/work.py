@@ -30,7 +30,7 @@ from raceme.training.local import TermBuilder, TrainingSettings, epoch_sizes
 from raceme.training.local import evaluate as test_locally
 from raceme.training.local import losses as sample_losses
 from raceme.training.local import train as train_locally
-from raceme.training.models import Samples
+from raceme.training.models import Samples, is_usable
 
 Metric = int | float | list[int] | list[float]
 
@@ -213,14 +213,15 @@ class ClientWork:
             raise ValueError(f"{name} must be a whole number from 1 to {_MOST_COUNTED:,}.")
         return value
 
-    def generator(self) -> np.random.Generator:
+    def generator(self, part: int = 0) -> np.random.Generator:
         """Return what decides whatever the work leaves to chance.
 
         It is made anew for each piece of work, from the seed of the run, the client and the
-        number of the task.
+        number of the task, and for each part of the work.
         """
         task = int(self.number(names.TASK, self.number(names.ROUND, 0)))
         entropy = [self.client.config.seed, crc32(self.client.id.encode()), task]
+        entropy += [part] if part else []
         return np.random.default_rng(np.random.SeedSequence(entropy))
 
 
@@ -617,9 +618,10 @@ def train_model(
         before_step=before_step,
     )
     scores |= score_upload(work, forward)
-    return training_answer(
-        work, work.give(spec, received), {names.TRAIN_LOSS: loss, **scores}, told
-    )
+    model = work.give(spec, received)
+    if work.settings.get(names.OWN_MODEL, False):
+        _train_own(work, spec, settings)
+    return training_answer(work, model, {names.TRAIN_LOSS: loss, **scores}, told)
 
 
 def losses_of(
@@ -632,3 +634,63 @@ def losses_of(
         work.receive(model)
         row[...] = sample_losses(work.client.network, samples)
     return measured
+
+
+# -----------------------------------------------------------------------------
+# A model of the client's own beside the received one: `own-model`.
+#
+# It is trained with each task, as if the client were alone, and never leaves the client. As in APFL
+# (Deng et al. 2020) the client uses a mixture of the two; which one, its validation samples decide
+# at every test, so that data that change, too, are answered at once.
+# -----------------------------------------------------------------------------
+
+
+_OWN_LINE = "own-line"
+"""Record of a client's state: the model that it trains as if it were alone."""
+SHARES_OF_OWN = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Shares of the client's own model in the mixtures that are compared."""
+
+
+def _train_own(work: ClientWork, spec: ModelSpec, settings: TrainingSettings) -> None:
+    """Train the client's own model; it begins as the first that the client has trained.
+
+    Parameters
+    ----------
+    spec : ModelSpec
+        Layout of the model that was trained just now, and is still in the client's network.
+    settings : TrainingSettings
+        As of that training. It is not kept near the model that it starts from.
+    """
+    network, state = work.client.network, work.state
+    if _OWN_LINE in state:
+        network.read(state.array_records[_OWN_LINE])
+        alone = replace(settings, proximal_mu=0.0)
+        train_locally(network, work.client.train, alone, work.generator(part=1), {})
+    # A training that diverged must not spoil all that follow.
+    if is_usable(network.weights):
+        state[_OWN_LINE] = network.write(spec)
+
+
+def mix_with_own(work: ClientWork) -> None:
+    """Mix the received model with the client's own, by how well it does on validation samples.
+
+    Of equally good mixtures the one with the least loss is taken. A client that has not trained yet
+    uses the received model.
+    """
+    network, kept = work.client.network, work.client.validation
+    if _OWN_LINE not in work.state or kept is None:
+        return
+    own = work.state.array_records[_OWN_LINE]
+    spec = ModelSpec.of(own)
+    start, end = spec.unpack(network.write(spec)), spec.unpack(own)
+    sign = 1.0 if network.objective.measure.is_error else -1.0
+    best = (math.inf, math.inf), start
+    for share in SHARES_OF_OWN:
+        mixed = np.asarray(start + np.float32(share) * (end - start), np.float32)
+        spec.copy_counters(start, mixed)
+        network.read(spec.pack(mixed))
+        score, loss = test_locally(network, kept)
+        rank = (sign * score, loss if math.isfinite(loss) else math.inf)
+        if rank < best[0]:
+            best = rank, mixed
+    network.read(spec.pack(best[1]))

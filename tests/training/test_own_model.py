@@ -1,0 +1,152 @@
+"""A client's own model beside the received one: training, the choice, cost, and what a run says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from nodes import CONFIG, INITIAL, SPEC, context, message, node_context
+
+from raceme.client_app import app
+from raceme.core.config import RunConfig
+from raceme.core.errors import UserError
+from raceme.core.messages import to_array
+from raceme.flower.messages import identify_process
+from raceme.runs.experiment import simulate
+from raceme.simulation.devices import training_cost
+
+OWN = {"own-model": True}
+KEPT = {"validation-share": 0.25}
+MIXED = {"completed-by": "own-mixture", **KEPT}
+
+
+@pytest.fixture(autouse=True)
+def _identity() -> None:
+    identify_process()
+
+
+def moved(by: float) -> ArrayRecord:
+    return SPEC.pack(SPEC.unpack(INITIAL) + np.float32(by))
+
+
+def own_of(node: object) -> np.ndarray:
+    return SPEC.unpack(node.state["own-line"])  # type: ignore[attr-defined]
+
+
+def test_the_own_model_trains_on_whatever_is_received_and_the_upload_stays_what_it_was() -> None:
+    node, plain, other = context(0), context(0), context(0)
+    first = app(message("train", {"task": 1, **OWN}), node).content["arrays"]
+    assert first == app(message("train", {"task": 1}), plain).content["arrays"]
+    # It begins as the first model that the client has trained.
+    assert np.array_equal(own_of(node), SPEC.unpack(first))  # type: ignore[arg-type]
+    app(message("train", {"task": 1, **OWN}), other)
+    upload = app(message("train", {"task": 2, **OWN}, moved(0.5)), node).content["arrays"]
+    assert upload == app(message("train", {"task": 2}, moved(0.5)), plain).content["arrays"]
+    app(message("train", {"task": 2, **OWN}, moved(-3.0)), other)
+    assert np.array_equal(own_of(node), own_of(other))
+    assert not np.array_equal(own_of(node), SPEC.unpack(first))  # type: ignore[arg-type]
+    assert "own-line" not in plain.state
+
+
+def test_a_training_that_diverges_leaves_the_own_model_as_it_was() -> None:
+    node = context(0)
+    app(message("train", {"task": 1, **OWN}), node)
+    before = own_of(node).copy()
+    app(message("train", {"task": 2, "lr": 1e20, **OWN}), node)
+    assert np.array_equal(own_of(node), before)
+
+
+# One feature x, 1 of class 1 and -1 of class 0: a line of a slope above 0 is right everywhere, with
+# the loss log(1 + exp(-slope)).
+def line(slope: float) -> ArrayRecord:
+    values = {"weight": [[0.0], [slope]], "bias": [0.0, 0.0]}
+    arrays = {f"output.{name}": to_array(np.array(v, np.float32)) for name, v in values.items()}
+    return ArrayRecord(arrays)
+
+
+@pytest.mark.parametrize(
+    ("received", "own", "accuracy", "slope"),
+    [
+        # Only the own model is right; of 4 · (−1, −0.5, 0, 0.5, 1) the last has the least loss.
+        (-4.0, 4.0, 1.0, 4.0),
+        # Only the received one is.
+        (4.0, -4.0, 1.0, 4.0),
+        # All are right: the largest margin wins.
+        (1.0, 3.0, 1.0, 3.0),
+        # None is right: the smallest.
+        (-3.0, -1.0, 0.0, -1.0),
+    ],
+)
+def test_the_mixture_that_suits_the_validation_samples_best_is_tested(
+    tmp_path: Path, received: float, own: float, accuracy: float, slope: float
+) -> None:
+    labels = np.arange(8) % 2
+    x = (2.0 * labels[:, None] - 1.0).astype(np.float32)
+    path = tmp_path / "d.npz"
+    np.savez(path, x_train=x, y_train=labels, x_test=x, y_test=labels)
+    config = RunConfig(dataset="npz", model="mclr", lr=0.1).with_values(data_file=str(path))
+    node = node_context({"device-id": "a"}, config)
+    node.state["own-line"] = line(own)
+    tested = app(message("evaluate", MIXED, line(received)), node).content["metrics"]
+    assert tested["accuracy"] == accuracy
+    assert tested["loss"] == pytest.approx(np.log1p(np.exp(-slope)), rel=1e-5)
+    alone = app(message("evaluate", KEPT, line(received)), node).content["metrics"]
+    assert alone["loss"] == pytest.approx(np.log1p(np.exp(-received)), rel=1e-5)
+
+
+def test_a_client_that_has_not_trained_uses_what_it_received() -> None:
+    node = context(3)
+    mixed = app(message("evaluate", MIXED), node).content["metrics"]
+    assert mixed == app(message("evaluate"), node).content["metrics"]
+
+
+def test_training_costs_twice_as_much_and_other_work_what_it_did() -> None:
+    def scale(**settings: object) -> float:
+        content = RecordDict({"arrays": INITIAL, "config": ConfigRecord(settings)})  # type: ignore[arg-type]
+        asked = Message(content, dst_node_id=7, message_type="train")
+        cost = training_cost(asked, context(0), 20)
+        assert cost is not None
+        return cost.scale
+
+    assert scale() == 1.0
+    assert scale(**OWN) == 2.0
+    assert scale(**OWN, **{"compute-scale": 0.25}) == 1.25
+    assert scale(**OWN, **{"compute-scale": 0.25, "kind": "losses"}) == 0.25
+
+
+def test_where_clients_have_nothing_in_common_none_is_worse_off_than_alone(
+    tmp_path: Path,
+) -> None:
+    def accuracy(name: str, strategy: str, **keys: object) -> float:
+        config = RunConfig(
+            strategy=strategy,
+            clients=4,
+            max_updates=24,
+            eval_every=24,
+            validation_share=0.2,
+            devices="uniform",
+            workers="0",
+            out=str(tmp_path / name),
+        )
+        return float(simulate(config.with_values(**keys)).summary["accuracy"])
+
+    alone, shared = accuracy("alone", "standalone"), accuracy("shared", "fedasync")
+    both = accuracy("both", "fedasync", own_model=True)
+    assert shared < alone - 0.1
+    assert both > alone - 0.02
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        ({"validation_share": 0.0}, "own-model compares models on held-out samples"),
+        ({"strategy": "apd"}, "own-model mixes whole models"),
+        ({"strategy": "apfl"}, "own-model mixes whole models"),
+    ],
+)
+def test_what_cannot_be_is_said_before_the_run(keys: dict[str, object], problem: str) -> None:
+    config = CONFIG.with_values(own_model=True, **keys)
+    with pytest.raises(UserError, match=problem):
+        simulate(config)
