@@ -75,8 +75,8 @@ def test_every_key_of_a_suite_is_valid(name: str) -> None:
             if of_casa:
                 # The paper's appendix A.2.
                 assert (config.batch_size, config.lr, config.local_epochs) == (10, 0.01, 1)
-                assert config.clients == (7 if config.dataset == "imu" else 100)
-                is_sensor = config.dataset in ("imu", "harbox")
+                assert config.clients == {"imu": 7, "uci-har": 30}.get(config.dataset, 100)
+                is_sensor = config.dataset in ("imu", "harbox", "uci-har")
                 assert config.model == ("mlp300" if is_sensor else "cnn-fedrep")
 
 
@@ -102,6 +102,16 @@ def test_published_numbers_of_table_1(column: str) -> None:
     config = suite.config(suite.methods[0], 0)
     assert (config.dataset, config.target_accuracy) == (column, TARGETS[column])
     assert config.devices == "slow30x5"
+
+
+@pytest.mark.parametrize("part", ["characters", "uci-har"])
+def test_open_data_in_the_place_of_the_paper_s_have_no_published_numbers(part: str) -> None:
+    suite = load_suite(shipped("casa-table1")[part])
+    assert suite.dataset == part
+    assert not any(method.published for method in suite.methods)
+    # All clients take part in each of the 500 rounds, and as many updates are not fewer rounds.
+    fedavg = suite.config(suite.only(["fedavg"]).methods[0], 0)
+    assert fedavg.max_updates == 500 * fedavg.clients
 
 
 def test_the_paper_s_hyper_parameters() -> None:
@@ -179,10 +189,10 @@ def test_figure_10b_is_judged_by_unrest_and_not_by_times() -> None:
 
 def test_reproduce_as_a_person_types_it(tmp_path: Path) -> None:
     listed = CliRunner().invoke(app, ["reproduce"])
-    assert "casa-table1: cifar10, femnist, harbox, imu, mnist" in listed.output
+    assert "casa-table1: characters, cifar10, femnist, harbox, imu, mnist, uci-har" in listed.output
     for arguments, words in (
         (["casa-table3"], "Unknown reproduction 'casa-table3'. Did you mean 'casa-table"),
-        (["casa-table1"], "choose one with --dataset, or parts with --only (cifar10, femnist,"),
+        (["casa-table1"], "choose one with --dataset, or parts with --only (characters, cifar10,"),
         (["casa-table1", "--dataset", "mnits"], "Did you mean 'mnist'"),
         (["casa-table1", "--dataset", "mnist"], "--data-root"),
         (["casa-table1", "--only", "mnist,imuu"], "Unknown part of casa-table1 'imuu'. Did you"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from raceme.datasets.drift import DriftOptions, IncrementalOptions
+from raceme.datasets.partition import ClassesOptions
 from raceme.experiments.suites import Score, load_suite, shipped
 
 TABLE3 = """
@@ -103,3 +104,23 @@ def test_figure_6_compares_bytes_on_the_data_whose_gains_it_tells() -> None:
             assert suite.config(mig, 0).parameters().k == 3
             assert found["ifca-mig"].traffic == 5.48
     assert found["flexcfl-eta"].traffic == 1.114
+    # Figure 5: more of these rates.
+    rates = {m.label: suite.config(m, 0).parameters().eta_g for m in suite.methods[4:]}
+    assert list(rates.values()) == [0.0, 5.0, 0.1, 1.0]
+
+
+def test_table_1_varies_the_classes_of_a_client() -> None:
+    suite = load_suite(shipped("flexcfl-table1")["mnist-mclr"])
+    rows = [method.row.accuracy for method in suite.methods if method.row]
+    assert rows == [87.9, 90.9, 91.3, 92.2]
+    configs = [suite.config(method, 0) for method in suite.methods]
+    classes = [config.read(ClassesOptions).classes_per_client for config in configs]
+    assert classes == [1, 3, 5, 10]
+    for config in configs:
+        # Twenty of 1,000 clients, 20 local epochs, η = 0.03, 300 rounds, each evaluated.
+        assert (config.strategy, int(config.parameters().fraction * config.clients)) == (
+            "fedavg",
+            config.eval_every,
+        )
+        assert (config.local_epochs, config.lr, config.max_rounds) == (20, 0.03, 300)
+        assert (config.target_accuracy, config.discrepancy) == (0.85, True)
