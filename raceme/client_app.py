@@ -25,7 +25,7 @@ from flwr.clientapp.mod import LocalDpMod
 from flwr.clientapp.typing import ClientAppCallable, Mod
 
 from raceme.core import messages as names
-from raceme.core.messages import Role, to_array
+from raceme.core.messages import Role, encoded, from_array, to_array
 from raceme.core.registry import CLIENT_WORK
 from raceme.flower.messages import array_record
 from raceme.training import machine as hardware
@@ -69,13 +69,36 @@ def client_app(mods: Sequence[Mod] = ()) -> ClientApp:
     Parameters
     ----------
     mods : Sequence[Mod]
-        The first one is the outermost. The device's own local differential privacy is innermost.
+        The first one is the outermost, but for that of ``upload=int8``. The device's own local
+        differential privacy is innermost.
     """
     made = ClientApp()
-    made.train(mods=[*mods, local_dp])(train)
+    made.train(mods=[short_upload, *mods, local_dp])(train)
     made.evaluate()(evaluate)
     made.query()(query)
     return made
+
+
+RESIDUAL = "upload-residual"
+"""Record of a client's state: what 8 bits have left out of its last upload."""
+
+
+def short_upload(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+    """Send a trained model in 8-bit codes, with error feedback, if the run wants that: a mod.
+
+    A model with numbers that are not finite is sent as it is, for the server to refuse.
+    """
+    reply = call_next(message, context)
+    if context.run_config.get("upload") != "int8" or reply.has_error():
+        return reply
+    model = reply.content.array_records.get(names.ARRAYS)
+    if model is None or not all(np.isfinite(from_array(array)).all() for array in model.values()):
+        return reply
+    residual = context.state.array_records.get(RESIDUAL) or array_record({})
+    codes, scales = encoded(model, residual)
+    context.state[RESIDUAL] = residual
+    reply.content[names.ARRAYS], reply.content[names.SCALES] = codes, scales
+    return reply
 
 
 def describe(work: ClientWork) -> Answer:

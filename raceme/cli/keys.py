@@ -84,7 +84,7 @@ _GROUPS = {
     "pretrain-epochs",
     "Fleet": "concurrency task-timeout device vectorised device-keys",
     "Method": "model lr batch-size local-epochs local-steps optimizer momentum weight-decay "
-    "weight-decay-on batch-norm own-model protection attack",
+    "weight-decay-on batch-norm own-model upload protection attack",
     "Limits": "max-rounds stop-at-target eval-every eval-rounds eval-steps eval-clients eval-tasks",
     "Output": "score-uploads discrepancy checkpoint-every checkpoint-seconds track trace "
     "client-map client-models",

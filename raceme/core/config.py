@@ -245,6 +245,11 @@ class RunConfig:
         "clients also train a model of their own, and use what suits their validation samples "
         "best: that, the received one or a mixture",
     )
+    upload: str = option(
+        "float32",
+        "trained models on their way to the server: as they are, or 8 bits per weight",
+        among=("float32", "int8"),
+    )
     devices: str = option(
         "slow30x5",
         "device profile (see `raceme list`), TOML file, or trace:FOLDER of a recorded run",

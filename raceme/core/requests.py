@@ -432,7 +432,8 @@ def read_update(reply: Message, task: InFlight, spec: ModelSpec, now: float = 0.
         taken.
     """
     content, stated, metrics = _checked(reply, task)
-    records = {name: rec for name, rec in content.array_records.items() if name != names.NUMBERS}
+    beside = (names.NUMBERS, names.SCALES)
+    records = {name: rec for name, rec in content.array_records.items() if name not in beside}
     if len(records) != 1:
         raise InvalidReplyError(f"missing records: {len(records)} ArrayRecords, not 1")
     if task.kind == names.TRAIN_BEST:
@@ -441,14 +442,14 @@ def read_update(reply: Message, task: InFlight, spec: ModelSpec, now: float = 0.
     if not examples:
         raise InvalidReplyError("no examples")
     arrays = records.get(names.ARRAYS) or next(iter(records.values()))
-    numbers = content.array_records.get(names.NUMBERS)
+    numbers, scales = (content.array_records.get(name) for name in beside)
     return Update(
         task=task,
-        vector=spec.unpack(arrays),
+        vector=spec.unpack(arrays if scales is None else names.decoded(arrays, scales)),
         num_examples=examples,
         train_loss=metrics.get(names.TRAIN_LOSS, math.nan),
         metrics=metrics,
-        bytes_up=arrays.count_bytes() + (numbers.count_bytes() if numbers else 0),
+        bytes_up=sum(record.count_bytes() for record in (arrays, numbers, scales) if record),
         numbers=_numbers(numbers),
         arrived_at=now,
         mixture=_mixture(next(iter(content.metric_records.values())).get(names.MIXTURE)),

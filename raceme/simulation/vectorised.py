@@ -258,6 +258,8 @@ class Vectorised:
         # As it will train: a network that was tested last would hide that it drops units at random.
         network.module.train()
         try:
+            if client.config.upload != "float32":
+                raise ValueError(f"upload={client.config.upload} is encoded client by client")
             if network.needs_pairs or any(True for _ in network.module.buffers()):
                 raise ValueError("it has buffers, which are no weights but change in training")
             weights = network.weights.to(self._device).repeat(2, 1)
