@@ -292,7 +292,7 @@ def serve(
         print(f"The run in {settings.out} is complete: to continue it, raise --max-updates.")
         return
     options = ServeOptions(address, folder, any_device, clients_min, metrics, reconnect, http)
-    with watched(watch, Path(settings.out), watch_address):
+    with watched(watch, Path(settings.out), watch_address, certificates=folder):
         with (
             StopRequest() as stop,
             RunProgress(max_updates=settings.planned_updates, each_update=True) as progress,
@@ -375,13 +375,21 @@ def certs(
     revoke: Annotated[
         bool, typer.Option("--revoke", help="take each --device out of the registry")
     ] = False,
+    token: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ROLE",
+            help="make a token for /metrics and the page: view, or operate, which may change the "
+            "run too; may be repeated",
+        ),
+    ] = None,
 ) -> None:
     """Create a certificate authority, the server's certificate, and a key pair per device.
 
     Run again with another --device to add a device: existing files are kept. A running server
     notices changes of keys within seconds.
     """
-    from raceme.fleet.certificates import make_certificates, revoke_keys, rotate_key
+    from raceme.fleet.certificates import make_certificates, make_tokens, revoke_keys, rotate_key
 
     devices = device or []
     if rotate and revoke:
@@ -397,8 +405,10 @@ def certs(
         changed = rotate_key(out, devices[0], public_key)
     elif revoke:
         changed = revoke_keys(out, devices)
+    elif token and not (host or devices):
+        changed = make_tokens(out, token)
     else:
-        changed = make_certificates(out, host or [], devices, days)
+        changed = make_certificates(out, host or [], devices, days) + make_tokens(out, token or [])
     for path in changed:
         print(path)
 

@@ -8,12 +8,15 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 from urllib.parse import quote
 
 import typer
 
 from raceme.core.errors import UserError
+
+if TYPE_CHECKING:
+    from raceme.flower.ports import Access
 
 _Maker = Callable[[Path, str], str]
 
@@ -198,20 +201,44 @@ def watch(
             metavar="INTEGER", help="port to listen on; 0: any free port", min=0, max=65535
         ),
     ] = _PORT,
+    certificates: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="folder made by `raceme certs`: for other machines HTTPS, and its tokens",
+        ),
+    ] = None,
 ) -> None:
     """Show a run, a comparison, or all runs of a folder in the browser. Press Ctrl-C to stop."""
-    from raceme.flower.ports import is_loopback
-    from raceme.reporting.dashboard.server import address_of, bind, new_token, qr_code, serve
+    from raceme.reporting.dashboard.server import address_of, bind, qr_code, serve
     from raceme.reporting.dashboard.source import Watched, check_watchable, is_comparison
 
     check_watchable(folder)
-    token = "" if is_loopback(host) else new_token()
+    access = _access(certificates, host)
     with bind(host, port) as listening:
-        address = address_of(listening, token)
-        print(f"{folder}: {address}  (press Ctrl-C to stop)", flush=True)
+        address = address_of(listening, access)
+        shown = _shown(address, certificates)
+        print(f"{folder}: {shown}  (press Ctrl-C to stop)", flush=True)
         _print_code(qr_code(address))
         with suppress(KeyboardInterrupt):
-            serve(listening, Watched(folder, is_comparison(folder)), token, _never)
+            serve(listening, Watched(folder, is_comparison(folder)), access, _never)
+
+
+def _access(certificates: Path | None, host: str) -> Access:
+    from raceme.fleet.certificates import access_to
+    from raceme.flower.ports import new_token
+
+    folder = None if certificates is None else certificates.expanduser()
+    return access_to(folder, host, spare=new_token())
+
+
+def _shown(address: str, certificates: Path | None) -> str:
+    """Return an address for the output: a log does not get a token that is in a file."""
+    from raceme.fleet.certificates import read_tokens
+
+    if sys.stdout.isatty() or certificates is None or not read_tokens(certificates.expanduser()):
+        return address
+    return address.partition("#")[0]
 
 
 async def _never() -> None:
@@ -219,7 +246,14 @@ async def _never() -> None:
 
 
 @contextmanager
-def watched(shown: bool, folder: Path, address: str, *, comparison: bool = False) -> Iterator[None]:
+def watched(
+    shown: bool,
+    folder: Path,
+    address: str,
+    *,
+    comparison: bool = False,
+    certificates: Path | None = None,
+) -> Iterator[None]:
     """Show what is being written to a folder meanwhile, if it is to be shown.
 
     On a terminal the page stays when that is over, until Ctrl-C; in a script it ends with it. What
@@ -236,8 +270,9 @@ def watched(shown: bool, folder: Path, address: str, *, comparison: bool = False
     from raceme.reporting.dashboard.server import qr_code, watching
 
     host, port = parsed_address("--watch-address", address, ADDRESS, any_port=True)
-    with watching(folder, host, port, comparison=comparison) as beside:
-        print(f"Dashboard: {beside.address}", flush=True)
+    access = _access(certificates, host)
+    with watching(folder, host, port, comparison=comparison, access=access) as beside:
+        print(f"Dashboard: {_shown(beside.address, certificates)}", flush=True)
         _print_code(qr_code(beside.address))
         ended: typer.Exit | None = None
         try:

@@ -33,6 +33,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from raceme.core.errors import UserError, unknown_name
 from raceme.core.files import atomic_write
 from raceme.flower.fleet_client import Certificates
+from raceme.flower.ports import ROLES, VIEW, Access, is_loopback, new_token
 
 DEVICE_KEYS = "device-keys"
 """The file with the ids and the public keys of all devices."""
@@ -46,6 +47,7 @@ _HOST_NAME = re.compile(rf"(\*\.{_LABEL}\.)?({_LABEL}\.)*(?!\d+$){_LABEL}")
 _LONGEST_NAME = 253
 _LARGEST_KEY = 65536
 _PRIVATE = 0o600
+_SHORTEST_TOKEN = 20
 
 
 def make_certificates(
@@ -102,6 +104,22 @@ def make_certificates(
     if keys:
         written.append(_list_keys(folder / DEVICE_KEYS, keys))
     return written
+
+
+def make_tokens(folder: Path, roles: Sequence[str]) -> list[Path]:
+    """Write a token for each role that has none: ``view.token``, ``operate.token``.
+
+    Raises
+    ------
+    UserError
+        There is no such role, or a file cannot be written.
+    """
+    for role in roles:
+        if role not in ROLES:
+            raise unknown_name("role", role, ROLES)
+    return [
+        _write(folder / f"{role}.token", new_token().encode() + b"\n", _PRIVATE) for role in roles
+    ]
 
 
 def revoke_keys(folder: Path, devices: Sequence[str]) -> list[Path]:
@@ -540,6 +558,61 @@ def read_certificates(folder: Path) -> Certificates:
     if until <= datetime.now(UTC):
         raise UserError(f"server.crt in {folder} was valid until {until:%Y-%m-%d}: {again}")
     return Certificates(authority, certificate, key)
+
+
+def access_to(folder: Path | None, host: str, *, spare: str = "") -> Access:
+    """Return whose requests a port for people and monitors answers.
+
+    At a loopback address there is neither HTTPS nor a token.
+
+    Parameters
+    ----------
+    folder : Path or None
+        The folder of `raceme certs`, for HTTPS with the fleet's authority and its tokens.
+    host : str
+        The address that is listened at.
+    spare : str
+        Token for looking where the folder has none.
+
+    Raises
+    ------
+    UserError
+        A file cannot be read.
+    """
+    tokens = {} if folder is None or is_loopback(host) else read_tokens(folder)
+    if is_loopback(host) or not (tokens or spare):
+        return Access(host)
+    tokens = tokens or {VIEW: spare}
+    if folder is None:
+        return Access(host, tokens)
+    found = read_certificates(folder)
+    return Access(host, tokens, found.certificate.decode(), found.key.decode())
+
+
+def read_tokens(folder: Path) -> dict[str, str]:
+    """Return the token of each role that has a file in a folder of `raceme certs`.
+
+    Raises
+    ------
+    UserError
+        A file cannot be read, or its token can be guessed.
+    """
+    tokens = {}
+    for role in ROLES:
+        path = folder / f"{role}.token"
+        if not path.exists():
+            continue
+        try:
+            tokens[role] = path.read_text(encoding="ascii").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is no text"
+            raise UserError(f"The token '{path}' cannot be read: {reason}.") from None
+        if len(tokens[role]) < _SHORTEST_TOKEN or not tokens[role].isprintable():
+            raise UserError(
+                f"'{path}' holds no token of {_SHORTEST_TOKEN} letters or more: remove it, and "
+                f"make one with `raceme certs --out {folder} --token {role}`."
+            )
+    return tokens
 
 
 class Registry:

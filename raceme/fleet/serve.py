@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import math
 import os
@@ -27,6 +28,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
@@ -51,7 +53,7 @@ from raceme.core.options import Value
 from raceme.core.requests import InFlight
 from raceme.core.signals import interrupted_by_signals
 from raceme.core.strategy import Method, StopCheck, never_stop
-from raceme.fleet.certificates import DEVICE_KEYS, Registry, read_certificates
+from raceme.fleet.certificates import DEVICE_KEYS, Registry, access_to, read_certificates
 from raceme.fleet.served_grid import ServedGrid
 from raceme.fleet.tasks import OWN_APP
 from raceme.flower.app import App, app_metadata, build_bundle, server_context
@@ -65,11 +67,13 @@ from raceme.flower.messages import (
     size_of,
 )
 from raceme.flower.ports import (
+    OPERATE,
     HttpConnection,
+    bearer,
     is_loopback,
     listen,
     most_connections,
-    names_this_machine,
+    read_body,
 )
 from raceme.records.folder import ControlSocket, new_folder
 from raceme.records.store import read_events
@@ -348,8 +352,7 @@ def label_of(reason: str) -> str:
 # -----------------------------------------------------------------------------
 
 
-_SLOWEST_SECONDS = 5.0
-"""Longest time for a request, and for reading the answer."""
+_LONGEST_COMMAND = 1 << 16
 
 Health = Callable[[], tuple[bool, Mapping[str, object]]]
 """Returns whether all is well, and the details."""
@@ -366,38 +369,60 @@ class StatusPort:
         Returns the figures of the run, as the body of the response.
     health : Callable
         Returns whether all is well, and the details; see `Health`.
+    certificates : Path, optional
+        The folder of `raceme certs`: for HTTPS, and for the tokens of requests.
+
+    Attributes
+    ----------
+    command : Callable or None
+        Carries out a command of `raceme fleet`: takes a line and returns one.
 
     Raises
     ------
     UserError
-        The port is in use, or the address is not this host's.
+        The port is in use, the address is not this host's, or a token cannot be read.
     """
 
-    def __init__(self, address: str, page: Callable[[], bytes], health: Health) -> None:
-        self.address, self._page, self._health = address, page, health
+    def __init__(
+        self,
+        address: str,
+        page: Callable[[], bytes],
+        health: Health,
+        certificates: Path | None = None,
+    ) -> None:
+        self._page, self._health = page, health
+        self.command: Callable[[bytes], bytes] | None = None
         host, _, port = address.rpartition(":")
-        self._host = host.strip("[]")
+        self._access = access_to(certificates, host.strip("[]"))
+        self.address = f"{'https' if self._access.is_secure else 'http'}://{address}"
+        self.is_open = not self._access.tokens and not is_loopback(host.strip("[]"))
         try:
-            self._socket = listen(self._host, int(port))
+            self._socket = listen(self._access.host, int(port))
         except OSError as error:
             raise UserError(
                 f"Cannot listen on {address} for /metrics: {error.strerror}. Choose another with "
                 "--metrics HOST:PORT, or turn it off: --metrics off."
             ) from None
-        self._server = uvicorn.Server(
-            uvicorn.Config(
-                Starlette(routes=[Route("/{path:path}", self._answer)]),
-                http=HttpConnection,
-                # uvloop would accept connections past the limit of the listener.
-                loop="asyncio",
-                ws="none",
-                lifespan="off",
-                log_level="critical",
-                access_log=False,
-                server_header=False,
-                timeout_graceful_shutdown=1,
-            )
+        config = uvicorn.Config(
+            Starlette(
+                routes=[
+                    Route("/fleet", self._act, methods=["POST"]),
+                    Route("/{path:path}", self._answer),
+                ]
+            ),
+            http=HttpConnection,
+            # uvloop would accept connections past the limit of the listener.
+            loop="asyncio",
+            ws="none",
+            lifespan="off",
+            log_level="critical",
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=1,
         )
+        config.load()
+        config.ssl = self._access.tls()
+        self._server = uvicorn.Server(config)
         self._thread = threading.Thread(
             target=self._server.run, args=([self._socket],), daemon=True
         )
@@ -411,19 +436,57 @@ class StatusPort:
         self._thread.join()
         self._socket.close()
 
-    def _answer(self, request: Request) -> Response:
-        # On another address than loopback the port is open to the network anyway.
-        if is_loopback(self._host) and not names_this_machine(
-            request.headers.get("host", ""), self._host
-        ):
+    def _role(self, request: Request) -> str:
+        return self._access.role_of([bearer(request.headers.get("authorization", ""))])
+
+    def _refusal(self, request: Request, role: str) -> Response | None:
+        """Return why a request is not answered, if it names another host or no token."""
+        if not self._access.admits(request.headers.get("host", "")):
             return PlainTextResponse("This address is not the server's.\n", 400)
+        if self._access.tokens and not role and request.url.path != "/healthz":
+            said = {"www-authenticate": "Bearer"}
+            return PlainTextResponse("This needs a token.\n", 401, said)
+        return None
+
+    def _answer(self, request: Request) -> Response:
+        role = self._role(request)
+        if (refusal := self._refusal(request, role)) is not None:
+            return refusal
         if request.url.path == "/metrics":
             return Response(self._page(), media_type=CONTENT_TYPE)
         if request.url.path != "/healthz":
             return PlainTextResponse("/metrics, /healthz\n", 404)
         well, details = self._health()
-        status = {"status": "ok" if well else "failing", **details}
+        status: dict[str, object] = {"status": "ok" if well else "failing"}
+        if role or not self._access.tokens:
+            status |= details
         return JSONResponse(status, 200 if well else 503)
+
+    async def _act(self, request: Request) -> Response:
+        """Carry a command out; without tokens there are none but those through the socket."""
+        role = self._role(request)
+        if (refusal := self._refusal(request, role)) is not None:
+            return refusal
+        if not role or self.command is None:
+            return PlainTextResponse("There are no commands here.\n", 404)
+        body = await read_body(request.stream(), _LONGEST_COMMAND)
+        if body is None:
+            return PlainTextResponse("This is no command.\n", 400)
+        if role != OPERATE and not is_reading(body):
+            return PlainTextResponse("This needs the token for operators.\n", 403)
+        if not is_reading(body):
+            peer = request.client.host if request.client else "?"
+            log.info("A command from %s: %s", peer, printable(body.decode("utf-8", "replace")))
+        answer = await run_in_threadpool(self.command, body)
+        return Response(answer, media_type="application/json")
+
+
+def is_reading(line: bytes) -> bool:
+    """Return whether a command changes nothing."""
+    try:
+        return json.loads(line)["command"] in FleetCommands.READING
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return False
 
 
 # -----------------------------------------------------------------------------
@@ -446,6 +509,9 @@ class FleetCommands:
     health : Callable
         Whether all is well, and the details.
     """
+
+    READING = frozenset({"status", "devices", "show"})
+    """Commands that change nothing."""
 
     def __init__(
         self, method: Callable[[], Method | None], metrics: Metrics, health: Health
@@ -745,7 +811,7 @@ def _answering(
             def begin() -> None:
                 _listen(api, options)
                 if out is not None:
-                    stack.enter_context(_taking_commands(out, grid, commands))
+                    stack.enter_context(_taking_commands(out, grid, commands, port))
 
             grid = grid_of(listen=begin, clients_min=options.clients_min)
             stack.callback(grid.close)
@@ -771,19 +837,28 @@ def _status_port(
         return None
     _, _, port = options.address.rpartition(":")
     try:
-        made = StatusPort(options.metrics or f"127.0.0.1:{int(port) + 1}", page, health)
+        address = options.metrics or f"127.0.0.1:{int(port) + 1}"
+        made = StatusPort(address, page, health, options.certificates)
     except (UserError, OverflowError) as error:
         if options.metrics:
             raise
         # It was not asked for.
         log.warning("Metrics are off: %s", error)
         return None
-    log.info("Metrics: http://%s/metrics", made.address)
+    log.info("Metrics: %s/metrics", made.address)
+    if made.is_open:
+        log.warning(
+            "Whoever reaches %s sees the metrics: `raceme certs --token view` in the folder of "
+            "--certificates makes a token, for HTTPS too",
+            options.metrics,
+        )
     return made
 
 
 @contextmanager
-def _taking_commands(out: Path, grid: ServedGrid, commands: FleetCommands) -> Iterator[None]:
+def _taking_commands(
+    out: Path, grid: ServedGrid, commands: FleetCommands, port: StatusPort | None
+) -> Iterator[None]:
     """Let `raceme fleet` ask meanwhile, if the folder's file system has sockets."""
     socket = ControlSocket(out, commands.by_name(), grid.tell)
     with ExitStack() as stack:
@@ -792,6 +867,9 @@ def _taking_commands(out: Path, grid: ServedGrid, commands: FleetCommands) -> It
         except OSError as error:
             log.warning("`raceme fleet` cannot be used: no socket in %s: %s", out, error.strerror)
         grid.on_turn = socket.act
+        if port is not None:
+            port.command = socket.answer
+            stack.callback(setattr, port, "command", None)
         yield
         grid.on_turn = lambda: False
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import ssl
-import tempfile
 import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
@@ -59,7 +57,7 @@ from raceme.flower.fleet_client import LARGEST_CALL, Certificates
 from raceme.flower.fleet_protocol import CALLS, MEDIA_TYPE, SERVICE, FleetError, Signatures, path_of
 from raceme.flower.link_state import LinkState
 from raceme.flower.messages import encode, join
-from raceme.flower.ports import HttpConnection, listen
+from raceme.flower.ports import HttpConnection, listen, server_tls
 
 log = logging.getLogger("raceme.serve")
 
@@ -441,7 +439,8 @@ class _HttpApi:
             ws="none",
         )
         config.load()
-        config.ssl = None if certificates is None else _tls(certificates)
+        if certificates is not None:
+            config.ssl = server_tls(certificates.certificate, certificates.key)
         self._server = uvicorn.Server(config)
         self._task: asyncio.Task[None] | None = None
 
@@ -486,16 +485,6 @@ async def _body_of(request: Request, largest: int) -> bytes:
             details = f"Received message larger than max ({len(body)} vs. {largest})"
             raise FleetError(_Code.RESOURCE_EXHAUSTED, details)
     return bytes(body)
-
-
-def _tls(certificates: Certificates) -> ssl.SSLContext:
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    # Python reads them from files only; these are gone at once.
-    with tempfile.NamedTemporaryFile() as file:
-        file.write(certificates.certificate + b"\n" + certificates.key)
-        file.flush()
-        context.load_cert_chain(file.name)
-    return context
 
 
 class FleetApi:

@@ -1,4 +1,4 @@
-"""Open ports: a limit to their connections, a time for each, and the names that they answer to.
+"""Open ports: a limit to their connections, a time for each, and whose requests are answered.
 
 Each connection takes a file descriptor of the process. A port that accepts any number of them
 leaves none for the run's store and its checkpoints; one that waits for ever for a request is
@@ -7,12 +7,21 @@ blocked by connections that send nothing.
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import ipaddress
 import resource
+import secrets
 import socket
+import ssl
+import tempfile
 from asyncio import Transport
+from collections.abc import AsyncIterator, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
+from cryptography import x509
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 MOST_BROWSERS = 64
@@ -120,6 +129,20 @@ class HttpConnection(H11Protocol):
             self.loop.call_later(STALLED_SECONDS, self._look, now)
 
 
+async def read_body(stream: AsyncIterator[bytes], most: int) -> bytes | None:
+    """Return the body of a request; None if it is too long, or takes too long."""
+    body = b""
+    try:
+        async with asyncio.timeout(STALLED_SECONDS):
+            async for chunk in stream:
+                body += chunk
+                if len(body) > most:
+                    return None
+    except TimeoutError:
+        return None
+    return body
+
+
 def is_loopback(host: str) -> bool:
     """Return whether only this machine reaches an address."""
     try:
@@ -128,27 +151,106 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def names_this_machine(header: str, host: str) -> bool:
-    """Return whether a Host header names this machine.
+def server_tls(certificate: bytes, key: bytes) -> ssl.SSLContext:
+    """Return the TLS of a server, given its certificate and its key (PEM)."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    # Python reads them from files only; these are gone at once.
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(certificate + b"\n" + key)
+        file.flush()
+        context.load_cert_chain(file.name)
+    return context
 
-    A page of another site can have its name point to this machine (DNS rebinding): the browser then
-    takes the answer for that site's. The Host header has that name.
 
-    Parameters
+VIEW, OPERATE = "view", "operate"
+ROLES = (VIEW, OPERATE)
+"""What a token is good for: to look, or to change the run too."""
+
+
+@dataclass(frozen=True)
+class Access:
+    """Whose requests a port for people and monitors answers.
+
+    Attributes
     ----------
-    header : str
-        Value of the Host header, with or without a port.
     host : str
         The address that is listened at.
+    tokens : Mapping[str, str]
+        The token of each role; without any, whoever reaches the port may look.
+    certificate, key : str
+        Certificate and key of the server (PEM) for HTTPS; empty for HTTP.
     """
-    bracketed = header.startswith("[")
-    name = header[1:].partition("]")[0] if bracketed else header.partition(":")[0]
-    name = name.lower()
-    if name in ("localhost", host.lower(), socket.gethostname().lower()):
-        return True
-    try:
-        address = ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    # A number cannot be made to point elsewhere.
-    return address.is_loopback or not is_loopback(host)
+
+    host: str
+    tokens: Mapping[str, str] = field(default_factory=dict)
+    certificate: str = ""
+    key: str = ""
+
+    @property
+    def is_secure(self) -> bool:
+        """Whether the port speaks HTTPS."""
+        return bool(self.certificate)
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The names and addresses of the server in its certificate."""
+        if not self.certificate:
+            return ()
+        loaded = x509.load_pem_x509_certificate(self.certificate.encode())
+        found = loaded.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        return tuple(str(name.value).lower() for name in found)
+
+    def tls(self) -> ssl.SSLContext | None:
+        """Return the TLS of the port, if it speaks HTTPS."""
+        if not self.certificate:
+            return None
+        return server_tls(self.certificate.encode(), self.key.encode())
+
+    def admits(self, header: str) -> bool:
+        """Return whether a Host header names this machine.
+
+        A page of another site can have its name point to this machine (DNS rebinding): the browser
+        then takes the answer for that site's. The Host header has that name.
+
+        Parameters
+        ----------
+        header : str
+            Value of the Host header, with or without a port.
+        """
+        bracketed = header.startswith("[")
+        name = header[1:].partition("]")[0] if bracketed else header.partition(":")[0]
+        name = name.lower()
+        if name in ("localhost", self.host.lower(), socket.gethostname().lower(), *self.names):
+            return True
+        try:
+            address = ipaddress.ip_address(name)
+        except ValueError:
+            # In a network of containers a service has a name without a dot; no site has.
+            return bool(name) and "." not in name and not is_loopback(self.host)
+        # A number cannot be made to point elsewhere.
+        return address.is_loopback or not is_loopback(self.host)
+
+    def role_of(self, given: Iterable[str]) -> str:
+        """Return the role of some texts that may be tokens; empty if none of them is one."""
+        found = ""
+        for text in given:
+            for role, token in self.tokens.items():
+                # Of one length, and all of them: the time says nothing.
+                if secrets.compare_digest(_digest(text), _digest(token)):
+                    found = OPERATE if OPERATE in (role, found) else role
+        return found
+
+
+def new_token() -> str:
+    """Return a token that cannot be guessed."""
+    return secrets.token_urlsafe(24)
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+
+
+def bearer(header: str) -> str:
+    """Return the token of an Authorization header; empty if there is none."""
+    scheme, _, token = header.partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""

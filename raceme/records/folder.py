@@ -403,7 +403,7 @@ class ControlSocket:
         with _short_path(self._run / CONTROL) as path:
             # That of a process that was killed; the lock of the folder is held.
             Path(path).unlink(missing_ok=True)
-            self._server = _ControlServer(path, self._answer)
+            self._server = _ControlServer(path, self.answer)
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
         return self
 
@@ -435,7 +435,7 @@ class ControlSocket:
                 answer.set_exception(UserError(f"The command failed in the server: {said}."))
         return acted
 
-    def _answer(self, line: bytes) -> bytes:
+    def answer(self, line: bytes) -> bytes:
         """Answer a line; called in a thread of its own."""
         try:
             said: dict[str, object] = {"answer": self._carried_out(line)}

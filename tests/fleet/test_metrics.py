@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
+import ssl
 import subprocess
 import urllib.request
 from collections.abc import Mapping
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 
 import pytest
 import yaml
-from processes import free_port
+from processes import free_port, loopback, wait_until
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from serving import APP, fetch, light_device, serving
 
@@ -30,9 +33,11 @@ from raceme.core.events import (
     UpdateRejected,
     Verdict,
 )
+from raceme.fleet.certificates import make_certificates, make_tokens
 from raceme.fleet.serve import MOST_DEVICES, Metrics, StatusPort, label_of
 from raceme.flower.link_state import LinkState
 from raceme.flower.messages import NODE_UNAVAILABLE
+from raceme.flower.ports import ROLES
 
 DOCKER = Path(__file__).parents[2] / "docker"
 DASHBOARD, MONITORING = DOCKER / "grafana-dashboard.json", DOCKER / "monitoring"
@@ -225,6 +230,116 @@ def test_the_second_port_answers() -> None:
     # The port is free again.
     with StatusPort(address, lambda: b"", health):
         pass
+
+
+def test_beyond_loopback_tokens_decide_over_https(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_certificates(tmp_path, ["server.example.org"], [])
+    make_tokens(tmp_path, ["view", "operate"])
+    view, operate = ((tmp_path / f"{role}.token").read_text().strip() for role in ROLES)
+    assert (tmp_path / "view.token").stat().st_mode & 0o077 == 0
+    trust = ssl.create_default_context(cafile=str(tmp_path / "ca.crt"))
+    port = free_port()
+    carried_out: list[bytes] = []
+
+    def ask(path: str, token: str = "", host: str = "", body: str = "") -> tuple[int, str]:
+        connection = HTTPSConnection("localhost", port, timeout=20, context=trust)
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        headers |= {"Host": host} if host else {}
+        connection.request("POST" if body else "GET", path, body or None, headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+
+    def command(line: bytes) -> bytes:
+        carried_out.append(line)
+        return b"{}"
+
+    caplog.set_level(logging.INFO, "raceme.serve")
+    with StatusPort(
+        f"0.0.0.0:{port}", lambda: b"figures", lambda: (True, {"a": 1}), tmp_path
+    ) as made:
+        made.command = command
+        assert made.address == f"https://0.0.0.0:{port}"
+        for wrong in ("", "ä".encode().decode("latin-1"), view[:-1], view + "x", view.swapcase()):
+            assert ask("/metrics", wrong)[0] == 401
+            assert ask("/fleet", wrong, body='{"command": "status"}')[0] == 401
+        assert ask("/metrics", view) == ask("/metrics", operate) == (200, "figures")
+        assert ask(f"/metrics?token={view}")[0] == 401
+        # A load balancer has no token, and learns no more than it must.
+        assert json.loads(ask("/healthz")[1]) == {"status": "ok"}
+        assert json.loads(ask("/healthz", view)[1]) == {"status": "ok", "a": 1}
+        for name in ("server.example.org", "localhost", "10.0.0.7", "server"):
+            assert ask("/metrics", view, f"{name}:{port}")[0] == 200
+        assert ask("/metrics", view, "evil.example")[0] == 400
+        assert ask("/fleet", view, body='{"command": "status"}') == (200, "{}")
+        for changing in ('{"command": "rollback"}', "nonsense", "[]", '{"command": []}'):
+            assert ask("/fleet", view, body=changing)[0] == 403
+        assert len(carried_out) == 1
+        assert ask("/fleet", operate, body='{"command": "rollback"}')[0] == 200
+        assert carried_out[1:] == [b'{"command": "rollback"}']
+        assert ask("/fleet", operate, body=" " * 70_000)[0] == 400
+        with pytest.raises((OSError, HTTPException)):
+            get(f"127.0.0.1:{port}", "/metrics")
+    (line,) = (line for line in caplog.messages if "command" in line)
+    assert "A command from 127.0.0.1: " in line
+    assert not any(view in line or operate in line for line in caplog.messages)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("prometheus") is None, reason="needs Debian's prometheus")
+def test_prometheus_reads_them_with_its_token_only(tmp_path: Path) -> None:
+    make_certificates(tmp_path, ["localhost"], [])
+    make_tokens(tmp_path, ["view"])
+    port, own = free_port(), free_port()
+    target: dict[str, Any] = {
+        "scheme": "https",
+        "scrape_interval": "1s",
+        "tls_config": {"ca_file": str(tmp_path / "ca.crt")},
+        "static_configs": [{"targets": [f"localhost:{port}"]}],
+    }
+    token = {"authorization": {"credentials_file": str(tmp_path / "view.token")}}
+    jobs = [{"job_name": "owner", **target, **token}, {"job_name": "stranger", **target}]
+    (tmp_path / "prometheus.yml").write_text(yaml.safe_dump({"scrape_configs": jobs}))
+
+    def up() -> dict[str, str]:
+        try:
+            _, _, said = get(f"127.0.0.1:{own}", "/api/v1/query?query=up")
+        except OSError:
+            return {}
+        found = json.loads(said)["data"]["result"]
+        return {one["metric"]["job"]: one["value"][1] for one in found}
+
+    with (
+        StatusPort(f"0.0.0.0:{port}", lambda: b"# EOF\n", lambda: (True, {}), tmp_path),
+        loopback(tmp_path) as bed,
+    ):
+        command = ["prometheus", f"--config.file={tmp_path}/prometheus.yml"]
+        command += [f"--storage.tsdb.path={tmp_path}/data", f"--web.listen-address=127.0.0.1:{own}"]
+        prometheus = bed.start("prometheus", command)
+        seen = {"owner": "1", "stranger": "0"}
+        wait_until(lambda: up() == seen, 60, prometheus.describe)
+
+
+def test_without_tokens_an_open_port_names_no_other_site(tmp_path: Path) -> None:
+    make_certificates(tmp_path, ["server.example.org"], [])
+    address = f"0.0.0.0:{free_port()}"
+    with StatusPort(address, lambda: b"figures", lambda: (True, {}), tmp_path) as port:
+        assert port.is_open
+        for host, status in (("10.0.0.7", 200), ("server", 200), ("evil.example", 400)):
+            connection = HTTPConnection(address, timeout=20)
+            connection.request("GET", "/metrics", headers={"Host": host})
+            assert connection.getresponse().status == status
+
+
+def test_tokens_that_can_be_guessed_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "view.token").write_text("secret\n")
+    with pytest.raises(UserError, match=r"view\.token' holds no token of 20 letters"):
+        StatusPort("0.0.0.0:1", lambda: b"", lambda: (True, {}), tmp_path)
+    with pytest.raises(UserError, match="is not overwritten"):
+        make_tokens(tmp_path, ["view"])
+    with pytest.raises(UserError, match="Unknown role 'root'"):
+        make_tokens(tmp_path, ["root"])
 
 
 def test_dashboard_and_alerts_ask_for_figures_that_there_are() -> None:

@@ -33,6 +33,7 @@ from raceme.flower.fleet_protocol import Signer
 from raceme.flower.fleet_server import FleetApi
 from raceme.flower.link_state import LinkState
 from raceme.flower.messages import identify_process
+from raceme.flower.ports import Access
 from raceme.reporting.dashboard.server import bind, serve
 from raceme.reporting.dashboard.source import Watched
 
@@ -85,7 +86,8 @@ def dashboard(folder: Path) -> Iterator[int]:
 
     with bind("127.0.0.1", 0) as listening:
         watched = Watched(folder / "run", False)
-        thread = threading.Thread(target=serve, args=(listening, watched, "", until))
+        access = Access("127.0.0.1")
+        thread = threading.Thread(target=serve, args=(listening, watched, access, until))
         thread.start()
         try:
             yield listening.getsockname()[1]

@@ -487,6 +487,18 @@ def test_real_devices_are_seen_as_they_come_and_work(browser: Browser, tmp_path:
         assert browser.run(names) == ["client-0", "client-1"]
 
 
+def test_the_address_that_is_printed_logs_in(browser: Browser, finished: Path) -> None:
+    with watching(finished, "0.0.0.0", 0) as beside:
+        # Another name of this machine: the browser's cookie is of one host.
+        port = beside.address.split(":")[2].partition("/")[0]
+        browser.open(f"http://127.0.0.1:{port}/#wrong")
+        assert browser.run("return document.querySelector('input').name") == "token"
+        browser.open("about:blank")
+        browser.open(f"http://127.0.0.1:{port}/#{beside.address.partition('#')[2]}")
+        browser.until(lambda: "over" in browser.describe())
+        assert "token" not in browser.run("return location.href")
+
+
 def test_names_and_reasons_of_strangers_change_nothing(browser: Browser, tmp_path: Path) -> None:
     with RunStore(tmp_path / "run") as store:
         store.observe(ClientJoined(0.0, HOSTILE, 0, 10, 0))

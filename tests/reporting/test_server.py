@@ -13,18 +13,21 @@ import pytest
 from starlette.testclient import TestClient
 
 from raceme.core.events import ClientJoined, UpdateApplied
+from raceme.flower.ports import Access
 from raceme.records.store import RunStore
 from raceme.reporting import dashboard as page
 from raceme.reporting.dashboard.server import COOKIE, Dashboard, address_of, bind, qr_code, serve
 from raceme.reporting.dashboard.source import Watched
 
+LOCAL = Access("127.0.0.1")
 TOKEN = "a-token-that-nobody-guesses"
 
 
 def client(
     folder: Path, host: str = "127.0.0.1", token: str = "", name: str | None = None
 ) -> TestClient:
-    app = Dashboard(Watched(folder, False).source, host, token).app
+    access = Access(host, {"view": token} if token else {})
+    app = Dashboard(Watched(folder, False).source, access).app
     headers = {"host": f"{host if name is None else name}:8321"}
     base = "http://192.0.2.7:8321"
     return TestClient(app, base_url=base, headers=headers, follow_redirects=False)
@@ -72,18 +75,25 @@ def test_this_machine_needs_no_token(tmp_path: Path, name: str) -> None:
 
 def test_without_the_token_there_is_one_line(tmp_path: Path) -> None:
     browser = client(tmp_path, "0.0.0.0", TOKEN, "192.0.2.7")
-    for path in ("/", "/events", "/assets/main.js", "/?token=wrong", "/?token=ä"):
+    # A token in an address would be in the logs of whatever is between.
+    for path in ("/", "/events", "/assets/main.js", "/?token=wrong", f"/?token={TOKEN}"):
         answer = browser.get(path)
         assert answer.status_code == 403
         assert answer.text.count("\n") == 1
         assert "token" in answer.text
+        assert TOKEN not in answer.text
     assert client(tmp_path, "0.0.0.0", TOKEN, "evil.example").get("/").status_code == 400
 
 
 def test_the_token_becomes_a_cookie_that_no_script_and_no_other_site_sees(tmp_path: Path) -> None:
     browser = client(tmp_path, "0.0.0.0", TOKEN, "192.0.2.7")
-    answer = browser.get(f"/?token={TOKEN}")
-    assert answer.status_code in (302, 307)
+    assert "form-action 'self'" in browser.get("/").headers["content-security-policy"]
+    assert browser.get("/assets/login.js").status_code == 200
+    for wrong in ("", "ä", TOKEN[:-1], TOKEN + "x"):
+        assert browser.post("/login", data={"token": wrong}).status_code == 403
+    assert browser.post("/login", data={"token": "x" * 5000}).status_code == 400
+    answer = browser.post("/login", data={"token": TOKEN})
+    assert answer.status_code == 303
     assert answer.headers["location"] == "/"
     cookie = answer.headers["set-cookie"].lower()
     assert cookie.startswith(f"{COOKIE}={TOKEN}")
@@ -94,16 +104,26 @@ def test_the_token_becomes_a_cookie_that_no_script_and_no_other_site_sees(tmp_pa
     assert client(tmp_path, "0.0.0.0", TOKEN, "192.0.2.7").get("/").status_code == 403
 
 
+def test_a_monitor_sends_its_token_in_a_header(tmp_path: Path) -> None:
+    browser = client(tmp_path, "0.0.0.0", TOKEN, "192.0.2.7")
+    for scheme, token, status in (
+        *(("Bearer", TOKEN, 200), ("bearer", TOKEN, 200)),
+        *(("Basic", TOKEN, 403), ("Bearer", "", 403), ("Bearer", TOKEN.upper(), 403)),
+    ):
+        answer = browser.get("/", headers={"Authorization": f"{scheme} {token}"})
+        assert answer.status_code == status
+
+
 def test_all_addresses_are_printed_as_one_that_a_phone_can_open() -> None:
     with bind("0.0.0.0", 0) as listening:
-        shown = urlsplit(address_of(listening, TOKEN))
+        shown = urlsplit(address_of(listening, Access("0.0.0.0", {"view": TOKEN})))
     assert shown.hostname not in (None, "0.0.0.0")
-    assert shown.query == f"token={TOKEN}"
+    assert (shown.query, shown.fragment) == ("", f"token={TOKEN}")
 
 
 def test_the_code_in_the_terminal_is_for_other_machines_only() -> None:
     pytest.importorskip("segno")
-    rows = qr_code(f"http://192.0.2.7:8321/?token={TOKEN}").splitlines()
+    rows = qr_code(f"http://192.0.2.7:8321/#token={TOKEN}").splitlines()
     assert len(rows) > 10
     assert max(map(len, rows)) < 80
     for own in ("http://127.0.0.1:8321/", "http://localhost:8321/", "http://[::1]:8321/"):
@@ -123,9 +143,9 @@ def address(tmp_path: Path) -> Iterator[str]:
 
     with bind("127.0.0.1", 0) as listening:
         watched = Watched(tmp_path / "run", False)
-        thread = threading.Thread(target=serve, args=(listening, watched, "", until))
+        thread = threading.Thread(target=serve, args=(listening, watched, LOCAL, until))
         thread.start()
-        yield address_of(listening, "")
+        yield address_of(listening, LOCAL)
         ended.set()
         thread.join(20)
         assert not thread.is_alive()

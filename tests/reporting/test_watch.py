@@ -7,10 +7,11 @@ import os
 import re
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
-from http.client import HTTPConnection
+from http.client import HTTPConnection, HTTPResponse, HTTPSConnection
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -21,6 +22,7 @@ from typer.testing import CliRunner
 from raceme.cli import app
 from raceme.core.errors import UserError
 from raceme.core.events import ClientJoined
+from raceme.fleet.certificates import make_certificates, make_tokens
 from raceme.records.store import RunStore
 from raceme.reporting.dashboard.server import watching
 
@@ -45,7 +47,7 @@ def started(*arguments: str | Path) -> tuple[subprocess.Popen[str], str]:
     )
     assert process.stdout is not None
     line = process.stdout.readline()
-    found = re.search(r"http://\S+", line)
+    found = re.search(r"https?://\S+", line)
     assert found, line + process.stdout.read()
     return process, found[0]
 
@@ -77,13 +79,43 @@ def test_a_run_is_watched_until_ctrl_c(run: Path) -> None:
 
 def test_other_addresses_print_a_token(run: Path) -> None:
     process, address = started("watch", run, "--host", "0.0.0.0", "--port", "0")
-    token = re.fullmatch(r"http://\S+:(\d+)/\?token=(\S{32})", address)
+    token = re.fullmatch(r"http://\S+:(\d+)/#token=(\S{32})", address)
     assert token is not None
     connection = HTTPConnection("127.0.0.1", int(token[1]), timeout=30)
     connection.request("GET", "/events")
     assert connection.getresponse().status == 403
     process.send_signal(signal.SIGINT)
     assert process.wait(30) == 0
+
+
+def test_with_the_fleets_certificates_the_page_speaks_https(run: Path, tmp_path: Path) -> None:
+    certs = tmp_path / "certs"
+    make_certificates(certs, ["localhost"], [])
+    make_tokens(certs, ["view"])
+    token = (certs / "view.token").read_text().strip()
+    options = ("--host", "0.0.0.0", "--port", "0", "--certificates", certs)
+    process, address = started("watch", run, *options)
+    # The output of a service is a log.
+    assert re.fullmatch(r"https://localhost:\d+/", address)
+    trust = ssl.create_default_context(cafile=str(certs / "ca.crt"))
+    parts = urlsplit(address)
+    assert parts.port is not None
+
+    def ask(method: str, path: str, headers: dict[str, str], body: str = "") -> HTTPResponse:
+        connection = HTTPSConnection("localhost", parts.port, timeout=30, context=trust)
+        connection.request(method, path, body, headers)
+        return connection.getresponse()
+
+    assert ask("GET", "/", {}).status == 403
+    assert ask("GET", "/assets/main.js", {"Authorization": f"Bearer {token}"}).status == 200
+    answer = ask("POST", "/login", {}, f"token={token}")
+    cookie = answer.headers["Set-Cookie"]
+    assert answer.status == 303
+    assert "Secure" in cookie
+    assert ask("GET", "/", {"Cookie": cookie.partition(";")[0]}).status == 200
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=30)
+    assert (process.returncode, output) == (0, "")
 
 
 def said(*arguments: str | Path) -> str:

@@ -7,21 +7,22 @@ import errno
 import io
 import json
 import os
-import secrets
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs
 
 import uvicorn
 from starlette.applications import Starlette
-from starlette.datastructures import URL, Headers, MutableHeaders, QueryParams
+from starlette.datastructures import URL, MutableHeaders
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response, StreamingResponse
@@ -29,12 +30,23 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from raceme.core.errors import UserError
-from raceme.flower.ports import HttpConnection, Listener, is_loopback, listen, names_this_machine
+from raceme.flower.ports import (
+    OPERATE,
+    VIEW,
+    Access,
+    HttpConnection,
+    Listener,
+    bearer,
+    is_loopback,
+    listen,
+    new_token,
+    read_body,
+)
 from raceme.reporting.dashboard import ASSETS, live_page, read_asset
 from raceme.reporting.dashboard.source import ComparisonSource, RunSource, Watched
 
 # -----------------------------------------------------------------------------
-# Access: browsers on this machine, or with the token, and no page of another site.
+# Access: browsers on this machine, or with a token, and no page of another site.
 # -----------------------------------------------------------------------------
 
 
@@ -51,9 +63,8 @@ _HEADERS = {
 }
 
 
-def new_token() -> str:
-    """Return a token that cannot be guessed."""
-    return secrets.token_urlsafe(24)
+_LOGIN_SCRIPT = "login.js"
+_LONGEST_LOGIN = 4096
 
 
 class Guard:
@@ -63,14 +74,13 @@ class Guard:
     ----------
     app : ASGIApp
         Application that answers the requests that are let through.
-    host : str
-        The address that is listened at.
-    token : str
-        What a browser has to know; empty if it need not know anything.
+    access : Access
+        Names and tokens that requests must have. A token comes in a header, as a monitor sends it,
+        or in the body of a form, and is a cookie from then on: addresses end up in logs.
     """
 
-    def __init__(self, app: ASGIApp, host: str, token: str) -> None:
-        self._app, self._host, self._token = app, host, token
+    def __init__(self, app: ASGIApp, access: Access) -> None:
+        self._app, self._access = app, access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer an HTTP request, or refuse it if it names another host or no token."""
@@ -80,32 +90,54 @@ class Guard:
 
         async def send_strict(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).update(_HEADERS)
+                headers = MutableHeaders(scope=message)
+                for name, value in _HEADERS.items():
+                    headers.setdefault(name, value)
             await send(message)
 
-        await self._answer(Headers(scope=scope), scope)(scope, receive, send_strict)
+        answer = await self._answer(Request(scope, receive))
+        await answer(scope, receive, send_strict)
 
-    def _answer(self, headers: Headers, scope: Scope) -> ASGIApp:
-        if not names_this_machine(headers.get("host", ""), self._host):
+    async def _answer(self, request: Request) -> ASGIApp:
+        headers, path = request.headers, request.url.path
+        if not self._access.admits(headers.get("host", "")):
             return PlainTextResponse("This address is not the dashboard's.\n", 400)
-        if not self._token:
+        if not self._access.tokens:
             return self._app
-        given = QueryParams(scope["query_string"]).get("token", "")
-        if self._is_token(given):
-            # The token leaves the address bar, and with it the history.
-            answer = RedirectResponse(URL(scope=scope).remove_query_params("token").path or "/")
-            answer.set_cookie(COOKIE, self._token, httponly=True, samesite="strict")
-            return answer
-        if self._is_token(_cookie(headers.get("cookie", ""))):
+        if (path, request.method) == ("/login", "POST"):
+            return await self._login(request)
+        given = _cookie(headers.get("cookie", "")), bearer(headers.get("authorization", ""))
+        if self._access.role_of(given) or path == f"/assets/{_LOGIN_SCRIPT}":
             return self._app
-        return PlainTextResponse(
-            "This page needs its token: open the address with ?token=… that was printed when it "
-            "was started.\n",
-            403,
-        )
+        if path == "/":
+            return _login_page("This page needs its token.")
+        return PlainTextResponse("This needs the token of the page.\n", 403)
 
-    def _is_token(self, given: str) -> bool:
-        return secrets.compare_digest(given.encode(), self._token.encode())
+    async def _login(self, request: Request) -> Response:
+        body = await read_body(request.stream(), _LONGEST_LOGIN)
+        if body is None:
+            return PlainTextResponse("This is no token.\n", 400)
+        (token, *_) = parse_qs(body.decode("utf-8", "replace")).get("token", [""])
+        if not self._access.role_of([token]):
+            return _login_page("This is not the token of the page.")
+        answer = RedirectResponse("/", 303)
+        secure = self._access.is_secure
+        answer.set_cookie(COOKIE, token, httponly=True, samesite="strict", secure=secure)
+        return answer
+
+
+def _login_page(reason: str) -> Response:
+    """Return a form for the token, which a script fills in if the address has it behind a #."""
+    text = (
+        "<!doctype html><html lang='en'><meta charset='utf-8'><title>Raceme</title>"
+        "<meta name='viewport' content='width=device-width'>"
+        f"<form method='post' action='/login'><p>{reason}</p>"
+        "<label>Token <input name='token' type='password' autocomplete='current-password'>"
+        "</label> <button>Open</button></form>"
+        f"<script src='/assets/{_LOGIN_SCRIPT}'></script></html>\n"
+    )
+    policy = _HEADERS["content-security-policy"].replace("form-action 'none'", "form-action 'self'")
+    return Response(text, 403, {"content-security-policy": policy}, "text/html")
 
 
 def _cookie(header: str) -> str:
@@ -184,12 +216,11 @@ class Dashboard:
     sources : Callable
         Takes the name of a run in a comparison, empty for the folder itself, and returns its
         source; None if there is no such run.
-    host, token : str
-        Host and secret that requests must name; see
-        :class:`raceme.reporting.dashboard.server.Guard`.
+    access : Access
+        Names and tokens that requests must have.
     """
 
-    def __init__(self, sources: Callable[[str], Source | None], host: str, token: str) -> None:
+    def __init__(self, sources: Callable[[str], Source | None], access: Access) -> None:
         self._sources = sources
         self._feeds: dict[str, Feed] = {}
         self._closing = False
@@ -199,7 +230,7 @@ class Dashboard:
                 Route("/events", self._events),
                 Route("/assets/{name:path}", self._asset),
             ],
-            middleware=[Middleware(Guard, host=host, token=token)],
+            middleware=[Middleware(Guard, access=access)],
         )
 
     async def close(self) -> None:
@@ -323,13 +354,18 @@ def bind(host: str, port: int, option: str = "--port") -> socket.socket:
         raise UserError(f"Cannot listen on {host}:{port}: {error.strerror}.") from None
 
 
-def address_of(listening: socket.socket, token: str) -> str:
-    """Return the address of the page, for a person to open."""
+def address_of(listening: socket.socket, access: Access) -> str:
+    """Return the address of the page, for a person to open.
+
+    The token is behind a ``#``: a browser sends that to no server, so that no log has it.
+    """
     host, port = listening.getsockname()[:2]
     if host in ("0.0.0.0", "::"):
-        host = _own_address()
+        host = next((name for name in access.names if "*" not in name), _own_address())
     shown = f"[{host}]" if ":" in host else host
-    return f"http://{shown}:{port}/" + (f"?token={token}" if token else "")
+    token = access.tokens.get(VIEW) or access.tokens.get(OPERATE)
+    address = f"{'https' if access.is_secure else 'http'}://{shown}:{port}/"
+    return address + (f"#token={token}" if token else "")
 
 
 def _own_address() -> str:
@@ -362,7 +398,7 @@ def qr_code(address: str) -> str:
 def serve(
     listening: socket.socket,
     watched: Watched,
-    token: str,
+    access: Access,
     until: Callable[[], Coroutine[Any, Any, None]],
 ) -> None:
     """Serve the page.
@@ -373,17 +409,20 @@ def serve(
         Listening socket, as :func:`bind` returns it.
     watched : Watched
         The run or comparison that the page shows.
-    token : str
-        What a browser has to know; empty for nothing.
+    access : Access
+        Names and tokens that requests must have, and the certificate for HTTPS.
     until : Callable
         Returns when it is to end.
     """
-    dashboard = Dashboard(watched.source, listening.getsockname()[0], token)
-    asyncio.run(_serve(dashboard, listening, until))
+    dashboard = Dashboard(watched.source, access)
+    asyncio.run(_serve(dashboard, listening, access.tls(), until))
 
 
 async def _serve(
-    dashboard: Dashboard, listening: socket.socket, until: Callable[[], Coroutine[Any, Any, None]]
+    dashboard: Dashboard,
+    listening: socket.socket,
+    tls: ssl.SSLContext | None,
+    until: Callable[[], Coroutine[Any, Any, None]],
 ) -> None:
     config = uvicorn.Config(
         dashboard.app,
@@ -395,6 +434,8 @@ async def _serve(
         lifespan="off",
         ws="none",
     )
+    config.load()
+    config.ssl = tls
     server = _Server(config)
     serving = asyncio.create_task(server.serve([listening]))
     ending = asyncio.create_task(until())
@@ -451,7 +492,12 @@ class DashboardProcess:
 
 @contextmanager
 def watching(
-    folder: Path, host: str, port: int, *, comparison: bool = False
+    folder: Path,
+    host: str,
+    port: int,
+    *,
+    comparison: bool = False,
+    access: Access | None = None,
 ) -> Iterator[DashboardProcess]:
     """Show what is being written to a folder, meanwhile.
 
@@ -463,16 +509,20 @@ def watching(
         Where the page is; see :func:`raceme.reporting.dashboard.server.bind`.
     comparison : bool
         Which of the two it is.
+    access : Access, optional
+        Names and tokens that requests must have; by default a new token, unless only this machine
+        reaches the page.
 
     Raises
     ------
     UserError
         The port is taken, or the address is none of this machine's.
     """
-    token = "" if is_loopback(host) else new_token()
+    if access is None:
+        access = Access(host, {} if is_loopback(host) else {VIEW: new_token()})
     with bind(host, port, "--watch-address") as listening:
-        address = address_of(listening, token)
-        process = _start(listening, folder, token, comparison)
+        address = address_of(listening, access)
+        process = _start(listening, folder, access, comparison)
     try:
         yield DashboardProcess(address, process)
     finally:
@@ -480,7 +530,7 @@ def watching(
 
 
 def _start(
-    listening: socket.socket, folder: Path, token: str, comparison: bool
+    listening: socket.socket, folder: Path, access: Access, comparison: bool
 ) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(
         [sys.executable, "-m", "raceme.reporting.dashboard.server"],
@@ -491,7 +541,7 @@ def _start(
         "socket": listening.fileno(),
         "folder": str(folder.absolute()),
         # Not among the arguments, which every user of the machine sees.
-        "token": token,
+        "access": asdict(access),
         "comparison": comparison,
     }
     assert process.stdin is not None
@@ -528,7 +578,7 @@ def main() -> None:
     listening = Listener(fileno=told["socket"])
     watched = Watched(Path(told["folder"]), told["comparison"])
     with listening:
-        serve(listening, watched, told["token"], _until_the_end)
+        serve(listening, watched, Access(**told["access"]), _until_the_end)
 
 
 async def _until_the_end() -> None:
