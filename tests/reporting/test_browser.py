@@ -263,17 +263,18 @@ def test_a_chart_is_saved_as_csv_and_as_a_picture(replayed: Browser, tmp_path: P
     assert lines[0].startswith('"virtual time (s)",')
     assert lines[0].endswith('"mean of the clients"')
     assert len(lines) - 1 == replayed.run("return raceme.run.tables.evaluations.rows")
-    for panel in ("clusters", "map", "devices"):
+    for panel in ("clusters", "map", "devices", "staleness"):
         drawn = f"return document.querySelector('#panel-{panel} canvas').width > 0"
         replayed.run(f"document.querySelector('#panel-{panel}').scrollIntoView()")
         replayed.until(lambda drawn=drawn: replayed.run(drawn))
         replayed.run(f"document.querySelector('#panel-{panel} .small').click()")
-    pictures = replayed.until(lambda: len(found := list(tmp_path.glob("*.png"))) == 4 and found)
+    pictures = replayed.until(lambda: len(found := list(tmp_path.glob("*.png"))) == 5 and found)
     assert {path.stem for path in pictures} == {
         "accuracy-over-time-mean-worst-tenth-and-each-cluster",
         "clusters-over-time",
         "map-of-the-clients",
         "devices-at-work",
+        "staleness",
     }
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in pictures)
 

@@ -1,9 +1,9 @@
 // How stale updates were when they came.
 
 import { named } from "../colours.js";
-import { Canvas } from "../canvas.js";
+import { Canvas, pictureButton } from "../canvas.js";
 import { note, panel } from "../panel.js";
-import { number } from "../words.js";
+import { make, number } from "../words.js";
 
 const MOST_BINS = 30;
 const [LEFT, TOP, BOTTOM] = [46, 10, 36];
@@ -13,7 +13,9 @@ export class StalenessPanel {
     this.board = board;
     this.canvas = new Canvas(230, "Staleness of the updates", () => board.changed());
     this.note = note("");
-    this.element = panel("staleness", "Staleness", "", this.canvas.element, this.note);
+    this.element = panel("staleness", "Staleness", "",
+      make("div", { class: "options" }, pictureButton(this.canvas, "Staleness", () => [])),
+      this.canvas.element, this.note);
   }
 
   draw(moment) {
