@@ -345,7 +345,7 @@ def _rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if drift := get("missed_drift"):
         yield "drift", f"{drift} never happened: the run ended before drift-at"
     if attack := get("missed_attack"):
-        yield "attack", f"{attack} never happened: the run ended before attackers-join"
+        yield "attack", f"{attack} never happened: the run ended before it began"
     rate = summary["updates_per_second"] or 0
     if get("clock") == "wall":
         # The run's own clock begins with the first device, and goes on where it resumes.

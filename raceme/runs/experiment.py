@@ -303,28 +303,38 @@ def _warn_of_late_changes(config: RunConfig, strategy: Method, grid: Grid) -> No
         drift = f"drift {config.drift}"
         _warn_if_late(drift, "drift-at", first, schedule.unit, config, strategy, grid)
     if config.attack != NONE:
-        attack, options = f"attack {config.attack}", attack_of(config).options
-        join, start = options.attackers_join, options.attack_start
-        _warn_if_late(attack, "attackers-join", join, "seconds", config, strategy, grid)
-        _warn_if_late(attack, "attack-start", start, "updates", config, strategy, grid)
+        what, attack = f"attack {config.attack}", attack_of(config)
+        join, first = attack.options.attackers_join, attack.first(config.planned_updates)
+        # What is counted: requests from 0, of which the last ones bring no update, or rounds.
+        unit = "requests" if strategy.scheduling.rounds is None else "rounds"
+        _warn_if_late(what, "attackers-join", join, "seconds", config, strategy, grid)
+        _warn_if_late(what, "attack-start", first, unit, config, strategy, grid)
+
+
+def _has_attacked(config: RunConfig, strategy: Method, end: float) -> bool:
+    """Return whether a run lasted until attackers were online and a request was attacked."""
+    attack, rounds = attack_of(config), strategy.scheduling.rounds
+    last = strategy.progress.tasks - 1 if rounds is None else rounds
+    return attack.options.attackers_join <= end and attack.first(config.planned_updates) <= last
 
 
 def _warn_if_late(
     what: str, key: str, first: float, unit: str, config: RunConfig, strategy: Method, grid: Grid
 ) -> None:
     """Say that something begins after the end of the run, as far as limits and devices tell."""
-    limits = {
-        "seconds": config.max_time,
-        "updates": config.max_updates,
-        "rounds": config.max_rounds,
-    }
-    limit = limits.get(unit) or math.inf
+    most, rounds = config.max_updates or math.inf, config.max_rounds
+    # At the end a request of each other client is open. A round has one update at least.
+    limit, end_of = {
+        "requests": (most + config.num_clients - 2, f"{most} updates"),
+        "rounds": (rounds, f"{rounds} rounds") if rounds else (most, f"{most} updates"),
+        "seconds": (config.max_time or math.inf, f"{config.max_time:g} seconds"),
+        "updates": (most, f"{most} updates"),
+    }.get(unit, (math.inf, ""))
     if first > limit:
         log.warning(
-            "The %s never happens: the run ends after %g %s, and %s is %g. Choose an earlier %s.",
+            "The %s never happens: the run ends after %s, and %s is %g. Choose an earlier %s.",
             what,
-            limit,
-            unit,
+            end_of,
             key,
             first,
             key,
@@ -531,7 +541,7 @@ def conduct(
         result |= protection.result(config.target_accuracy)
         if schedule_of(config) is not None and not summary.has_drifted:
             result["missed_drift"] = config.drift
-        if config.attack != NONE and attack_of(config).options.attackers_join > summary.time:
+        if config.attack != NONE and not _has_attacked(config, strategy, summary.time):
             result["missed_attack"] = config.attack
         if not virtual:
             result["clock"] = "wall"

@@ -328,7 +328,9 @@ def test_a_fleet_too_small_for_its_method_is_said_at_the_start(
 ) -> None:
     """CASA splits ten clients of digits, and not eight (eq 14: they need a gap of 0.016, 0.024)."""
     few = "clients are too few for CASA to tell clusters apart"
-    late = ["--clients", "10", "--attack", "label-flip", "--attackers-join"]
+    flip = ["--clients", "10", "--attack", "label-flip"]
+    join, rounds = [*flip, "--attackers-join"], [*flip, "--strategy", "fedavg"]
+    never = "The attack label-flip never happens: the run ends after"
     for number, (keys, said) in enumerate(
         (
             (["--clients", "8"], f"8 {few}"),
@@ -338,8 +340,14 @@ def test_a_fleet_too_small_for_its_method_is_said_at_the_start(
             (["--clients", "8", "--strategy", "casa-c"], ""),
             (["--clients", "1", "--strategy", "fedasync"], "One client trains alone"),
             (["--clients", "2", "--attack", "label-flip"], "The attack label-flip never happens"),
-            ([*late, "900", "--max-time", "30"], "label-flip never happens: the run ends after 30"),
-            ([*late, "0.01"], ""),
+            ([*join, "900", "--max-time", "30"], f"{never} 30 seconds"),
+            ([*join, "0.01"], ""),
+            ([*flip, "--attack-start", "900"], f"{never} 2 updates"),
+            # Ten clients, two updates: the last request is the eleventh, number 10.
+            ([*flip, "--attack-start", "10"], ""),
+            ([*flip, "--attack-start", "11"], f"{never} 2 updates"),
+            ([*rounds, "--attack-start", "900"], f"{never} 2 updates"),
+            ([*rounds, "--attack-start", "1"], ""),
         )
     ):
         output = tmp_path / f"{number}.txt"
@@ -348,7 +356,9 @@ def test_a_fleet_too_small_for_its_method_is_said_at_the_start(
         text = output.read_text()
         assert said in text
         summary = json.loads((tmp_path / str(number) / "summary.json").read_text())
-        assert ("missed_attack" in summary) is ("900" in keys)
+        late = never in said
+        assert ("missed_attack" in summary) is late
+        assert ("label-flip never happened" in " ".join(text.split())) is late
         if said:
             assert text.index(said) < text.index("evaluated at"), "before any work"
         else:
