@@ -112,6 +112,8 @@ def _one_line(error: click.ClickException) -> str:
     context: Any = getattr(error, "ctx", None)
     words = re.findall(r"[\w-]+", message.partition("extra argument")[2])
     name = next((word for word in words if word in STRATEGIES), "")
+    if context and (file := re.search(r"\((\S+\.toml)\)", message)):
+        return f"{message}. Did you mean `{context.command_path} --config {file[1]}`?"
     if context and name:
         return f"{message}. Did you mean `{context.command_path} --strategy {name}`?"
     end = "" if message.endswith((".", "?")) else "."

@@ -257,8 +257,9 @@ def serve(
 ) -> None:
     """Start a server that coordinates training on devices (raceme device).
 
-    --out is required. The same command with the same --out resumes a stopped or crashed run. With
-    APP_DIR the server runs your own Flower app, whose run cannot be resumed.
+    --out is required. The same command with the same --out resumes a stopped or crashed run.
+
+    With APP_DIR the server runs your own Flower app, whose run cannot be resumed.
     """
     parsed_address("--address", address, "0.0.0.0:9092")
     if http is not None:

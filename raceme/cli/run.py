@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 def run(keys: Mapping[str, Value], watch: Watch = False, watch_address: Address = ADDRESS) -> None:
     """Run a method on virtual time; write a summary, plots, models and every event.
 
-    Keys come from --config, then the options, then --set; the later one wins. With --resume they
-    are those of the earlier run.
+    Keys come from --config, then the options, then --set; the later one wins.
+
+    With --resume they are those of the earlier run.
     """
     # What is mistyped is said before the imports that a run needs.
     config = RunConfig.from_mapping(keys)

@@ -169,7 +169,7 @@ def shown_by_flower() -> Iterator[None]:
         raise
 
 
-_MANY = 15
+_MANY = 8
 """So many names are no longer read where an error is."""
 
 
@@ -191,8 +191,7 @@ def unknown_name(kind: str, name: str, valid: Iterable[str], listed_by: str = ""
     nearest = difflib.get_close_matches(name[:80], names, n=1, cutoff=0.5)
     hint = f" Did you mean '{nearest[0]}'?" if nearest else ""
     name = name if len(name) <= 80 else f"{name[:80]}…"
-    if listed_by and len(names) > _MANY:
-        every = f"`{listed_by}` lists them all."
-    else:
-        every = f"Valid: {', '.join(names)}."
-    return UserError(f"Unknown {kind} '{name}'.{hint} {every}")
+    every = f" Valid: {', '.join(names)}."
+    if len(names) > _MANY and (listed_by or hint):
+        every = f" `{listed_by}` lists them all." if listed_by else ""
+    return UserError(f"Unknown {kind} '{name}'.{hint}{every}")

@@ -641,7 +641,7 @@ def shipped(name: str) -> dict[str, str]:
     """
     found = all_shipped()
     if name not in found:
-        raise unknown_name("reproduction", name, found)
+        raise unknown_name("reproduction", name, found, "raceme reproduce")
     return found[name]
 
 

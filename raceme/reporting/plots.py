@@ -60,7 +60,6 @@ from raceme.reporting.style import (
     series_colour,
     style,
     time_axis,
-    updates_axis,
 )
 
 _MOST_CLUSTERS = 8
@@ -105,7 +104,6 @@ def accuracy_figure(
         _legend(figure, axes, _mark_data(axes, record, seconds), record.measure)
     else:
         say_empty(axes, "no evaluations")
-    updates_axis(axes, record.updates.time, seconds)
     return figure
 
 

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.path import Path as Outline
 from matplotlib.text import Text
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from raceme.core.events import ClusterChange, ClustersChanged, DataChanged
 from raceme.core.files import atomic_write
@@ -224,31 +224,6 @@ def log_time_axis(axes: Axes, start: float, end: float) -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xlabel(f"{axes.get_xlabel()}, logarithmic")
-
-
-def updates_axis(axes: Axes, times: Floats, seconds: float) -> None:
-    """Put the number of updates applied on top of an axis of time.
-
-    Parameters
-    ----------
-    times : ndarray
-        Time of each update, ascending.
-    seconds : float
-        Seconds in a unit of the axis below.
-    """
-    low, high = (limit * seconds for limit in axes.get_xlim())
-    top = axes.twiny()
-    top.set_xlim(axes.get_xlim())
-    top.spines["top"].set_visible(True)
-    top.set_xlabel("updates", labelpad=6)
-    first, last = np.searchsorted(times, (low, high), side="right")
-    counts = [
-        int(count)
-        for count in MaxNLocator(6, integer=True).tick_values(int(first), max(int(last), 1))
-        if 0 < count <= len(times) and low <= times[int(count) - 1] <= high
-    ]
-    ticks = [float(times[count - 1]) / seconds for count in counts]
-    top.set_xticks(ticks, [f"{count:,}" for count in counts])
 
 
 def legend_beside(axes: Axes, **how: Any) -> None:

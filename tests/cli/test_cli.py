@@ -270,8 +270,15 @@ def test_lists_and_version(raceme: Typed, tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_what_is_mistyped_is_one_line_with_a_remedy(raceme: Typed, tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text('lr = 0.1\n[casa]\ngamma = "x"\n')
+    (tmp_path / "key.toml").write_text("[casa]\ngama = 0.1\n")
     for arguments, expected in (
         (["run", "casa"], "extra argument (casa). Did you mean `raceme run --strategy casa`?"),
+        (["run", "mine.toml"], "(mine.toml). Did you mean `raceme run --config mine.toml`?"),
+        (
+            ["run", "--config", "key.toml"],
+            "line 2: Unknown key 'casa.gama'. Did you mean 'casa.gamma'? `",
+        ),
+        (["reproduce", "casa-table9"], "'casa-table2'? `raceme reproduce` lists them all.\n"),
         (["run", "--strategy", "cassa"], "'cassa'. Did you mean 'casa'? `raceme list` lists them"),
         (["runs"], "No such command 'runs'"),
         (["run", "--resume", "nowhere"], "There is no run in nowhere to resume: expected the"),
@@ -283,7 +290,7 @@ def test_what_is_mistyped_is_one_line_with_a_remedy(raceme: Typed, tmp_path: Pat
         assert done.stderr.startswith("raceme: "), arguments
         assert len(done.stderr.splitlines()) == 1, arguments
         assert expected in done.stderr, arguments
-    assert [path.name for path in tmp_path.iterdir()] == ["mine.toml"]
+    assert {path.name for path in tmp_path.iterdir()} == {"mine.toml", "key.toml"}
 
 
 def test_training_that_diverges_is_said(raceme: Typed, tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ function follow(name) {
     else if (run.isOver) say("The run is over.", "over");
     else if (run.about && !run.size) say("Waiting for the first client.", "live");
     else if (run.size) say("Live", "live");
-    else say("Waiting for the run to start.", "live");
+    else say("Waiting for data.", "live");
   };
   events.addEventListener("restart", () => {
     run.clear();
