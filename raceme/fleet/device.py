@@ -610,6 +610,10 @@ def _stay_online(options: DeviceOptions, tasks: Tasks, stop: StopSignal, hurry: 
                     absent = False
                     raise RejoinError("an earlier process of this device was online until now")
                 log.info("online at %s as node %d", endpoint.address, link.node_id)
+                if link.server is not None and (
+                    difference := link.server.difference(fleet.own_greeting())
+                ):
+                    log.warning("the server has %s", difference)
                 _serve(link, tasks, stop)
                 log.info("stopping")
                 hurry.wait(tasks.answered_at + _LINGER_SECONDS - time.monotonic())

@@ -57,7 +57,7 @@ from raceme.fleet.certificates import DEVICE_KEYS, Registry, access_to, read_cer
 from raceme.fleet.served_grid import ServedGrid
 from raceme.fleet.tasks import OWN_APP
 from raceme.flower.app import App, app_metadata, build_bundle, server_context
-from raceme.flower.fleet_client import Certificates
+from raceme.flower.fleet_client import SINCE, Certificates
 from raceme.flower.fleet_server import FleetApi, PortInUseError
 from raceme.flower.link_state import RECONNECT_SECONDS, LinkState
 from raceme.flower.messages import (
@@ -99,7 +99,8 @@ def app_of(config: RunConfig) -> App:
     project = {
         "project": {
             "name": "raceme",
-            "version": raceme.__version__,
+            # That of the code that a device of the same protocol takes for it.
+            "version": SINCE,
             "description": "Asynchronous, clustered federated learning on Flower",
             "license": "Apache-2.0",
             "dependencies": [],
@@ -111,7 +112,7 @@ def app_of(config: RunConfig) -> App:
         root = Path(folder) / "raceme"
         shutil.copytree(source, root / "raceme", ignore=unwanted)
         (root / "pyproject.toml").write_text(tomli_w.dumps(project), encoding="utf-8")
-        return App(OWN_APP, raceme.__version__, build_bundle(root))
+        return App(OWN_APP, SINCE, build_bundle(root))
 
 
 # -----------------------------------------------------------------------------
@@ -502,6 +503,8 @@ class FleetCommands:
 
     Parameters
     ----------
+    state : LinkState
+        Nodes and messages of the run.
     method : Callable
         Returns the run's method; None before it has started.
     metrics : Metrics
@@ -514,9 +517,13 @@ class FleetCommands:
     """Commands that change nothing."""
 
     def __init__(
-        self, method: Callable[[], Method | None], metrics: Metrics, health: Health
+        self,
+        state: LinkState,
+        method: Callable[[], Method | None],
+        metrics: Metrics,
+        health: Health,
     ) -> None:
-        self._found, self._metrics, self._health = method, metrics, health
+        self._state, self._found, self._metrics, self._health = state, method, metrics, health
         self._started = time.monotonic()
 
     def by_name(self) -> dict[str, Callable[..., object]]:
@@ -559,7 +566,7 @@ class FleetCommands:
 
     def devices(self) -> list[dict[str, Any]]:
         """Return all devices, a few values of each."""
-        names = ("device", "state", "cluster", "updates", "silent_seconds")
+        names = ("device", "state", "version", "cluster", "updates", "silent_seconds")
         silences = {name: seconds for seconds, name in self._metrics.silences()}
         open_tasks = {task.client: task for task in self._method.progress.in_flight.values()}
         score = "accuracy" if (tested := self._metrics.evaluated) is None else tested.measure.name
@@ -589,6 +596,7 @@ class FleetCommands:
             "device": device,
             "state": "offline" if not online else "idle" if task is None else task.kind,
             "node": client.node_id,
+            "version": self._state.version_of(client.node_id or 0) or None,
             "samples": client.num_examples,
             "cluster": max(placement, key=placement.__getitem__) if placement else None,
             "clusters": {str(k): round(weight, 4) for k, weight in placement.items()},
@@ -816,7 +824,7 @@ def _answering(
             grid = grid_of(listen=begin, clients_min=options.clients_min)
             stack.callback(grid.close)
             health = partial(_health, api, grid, state)
-            commands = FleetCommands(method, metrics, health)
+            commands = FleetCommands(state, method, metrics, health)
             port = _status_port(options, metrics.page, health)
             if port is not None:
                 stack.enter_context(port)

@@ -235,7 +235,7 @@ class ServedGrid(PatientGrid):
             return False
         if not self._is_open and len(self._online) >= self._clients_min:
             self._open()
-        return self._is_open and self._online != self._nodes
+        return self._is_open and (self._online != self._nodes or bool(self._state.renewed))
 
     def _look(self) -> bool:
         """List the nodes that are online, unless that was done just now; return whether it was."""
@@ -289,7 +289,11 @@ class ServedGrid(PatientGrid):
     def get_node_ids(self) -> Iterable[int]:
         """Return the nodes that are online, as soon as there are enough of them."""
         self._look()
-        self._nodes = self._online if self._is_open else []
+        # A node that has begun anew is missed once, so that the strategy takes it in again.
+        renewed, self._state.renewed = self._state.renewed, set()
+        self._nodes = (
+            [node for node in self._online if node not in renewed] if self._is_open else []
+        )
         return list(self._nodes)
 
     def get_nodes(self) -> Iterable[Any]:

@@ -40,7 +40,7 @@ from raceme.core.registry import ATTACKS, DATASETS, DRIFTS, MODELS, PARTITIONERS
 from raceme.datasets.npz import Stamp, stamp_of
 from raceme.flower import app as bundles
 from raceme.flower import fleet_client as fleet
-from raceme.flower.fleet_client import Link, RejoinError
+from raceme.flower.fleet_client import SINCE, Link, RejoinError
 from raceme.flower.messages import (
     CLIENT_APP_RAISED_EXCEPTION,
     INVALID_APP,
@@ -336,7 +336,8 @@ def _checked(bundle: bytes, run: Run) -> tuple[str, str, str]:
 
 
 def _own_app(version: str) -> ClientApp:
-    if version != __version__:
+    # `raceme serve` names the first release that has its protocol, `flwr run` its own.
+    if version not in (SINCE, __version__):
         raise RefusedAppError(
             LOAD_APP_EXCEPTION,
             f"the run is of raceme {version}, this device has {__version__}: install the same",

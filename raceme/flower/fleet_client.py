@@ -8,11 +8,15 @@ whole; `Send` takes a whole reply: two calls for an update. Like all calls they 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
+import random
 import ssl
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
+from pathlib import Path
 from typing import Any, Protocol, Self, cast, get_type_hints
 
 import grpc
@@ -20,7 +24,11 @@ import httpx
 from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.app import Message
 from flwr.app.message import remove_content_from_message
-from flwr.common.constant import HEARTBEAT_CALL_TIMEOUT, HEARTBEAT_DEFAULT_INTERVAL
+from flwr.common.constant import (
+    HEARTBEAT_CALL_TIMEOUT,
+    HEARTBEAT_DEFAULT_INTERVAL,
+    HEARTBEAT_MIN_INTERVAL,
+)
 from flwr.common.serde import message_from_proto, message_to_proto, run_from_proto
 from flwr.proto.fab_pb2 import GetFabRequest
 from flwr.proto.fleet_pb2 import (
@@ -37,7 +45,6 @@ from flwr.proto.message_pb2 import ObjectTree, PushObjectRequest
 from flwr.proto.node_pb2 import Node
 from flwr.proto.run_pb2 import GetRunRequest
 from flwr.supercore.error import ApiErrorCode, FlowerError
-from flwr.supercore.heartbeat import HeartbeatSender
 from flwr.supercore.inflatable import inflatable_object as inflatable
 from flwr.supercore.inflatable.inflatable_protobuf_utils import (
     make_confirm_message_received_fn_protobuf,
@@ -61,8 +68,12 @@ from raceme.flower.messages import decode, encode, joined, parted, set_message_i
 
 SERVICE = "raceme.Fleet"
 GREET, NEXT, SEND = "Greet", "Next", "Send"
+GREET_PATH = "/v1/raceme/greet"
+"""Where a server is greeted over HTTP; the other calls are made over gRPC only."""
 PROTOCOL = 2
-"""Raised when calls, or what travels in them, change."""
+"""Raised when calls, or what travels in them, change: messages, their settings and replies too."""
+SINCE = "0.2.0"
+"""The first release that has this protocol."""
 LONGEST_WAIT = 15.0
 """Seconds that `Next` may take to be answered; routers drop connections on which nothing happens
 for longer than about a minute."""
@@ -74,6 +85,7 @@ LARGEST_CALL = 2**31 - 1
 """Bytes of a call: what gRPC and protocol buffers can carry."""
 _LONGEST_HEAD = 1000
 """Bytes of all that a call states beside its body."""
+_LONGEST_VERSION = 40
 
 
 # Evaluated anew they would take longer than all else that a call needs.
@@ -102,9 +114,11 @@ class _Travelling:
         read = json.loads(head.decode()) if len(head) < _LONGEST_HEAD else None
         stated = {**read, "body": body} if isinstance(read, dict) else {}
         kinds = _hints(cast(Any, cls))
-        if any(type(stated.get(name)) is not kind for name, kind in kinds.items()):
+        # What has a default was not there in earlier versions.
+        stated = {name: stated.get(name, vars(cls).get(name)) for name in kinds}
+        if any(type(stated[name]) is not kind for name, kind in kinds.items()):
             raise ValueError(f"no {cls.__name__}")
-        return cls(**{name: stated[name] for name in kinds})
+        return cls(**stated)
 
 
 @dataclass(frozen=True)
@@ -117,10 +131,31 @@ class Greeting(_Travelling):
         Version of the calls below; server and device must have the same.
     version : str
         Version of the Raceme package, for messages only.
+    digest : str
+        SHA-256 of its code; empty if it is not said.
     """
 
     protocol: int
     version: str
+    digest: str = ""
+
+    def difference(self, own: Greeting) -> str:
+        """Return how the other side's code differs from this one's; empty if it does not."""
+        if self.version != own.version:
+            version = self.version[:_LONGEST_VERSION]
+            return f"raceme {version}, this is {own.version}: both have protocol {PROTOCOL}"
+        if "" not in (self.digest, own.digest) and self.digest != own.digest:
+            return f"raceme {own.version} with other code than here: install the same on both sides"
+        return ""
+
+
+@cache
+def own_greeting() -> Greeting:
+    """Return what this process says of itself."""
+    package, digest = Path(__file__).parents[1], hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes())
+    return Greeting(PROTOCOL, __version__, digest.hexdigest())
 
 
 @dataclass(frozen=True)
@@ -191,25 +226,10 @@ class Direct:
         wait_for: Callable[[grpc.Future], bool],
     ) -> None:
         self._invoke = invoke
-        self._greeting = channel.unary_unary(f"/{SERVICE}/{GREET}")
         self._next = _interruptible(channel.unary_unary(f"/{SERVICE}/{NEXT}"), wait_for, None)
         self._send = channel.unary_unary(f"/{SERVICE}/{SEND}")
         self._have = ""
         self.waited = False
-
-    def greet(self) -> bool:
-        """Greet the server; return whether it is Raceme's."""
-
-        def greet(request: bytes, timeout: float | None = None) -> bool:
-            try:
-                self._greeting(request, timeout=timeout)
-            except grpc.RpcError as error:
-                if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
-                    raise
-                return False
-            return True
-
-        return bool(self._invoke(greet, Greeting(PROTOCOL, __version__).to_bytes()))
 
     def next(self, node_id: int, patience: float) -> tuple[Message, ObjectTree | None] | None:
         """Return the next message: whole, or its head and the tree of its objects."""
@@ -328,8 +348,14 @@ class Calls(Protocol):
         ...
 
 
-Transport = Callable[[str, ProtoMessage, float | None], Any]
-"""Makes a call of a name, with its request and a deadline in seconds, and returns the response."""
+class Transport(Protocol):
+    """Makes a call of a name, with its request and a deadline in seconds; returns the response."""
+
+    def __call__(self, name: str, request: ProtoMessage, timeout: float | None = None) -> Any:
+        """Make the call."""
+
+    def greet(self, request: bytes, timeout: float | None = None) -> bytes:
+        """Greet the server."""
 
 
 class _GrpcTransport:
@@ -346,9 +372,14 @@ class _GrpcTransport:
         }
         pull = cast(grpc.UnaryUnaryMultiCallable, self._calls[_PULL])
         self._calls[_PULL] = _interruptible(pull, wait_for, PullMessagesResponse())
+        self._greet = channel.unary_unary(f"/{SERVICE}/{GREET}")
 
     def __call__(self, name: str, request: ProtoMessage, timeout: float | None = None) -> Any:
         return self._calls[name](request, timeout=timeout)
+
+    def greet(self, request: bytes, timeout: float | None = None) -> bytes:
+        """Greet the server."""
+        return bytes(self._greet(request, timeout=timeout))
 
 
 class HttpError(grpc.RpcError):  # type: ignore[misc]
@@ -402,12 +433,17 @@ class _HttpTransport:
         self._signer = signer
 
     def __call__(self, name: str, request: ProtoMessage, timeout: float | None = None) -> Any:
+        body = self._post(path_of(name), request.SerializeToString(), timeout)
+        return CALLS[name].response.FromString(body)
+
+    def greet(self, request: bytes, timeout: float | None = None) -> bytes:
+        """Greet the server."""
+        return self._post(GREET_PATH, request, timeout)
+
+    def _post(self, path: str, body: bytes, timeout: float | None) -> bytes:
         headers = {"content-type": MEDIA_TYPE, "accept": MEDIA_TYPE, **self._signer.headers()}
-        body = request.SerializeToString()
         try:
-            response = self._client.post(
-                path_of(name), content=body, headers=headers, timeout=timeout
-            )
+            response = self._client.post(path, content=body, headers=headers, timeout=timeout)
         except httpx.TimeoutException as error:
             raise HttpError(grpc.StatusCode.DEADLINE_EXCEEDED, str(error)) from None
         except httpx.TransportError as error:
@@ -417,7 +453,7 @@ class _HttpTransport:
             raise HttpError(code, response.text[:_LONGEST_HEAD])
         if response.headers.get("content-type", "").partition(";")[0] != MEDIA_TYPE:
             raise HttpError(grpc.StatusCode.UNIMPLEMENTED, "the answer is none of a Fleet API")
-        return CALLS[name].response.FromString(response.content)
+        return response.content
 
     def close(self) -> None:
         """Close all connections of the HTTP client."""
@@ -436,12 +472,19 @@ class RejoinError(Exception):
 
 @dataclass
 class Link:
-    """An open connection on behalf of one node that is online."""
+    """An open connection on behalf of one node that is online.
+
+    Attributes
+    ----------
+    server : Greeting or None
+        The server's greeting, if it is Raceme's.
+    """
 
     node_id: int
     _transport: Transport
     _calls: Calls
     _direct: Direct | None
+    server: Greeting | None = None
 
     @property
     def waited(self) -> bool:
@@ -544,9 +587,37 @@ def _first_of(pulled: PullMessagesResponse) -> tuple[Message, ObjectTree]:
     return message_from_proto(pulled.messages_list[0]), pulled.message_object_trees[0]
 
 
-def _beat(transport: Transport, node: Node, calls: Calls) -> bool:
+_PROMISED_SECONDS = {True: HEARTBEAT_MIN_INTERVAL, False: HEARTBEAT_DEFAULT_INTERVAL}
+_BEAT_SECONDS = {True: 5.0, False: 20.0}
+"""Longest time from one heartbeat to the next, as stated and as it is, by whether the server is
+Raceme's: it takes a device that is silent for 14 s as gone, a SuperLink after two intervals."""
+
+
+@contextlib.contextmanager
+def _beating(beat: Callable[[], bool], seconds: float) -> Iterator[None]:
+    """Send heartbeats meanwhile; one that has failed is repeated soon."""
+    stop = threading.Event()
+
+    def keep_beating() -> None:
+        pause, retry = 0.0, 1.0
+        while not stop.wait(pause):
+            if beat():
+                pause, retry = seconds * random.uniform(0.8, 1.0), 1.0
+            else:
+                pause, retry = retry, min(2 * retry, seconds)
+
+    thread = threading.Thread(target=keep_beating, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def _beat(transport: Transport, node: Node, interval: float, calls: Calls) -> bool:
     """Send a heartbeat; return whether it has arrived. The main thread decides what else means."""
-    request = SendNodeHeartbeatRequest(node=node, heartbeat_interval=HEARTBEAT_DEFAULT_INTERVAL)
+    request = SendNodeHeartbeatRequest(node=node, heartbeat_interval=interval)
     try:
         response = transport("SendNodeHeartbeat", request, HEARTBEAT_CALL_TIMEOUT)
     except grpc.RpcError:
@@ -606,24 +677,46 @@ def connect(endpoint: Endpoint, keys: Keys, calls: Calls, *, register: bool) -> 
 
         if register:
             invoke("RegisterNode", RegisterNodeFleetRequest(public_key=public_key))
-        direct = None if channel is None else Direct(channel, calls.invoke, calls.wait_for)
-        if direct is not None and not direct.greet():
-            direct = None
-        request = ActivateNodeRequest(
-            public_key=public_key, heartbeat_interval=HEARTBEAT_DEFAULT_INTERVAL
-        )
+        server = _greeted(transport, calls)
+        direct = None
+        if channel is not None and server is not None:
+            direct = Direct(channel, calls.invoke, calls.wait_for)
+        is_ours = server is not None
+        interval = _PROMISED_SECONDS[is_ours]
+        request = ActivateNodeRequest(public_key=public_key, heartbeat_interval=interval)
         node_id = invoke("ActivateNode", request).node_id
-        heart = HeartbeatSender(partial(_beat, transport, Node(node_id=node_id), calls))
-        heart.start()
+        beat = partial(_beat, transport, Node(node_id=node_id), interval, calls)
         try:
-            yield Link(node_id, transport, calls, direct)
+            with _beating(beat, _BEAT_SECONDS[is_ours]):
+                yield Link(node_id, transport, calls, direct, server)
         finally:
-            heart.stop()
             calls.leaving = True
             with contextlib.suppress(grpc.RpcError):
                 invoke("DeactivateNode", DeactivateNodeRequest(node_id=node_id))
                 if register:
                     invoke("UnregisterNode", UnregisterNodeFleetRequest(node_id=node_id))
+
+
+def _greeted(transport: Transport, calls: Calls) -> Greeting | None:
+    """Greet the server; return its own greeting if it is Raceme's."""
+
+    def greet(request: bytes, timeout: float | None = None) -> Greeting | None:
+        try:
+            return Greeting.from_bytes(transport.greet(request, timeout))
+        except grpc.RpcError as error:
+            unknown = error.code() is grpc.StatusCode.UNIMPLEMENTED
+            # Over HTTP a SuperLink may refuse all that it does not know.
+            if unknown or (isinstance(error, HttpError) and error.code() in _REFUSED):
+                return None
+            raise
+        except ValueError:
+            return None
+
+    greeting: Greeting | None = calls.invoke(greet, own_greeting().to_bytes())
+    return greeting
+
+
+_REFUSED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 
 
 @contextlib.contextmanager
@@ -671,7 +764,12 @@ def error_text(error: grpc.RpcError) -> str:
     """Return what the SuperLink, or gRPC, says about a failed call."""
     details = str(error.details() if hasattr(error, "details") else error)
     stated = FlowerError.from_json(details)
-    return stated.message if stated else details
+    if stated:
+        return stated.message
+    with contextlib.suppress(ValueError, TypeError, KeyError):
+        # Over HTTP.
+        return str(json.loads(details)["detail"])
+    return details
 
 
 # -----------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 import binascii
 import logging
 import re
+import secrets
 import time
 from base64 import b64decode, b64encode
 from collections.abc import Mapping
@@ -31,6 +32,8 @@ from flwr.supercore.primitives.asymmetric import (
 )
 from google.protobuf.message import Message
 
+from raceme import __version__
+
 log = logging.getLogger("raceme.serve")
 
 SERVICE = "flwr.proto.Fleet"
@@ -42,6 +45,7 @@ _PUBLIC_KEY, _SIGNATURE, _TIMESTAMP = "flwr-public-key", "flwr-signature", "flwr
 _BINARY = "-bin"
 """Ending of the names of binary metadata in gRPC; HTTP headers have base64 instead."""
 _VERSION = "flwr-package-version"
+_SESSION = "raceme-session"
 _REUSED_SECONDS = 20.0
 _PROVEN_SECONDS = 60.0
 _TOLD_SECONDS = 60.0
@@ -107,8 +111,25 @@ class FleetError(Exception):
         self.code, self.details, self.number = code, details, number
 
 
+@dataclass(frozen=True)
+class Caller:
+    """The process that has made a call.
+
+    Attributes
+    ----------
+    key : bytes
+        Public key (PEM) that has signed it.
+    session : str
+        Version of one of Raceme's devices, and random name of its connection: ``0.2.0/5f0c…``;
+        empty of Flower's SuperNodes.
+    """
+
+    key: bytes
+    session: str = ""
+
+
 class Signer:
-    """Signs the calls of one node, each signature for a while.
+    """Signs the calls of one node, each signature for a while, and names the connection.
 
     Parameters
     ----------
@@ -125,6 +146,7 @@ class Signer:
         self.public_bytes = public_key_to_bytes(public_key)
         self._signed_at = float("-inf")
         self._timestamp, self._signature = "", b""
+        self._session = f"{__version__[:20]}/{secrets.token_hex(8)}"
 
     def metadata(self) -> list[tuple[str, str | bytes]]:
         """Return the signature as metadata of a call over gRPC."""
@@ -133,6 +155,7 @@ class Signer:
             (_PUBLIC_KEY + _BINARY, self.public_bytes),
             (_TIMESTAMP, self._timestamp),
             (_SIGNATURE + _BINARY, self._signature),
+            (_SESSION, self._session),
             *_versions().items(),
         ]
 
@@ -143,6 +166,7 @@ class Signer:
             _PUBLIC_KEY: b64encode(self.public_bytes).decode(),
             _TIMESTAMP: self._timestamp,
             _SIGNATURE: b64encode(self._signature).decode(),
+            _SESSION: self._session,
             **_versions(),
         }
 
@@ -171,8 +195,8 @@ class Signatures:
         self._proven: dict[bytes, tuple[str, bytes, float]] = {}
         self._told_at = float("-inf")
 
-    def caller(self, metadata: Mapping[str, Any]) -> bytes:
-        """Return the public key (PEM) that has signed a call.
+    def caller(self, metadata: Mapping[str, Any]) -> Caller:
+        """Return the process that has made and signed a call.
 
         Parameters
         ----------
@@ -186,20 +210,21 @@ class Signatures:
         """
         key, signature = _bytes_of(metadata, _PUBLIC_KEY), _bytes_of(metadata, _SIGNATURE)
         timestamp = metadata.get(_TIMESTAMP)
+        caller = Caller(key, str(metadata.get(_SESSION, ""))[:_TEXT])
         *proven, since = self._proven.get(key, ("", b"", float("-inf")))
         if proven == [timestamp, signature] and time.monotonic() < since + _PROVEN_SECONDS:
-            return key
+            return caller
         try:
             _check_version(metadata.get(_VERSION))
             if not key or not signature or not isinstance(timestamp, str):
                 raise _unauthenticated("Missing authentication metadata")
             _verify(key, timestamp, signature)
         except FleetError as error:
-            self._tell(error)
+            self.tell(error)
             raise
-        return key
+        return caller
 
-    def _tell(self, error: FleetError) -> None:
+    def tell(self, error: FleetError) -> None:
         """Log what only the node's owner can mend: SuperNodes over HTTP print just the status."""
         # Any stranger can have itself refused.
         is_due = time.monotonic() > self._told_at + _TOLD_SECONDS

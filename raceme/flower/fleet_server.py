@@ -51,10 +51,17 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from raceme import __version__
 from raceme.flower import fleet_client as wire
 from raceme.flower.fleet_client import LARGEST_CALL, Certificates
-from raceme.flower.fleet_protocol import CALLS, MEDIA_TYPE, SERVICE, FleetError, Signatures, path_of
+from raceme.flower.fleet_protocol import (
+    CALLS,
+    MEDIA_TYPE,
+    SERVICE,
+    Caller,
+    FleetError,
+    Signatures,
+    path_of,
+)
 from raceme.flower.link_state import LinkState
 from raceme.flower.messages import encode, join
 from raceme.flower.ports import HttpConnection, listen, server_tls
@@ -67,6 +74,9 @@ _END_SECONDS = 2.0
 _REGISTRY_SECONDS = 1.0
 """From one look at the registered keys to the next."""
 _FOREIGN_REPLY = "a reply of another node"
+_REPLACED = (
+    "another process with this device's key has taken its place. Each device needs a key of its own"
+)
 
 _OPTIONS = [
     ("grpc.max_send_message_length", LARGEST_CALL),
@@ -126,8 +136,8 @@ class FleetCalls:
         self._signatures = Signatures()
         self.on_call: Callable[[int], None] = lambda _node: None
 
-    def caller(self, name: str, metadata: Mapping[str, Any]) -> bytes:
-        """Return the public key that has signed a call.
+    def caller(self, name: str, metadata: Mapping[str, Any]) -> Caller:
+        """Return the process that has made and signed a call.
 
         Raises
         ------
@@ -135,7 +145,8 @@ class FleetCalls:
             See :meth:`Signatures.caller`; or the key is not registered, or is new and the call is
             none of a new node.
         """
-        key = self._signatures.caller(metadata)
+        caller = self._signatures.caller(metadata)
+        key = caller.key
         is_known = self._state.get_node_id_by_public_key(key) is not None
         if not is_known and self._registered is not None:
             # It may have been registered meanwhile.
@@ -148,9 +159,9 @@ class FleetCalls:
             raise _unknown_node()
         elif self._registered is not None:
             raise _not_registered() if name == _REGISTER else _not_activated()
-        return key
+        return caller
 
-    def answer(self, name: str, key: bytes, request: Any) -> ProtoMessage:
+    def answer(self, name: str, caller: Caller, request: Any) -> ProtoMessage:
         """Answer a call that a node has signed with its key.
 
         Raises
@@ -159,20 +170,45 @@ class FleetCalls:
             The call is refused.
         """
         if name in (_REGISTER, _ACTIVATE):
-            if request.public_key != key:
+            if request.public_key != caller.key:
                 raise FleetError(_Code.UNAUTHENTICATED, "Public key does not match request")
+            if name == _ACTIVATE:
+                return self._activate_node(request, caller.session)
         else:
-            self.check(key, request.node.node_id if hasattr(request, "node") else request.node_id)
+            self.check(
+                caller, request.node.node_id if hasattr(request, "node") else request.node_id
+            )
         if getattr(request, "run_id", self._state.run_id) != self._state.run_id:
             raise _refused(ApiErrorCode.FLEET_RUN_STATUS_NOT_ALLOWED, "This server has another run")
         answer: Callable[[Any], ProtoMessage] = getattr(self, f"_{_SNAKE[name]}")
         return answer(request)
 
-    def check(self, key: bytes, node: int) -> None:
-        """Refuse a node that says that it is another one."""
-        if self._state.get_node_id_by_public_key(key) != node:
+    def check(self, caller: Caller, node: int) -> None:
+        """Refuse a node that says that it is another one, and one whose place another has taken."""
+        if self._state.get_node_id_by_public_key(caller.key) != node:
             raise _unknown_node()
+        if not self._state.is_current(node, caller.session):
+            raise FleetError(_Code.FAILED_PRECONDITION, _REPLACED)
         self.on_call(node)
+
+    def greet(self, caller: Caller, request: bytes) -> tuple[bytes, int | None]:
+        """Answer one of Raceme's devices that is about to come online; return its node, too.
+
+        Raises
+        ------
+        FleetError
+            Its protocol is not supported.
+        """
+        greeting, own = wire.Greeting.from_bytes(request), wire.own_greeting()
+        node = self._state.get_node_id_by_public_key(caller.key)
+        if greeting.protocol != own.protocol:
+            error = FleetError(_Code.FAILED_PRECONDITION, _other_protocol(greeting, own))
+            self._signatures.tell(error)
+            raise error
+        # Any stranger can greet, as often as it likes.
+        if node is not None and (difference := greeting.difference(own)):
+            log.warning("The device on node %d has %s", node, difference)
+        return own.to_bytes(), node
 
     def admit(self) -> None:
         """Let the registered nodes in, if there is a list of them."""
@@ -192,11 +228,11 @@ class FleetCalls:
             ) from None
         return RegisterNodeFleetResponse(node_id=node)
 
-    def _activate_node(self, request: Any) -> ProtoMessage:
+    def _activate_node(self, request: Any, session: str) -> ProtoMessage:
         node = self._state.get_node_id_by_public_key(request.public_key)
         if node is not None:
             _check_interval(request.heartbeat_interval)
-            if self._state.activate_node(node, request.heartbeat_interval):
+            if self._state.activate_node(node, request.heartbeat_interval, session):
                 return ActivateNodeResponse(node_id=node)
         raise _not_activated()
 
@@ -334,8 +370,8 @@ def _announced(message: Message, tree: ObjectTree) -> PullMessagesResponse:
     )
 
 
-Answer = Callable[[bytes, Any], Awaitable[Any]]
-"""Answers a call over gRPC: takes the key that has signed it, and its request."""
+Answer = Callable[[Caller, Any], Awaitable[Any]]
+"""Answers a call over gRPC: takes its caller, and its request."""
 
 
 class _GrpcCalls(grpc.GenericRpcHandler):  # type: ignore[misc]
@@ -356,22 +392,22 @@ class _GrpcCalls(grpc.GenericRpcHandler):  # type: ignore[misc]
         """Return the handler of a call, by its path and metadata; None if there is no such call."""
         name = details.method.rpartition("/")[2]
         try:
-            key = self._calls.caller(name, dict(details.invocation_metadata))
+            caller = self._calls.caller(name, dict(details.invocation_metadata))
         except FleetError as error:
             # A handler of a stream: the request of another is read before it is called.
             return grpc.stream_unary_rpc_method_handler(partial(_abort, error))
         if (own := self._answers.get(details.method)) is not None:
-            return grpc.unary_unary_rpc_method_handler(partial(_answered, partial(own, key)))
+            return grpc.unary_unary_rpc_method_handler(partial(_answered, partial(own, caller)))
         if details.method != f"/{SERVICE}/{name}" or name not in CALLS:
             return None
         return grpc.unary_unary_rpc_method_handler(
-            partial(_answered, partial(self._flowers, name, key)),
+            partial(_answered, partial(self._flowers, name, caller)),
             CALLS[name].request.FromString,
             CALLS[name].response.SerializeToString,
         )
 
-    async def _flowers(self, name: str, key: bytes, request: Any) -> ProtoMessage:
-        return self._calls.answer(name, key, request)
+    async def _flowers(self, name: str, caller: Caller, request: Any) -> ProtoMessage:
+        return self._calls.answer(name, caller, request)
 
 
 async def _answered(answer: Callable[[Any], Awaitable[Any]], request: Any, context: Any) -> Any:
@@ -428,7 +464,7 @@ class _HttpApi:
         names = {path_of(name): name for name in CALLS}
         routes = [
             Route(path, partial(self._answer, name), methods=["POST"])
-            for path, name in names.items()
+            for path, name in {**names, wire.GREET_PATH: wire.GREET}.items()
         ]
         config = uvicorn.Config(
             Starlette(routes=routes),
@@ -459,12 +495,15 @@ class _HttpApi:
 
     async def _answer(self, name: str, request: Request) -> Response:
         try:
-            key = self._calls.caller(name, request.headers)
+            caller = self._calls.caller(name, request.headers)
             if request.headers.get("content-type", "").partition(";")[0] != MEDIA_TYPE:
                 raise FleetError(_Code.INVALID_ARGUMENT, f"{MEDIA_TYPE} is expected")
             body = await _body_of(request, self._largest)
-            asked = CALLS[name].request.FromString(body)
-            answer = self._calls.answer(name, key, asked).SerializeToString()
+            if name == wire.GREET:
+                answer, _ = self._calls.greet(caller, body)
+            else:
+                asked = CALLS[name].request.FromString(body)
+                answer = self._calls.answer(name, caller, asked).SerializeToString()
         except FleetError as error:
             stated: dict[str, str | int] = {"detail": error.details}
             if error.number is not None:
@@ -634,19 +673,16 @@ class FleetApi:
                 self._state.largest,
             )
 
-    async def _greet(self, key: bytes, request: bytes) -> bytes:
-        greeting, own = wire.Greeting.from_bytes(request), wire.Greeting(wire.PROTOCOL, __version__)
-        if greeting != own:
-            raise FleetError(_Code.FAILED_PRECONDITION, _other_version(greeting, own))
-        node = self._state.get_node_id_by_public_key(key)
+    async def _greet(self, caller: Caller, request: bytes) -> bytes:
+        answer, node = self.calls.greet(caller, request)
         if node is not None:
             self._state.greet(node)
-        return own.to_bytes()
+        return answer
 
-    async def _next(self, key: bytes, request: bytes) -> bytes:
+    async def _next(self, caller: Caller, request: bytes) -> bytes:
         """Hand out the next message; wait for it if there is none."""
         asked = wire.NextRequest.from_bytes(request)
-        self.calls.check(key, asked.node)
+        self.calls.check(caller, asked.node)
         found = self._state.next_for(asked.node, asked.have)
         if found is None and await self._wait(asked.node, min(asked.patience, wire.LONGEST_WAIT)):
             # Its key may have been revoked meanwhile.
@@ -659,10 +695,10 @@ class FleetApi:
             return join([b"whole", encode(message)])
         return join([b"objects", _announced(message, tree).SerializeToString()])
 
-    async def _send(self, key: bytes, request: bytes) -> bytes:
+    async def _send(self, caller: Caller, request: bytes) -> bytes:
         """Take a whole reply."""
         sent = wire.SendRequest.from_bytes(request)
-        self.calls.check(key, sent.node)
+        self.calls.check(caller, sent.node)
         if not self._state.accept(sent.node, sent.asked, sent.body):
             raise FleetError(_Code.PERMISSION_DENIED, _FOREIGN_REPLY)
         return b""
@@ -709,10 +745,10 @@ def _give_up(future: asyncio.Future[bool]) -> None:
         future.set_result(False)
 
 
-def _other_version(device: wire.Greeting, server: wire.Greeting) -> str:
+def _other_protocol(device: wire.Greeting, server: wire.Greeting) -> str:
     return (
-        f"this device has raceme {device.version[:40]} (protocol {device.protocol}), the "
-        f"server {server.version} (protocol {server.protocol}): install the server's with "
-        f"'pip install raceme=={server.version}', or from a checkout of that version, then start "
-        "the device again"
+        f"this device has raceme {device.version[:40]} (protocol {device.protocol}), the server "
+        f"{server.version} (protocol {server.protocol}, which raceme {wire.SINCE} was the first to "
+        f"have): install the server's with 'pip install raceme=={server.version}', or from a "
+        "checkout of that version, then start the device again"
     )

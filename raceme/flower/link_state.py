@@ -145,6 +145,10 @@ class ClockSkew:
 
 RECONNECT_SECONDS = 90.0
 """How long a node that was online may take to find a server that has been started again."""
+LIVE_SECONDS = 14.0
+"""One of Raceme's devices that is silent for so long is offline: it sends a heartbeat every 5 s."""
+_WORK_SECONDS = 60.0
+"""Silence of a device until what it works on is lost: the network may come back sooner."""
 _ISO_TIME = "%Y-%m-%dT%H:%M:%S+00:00"
 _LOOK_SECONDS = 1.0
 """How often it is looked for messages whose replies will never come."""
@@ -179,6 +183,8 @@ class LinkState(InMemoryLinkState):
         Seconds that nodes which were online count as such after :meth:`load_state_dict`.
     largest : int
         Bytes of a reply; larger ones are refused.
+    renewed : set[int]
+        Nodes that have begun anew without having been offline.
     """
 
     reconnect = RECONNECT_SECONDS
@@ -196,6 +202,9 @@ class LinkState(InMemoryLinkState):
         self._sizes: dict[str, int] = {}
         self._waiting: dict[str, set[str]] = {}
         self._arrived: dict[str, str] = {}
+        self.renewed: set[int] = set()
+        # The process that each node is: its version and a random name; empty of SuperNodes.
+        self._sessions: dict[int, str] = {}
         # Raceme's own devices: their nodes, messages to them, and replies as they came.
         self._greeted: set[int] = set()
         self._direct: set[int] = set()
@@ -481,11 +490,30 @@ class LinkState(InMemoryLinkState):
         for reply_id in message_object_ids:
             self._forget_missing(reply_id)
 
-    def activate_node(self, node_id: int, heartbeat_interval: float) -> bool:
-        """Let a node come online. What it had been given before is lost: it starts anew."""
+    def is_current(self, node_id: int, session: str) -> bool:
+        """Return whether a session is that of the process that has last become this node."""
+        # After a restart of the server, the first to call is.
+        return self._sessions.setdefault(node_id, session) == session
+
+    def version_of(self, node_id: int) -> str:
+        """Return the version of Raceme on a node; empty if it is not known, or a SuperNode."""
+        return self._sessions.get(node_id, "").rpartition("/")[0]
+
+    def activate_node(self, node_id: int, heartbeat_interval: float, session: str = "") -> bool:
+        """Let a node come online. What it had been given before is lost: it starts anew.
+
+        One of Raceme's devices takes the place of a process with its key that counts as online:
+        it may have been killed. That process, if it is not, is no longer this node.
+        """
         with self.lock:
+            node = self.nodes.get(node_id)
+            if node is not None and node.status == NodeStatus.ONLINE and session:
+                node.status = NodeStatus.OFFLINE
+                self.renewed.add(node_id)
             if not super().activate_node(node_id, heartbeat_interval):
                 return False
+            self._sessions[node_id] = session
+            self._live(node_id)
             was_direct = node_id in self._direct
             self._direct.discard(node_id)
             if node_id in self._greeted:
@@ -502,9 +530,26 @@ class LinkState(InMemoryLinkState):
         self.on_news()
         return True
 
+    def acknowledge_node_heartbeat(self, node_id: int, heartbeat_interval: float) -> bool:
+        """Take a heartbeat."""
+        with self.lock:
+            done = super().acknowledge_node_heartbeat(node_id, heartbeat_interval)
+            self._live(node_id)
+        return done
+
+    def _live(self, node_id: int) -> None:
+        """Let one of Raceme's devices count as online as long as its heartbeats promise."""
+        node = self.nodes.get(node_id)
+        if node is not None and self._sessions.get(node_id):
+            node.online_until = time.time() + LIVE_SECONDS
+
     def deactivate_node(self, node_id: int) -> bool:
         """Let a node go offline."""
-        done = super().deactivate_node(node_id)
+        with self.lock:
+            done = super().deactivate_node(node_id)
+            if done:
+                # It does not come back with what it has.
+                self.nodes[node_id].online_until = 0.0
         self._looked_at = 0.0
         self.on_news()
         return done
@@ -522,6 +567,8 @@ class LinkState(InMemoryLinkState):
             self._undelivered.pop(node_id, None)
             self._greeted.discard(node_id)
             self._direct.discard(node_id)
+            self._sessions.pop(node_id, None)
+            self.renewed.discard(node_id)
             self.owner_to_node_ids[owner_aid].discard(node_id)
         self._looked_at = 0.0
         self.on_news()
@@ -585,6 +632,7 @@ class LinkState(InMemoryLinkState):
         if now < self._looked_at + _LOOK_SECONDS:
             return []
         self._looked_at = now
+        # Marks those that are silent for too long.
         online, wall = self.get_nodes(self.run_id), time.time()
         for message_id, message in list(self.message_ins_store.items()):
             metadata = message.metadata
@@ -592,10 +640,18 @@ class LinkState(InMemoryLinkState):
             if is_over and message_id not in message_ids:
                 self.forget([message_id])
             elif message_id not in self._arrived and (
-                is_over or metadata.dst_node_id not in online
+                is_over or self._has_left(metadata.dst_node_id, online, wall)
             ):
                 self._lost[message_id] = None
         return [key for key in message_ids if key not in self.message_ins_store]
+
+    def _has_left(self, node_id: int, online: Collection[int], wall: float) -> bool:
+        """Return whether a node will not answer what it was given any more."""
+        node = self.nodes.get(node_id)
+        if node is None or node_id in online:
+            return node is None
+        silent = _WORK_SECONDS - LIVE_SECONDS if self._sessions.get(node_id) else 0.0
+        return bool(node.online_until + silent <= wall)
 
     def _error(self, message_id: str, code: int, reason: str) -> Message:
         return messages.error_reply(self.message_ins_store[message_id], code, reason)

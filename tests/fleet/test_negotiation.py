@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ from raceme.core.errors import UserError
 from raceme.flower import fleet_client as direct
 from raceme.flower import fleet_client as wire
 from raceme.flower import link_state as message_state
-from raceme.flower.fleet_client import Direct
+from raceme.flower.fleet_client import Greeting
 from raceme.flower.link_state import MessageCache
 from raceme.flower.messages import NODE_UNAVAILABLE, SERVER_NODE_ID, encode, identify_process
 
@@ -61,7 +62,7 @@ def test_negotiated_and_stock_arrays_are_the_same_bit_for_bit(
         patch.setattr(direct, "LARGEST", 10)
         large = sent_and_answered(server)
     with monkeypatch.context() as patch:
-        patch.setattr(Direct, "greet", lambda _self: False)
+        patch.setattr(direct, "_greeted", lambda *_: None)
         stock = sent_and_answered(server)
     expected = model(3).object_id
     assert {*whole[:2], *large[:2], *stock[:2]} == {expected}
@@ -73,7 +74,7 @@ def test_both_kinds_of_devices_work_side_by_side(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with light_device(server) as own, monkeypatch.context() as patch:
-        patch.setattr(Direct, "greet", lambda _self: False)
+        patch.setattr(direct, "_greeted", lambda *_: None)
         with light_device(server) as stock:
             keys = [server.push(link.node_id, i) for i, link in enumerate((own, stock))]
             for link in (stock, own):
@@ -82,24 +83,74 @@ def test_both_kinds_of_devices_work_side_by_side(
             assert [number_of(reply) for reply in replies] == [0, 1]
 
 
-@pytest.mark.parametrize(
-    ("protocol", "version", "said"),
-    [
-        (wire.PROTOCOL + 1, "9.9", "this device has raceme 9.9 (protocol 3)"),
-        (wire.PROTOCOL, "0.0.9", "pip install raceme=="),
-    ],
-)
-def test_a_device_of_another_version_is_told_the_command_that_updates_it(
-    server: Server, monkeypatch: pytest.MonkeyPatch, protocol: int, version: str, said: str
+@contextmanager
+def greets(monkeypatch: pytest.MonkeyPatch, greeting: Greeting) -> Iterator[None]:
+    """Let devices, which are in this process too, greet as another version would."""
+
+    def greeted(transport: wire.Transport, calls: wire.Calls) -> Greeting:
+        answer = calls.invoke(transport.greet, greeting.to_bytes())
+        return Greeting.from_bytes(answer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(wire, "_greeted", greeted)
+        yield
+
+
+@pytest.mark.parametrize("transport", ["grpc", "http"])
+def test_a_device_of_another_protocol_is_told_the_command_that_updates_it(
+    server: Server,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    transport: str,
 ) -> None:
-    monkeypatch.setattr(direct, "PROTOCOL", protocol)
-    monkeypatch.setattr(direct, "__version__", version)
-    with pytest.raises(UserError) as refused, light_device(server):
+    other = Greeting(wire.PROTOCOL + 1, "9.9")
+    with (
+        greets(monkeypatch, other),
+        pytest.raises(UserError) as refused,
+        light_device(server, transport=transport),
+    ):
         pass
     (line,) = str(refused.value).splitlines()
-    assert said in line
-    assert "pip install raceme==" in line
+    assert "this device has raceme 9.9 (protocol 3)" in line
+    assert f"pip install raceme=={wire.own_greeting().version}" in line
+    assert "A node is refused: this device has raceme 9.9 (protocol 3)" in caplog.text
     assert server.state.online() == []
+
+
+@pytest.mark.parametrize("transport", ["grpc", "http"])
+@pytest.mark.parametrize(
+    ("version", "digest", "said"),
+    [
+        ("0.1.9", "", "has raceme 0.1.9, this is "),
+        (None, "abc", "with other code than here"),
+        (None, "", ""),
+    ],
+)
+def test_a_device_of_another_version_with_the_protocol_is_welcome_and_both_sides_say_it(
+    server: Server,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    transport: str,
+    version: str | None,
+    digest: str,
+    said: str,
+) -> None:
+    own = wire.own_greeting()
+    other = Greeting(wire.PROTOCOL, version or own.version, digest)
+    with greets(monkeypatch, other), light_device(server, transport=transport) as link:
+        key = server.push(link.node_id, 1)
+        answer(link, fetch(link))
+        assert number_of(server.wait(key)[0]) == 1
+        assert link.server == own
+        assert bool(link.server.difference(other)) == bool(said)
+    assert (f"The device on node {link.node_id} has" in caplog.text) == bool(said)
+    assert said in caplog.text
+
+
+def test_a_greeting_without_what_is_new_is_read() -> None:
+    assert Greeting.from_bytes(b'{"protocol": 2, "version": "0.2.0", "later": 1}\0') == Greeting(
+        2, "0.2.0"
+    )
 
 
 @pytest.mark.parametrize(
@@ -119,7 +170,8 @@ def test_calls_that_are_none_are_refused(
     with light_device(server) as link:
         own = link._direct
         assert own is not None
-        call = {wire.GREET: own._greeting, wire.NEXT: own._next, wire.SEND: own._send}[method]
+        greet = link._transport.greet
+        call = {wire.GREET: greet, wire.NEXT: own._next, wire.SEND: own._send}[method]
         with pytest.raises(grpc.RpcError) as refused:
             call(request_bytes)
         assert refused.value.code() is code

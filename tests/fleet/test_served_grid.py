@@ -228,7 +228,8 @@ def test_what_a_registered_device_was_given_is_lost_when_it_starts_anew(tmp_path
             # It goes offline and comes back before anybody has noticed.
             server.state.deactivate_node(device.node_id)
             server.state.greet(device.node_id)
-            assert server.state.activate_node(device.node_id, 30.0)
+            session = server.state._sessions[device.node_id]
+            assert server.state.activate_node(device.node_id, 30.0, session)
             (reply,) = server.wait(fetched, waiting, other)
             assert reply.metadata.reply_to_message_id == fetched
             assert reply.error.code == NODE_UNAVAILABLE

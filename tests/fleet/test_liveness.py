@@ -1,0 +1,189 @@
+"""Which devices are online, and what becomes of the place of one that was killed."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from flwr.proto.fleet_pb2 import DeactivateNodeRequest
+from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+from grpc import RpcError
+from processes import Process, free_port, loopback, raceme, wait_until
+from serving import Server, answer, fetch, light_device, number_of, serving
+from test_serve import are_applied_once, start_server, updates
+
+from raceme import __version__
+from raceme.core.errors import UserError
+from raceme.flower import fleet_client, link_state
+from raceme.flower.fleet_client import generate_keys
+from raceme.flower.messages import NODE_UNAVAILABLE
+from raceme.records.folder import command
+
+KEYS = generate_keys()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    with serving(tmp_path, registered=lambda: [public_key_to_bytes(KEYS[1])]) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("transport", ["grpc", "http"])
+def test_a_process_with_the_key_takes_the_place_of_an_earlier_one_at_once(
+    server: Server, transport: str
+) -> None:
+    with ExitStack() as stack:
+        former = stack.enter_context(light_device(server, KEYS, transport))
+        node = former.node_id
+        key = server.push(node, 1)
+        message = fetch(former)
+        server.grid.wait([], 0.0)
+        assert list(server.grid.get_node_ids()) == [node]
+        own = stack.enter_context(light_device(server, KEYS, transport))
+        assert own.node_id == node
+        # The strategy misses the node once, and what the former was given is lost.
+        assert list(server.grid.get_node_ids()) == []
+        wait_until(server.grid._has_fleet_changed, 5)
+        assert list(server.grid.get_node_ids()) == [node]
+        (reply,) = server.wait(key)
+        assert reply.error.code == NODE_UNAVAILABLE
+        again = server.push(node, 2)
+        # The former, if it is still there, gets and gives nothing, and does not come back.
+        with pytest.raises(UserError, match="another process with this device's key"):
+            answer(former, message)
+        with pytest.raises(UserError, match="another process with this device's key"):
+            former.receive()
+        answer(own, fetch(own))
+        assert number_of(server.wait(again)[0]) == 2
+        assert not server.state.message_ins_store
+        # Nor does its end take the node offline.
+        former._calls.leaving = True
+        with pytest.raises(RpcError, match="another process with this device's key"):
+            former._invoke("DeactivateNode", DeactivateNodeRequest(node_id=node))
+        assert server.state.online() == [node]
+
+
+def test_a_supernode_of_flowers_waits_until_the_former_is_gone(server: Server) -> None:
+    with light_device(server, KEYS) as link:
+        assert not server.state.activate_node(link.node_id, 30.0)
+        key = server.push(link.node_id, 1)
+        answer(link, fetch(link))
+        assert number_of(server.wait(key)[0]) == 1
+    assert server.state.activate_node(link.node_id, 30.0)
+
+
+@pytest.mark.parametrize("transport", ["grpc", "http"])
+def test_a_silent_device_is_offline_soon_and_its_work_is_lost_later(
+    server: Server, monkeypatch: pytest.MonkeyPatch, transport: str
+) -> None:
+    monkeypatch.setattr(link_state, "LIVE_SECONDS", 0.4)
+    monkeypatch.setattr(link_state, "_WORK_SECONDS", 60.0)
+    monkeypatch.setattr(fleet_client, "_BEAT_SECONDS", {True: 0.1})
+    with light_device(server, KEYS, transport) as link:
+        first, second = (server.push(link.node_id, number) for number in (1, 2))
+        message = fetch(link)
+        # Its heartbeats keep it online for longer than one of them does.
+        until = time.monotonic() + 1.0
+        while time.monotonic() < until:
+            assert server.state.online() == [link.node_id]
+            time.sleep(0.05)
+        # The network is down for a while.
+        monkeypatch.setattr(fleet_client, "_beat", lambda *_: False)
+        beat = server.state.acknowledge_node_heartbeat
+        monkeypatch.setattr(server.state, "acknowledge_node_heartbeat", lambda *_: False)
+        wait_until(lambda: not server.state.online(), 5)
+        server.state._looked_at = 0.0
+        assert server.grid.pull_messages([first, second]) == []
+        monkeypatch.setattr(server.state, "acknowledge_node_heartbeat", beat)
+        wait_until(server.state.online, 5)
+        answer(link, message)
+        assert number_of(server.wait(first)[0]) == 1
+        # Now it stays away.
+        monkeypatch.setattr(server.state, "acknowledge_node_heartbeat", lambda *_: False)
+        wait_until(lambda: not server.state.online(), 5)
+        monkeypatch.setattr(link_state, "_WORK_SECONDS", 0.0)
+        server.state._looked_at = 0.0
+        (reply,) = server.wait(second)
+        assert reply.error.code == NODE_UNAVAILABLE
+
+
+def health(port: int) -> int:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=60) as answered:
+        count = json.load(answered)["devices_online"]
+    assert isinstance(count, int)
+    return count
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("transport", ["grpc", "http"])
+def test_a_device_that_is_killed_is_missed_in_15_s_and_takes_its_place_at_once(
+    tmp_path: Path, transport: str
+) -> None:
+    certs, out, port = tmp_path / "certs", tmp_path / "out", free_port()
+    with loopback(tmp_path) as bed:
+        names = ("kitchen", "garden", "cellar")
+        named = [option for name in names for option in ("--device", name)]
+        make = raceme("certs", "--host", "127.0.0.1", "--out", str(certs), *named)
+        assert bed.start("certs", make).wait() == 0
+
+        def start(number: int) -> Process:
+            options = ("--root-certificates", f"{certs}/ca.crt", "--transport", transport)
+            name = names[number]
+            key = ("--device-id", name, "--key", f"{certs}/devices/{name}")
+            place = bed.http_address if transport == "http" else bed.fleet_address
+            data = ("--node-config", f"partition-id={number} num-partitions=3")
+            device = raceme("device", "--superlink", place, *options, *key, *data)
+            return bed.start("device", device)
+
+        options = ("--certificates", str(certs), "--metrics", f"127.0.0.1:{port}")
+        keys = ("--clients", "3", "--max-updates", "100000", "--local-epochs", "20")
+        server = start_server(bed, *options, *keys)
+        server.wait_for("Listening on", 240)
+        devices = [start(number) for number in range(3)]
+        wait_until(lambda: health(port) == 3, 120, server.describe)
+        devices[0].wait_for(r"train task \d+: done", 120)
+
+        devices[0].handle.kill()
+        killed = time.monotonic()
+        wait_until(lambda: health(port) == 2, 30, server.describe)
+        missed = time.monotonic() - killed
+
+        # One that vanishes without closing its connections.
+        devices[1].handle.send_signal(signal.SIGSTOP)
+        stopped = time.monotonic()
+        wait_until(lambda: health(port) == 1, 30, server.describe)
+        vanished = time.monotonic() - stopped
+        devices[1].handle.send_signal(signal.SIGCONT)
+        wait_until(lambda: health(port) == 2, 30, server.describe)
+
+        devices[0] = start(0)
+        devices[0].wait_for("online at", 60)
+        wait_until(lambda: health(port) == 3, 5, server.describe)
+        devices[0].wait_for(r"train task \d+: done", 60)
+
+        told = {row["device"]: row for row in command(out, "devices")}
+        assert {row["version"] for row in told.values()} == {__version__}
+        assert told["garden"]["silent_seconds"] < 10
+
+        # In the middle of a task, and at once again.
+        devices[2].handle.kill()
+        back = time.monotonic()
+        devices[2] = start(2)
+        devices[2].wait_for("online at", 60)
+        returned = time.monotonic() - back
+        done = len(updates(out))
+        wait_until(lambda: "cellar" in {name for _, name in updates(out)[done:]}, 60)
+        assert not re.search("not accepted|joining again", devices[0].text() + devices[2].text())
+        server.handle.send_signal(signal.SIGTERM)
+        assert server.wait(240) == 130
+    print(f"{transport}: missed {missed:.1f} s, vanished {vanished:.1f} s, back {returned:.1f} s")
+    assert max(missed, vanished) <= 15.0
+    are_applied_once(out, len(updates(out)))
