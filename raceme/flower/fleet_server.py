@@ -686,7 +686,7 @@ class FleetApi:
         found = self._state.next_for(asked.node, asked.have)
         if found is None and await self._wait(asked.node, min(asked.patience, wire.LONGEST_WAIT)):
             # Its key may have been revoked meanwhile.
-            self.calls.check(key, asked.node)
+            self.calls.check(caller, asked.node)
             found = self._state.next_for(asked.node, asked.have)
         if found is None:
             return join([])
