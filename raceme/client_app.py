@@ -102,7 +102,7 @@ def short_upload(message: Message, context: Context, call_next: ClientAppCallabl
 
 
 def describe(work: ClientWork) -> Answer:
-    """State the client's stable id, its data and their true group, and the machine it runs on."""
+    """Describe the client: stable id, data and their true group, machine."""
     client = work.client
     metrics = {
         names.NUM_EXAMPLES: len(client.train),

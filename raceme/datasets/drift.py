@@ -281,7 +281,7 @@ def _training(data: ClientData, own: Indices) -> ClientData:
 
 
 class NoDrift(Drift):
-    """Data that stay as they are."""
+    """No drift."""
 
     options_type = None
 
@@ -361,7 +361,7 @@ class RotateOptions(ShareOptions):
 
 
 class Rotate(SomeClients):
-    """Images turn, anticlockwise, by rotate-degrees per step."""
+    """Anticlockwise rotation of images by rotate-degrees per step."""
 
     options_type = RotateOptions
     planned_steps = _QUARTERS
@@ -390,7 +390,7 @@ class LabelShiftOptions(ShareOptions):
 
 
 class LabelShift(SomeClients):
-    """Labels become y + s mod C: the same inputs, another task."""
+    """Shifted labels, y + s mod C: the same inputs, another task."""
 
     options_type = LabelShiftOptions
 
@@ -421,7 +421,7 @@ class NoiseOptions(ShareOptions):
 
 
 class Noise(SomeClients):
-    """Gaussian noise grows by noise-growth per step, as in a sensor that wears out."""
+    """Gaussian noise that grows by noise-growth per step, as in a wearing sensor."""
 
     options_type = NoiseOptions
     planned_steps = _QUARTERS
@@ -467,7 +467,7 @@ class IncrementalOptions(DriftOptions):
 
 
 class Incremental(Drift):
-    """Training samples come bit by bit: 25 % at first, 25 % more with every step.
+    """Growing training data: 25 % at first, 25 % more at every step.
 
     The shares are those of all that a client will have, as the text of Duan et al. 2022 says.
     Their code takes each share of what the one before has left, so that a client's samples become
@@ -541,7 +541,7 @@ class Swap(Drift):
 
 
 class SwapAll(Swap):
-    """Pairs of clients exchange all their data, training and test samples, and their group."""
+    """Swap of all training and test samples, and the group, between pairs of clients."""
 
     def data(self, client: int, step: int) -> ClientData:
         """Return what was dealt out to the client whose data it has now."""
@@ -564,7 +564,7 @@ class SwapAll(Swap):
 
 
 class SwapPart(Swap):
-    """Pairs exchange one label that only the one has for one label that only the other has."""
+    """Swap of one exclusive label between pairs of clients."""
 
     def check(self) -> None:
         """Raise UserError if no two clients have labels of their own."""
@@ -702,7 +702,7 @@ class MixtureOptions(DriftOptions):
 
 
 class Mixture(Drift):
-    """Each client's mixture of the groups' distributions is drawn anew at every step."""
+    """Mixtures of the groups' distributions, redrawn per client at every step."""
 
     options_type = MixtureOptions
     needs_others = True
@@ -823,7 +823,7 @@ class ConceptsOptions(DriftOptions):
 
 
 class Concepts(Drift):
-    """Clients go from concept to concept, at steps of their own; a concept exchanges two labels.
+    """Concepts that exchange two labels; each client changes concept at steps of its own.
 
     Concept 0 has the labels as they are; concept k exchanges labels 2k − 1 and 2k. All clients
     begin with concept 0 and meet every other once: client i first 1 + i mod (K − 1), then the
@@ -912,7 +912,7 @@ class InOrderOptions(DriftOptions):
 
 
 class InOrder(Drift):
-    """Every client meets its samples period by period, in the order in which they were recorded.
+    """Samples in recorded order, one period per step.
 
     At each step it has those of one period, for training and for testing; after the last period
     it stays there. With a lag the clients are divided, in order of their numbers, into parts of
@@ -1002,7 +1002,7 @@ class TasksOptions(DriftOptions):
 
 
 class Tasks(Drift):
-    """A sequence of tasks per client: its labels are split into tasks, each step is the next one.
+    """Task sequence per client: its labels are split into tasks, one per step.
 
     One random order of all labels decides, for all clients alike, which of a client's labels go
     into a task together; so clients with the same labels have the same tasks. After the last task
@@ -1092,7 +1092,7 @@ class StreamOptions(ScenarioOptions, DriftOptions):
 
 
 class ScenarioStream(Drift):
-    """Each step brings new samples of one of a scenario's two concepts (C-FAACL).
+    """Stream of new samples per step, from one of a scenario's two concepts (C-FAACL).
 
     A client's samples, for training and for testing, are divided evenly over the steps; where a
     concept has classes of its own (S1), those of its classes over the steps that have the concept.

@@ -197,7 +197,7 @@ def read_idx(path: Path) -> NDArray[np.uint8]:
 
 
 class Mnist(IdxImages):
-    """MNIST: 70,000 handwritten digits of 28x28 pixels (files under data-root, or --download)."""
+    """MNIST: 70,000 handwritten digits, 28x28 pixels (data-root, or --download)."""
 
     default_clients = 100
     fixed_shape = DataShape((1, 28, 28), 10)
@@ -210,7 +210,7 @@ class Mnist(IdxImages):
 
 
 class FashionMnist(Mnist):
-    """Fashion-MNIST: 70,000 images of clothing, 28x28 pixels (under data-root, or --download)."""
+    """Fashion-MNIST: 70,000 images of clothing, 28x28 pixels (data-root, or --download)."""
 
     target_accuracy = 0.9
 
@@ -234,7 +234,7 @@ class FashionMnist(Mnist):
 
 
 class Usps(IdxImages):
-    """USPS: 9,298 handwritten digits of 16x16 pixels (idx files under data-root)."""
+    """USPS: 9,298 handwritten digits, 16x16 pixels (data-root)."""
 
     fixed_shape = DataShape((1, 16, 16), 10)
 
@@ -245,7 +245,7 @@ class Usps(IdxImages):
 
 
 class Emnist(IdxImages):
-    """EMNIST: the handwritten letters a to j, 28x28 pixels (idx files under data-root).
+    """EMNIST: the handwritten letters a to j, 28x28 pixels (data-root).
 
     The files are those of Cohen et al. 2017.
     """
@@ -318,7 +318,7 @@ class ImageFolderOptions:
 
 
 class ImageFolder(ImageSource):
-    """Images in folders named after their class, in data-root (train/ and test/, or one tree)."""
+    """Images in one folder per class (data-root, with train/ and test/ or undivided)."""
 
     target_accuracy = 0.8
     options_type = ImageFolderOptions
@@ -439,7 +439,7 @@ _STD = 0.2516
 
 
 class Cifar10(ImageSource):
-    """CIFAR-10: 60,000 photographs of 32x32 pixels (files under data-root, or --download)."""
+    """CIFAR-10: 60,000 photographs, 32x32 pixels (data-root, or --download)."""
 
     target_accuracy = 0.8
     default_clients = 100
@@ -509,7 +509,7 @@ class OriginOptions:
 
 
 class DigitsByOrigin(ImageSource):
-    """Digits of MNIST and USPS, or SVHN and CCPD too: a group for each origin (under data-root)."""
+    """Digits of MNIST and USPS, optionally SVHN and CCPD, one group per origin (data-root)."""
 
     has_clients = True
     options_type = OriginOptions

@@ -148,7 +148,7 @@ class LeafSource(Source, ABC):
 
 
 class Leaf(LeafSource):
-    """LEAF's JSON files of numbers or text, a client for each user (data-root)."""
+    """JSON files in LEAF's format, numbers or text, one client per user (data-root)."""
 
     target_accuracy = 0.6
 
@@ -394,7 +394,7 @@ def by_writer(
 
 
 class Characters(NpzFolder):
-    """Handwritten characters, a client per writer: a folder of .npz files such as UniPen's."""
+    """Handwritten characters, one client per writer, such as UniPen's (.npz files in data-root)."""
 
     default_model = "cnn"
     default_lr = 0.01
@@ -457,7 +457,7 @@ _PIXELS = 28 * 28
 
 
 class Femnist(LeafSource):
-    """FEMNIST: characters of 28x28 pixels by writer, LEAF's JSON files under data-root."""
+    """FEMNIST: handwritten characters, 28x28 pixels, one client per writer (data-root)."""
 
     default_model = "cnn"
     default_lr = 0.01
@@ -544,7 +544,7 @@ class TextOptions:
 
 
 class Text(Source):
-    """Text by role, a client for each: the next character from 80 (an .npz under data-root)."""
+    """Next-character prediction over 80 characters, one client per role of a play (data-root)."""
 
     default_lr = 0.5
     target_accuracy = 0.4

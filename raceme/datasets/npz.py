@@ -242,7 +242,7 @@ class NpzOptions:
 
 
 class Npz(Source):
-    """A device's own .npz file with x_train, y_train, x_test, y_test (data-file)."""
+    """One .npz file per device with x_train, y_train, x_test and y_test (data-file)."""
 
     has_clients = True
     normalises = False
@@ -481,7 +481,7 @@ _IMAGES = (3, 4)
 
 
 class NpzFolder(Source):
-    """A folder of .npz files with x and y, one per person or device (data-root)."""
+    """A folder of .npz files with x and y, one file per client (data-root)."""
 
     has_clients = True
 
@@ -724,7 +724,7 @@ class GivenOptions:
 
 
 class Given(Source):
-    """Arrays or torch Datasets of each client, given in Python: raceme.run(data=...)."""
+    """Arrays or torch Datasets per client, passed in Python: raceme.run(data=...)."""
 
     has_clients = True
     options_type = GivenOptions

@@ -99,7 +99,7 @@ class Partition:
 
 @reads(LabelGroupOptions)
 def label_groups(labels: Indices, config: RunConfig, rng: np.random.Generator) -> Partition:
-    """Groups of clients with labels of their own, Dirichlet inside each group (CASA's label skew).
+    """Groups with disjoint labels and Dirichlet shares within each group (CASA's label skew).
 
     The shares in ``groups`` divide both the clients and the labels, in order. Inside a group, each
     client's shares of the group's labels are drawn from a Dirichlet distribution; how many samples
@@ -131,7 +131,7 @@ def label_groups(labels: Indices, config: RunConfig, rng: np.random.Generator) -
 
 @reads(DirichletOptions)
 def dirichlet(labels: Indices, config: RunConfig, rng: np.random.Generator) -> Partition:
-    """Every client's shares of the labels drawn from a Dirichlet distribution (dirichlet-alpha)."""
+    """Label shares of each client drawn from a Dirichlet distribution (dirichlet-alpha)."""
     check_enough(labels, config.num_clients)
     weights = client_weights(config, rng)
     alpha = config.read(DirichletOptions).dirichlet_alpha
@@ -141,7 +141,7 @@ def dirichlet(labels: Indices, config: RunConfig, rng: np.random.Generator) -> P
 
 @reads(ClassesOptions)
 def classes(labels: Indices, config: RunConfig, rng: np.random.Generator) -> Partition:
-    """Pathological label skew: every client holds exactly classes-per-client labels.
+    """Pathological label skew: exactly classes-per-client labels per client.
 
     Every label is held by about the same number of clients, which share its samples equally, or in
     the proportions of their power-law sizes. Dealt in turn, as FedProx's code does for its MNIST,
@@ -168,7 +168,7 @@ def classes(labels: Indices, config: RunConfig, rng: np.random.Generator) -> Par
 
 @reads(SizeOptions)
 def iid(labels: Indices, config: RunConfig, rng: np.random.Generator) -> Partition:
-    """Samples dealt out at random: every client sees the same distribution."""
+    """Uniformly random samples: the same distribution at every client."""
     check_enough(labels, config.num_clients)
     weights = client_weights(config, rng)
     return _partition(divide(rng.permutation(len(labels)), weights, MIN_SAMPLES))
@@ -391,13 +391,13 @@ class NoiseOptions(GroupOptions):
 
 @reads(GroupOptions)
 def rotation_groups(labels: Indices, config: RunConfig, rng: np.random.Generator) -> Partition:
-    """Groups of clients whose images are turned by i·360/K degrees (K shares in groups)."""
+    """Groups with images rotated by i·360/K degrees (K shares in groups)."""
     return _in_groups(labels, config, rng)
 
 
 @reads(NoiseOptions)
 def noise_groups(labels: Indices, config: RunConfig, rng: np.random.Generator) -> Partition:
-    """Groups of clients with ever more noise, from none in the first to noise-std in the last."""
+    """Groups with increasing noise, from none in the first to noise-std in the last."""
     return _in_groups(labels, config, rng)
 
 
@@ -653,7 +653,7 @@ class Scenario:
 
 @reads(ScenarioPartitionOptions)
 def scenario(labels: Indices, config: RunConfig, rng: np.random.Generator) -> Partition:
-    """Two groups, every other client: other classes, labels, noise or amounts (FAACL's S0 to A2).
+    """Two groups that differ in classes, labels, noise or sizes (FAACL's scenarios S0 to A2).
 
     Samples are dealt out at random, those of a group's classes where it has classes of its own; how
     many a client has, ``sizes`` says, and ``scenario-little``.

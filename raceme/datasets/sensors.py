@@ -61,7 +61,7 @@ class Person(NamedTuple):
 
 
 class UciHar(NpzFolder):
-    """UCI HAR: 6 activities of 30 people with a phone at the waist (.npz files under data-root).
+    """UCI HAR: 6 activities of 30 people, recorded by a phone at the waist (data-root).
 
     Anguita et al., "A Public Domain Dataset for Human Activity Recognition Using Smartphones",
     ESANN 2013.
@@ -143,7 +143,7 @@ class _Activities(Source, ABC):
 
 
 class HarBox(_Activities):
-    """HARBox: 5 activities of up to 120 people, from their own phones (files under data-root).
+    """HARBox: 5 activities of up to 120 people, recorded by their own phones (data-root).
 
     Our reading, as the papers say nothing of it: each axis of the sensors is brought to mean 0 and
     deviation 1 over all people, because their units differ by two orders of magnitude.
@@ -185,7 +185,7 @@ class HarBox(_Activities):
 
 
 class Imu(_Activities):
-    """IMU: 3 activities of 7 people in 2 groups, from ClusterFL (files under data-root).
+    """IMU: 3 activities of 7 people in 2 groups, from ClusterFL (data-root).
 
     The windows are normalised as published. People whose files begin with the same letters were
     recorded at one place: a true group.
@@ -294,7 +294,7 @@ class AirOptions:
 
 
 class BeijingAir(Source):
-    """Fine dust (PM2.5) of the next hour at 12 stations, a regression (files under data-root).
+    """Beijing air quality: regression of the next hour's PM2.5 at 12 stations (data-root).
 
     Zhang et al., "Cautionary tales on air-quality improvement in Beijing", Proc. R. Soc. A 473,
     2017.
@@ -440,7 +440,7 @@ _EXPECTED_BEARING = (
 
 
 class HitBearing(Source):
-    """Bearing faults: 7 conditions by vibration, 2 machines at 3 speeds (files under data-root).
+    """HIT bearing faults: 7 conditions from vibration, 2 machines at 3 speeds (data-root).
 
     Harbin Institute of Technology, sensing and measurement laboratory.
     """
@@ -533,7 +533,7 @@ _EXPECTED_GAS = (
 
 
 class GasDrift(Source):
-    """Gas sensors that drift: 6 gases in up to 10 batches over 36 months (files under data-root).
+    """Gas sensor drift: 6 gases in up to 10 batches over 36 months (data-root).
 
     Vergara et al., "Chemical gas sensor drift compensation using classifier ensembles", Sensors and
     Actuators B 166, 2012.
@@ -594,7 +594,7 @@ _WINDOW_AXES = 3
 
 
 class Fsdd(NpzFolder):
-    """Spoken digits (FSDD): log-mel spectra of a few speakers, each of several clients.
+    """FSDD: log-mel spectra of spoken digits, several clients per speaker (data-root).
 
     Jackson, "Free Spoken Digit Dataset", https://github.com/Jakobovski/free-spoken-digit-dataset.
     """

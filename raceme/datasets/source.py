@@ -559,7 +559,7 @@ _STD = 0.3760
 
 
 class Digits(Source):
-    """1,797 handwritten digits of 8x8 pixels, bundled with scikit-learn: no download."""
+    """Digits: 1,797 handwritten digits, 8x8 pixels, bundled with scikit-learn (no download)."""
 
     default_model = "mlp"
     default_lr = 0.2

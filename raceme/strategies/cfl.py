@@ -154,7 +154,7 @@ class Bipartitions(Method):
 
 
 class CFL(Bipartitions):
-    """Rounds in clusters that are bi-partitioned by the cosines of the updates (CFL)."""
+    """Recursive bipartitioning of clusters by the cosine similarity of updates, in rounds (CFL)."""
 
     parameters_type = CFLParameters
     parameters: CFLParameters
@@ -172,7 +172,7 @@ class CFL(Bipartitions):
 
 
 class CFLAsync(Bipartitions):
-    """CFL on every single update: criterion on the latest updates, mixing by staleness."""
+    """CFL at every arrival: criterion on the latest updates, staleness-weighted mixing."""
 
     parameters_type = CFLAsyncParameters
     parameters: CFLAsyncParameters

@@ -394,7 +394,7 @@ class CSAFLState:
 
 
 class CSAFL(Method):
-    """Groups by direction and latency, semi-asynchronous in windows of time (CSAFL)."""
+    """Groups by update direction and latency, semi-asynchronous in time windows (CSAFL)."""
 
     parameters_type = CSAFLParameters
     state_type = CSAFLState
@@ -590,10 +590,14 @@ def _variant(summary: str, **defaults: str) -> Variant[CSAFL]:
 
 
 TFedAvg = _variant(
-    "Synchronous updates, one group (T-FedAvg).", update="synchronous", grouping="none"
+    "CSAFL's baseline: synchronous updates, one group (T-FedAvg).",
+    update="synchronous",
+    grouping="none",
 )
 TAFedAvg = _variant(
-    "Asynchronous updates, one group (TA-FedAvg).", update="asynchronous", grouping="none"
+    "CSAFL's baseline: asynchronous updates, one group (TA-FedAvg).",
+    update="asynchronous",
+    grouping="none",
 )
 GFedAvg = _variant("CSAFL with synchronous updates (G-FedAvg).", update="synchronous")
 GAFedAvg = _variant("CSAFL with asynchronous updates (GA-FedAvg).", update="asynchronous")

@@ -22,7 +22,7 @@ class FedAsyncParameters(StalenessParameters):
 
 
 class FedAsync(Method):
-    """One model, every update mixed in at once with a weight that falls with staleness."""
+    """Single model, mixed with every update at arrival by a staleness-dependent weight."""
 
     parameters_type = FedAsyncParameters
     needs = Needs(one_model=True)

@@ -182,13 +182,13 @@ class MadeOfParameters(FlowerRounds):
 
 
 class FedAvg(MadeOfParameters):
-    """Federated averaging, Flower's own: rounds that wait for the slowest client."""
+    """Federated averaging in synchronous rounds, Flower's implementation."""
 
     flower = strategy.FedAvg
 
 
 class FedProx(MadeOfParameters):
-    """FedAvg with a proximal term that keeps clients near the global model, Flower's own."""
+    """FedAvg with a proximal term that limits client drift, Flower's implementation."""
 
     flower = strategy.FedProx
     parameters_type = FedProxParameters
@@ -220,14 +220,14 @@ class MultiKrumParameters(RoundsParameters):
 
 
 class FedMedian(MadeOfParameters):
-    """Rounds that take the median of each weight, Flower's own: robust, for data of one kind."""
+    """Coordinate-wise median in rounds, Flower's implementation: robust, for homogeneous data."""
 
     flower = strategy.FedMedian
     counts_examples = False
 
 
 class FedTrimmedAvg(MadeOfParameters):
-    """Rounds that average each weight without its extremes, Flower's own: for data of one kind."""
+    """Coordinate-wise trimmed mean in rounds, Flower's implementation: robust."""
 
     flower = strategy.FedTrimmedAvg
     parameters_type = FedTrimmedAvgParameters
@@ -235,7 +235,7 @@ class FedTrimmedAvg(MadeOfParameters):
 
 
 class MultiKrum(MadeOfParameters):
-    """Rounds that average the updates nearest to most others, Flower's own: for data of one kind.
+    """Multi-Krum in rounds, the mean of mutually near updates, Flower's implementation: robust.
 
     An update's score is the sum of its squared distances to the n − f − 2 nearest ones.
     """
@@ -300,5 +300,5 @@ class MultiKrum(MadeOfParameters):
 Krum = Variant(
     MultiKrum,
     with_defaults(MultiKrumParameters, num_nodes_to_select=1),
-    "Rounds that take the one update nearest to most others, Flower's own: for data of one kind.",
+    "Krum in rounds, the update nearest to its neighbours, Flower's implementation: robust.",
 )

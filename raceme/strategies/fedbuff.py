@@ -51,7 +51,7 @@ class FedBuffState:
 
 
 class FedBuff(Method):
-    """One model, moved after every K updates by the mean of their staleness-scaled deltas."""
+    """Single model, updated by the mean of every K staleness-scaled deltas."""
 
     parameters_type = FedBuffParameters
     state_type = FedBuffState
@@ -156,7 +156,7 @@ class CA2FLState:
 
 
 class CA2FL(Method):
-    """FedBuff with a cache of every client's last update, which corrects the mean (CA2FL)."""
+    """FedBuff with a cache of each client's last update that calibrates the mean (CA2FL)."""
 
     parameters_type = CA2FLParameters
     state_type = CA2FLState
@@ -268,7 +268,7 @@ class FADASState:
 
 
 class FADAS(Method):
-    """AMSGrad on the server, with every M updates, by the delay of the stalest one (FADAS)."""
+    """AMSGrad on the server every M updates, with a delay-adaptive step size (FADAS)."""
 
     parameters_type = FADASParameters
     state_type = FADASState
@@ -375,7 +375,7 @@ class PORTState:
 
 
 class PORT(Method):
-    """A buffer weighted by freshness and agreement, which waits for those too stale (PORT)."""
+    """Buffer weighted by freshness and agreement, with a bound on staleness (PORT)."""
 
     parameters_type = PORTParameters
     state_type = PORTState
@@ -530,7 +530,7 @@ class ACEState:
 
 
 class ACE(Method):
-    """Every arrival makes a step along the mean of all clients' latest gradients (ACE)."""
+    """One step along the mean of all clients' latest gradients at each arrival (ACE)."""
 
     parameters_type = ACEParameters
     state_type = ACEState
@@ -606,4 +606,6 @@ class ACE(Method):
         model.replace(stepped(model.vector, rate * mean, mean, self.trainable))
 
 
-ACED = Variant(ACE, ACEDParameters, "ACE over those whose latest gradient is young enough (ACED).")
+ACED = Variant(
+    ACE, ACEDParameters, "ACE restricted to clients with a recent enough latest gradient (ACED)."
+)

@@ -266,7 +266,7 @@ class FedCompassParameters:
 
 
 class FedCompass(Method):
-    """Groups of clients that arrive together, the fast with more local steps (FedCompass)."""
+    """Groups scheduled to arrive together: faster clients take more local steps (FedCompass)."""
 
     parameters_type = FedCompassParameters
     needs = Needs(one_model=True)

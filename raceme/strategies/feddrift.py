@@ -564,7 +564,7 @@ class FedDriftAsyncParameters(ConceptParameters, FedAsyncParameters):
 
 
 class FedDriftAsync(FollowsConcepts):
-    """FedDrift's models for concepts on every single update (FedDrift-Async, our own)."""
+    """FedDrift at every arrival (FedDrift-Async, our own)."""
 
     parameters_type = FedDriftAsyncParameters
     state_type = ConceptState
@@ -669,7 +669,7 @@ class FedDriftState(ConceptState):
 
 
 class FedDrift(FollowsConcepts):
-    """A model for each concept of data that drift: detection, isolation, merging (FedDrift)."""
+    """One model per concept of drifting data: detection, isolation, merging (FedDrift)."""
 
     parameters_type = FedDriftParameters
     state_type = FedDriftState
@@ -755,5 +755,7 @@ class FedDrift(FollowsConcepts):
 
 
 FedDriftEager = Variant(
-    FedDrift, FedDriftEagerParameters, "FedDrift without merging: one new model (FedDrift-Eager)."
+    FedDrift,
+    FedDriftEagerParameters,
+    "FedDrift without merging, with one new model per step (FedDrift-Eager).",
 )

@@ -61,7 +61,7 @@ class FeSEMState:
 
 
 class FeSEM(Method):
-    """K centres; each client goes to the one nearest to its model in l2 distance (FeSEM).
+    """K-means over client models: each client joins the centre nearest in l2 distance (FeSEM).
 
     If the centres start at clients' models, cluster 0 holds the initial model until the first round
     is over.

@@ -412,7 +412,7 @@ class FlexCFLState(ColdStart):
 
 
 class FlexCFL(GroupsByStart):
-    """Groups by the directions of first updates, in rounds, with migration (FlexCFL)."""
+    """Groups by the direction of first updates, in rounds, with client migration (FlexCFL)."""
 
     parameters_type = FlexCFLParameters
     state_type = FlexCFLState
@@ -620,7 +620,7 @@ class FlexCFLAsyncState(ColdStart):
 
 
 class FlexCFLAsync(GroupsByStart):
-    """FlexCFL's groups and migration on every single update (FlexCFL-Async, our own)."""
+    """FlexCFL's groups and migration at every arrival (FlexCFL-Async, our own)."""
 
     parameters_type = FlexCFLAsyncParameters
     state_type = FlexCFLAsyncState

@@ -244,7 +244,7 @@ class DividesBySimilarity(Method):
 
 
 class ICFL(DividesBySimilarity):
-    """Rounds in clusters that are divided while some pair in one is not similar enough (ICFL)."""
+    """Incremental splitting of clusters with dissimilar pairs of clients, in rounds (ICFL)."""
 
     parameters_type = ICFLParameters
     parameters: ICFLParameters
@@ -272,7 +272,7 @@ class ICFL(DividesBySimilarity):
 
 
 class ICFLAsync(DividesBySimilarity):
-    """ICFL on every single update: compared with the latest of all others, mixed by staleness."""
+    """ICFL at every arrival: similarity to the latest updates, staleness-weighted mixing."""
 
     parameters_type = ICFLAsyncParameters
     parameters: ICFLAsyncParameters

@@ -95,7 +95,7 @@ class ChoosesModel(Method):
 
 
 class IFCA(ChoosesModel):
-    """K models; each client trains the one with the least loss on its data, in rounds (IFCA).
+    """K models; each client trains the one with the lowest loss on its data, in rounds (IFCA).
 
     A client is tested with the model that it chose last; before its first choice with the one that
     most others have chosen, at the start the first.
@@ -182,7 +182,7 @@ class IFCA(ChoosesModel):
 
 
 class IFCAAsync(ChoosesModel):
-    """IFCA on every single update: mixed by staleness into the model that the client chose."""
+    """IFCA at every arrival: staleness-weighted mixing into the model that the client chose."""
 
     parameters_type = IFCAAsyncParameters
     parameters: IFCAAsyncParameters

@@ -36,7 +36,7 @@ class StandaloneState:
 
 
 class Standalone(Method):
-    """No federation: every client keeps its own model (the lower reference)."""
+    """Local training only: one model per client, the lower reference."""
 
     parameters_type = StandaloneParameters
     state_type = StandaloneState

@@ -87,7 +87,7 @@ def mlp(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
 
 
 def mlp300(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-    """CASA's perceptron for sensors, as ClusterFL's: 300 hidden units, ReLU (900-300-3 on IMU)."""
+    """CASA's and ClusterFL's perceptron for sensors: 300 hidden units, ReLU (900-300-3 on IMU)."""
     return _perceptron(input_shape, 300, nn.ReLU(), num_classes)
 
 
@@ -212,7 +212,7 @@ class ChannelsFirst(nn.Module):
 
 
 def cnn1d(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-    """Convolutional network over time for windows, (channels, time) or (time, channels), and waves.
+    """One-dimensional convolutional network for windows (channels, time) and waveforms.
 
     Two convolutions and two linear layers. Channels and time are told apart by their size: the
     longer axis is time.
@@ -279,7 +279,7 @@ def cnn5x5(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
 
 
 def cnn5x5_wide(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-    """FlexCFL's for Fashion-MNIST: two 5x5 convolutions, 1,024 hidden units (3,274,634 weights)."""
+    """FlexCFL's Fashion-MNIST network: two 5x5 convolutions, 1,024 units (3,274,634 weights)."""
     return _two_5x5(input_shape, num_classes, _WIDE_HIDDEN)
 
 
@@ -295,7 +295,7 @@ def _two_5x5(input_shape: tuple[int, ...], num_classes: int, hidden: int) -> nn.
 
 
 def cnn_fedrep(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-    """CASA's network for images, FedRep's: two 5x5 convolutions of 64, three linear layers.
+    """CASA's and FedRep's image network: two 5x5 convolutions of 64, three linear layers.
 
     The first hidden layer has 128 units for grey images (244,234 weights on MNIST), and 120 for
     colour ones (307,842 on CIFAR-10); the second has 64.
@@ -389,12 +389,12 @@ class Recurrent(nn.Module):
 
 
 def gru(input_shape: tuple[int, ...], num_classes: int, tokens: int) -> nn.Module:
-    """Recurrent network (GRU) for token ids, (length,), and for windows of readings."""
+    """Recurrent network (GRU) for token ids (length,) and sensor windows."""
     return _recurrent(input_shape, num_classes, tokens, nn.GRU)
 
 
 def lstm(input_shape: tuple[int, ...], num_classes: int, tokens: int) -> nn.Module:
-    """Recurrent network (LSTM) for what the GRU takes, of the same shape."""
+    """Recurrent network (LSTM) with the inputs and size of the GRU."""
     return _recurrent(input_shape, num_classes, tokens, nn.LSTM)
 
 

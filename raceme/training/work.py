@@ -365,7 +365,7 @@ def train(work: ClientWork) -> Answer:
 
 
 def train_best(work: ClientWork) -> Answer:
-    """Train that of several models which fits the training samples best (IFCA).
+    """Train the one of several models that best fits the training samples (IFCA).
 
     The answer states which: the first of those with the least loss; a loss that is not finite is
     infinite.
@@ -451,7 +451,7 @@ def _are_counts(stated: object) -> TypeGuard[list[int]]:
 
 
 def losses(work: ClientWork) -> Answer:
-    """Measure the loss of each sample under each of the received models.
+    """Measure each sample's loss under each received model.
 
     A loss that is not finite is the largest number.
 
@@ -471,7 +471,7 @@ def losses(work: ClientWork) -> Answer:
 
 
 def scores(work: ClientWork) -> Answer:
-    """Measure how well each of the received models fits the training samples of each step.
+    """Score each received model on the training samples of each step.
 
     The steps are those that the message names, or the one of the message. A loss that is not
     finite, or too large for float32, is the largest number.
@@ -497,7 +497,7 @@ def bounded(measured: NDArray[np.floating]) -> NDArray[np.float32]:
 
 
 def label_counts(work: ClientWork) -> Answer:
-    """Count the client's training samples of each class; state how many it will have in all.
+    """Count the client's training samples per class, and those of the whole stream.
 
     Raises
     ------
@@ -516,7 +516,7 @@ def label_counts(work: ClientWork) -> Answer:
 
 
 def nearest_direction(work: ClientWork) -> Answer:
-    """Train the received model, and tell which direction the change is nearest to; keep the model.
+    """Train the received model, return the nearest direction of the change, and keep the model.
 
     FlexCFL's client cold start (eq 8) as the paper has it, on the client:
     ``argmin_j (1 − cos(Δw_0^(g_j), Δw_pre)) / 2``.

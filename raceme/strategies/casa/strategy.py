@@ -554,7 +554,7 @@ class CASAPlusState(CASAState):
 
 
 class CASAPlus(CASA):
-    """CASA with sparse training: slow clients train only their larger weights (CASA+)."""
+    """CASA with sparse training: slow clients train only their largest weights (CASA+)."""
 
     parameters_type = CASAPlusParameters
     state_type = CASAPlusState

@@ -32,7 +32,7 @@ def train_mixed(work: ClientWork) -> Answer:
 
 
 def train_own(work: ClientWork) -> Answer:
-    """Train the client's own model, which it keeps, pulled towards the received one (FedSoft).
+    """Train the client's personal model, pulled towards the received one (FedSoft).
 
     A client that has none yet starts from the received one.
     """

@@ -95,7 +95,7 @@ class FedSoftState:
 
 
 class FedSoft(Method):
-    """Clients' own models, pulled towards the clusters that they are of, in rounds (FedSoft)."""
+    """Soft clustering: personal models pulled towards their clusters, in rounds (FedSoft)."""
 
     parameters_type = FedSoftParameters
     state_type = FedSoftState
@@ -282,7 +282,7 @@ class FedSoftAsyncState(SoftState):
 
 
 class FedSoftAsync(SoftUploads):
-    """CDFL's baseline: clients hold all cluster models and estimate their mixtures themselves."""
+    """FedSoft at every arrival, CDFL's baseline: clients estimate their mixtures themselves."""
 
     parameters_type = FedSoftAsyncParameters
     state_type = FedSoftAsyncState

@@ -652,7 +652,7 @@ class CDFLState(SoftState):
 
 
 class CDFL(SoftUploads):
-    """Clients upload when they choose, and get back a model of their mixture of data (CDFL)."""
+    """Client-driven uploads, answered with a mixture of cluster models per client (CDFL)."""
 
     parameters_type = CDFLParameters
     state_type = CDFLState

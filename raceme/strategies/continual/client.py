@@ -54,7 +54,7 @@ TRAINED = "trained"
 
 
 def train_elastic(work: ClientWork) -> Answer:
-    """Train the received model; weights are held where they matter for former tasks (EWC).
+    """Train the received model with elastic weight consolidation (EWC).
 
     Where the client's data have moved on since its last training, the task before is over: first
     of all its Fisher information is added to that of the tasks before it.
@@ -439,7 +439,7 @@ _LOGITS = "logits"
 
 
 def complete(work: ClientWork) -> None:
-    """Make of the shared part in a client's network its weights for a task, if it has a part."""
+    """Complete the shared weights in a client's network by those of a task."""
     if _key(work.step) in work.state:
         network, record = work.client.network, work.state.array_records[_key(work.step)]
         masks = Masks(network, sigmoid=_LOGITS in record)
@@ -472,13 +472,13 @@ def _written(part: TaskPart, masks: Masks) -> ArrayRecord:
 
 
 def train_decomposed(work: ClientWork) -> Answer:
-    """Train the received shared part, and the part of the present task (APD)."""
+    """Train the received shared weights and those of the current task (APD)."""
     answer, _ = _train(work, sigmoid=True)
     return answer
 
 
 def train_borrowing(work: ClientWork) -> Answer:
-    """Train likewise, with what other clients have for their tasks (FedWeIT).
+    """Train as APD does, with task weights of other clients (FedWeIT).
 
     What was sent of others when the task began is kept for as long as it lasts. The answer states
     the task-adaptive weights, for others to borrow.

@@ -79,7 +79,7 @@ class EWCParameters(TaskRoundsParameters):
 
 
 class EWC(TaskRounds):
-    """FedProx whose clients hold the weights that matter for their former tasks (FedProx-EWC)."""
+    """FedProx with elastic weight consolidation against forgetting earlier tasks (FedProx-EWC)."""
 
     parameters_type = EWCParameters
     needs = Needs(
@@ -134,7 +134,7 @@ class StableSGDParameters(TaskRoundsParameters):
 
 
 class StableSGD(TaskRounds):
-    """FedProx with dropout and a learning rate that falls with each task (Stable SGD)."""
+    """FedProx with dropout and a learning rate that decays per task (Stable SGD)."""
 
     parameters_type = StableSGDParameters
     needs = Needs(one_model=True)
@@ -207,7 +207,7 @@ def needs_of_decomposition(kind: str) -> Needs:
 
 
 class APD(TaskRounds):
-    """FedProx on weights shared by all tasks, with masks and sparse weights for each (APD)."""
+    """Additive decomposition: shared weights plus masks and sparse weights per task (APD)."""
 
     parameters_type = APDParameters
     needs = needs_of_decomposition(keys.TRAIN_DECOMPOSED)
@@ -289,7 +289,7 @@ class FedWeITState:
 
 
 class FedWeIT(TaskRounds):
-    """Base weights for all, sparse ones for each task, and those of others borrowed (FedWeIT)."""
+    """Shared base weights, sparse weights per task, and transfer from other clients (FedWeIT)."""
 
     parameters_type = FedWeITParameters
     state_type = FedWeITState

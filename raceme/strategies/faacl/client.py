@@ -21,7 +21,7 @@ from raceme.training.work import Answer, ClientWork, bounded, train_model
 
 
 def learn(work: ClientWork) -> Answer:
-    """Train the received model, and remember a sample of the validation samples of this step.
+    """Train the received model and keep some of this step's validation samples.
 
     Raises
     ------
@@ -40,7 +40,7 @@ def learn(work: ClientWork) -> Answer:
 
 
 def match(work: ClientWork) -> Answer:
-    """Measure the losses of samples under several models, on several sets of samples.
+    """Measure the losses of several models on several sets of samples.
 
     The models are those of clusters, and then those that clients have trained themselves. The sets
     are the validation samples, if asked for, what the client remembers of the steps that the
@@ -74,7 +74,7 @@ def match(work: ClientWork) -> Answer:
 
 
 def lend(work: ClientWork) -> Answer:
-    """Hand out what the client remembers of the steps that the message names."""
+    """Send the kept samples of the steps that the message names."""
     numbers: dict[str, NDArray[np.generic]] = {}
     for step in _steps(work):
         name = numbered(keys.MEMORY, step)

@@ -225,7 +225,7 @@ def _once(values: list[Item], value: Item) -> None:
 
 
 class CFAACL(FAACL):
-    """FAACL for one task after another: old concepts are recognised, new ones found (C-FAACL)."""
+    """FAACL for task sequences: recognises known concepts and detects new ones (C-FAACL)."""
 
     parameters_type = CFAACLParameters
     state_type = CFAACLState

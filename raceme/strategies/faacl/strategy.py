@@ -489,7 +489,7 @@ class FAACLState(SupportState):
 
 
 class FAACL(FindsSupport):
-    """Clusters found by statistical tests, with one-sided support between them (FAACL)."""
+    """Clustering by statistical tests, with one-sided support between clusters (FAACL)."""
 
     parameters_type = FAACLParameters
     state_type = FAACLState
@@ -738,7 +738,7 @@ class FAACLAsyncState(SupportState):
 
 
 class FAACLAsync(FindsSupport):
-    """FAACL's tests, support and merges as updates arrive (FAACL-Async, our own)."""
+    """FAACL's tests, support and merges at every arrival (FAACL-Async, our own)."""
 
     parameters_type = FAACLAsyncParameters
     state_type = FAACLAsyncState

@@ -16,7 +16,7 @@ RESPONSIBILITIES = "responsibilities"
 
 
 def label_masses(work: ClientWork) -> Answer:
-    """Assign samples to models, keep the assignment, and state how much of each class went where.
+    """Assign samples to models, keep the assignment, and return its label masses.
 
     Raises
     ------

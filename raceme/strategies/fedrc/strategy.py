@@ -76,7 +76,7 @@ class FedRCState:
 
 
 class FedRC(Method):
-    """Expectation maximisation whose clusters are told apart by concept shift alone (FedRC)."""
+    """Expectation maximisation with clusters that differ by concept shift only (FedRC)."""
 
     parameters_type = FedRCParameters
     state_type = FedRCState

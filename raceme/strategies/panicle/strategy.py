@@ -629,7 +629,7 @@ class PanicleState:
 
 
 class Panicle(Method):
-    """Clusters by short probes, at once, that split, move and merge by evidence (our own)."""
+    """Immediate clustering by short probes; evidence-based splits, moves and merges (our own)."""
 
     parameters_type = PanicleParameters
     state_type = PanicleState

@@ -90,7 +90,7 @@ class CFLGPState(QueryState):
 
 
 class CFLGP(QueriesFirst):
-    """Clusters by accumulated gradients at common models, in rounds (CFL-GP)."""
+    """Clustering by gradients accumulated at common models, in rounds (CFL-GP)."""
 
     parameters_type = CFLGPParameters
     state_type = CFLGPState

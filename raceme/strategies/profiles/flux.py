@@ -116,7 +116,7 @@ class FLUXState(QueryState):
 
 
 class FLUX(QueriesFirst):
-    """Clusters by moments of latent features; newcomers find theirs without labels (FLUX)."""
+    """Clustering by moments of latent features; places new clients without labels (FLUX)."""
 
     parameters_type = FLUXParameters
     state_type = FLUXState

@@ -89,7 +89,7 @@ class PACFLState(QueryState):
 
 
 class PACFL(QueriesFirst):
-    """Clusters by angles between main directions of clients' data, before training (PACFL)."""
+    """Clustering before training by principal angles between clients' data subspaces (PACFL)."""
 
     parameters_type = PACFLParameters
     state_type = PACFLState
