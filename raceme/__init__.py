@@ -1,8 +1,7 @@
 """Raceme: asynchronous, clustered federated learning on Flower.
 
-`run`, `compare`, `reproduce`, `simulate`, `load` and `open` are what a script or a notebook calls.
-Everything else is private by its place, except what ``docs/extending.md`` names for a user's own
-methods and data.
+The public functions are `run`, `compare`, `reproduce`, `simulate`, `load` and `open`. Everything
+else is private, except the names in ``docs/extending.md`` for users' methods and data.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ __version__ = "0.2.0"
 Data = Mapping[Any, Any] | Iterable[Any]
 """The samples of each client; see :func:`run`."""
 
-# What a function needs is imported when it is called: most of what imports this package calls none.
+# Imports are lazy, since most importers of this package call none of these functions.
 
 
 def run(
@@ -38,14 +37,14 @@ def run(
 ) -> OpenRun:
     """Run a method on virtual time, as `raceme run` does, and open its results.
 
-    Ctrl-C, or a notebook's stop button, ends the run early, with what it has so far.
+    Ctrl-C, or a notebook's stop button, ends the run early and keeps its results so far.
 
     Parameters
     ----------
     strategy : str or type[Method]
         A name of `raceme list`, ``module:Class``, or such a class.
     data : Mapping or Iterable, optional
-        Each client's own samples, in place of a dataset: ``(x, y)`` or ``(x_train, y_train, x_test,
+        Each client's samples, instead of a dataset: ``(x, y)`` or ``(x_train, y_train, x_test,
         y_test)``, arrays or tensors; a torch Dataset of pairs, or two, the second for testing; or a
         mapping with the names of an .npz file: x, y, heldout, group, num_classes, unit. Inputs have
         shape (samples, ...) and are used as they are, bytes divided by 255.
@@ -63,7 +62,7 @@ def run(
     Raises
     ------
     UserError
-        There is no such name or key, or the run cannot work; said before any work starts.
+        There is no such name or key, or the run is impossible; raised before any work starts.
     """
     from raceme.core.config import RunConfig, with_prefixes
     from raceme.core.registry import STRATEGIES
@@ -93,25 +92,25 @@ def compare(
 ) -> OpenComparison:
     """Run several methods on the same clients, devices and seeds, as `raceme compare` does.
 
-    Ctrl-C, or a notebook's stop button, ends it early, with the runs that are finished.
+    Ctrl-C, or a notebook's stop button, ends it early and keeps the finished runs.
 
     Parameters
     ----------
     strategies : Iterable[str or type[Method]]
-        Names of `raceme list`, ``module:Class``, or such classes; or a single one.
+        Names of `raceme list`, ``module:Class``, or classes; or a single one.
     data, model : optional
         See :func:`run`.
     seeds : Iterable[int]
-        Every method runs once with each.
+        Every method runs once per seed.
     out : str or Path, optional
-        Folder for the results; runs that are finished in it are kept.
+        Folder for the results; finished runs in it are kept.
     processes : int
         Runs at a time; 0: one per core.
     formats : Iterable[str]
-        Some of ``"pdf"``, ``"svg"`` and ``"tex"``: what plots and tables are written as, too.
+        Additional formats of plots and tables: ``"pdf"``, ``"svg"``, ``"tex"``.
     **settings
-        Keys of a run that all methods share, and hyper-parameters, which each method that has
-        them reads; ``**{"casa.gamma": 0.2}`` is for one method.
+        Keys of a run for all methods, and hyper-parameters, for each method that has them;
+        ``**{"casa.gamma": 0.2}`` is for one method.
 
     Returns
     -------
@@ -121,7 +120,7 @@ def compare(
     Raises
     ------
     UserError
-        There is no such name or key, or a run cannot work; said before any work starts.
+        There is no such name or key, or a run is impossible; raised before any work starts.
     """
     import time
     from dataclasses import replace
@@ -165,27 +164,27 @@ def reproduce(
     name : str
         Name of the experiment, as `raceme reproduce` lists them: ``"casa-table1"``.
     dataset : str, optional
-        The dataset or the part that is wanted; of an experiment with several one has to be.
+        The dataset or part; required for experiments with several.
     only, methods : Iterable[str]
-        Some of its parts and of its methods; all of them for none.
+        Its parts and methods to run; by default all.
     scale : float
-        Share of the experiment's updates that each run has, above 0 and at most 1.
+        Share of the experiment's updates per run, above 0 and at most 1.
     seeds : Iterable[int], optional
-        Every method runs once with each; by default those of the experiment.
+        Every method runs once per seed; by default the experiment's seeds.
     out, processes, formats
         See :func:`compare`.
     **settings
-        Keys of a run, which replace the paper's.
+        Keys of a run that replace the paper's.
 
     Returns
     -------
     dict[str, OpenComparison]
-        A finished comparison for each part, by its name.
+        A finished comparison per part, by name.
 
     Raises
     ------
     UserError
-        There is no such name or key, or a run cannot work; said before any work starts.
+        There is no such name or key, or a run is impossible; raised before any work starts.
     """
     from dataclasses import replace
 
@@ -235,33 +234,33 @@ def simulate(
     folder : str or Path
         Folder of the app, with its ``pyproject.toml``.
     strategy : str or type[Method], optional
-        Method of Raceme's in the place of the app's strategy.
+        Method of Raceme that replaces the app's strategy.
     clients : int
         Number of simulated SuperNodes.
     devices : str
         Device profile: a name, a TOML file, ``module:function`` or ``trace:FOLDER``.
     run_config, node_config : Mapping, optional
-        What changes the app's run config, and what every node's config has besides its partition.
+        Overrides of the app's run config, and additions to every node's config.
     workers : int or str
-        Worker processes that do the clients' work; 0: none, ``"auto"``: one per core.
+        Number of worker processes; 0: none, ``"auto"``: one per core.
     seed : int
-        Decides devices, losses, and what an app draws that does not seed itself.
+        Seed of devices, losses and the app's unseeded random numbers.
     out : str or Path, optional
         Folder for the results; a new one in ``runs`` if left out.
     examples : int, optional
-        Training examples of each client, for profiles with times per sample; by default what
-        replies state.
+        Training examples of each client, for profiles with times per sample; by default from
+        replies.
     evaluation_share : float, optional
         Time of an evaluation as a share of a training task's; by default it takes none.
     max_time, max_wall_time : float
-        Seconds of virtual time, and of this machine's, after which it ends.
+        Limits in seconds of virtual time and of wall time.
     **parameters
         Hyper-parameters of `strategy`: ``gamma=0.2``.
 
     Returns
     -------
     OpenSimulation
-        What it has shown; see :mod:`raceme.notebook`.
+        The results; see :mod:`raceme.notebook`.
 
     Raises
     ------
@@ -302,7 +301,7 @@ def simulate(
 
 
 def load(dataset: str, **settings: Any) -> list[ClientData]:
-    """Load a dataset as the clients of a run have it.
+    """Load the clients' data of a run.
 
     Parameters
     ----------
@@ -319,7 +318,7 @@ def load(dataset: str, **settings: Any) -> list[ClientData]:
     Raises
     ------
     UserError
-        There is no such name or key, or the data are missing or cannot be dealt out as asked.
+        There is no such name or key, or the data are missing or cannot be partitioned.
     """
     from raceme import datasets
     from raceme.core.config import RunConfig
@@ -340,12 +339,12 @@ def open(folder: str | Path) -> OpenRun | OpenComparison:
     Returns
     -------
     OpenRun or OpenComparison
-        Its tables as pandas data frames, its figures, its models; see :mod:`raceme.notebook`.
+        Tables as pandas data frames, figures and models; see :mod:`raceme.notebook`.
 
     Raises
     ------
     UserError
-        There is neither in the folder, or it is damaged.
+        The folder has neither, or is damaged.
     """
     from raceme.notebook import open_folder
 
@@ -357,9 +356,9 @@ def _keys(
     data: Data | None = None,
     model: str | Callable[..., Any] | None = None,
 ) -> dict[str, Any]:
-    """Return keys as a person writes them: ``max_updates`` is ``max-updates``.
+    """Convert Python names to keys: ``max_updates`` is ``max-updates``.
 
-    Classes and functions become names, and data the fingerprint of what is kept of them.
+    Classes and functions become names, data a fingerprint.
     """
     from raceme.core.config import registry_of
     from raceme.core.errors import UserError
@@ -394,7 +393,7 @@ def _seeds(seeds: Iterable[int]) -> tuple[int, ...]:
 
 
 def _console() -> Console:
-    """Return where progress is shown: a terminal or a notebook, and nothing else."""
+    """Return the console for progress: a terminal or a notebook, else none."""
     from rich.console import Console
 
     console = Console(highlight=False)

@@ -1,11 +1,10 @@
 """The Flower ClientApp: one device that trains, tests and answers queries about itself.
 
-It is the same on every grid, and works with Flower's own strategies. A reply depends on nothing
-but the content of the message and the client that answers, so that messages may be answered early,
-in any order and in any process.
+It is the same on every grid and works with Flower's own strategies. A reply depends only on the
+message and the client, so that messages may be answered early, in any order and in any process.
 
-What a message asks for is its kind of work: one of :data:`raceme.core.registry.CLIENT_WORK`, loaded
-when it is first asked for, or ``module:function`` for one of a user's own. It is a function of a
+A message names a kind of work: one of :data:`raceme.core.registry.CLIENT_WORK`, loaded on demand,
+or ``module:function`` for a user's own. It is a function of a
 :class:`~raceme.training.work.ClientWork` that returns an :class:`~raceme.training.work.Answer`.
 """
 
@@ -33,36 +32,36 @@ from raceme.training.clients import Client, ClientCache, OwnData, joined, load
 from raceme.training.machine import Meter, measured, meter_of
 from raceme.training.work import Answer, ClientWork, answer_to, step_in
 
-# Clients work side by side, each on one thread: two processes of one thread get through nearly
-# twice the work of one process with two.
+# One thread per client: two processes of one thread do nearly twice the work of one process with
+# two.
 torch.set_num_threads(1)
 
 _UNKNOWN_GROUP = -1
 _ECHOED = (names.TASK, names.VERSION, names.KIND, names.STEP)
-"""Settings that a reply states as it was told them, so that it can be told what it answers."""
+"""Settings that a reply repeats, to identify its request."""
 
 _clients = ClientCache(load)
 
 
 def train(message: Message, context: Context) -> Message:
-    """Do work that takes a device's time."""
+    """Do training work."""
     return _respond(message, context)
 
 
 def evaluate(message: Message, context: Context) -> Message:
-    """Test a model, or do what else is asked for."""
+    """Test a model, or do other work."""
     return _respond(message, context)
 
 
 def query(message: Message, context: Context) -> Message:
-    """State the client's id and its data, or answer another question about the client."""
+    """Describe the client, or answer another query."""
     return _respond(message, context)
 
 
 def client_app(mods: Sequence[Mod] = ()) -> ClientApp:
     """Make Raceme's ClientApp with mods of Flower's around training.
 
-    A Flower app of your own names it in place of Raceme's, with ``fixedclipping_mod`` for example::
+    Use it in a Flower app of your own, for example with ``fixedclipping_mod``::
 
         app = client_app([fixedclipping_mod])
 
@@ -117,13 +116,13 @@ _DEFAULTS = {
     MessageType.EVALUATE: names.EVALUATE,
     MessageType.QUERY: names.DESCRIBE,
 }
-"""Kinds of work where a message states none, as Flower's own strategies do not."""
+"""Kinds of work for messages without one, as of Flower's own strategies."""
 
 
 class AddedKinds:
     """Raceme's kinds of work for a user's own ClientApp: a Flower mod, and a function for queries.
 
-    Messages that ask for a kind of work are answered here, all others by the user's functions::
+    Messages with a kind of work are answered here, all others by the user's functions::
 
         kinds = AddedKinds(load)
         app = ClientApp(mods=[kinds])
@@ -132,8 +131,7 @@ class AddedKinds:
     Parameters
     ----------
     load : Callable
-        Returns the network and the samples of the client that a context is of; called once for each
-        in a process.
+        Returns network and samples of a context's client; called once per client and process.
     """
 
     def __init__(self, load: Callable[[Context], OwnData]) -> None:
@@ -146,7 +144,7 @@ class AddedKinds:
         context: Context,
         call_next: Callable[[Message, Context], Message],
     ) -> Message:
-        """Answer a message that asks for a kind of work; leave others to the user's functions."""
+        """Answer a message with a kind of work; pass others to the user's functions."""
         if _settings(message).get(names.KIND, names.TRAIN) == names.TRAIN:
             return call_next(message, context)
         return self.answer(message, context)
@@ -157,7 +155,7 @@ class AddedKinds:
         return reply_to(message, work, answer_to(work))
 
     def _client(self, context: Context) -> Client:
-        """Return the client that a context is of."""
+        """Return the client of a context."""
         if context.node_id not in self._loaded:
             self._loaded[context.node_id] = self._load(context).client(context)
         return self._loaded[context.node_id]
@@ -166,7 +164,7 @@ class AddedKinds:
 def work_of(
     message: Message, context: Context, own: Callable[[Context], Client] | None = None
 ) -> ClientWork:
-    """Read what a message asks of the client that a node is.
+    """Parse the work of a message for a node's client.
 
     Parameters
     ----------
@@ -175,12 +173,12 @@ def work_of(
     context : Context
         The node's context: its configuration names the client, its state persists between messages.
     own : Callable, optional
-        Returns the client of a user's own app; its data never change.
+        Returns the client of a user's own app, without drift.
 
     Raises
     ------
     ValueError
-        The kind is unknown, or a step is none.
+        The kind is unknown, or a step is invalid.
     UserError
         The client's data cannot be loaded.
     """
@@ -188,7 +186,7 @@ def work_of(
     kind = settings.get(names.KIND, _DEFAULTS[message.metadata.message_type.partition(".")[0]])
     if not isinstance(kind, str) or kind not in CLIENT_WORK:
         known = ", ".join(CLIENT_WORK)
-        raise ValueError(f"This client does no work of the kind {kind!r}; it knows {known}.")
+        raise ValueError(f"This client has no work of kind {kind!r}; it knows {known}.")
     step = step_in(settings, names.STEP)
     share = settings.get(names.VALIDATION_SHARE, 0.0)
     if not isinstance(share, int | float):
@@ -215,23 +213,23 @@ def work_of(
 
 
 def _settings(message: Message) -> ConfigRecord:
-    """Return what a message says of how to do the work; nothing if it does not say it."""
+    """Return the settings of a message, empty if it has none."""
     record = message.content.get(names.CONFIG)
     return record if isinstance(record, ConfigRecord) else ConfigRecord()
 
 
 def _kept(client: Client, share: float) -> Client:
-    """Return a client that keeps a share of its training samples for validation, if any."""
+    """Return a client with a share of its training samples kept for validation, if any."""
     return client.divided(share) if share else client
 
 
 def _several(steps: object) -> list[int]:
-    """Check the steps that a message names.
+    """Check the steps in a message.
 
     Raises
     ------
     ValueError
-        They are no steps, none, or one is named twice.
+        The steps are invalid, empty or repeated.
     """
     found = [step for step in steps if isinstance(step, int)] if isinstance(steps, list) else []
     if not found or steps != found or min(found) < 0 or len(set(found)) < len(found):
@@ -242,7 +240,7 @@ def _several(steps: object) -> list[int]:
 
 
 def reply_to(message: Message, work: ClientWork, answer: Answer) -> Message:
-    """Make the reply to a message out of the answer to its work."""
+    """Convert an answer to the reply to a message."""
     echoed = {name: work.settings[name] for name in _ECHOED if name in work.settings}
     content = RecordDict()
     if answer.model is not None:
@@ -257,7 +255,7 @@ def reply_to(message: Message, work: ClientWork, answer: Answer) -> Message:
 
 
 def forget() -> None:
-    """Drop the data of all clients: for a process that begins another run."""
+    """Drop the data of all clients, for a process that begins another run."""
     _clients.forget()
 
 
@@ -279,12 +277,12 @@ def _answered(message: Message, context: Context) -> tuple[ClientWork, Answer]:
 
 @cache
 def _meter() -> Meter | None:
-    """Return what measures this machine's energy; look for it once."""
+    """Return this machine's energy meter, cached."""
     return meter_of()
 
 
 # -----------------------------------------------------------------------------
-# Local differential privacy of a device: Flower's mod around training, and what it has no say in.
+# Local differential privacy of a device, by Flower's mod around training.
 #
 # The owner of a device switches it on, in the node configuration, which no server can change:
 #
@@ -306,17 +304,17 @@ _DEFAULT_CLIP = 1.0
 
 @dataclass(frozen=True)
 class LocalPrivacy:
-    """What a device asks for.
+    """Privacy settings of a device.
 
     Attributes
     ----------
     epsilon, delta : float
-        Budget of one update, by which Flower's mod chooses the noise; see :meth:`spent`.
+        Budget of one update, from which Flower's mod derives the noise; see :meth:`spent`.
     clip : float
-        Longest update, the Euclidean norm of the change of all weights.
+        Maximum Euclidean norm of an update.
     seed : int or None
-        Of the noise, for simulations that are to be repeated; noise that can be guessed hides
-        nothing. None: numpy's own, which the operating system seeds.
+        Seed of the noise, for reproducible simulations only: predictable noise hides nothing. None:
+        seeded by the operating system.
     """
 
     epsilon: float
@@ -330,13 +328,13 @@ class LocalPrivacy:
         return 2.0 * self.clip
 
     def spent(self, updates: int) -> float:
-        """Return the ε that so many updates of one device really spend together, at this δ.
+        """Return the ε that a number of updates of one device actually spend at this δ.
 
-        The noise is σ = Δ √(2 ln(1.25/δ)) / ε, which gives ε only up to ε = 1. What Gaussian noise
-        gives is known exactly (Balle and Wang, ICML 2018, theorem 8): with μ = √k Δ/σ for k
-        updates, δ = Φ(μ/2 − ε/μ) − exp(ε) Φ(−μ/2 − ε/μ).
+        The noise is σ = Δ √(2 ln(1.25/δ)) / ε, which guarantees ε only up to ε = 1. The exact
+        guarantee of Gaussian noise is known (Balle and Wang, ICML 2018, theorem 8): with μ = √k Δ/σ
+        for k updates, δ = Φ(μ/2 − ε/μ) − exp(ε) Φ(−μ/2 − ε/μ).
         """
-        # A device, which only adds the noise, is installed without scipy.
+        # A device's installation has no scipy.
         from scipy.optimize import brentq
         from scipy.special import log_ndtr, ndtr
 
@@ -352,22 +350,22 @@ class LocalPrivacy:
 
 
 def privacy_of(context: Context) -> LocalPrivacy | None:
-    """Return what the node configuration asks for; None without ``local-dp-epsilon``.
+    """Return the node's privacy settings; None without ``local-dp-epsilon``.
 
     Raises
     ------
     ValueError
-        A number is none, or out of range; or a key is misspelt.
+        A value is invalid, or a key is misspelt.
     """
     config = context.node_config
-    # A slip of the pen must not mean no privacy.
+    # A typing error must not disable privacy.
     stated = {key for key in config if key.startswith(_PREFIX)}
     if foreign := sorted(stated - {EPSILON, DELTA, CLIP, SEED}):
         raise ValueError(f"Unknown {', '.join(foreign)}: valid are {EPSILON}, {DELTA}, {CLIP}.")
     if EPSILON not in config:
         unused = sorted(key for key in (DELTA, CLIP, SEED) if key in config)
         if unused:
-            raise ValueError(f"{', '.join(unused)} without {EPSILON}: nothing would be private.")
+            raise ValueError(f"{', '.join(unused)} without {EPSILON} has no effect: add {EPSILON}.")
         return None
     epsilon, delta, clip = (
         _positive(context, key, default)
@@ -382,7 +380,7 @@ def privacy_of(context: Context) -> LocalPrivacy | None:
 
 
 def check_kind(kind: str, context: Context) -> None:
-    """Refuse work whose answer would leave a private device without noise.
+    """Refuse work whose answer would get no noise on a private device.
 
     Raises
     ------
@@ -392,20 +390,20 @@ def check_kind(kind: str, context: Context) -> None:
     if privacy_of(context) is not None and kind not in _ALLOWED:
         allowed = ", ".join(sorted(_ALLOWED))
         raise ValueError(
-            f"This device has local differential privacy and does no work of the kind '{kind}', "
-            f"whose answers no noise is added to; it does {allowed}."
+            f"This device has local differential privacy and refuses work of kind '{kind}', whose "
+            f"answers get no noise; it accepts {allowed}."
         )
 
 
 def local_dp(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-    """Clip what training brings, and add noise, if the device asks for it: a mod of Flower's.
+    """Flower mod that clips updates and adds noise, if the device has privacy settings.
 
-    Of the measurements only the number of examples is kept, which the greeting has told already.
+    Of the metrics only the number of examples is kept, which is known anyway.
 
     Raises
     ------
     ValueError
-        The device's numbers are none, or the model has arrays that only count.
+        The settings are invalid, or the model has arrays of counts.
     """
     privacy = privacy_of(context)
     if privacy is None:
@@ -413,7 +411,7 @@ def local_dp(message: Message, context: Context, call_next: ClientAppCallable) -
     for record in message.content.array_records.values():
         for name, array in record.items():
             if Role.of(name, array.dtype) is Role.COUNTER:
-                raise ValueError(f"Noise on '{name}', which only counts, is no privacy.")
+                raise ValueError(f"'{name}' is a count: noise on it protects nothing.")
     mod = LocalDpMod(privacy.clip, privacy.sensitivity, privacy.epsilon, privacy.delta)
     if privacy.seed is None:
         reply = mod(message, context, call_next)
@@ -432,7 +430,7 @@ def local_dp(message: Message, context: Context, call_next: ClientAppCallable) -
 
 
 def _seed_of(seed: int, message: Message) -> int:
-    """Return the seed of the noise on the answer to one message."""
+    """Return the seed of the noise for one message."""
     settings = message.content.config_records.get(names.CONFIG) or ConfigRecord()
     number = settings.get(names.TASK, 0)
     parts = [seed, message.metadata.dst_node_id, number if isinstance(number, int) else 0]
@@ -447,7 +445,7 @@ def _positive(context: Context, key: str, default: float) -> float:
 
 
 def is_private(context: Context) -> bool:
-    """Return whether a device has local differential privacy, which only the app provides."""
+    """Return whether a device has local differential privacy, which only the app applies."""
     return privacy_of(context) is not None
 
 

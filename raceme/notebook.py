@@ -1,4 +1,4 @@
-"""A run or a comparison in a notebook: its tables as data frames, its figures, its models."""
+"""Runs and comparisons in Python: data frames, figures and models."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ log = logging.getLogger("raceme")
 
 
 class OpenRun:
-    """A run that has ended, or one that is still going on as it was when it was opened.
+    """A finished run, or a snapshot of a running one.
 
-    Tables are pandas data frames, a row for each event, with the names of
-    :mod:`raceme.core.events`; figures are matplotlib's. All are read when they are asked for.
+    Tables are pandas data frames with a row per event and the names of :mod:`raceme.core.events`;
+    figures are matplotlib's. All are loaded on demand.
 
     Parameters
     ----------
     folder : Path
-        The folder of the run.
+        Folder of the run.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -85,17 +85,17 @@ class OpenRun:
 
     @cached_property
     def summary(self) -> dict[str, Any] | None:
-        """The content of ``summary.json``; None if the run is not over."""
+        """The content of ``summary.json``; None for an unfinished run."""
         return read_summary(self.folder) if (self.folder / "summary.json").is_file() else None
 
     @property
     def updates(self) -> pd.DataFrame:
-        """A row for each update that was applied, in order of time."""
+        """The applied updates, in order of time."""
         return _columns(self.record.updates)
 
     @property
     def rejections(self) -> pd.DataFrame:
-        """The replies that were not used."""
+        """The unused replies."""
         return _columns(self.record.rejections)
 
     @property
@@ -110,7 +110,7 @@ class OpenRun:
 
     @property
     def clusters(self) -> dict[int, list[str]]:
-        """The clients of each cluster at the end, by its number."""
+        """The final clients of each cluster, by number."""
         found: dict[int, list[str]] = {}
         for client, cluster in sorted(self.record.assignment().items()):
             found.setdefault(cluster, []).append(client)
@@ -118,12 +118,12 @@ class OpenRun:
 
     @property
     def models(self) -> dict[int, dict[str, Any]]:
-        """The model of each cluster at the end: its arrays by name, by the cluster's number."""
+        """The final model of each cluster: arrays by name, by cluster number."""
         return {number: self.model(number) for number in self._numbers()}
 
     @property
     def client_evaluations(self) -> pd.DataFrame:
-        """What each evaluation found for each client, with its time and updates."""
+        """Each client's result at each evaluation, with time and updates."""
         frame = _columns(self.record.client_evaluations)
         when = self.record.evaluations
         frame.insert(1, "time", when.time[frame["evaluation"]])
@@ -132,7 +132,7 @@ class OpenRun:
 
     @property
     def clients(self) -> pd.DataFrame:
-        """The clients: when they came, their examples, their true group, their last cluster."""
+        """The clients: time of joining, examples, true group, last cluster."""
         cluster = self.record.assignment()
         return _frame(
             {
@@ -147,7 +147,7 @@ class OpenRun:
 
     @property
     def placements(self) -> pd.DataFrame:
-        """Every change of a client's clusters, a row for each cluster and its weight."""
+        """Every change of a client's clusters, a row per cluster and weight."""
         return _frame(
             {
                 "time": placed.time,
@@ -161,7 +161,7 @@ class OpenRun:
 
     @property
     def changes(self) -> pd.DataFrame:
-        """Splits, merges and the like; clients that were given their first cluster are left out."""
+        """Splits, merges and the like, without first assignments."""
         return _frame(
             {
                 "time": event.time,
@@ -183,12 +183,12 @@ class OpenRun:
         Parameters
         ----------
         of : int or str
-            A cluster, or a client: what it uses, of a run with ``client-models``.
+            Cluster, or client of a run with ``client-models``.
 
         Raises
         ------
         UserError
-            The run left no such model.
+            There is no such model.
         """
         path = model_file(self.folder, of)
         if path.is_file():
@@ -221,7 +221,7 @@ class OpenRun:
         )[0]
 
     def _numbers(self) -> list[int]:
-        """Return the clusters whose models were left."""
+        """Return the clusters with saved models."""
         folder = model_file(self.folder, 0).parent
         return sorted(int(file.stem) for file in folder.glob("*.safetensors"))
 
@@ -235,11 +235,11 @@ class OpenRun:
         return clusters_figure(self.record, clock=self._clock)
 
     def plot_devices(self) -> Figure:
-        """Draw when devices were at work, as in ``devices.png``."""
+        """Draw devices' work over time, as in ``devices.png``."""
         return devices_figure(self.record, clock=self._clock)
 
     def plot_similarity(self) -> Figure:
-        """Draw how similar clients were at the end, as in ``similarity.png``."""
+        """Draw the final similarity of clients, as in ``similarity.png``."""
         return draw_similarity(self.record, read_similarity(self.folder))
 
     @property
@@ -248,12 +248,12 @@ class OpenRun:
 
 
 class OpenComparison:
-    """A comparison that has ended.
+    """A finished comparison.
 
     Parameters
     ----------
     folder : Path
-        The folder of the results of `raceme compare` or `raceme reproduce`.
+        Folder of the results of `raceme compare` or `raceme reproduce`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -269,7 +269,7 @@ class OpenComparison:
 
     @property
     def table(self) -> pd.DataFrame:
-        """A row for each method and seed, as in ``compare.csv``.
+        """A row per method and seed, as in ``compare.csv``.
 
         Its ``to_latex("table.tex")`` writes the table of means for a paper, as ``compare.tex``.
         """
@@ -278,7 +278,7 @@ class OpenComparison:
 
     @property
     def purity(self) -> pd.DataFrame:
-        """The purity of each method's clusters at the end, a column for each seed.
+        """The final purity of each method's clusters, a column per seed.
 
         Its ``to_latex("purity.tex")`` writes these and their mean.
         """
@@ -287,7 +287,7 @@ class OpenComparison:
 
     @property
     def times(self) -> pd.DataFrame:
-        """Virtual time to the target in seconds, a column for each seed; NaN: not reached.
+        """Virtual time to the target in seconds, a column per seed; NaN: not reached.
 
         Its ``to_latex("times.tex")`` writes these and their mean.
         """
@@ -296,7 +296,7 @@ class OpenComparison:
         )
 
     def _by_seed(self, value: Callable[[Run], float | None], latex: str) -> pd.DataFrame:
-        """Return a row for each method, and a column for each seed."""
+        """Return a row per method and a column per seed."""
         found = {
             result.label: {run.seed: value(run) for run in result.runs}
             for result in self.results.results
@@ -308,7 +308,7 @@ class OpenComparison:
 
     @cached_property
     def runs(self) -> dict[tuple[str, int], OpenRun]:
-        """The runs whose folders are there, by method and seed."""
+        """The existing runs, by method and seed."""
         return {
             (result.label, run.seed): OpenRun(self.folder / run.folder)
             for result in self.results.results
@@ -322,21 +322,21 @@ class OpenComparison:
         return comparison_figure(runs, target=self.results.target)
 
     def plot_times(self) -> Figure:
-        """Draw how long each method took to the target."""
+        """Draw each method's time to the target."""
         return times_figure(self.results)
 
     def plot_purity(self) -> Figure:
-        """Draw how pure each method's clusters were."""
+        """Draw the purity of each method's clusters."""
         return purity_figure(self.results)
 
 
 class OpenSimulation:
-    """A Flower app on virtual time: what `raceme simulate` leaves.
+    """Results of a Flower app on virtual time (`raceme simulate`).
 
     Parameters
     ----------
     folder : Path
-        The folder of the results.
+        Folder of the results.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -349,15 +349,15 @@ class OpenSimulation:
 
     @property
     def clients(self) -> pd.DataFrame:
-        """A row for each client: its tasks, its times at work, idle and offline, its bytes."""
+        """A row per client: tasks, times at work, idle and offline, bytes."""
         frame: pd.DataFrame = _pandas().read_csv(self.folder / CLIENTS)
         return frame
 
 
 def simulated(settings: Settings) -> OpenSimulation:
-    """Run a Flower app on virtual time, and leave its results.
+    """Run a Flower app on virtual time and write its results.
 
-    That it ended in another way than by returning is warned of.
+    Warns if it ended in another way than by returning.
     """
     from raceme.simulation.apps import simulate, write_results
 
@@ -371,14 +371,14 @@ def simulated(settings: Settings) -> OpenSimulation:
 
 
 def compared(plan: Plan, processes: int, console: Console, formats: Sequence[str]) -> bool:
-    """Run a comparison; if it is interrupted, write the tables of what is finished.
+    """Run a comparison; on interruption, write the tables of finished runs.
 
-    Runs that failed are warned of.
+    Warns of failed runs.
 
     Returns
     -------
     bool
-        Whether it was not interrupted.
+        Whether it finished without interruption.
     """
     try:
         comparison = compare(plan, processes or cores(), console, formats=formats)
@@ -404,7 +404,7 @@ def open_folder(folder: str | Path) -> OpenRun | OpenComparison:
     Raises
     ------
     UserError
-        There is neither a run nor a comparison in the folder.
+        The folder has neither a run nor a comparison.
     """
     path = Path(folder).expanduser()
     if (path / FILE_NAME).is_file():
@@ -421,10 +421,10 @@ def _for_papers(frame: Any, latex: str) -> pd.DataFrame:
     """Return a data frame whose ``to_latex`` writes a table for a paper."""
 
     class PaperTable(_pandas().DataFrame):  # type: ignore[misc]
-        """A data frame; what is computed from it is an ordinary one."""
+        """A data frame whose derivatives are ordinary ones."""
 
         def to_latex(self, buf: Any = None, **options: Any) -> str | None:
-            """Return or write the table for a paper; with options, the numbers as pandas does."""
+            """Return or write the table for a paper; with options, as pandas does."""
             if options:
                 return super().to_latex(buf, **{"escape": True, **options})  # type: ignore[no-any-return]
             if buf is None:

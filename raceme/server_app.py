@@ -17,7 +17,7 @@ from raceme.reporting.console import RunProgress
 from raceme.runs import experiment
 
 _ORPHAN_SECONDS = 20.0
-"""A SuperLink that died may be back by then; if it is not, the run ends all the same."""
+"""Time for a lost SuperLink to return before the run ends."""
 
 _ON_TRUST = (
     "Devices' ids are taken on trust: any node that may connect can claim any of them, unless "
@@ -30,11 +30,11 @@ app = ServerApp()
 @app.main()
 @shown_by_flower()
 def main(grid: Grid, context: Context) -> None:
-    """Start the strategy that the run config names, and leave its artefacts.
+    """Run the strategy of the run config and write its artefacts.
 
-    The keys are those of `raceme run`; what concerns the simulated devices has no effect here.
+    The keys are those of `raceme run`; those of simulated devices have no effect.
     """
-    # Flower shows what a ServerApp prints.
+    # Flower shows the output of a ServerApp.
     show_log(sys.stderr, PlainFormatter("%(levelname)s: %(message)s"))
     parent = told_parent()
     if parent is not None:

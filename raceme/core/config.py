@@ -481,7 +481,7 @@ class RunConfig:
         Raises
         ------
         UserError
-            One is not.
+            A name is unknown.
         """
         check_names({name: getattr(self, item.name) for name, item in general_keys().items()})
         for name, item in general_keys().items():

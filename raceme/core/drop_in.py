@@ -910,7 +910,7 @@ class FlowerGrid(OwnGrid):
         return pushed
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Return the replies that are there."""
+        """Return the replies present."""
         wanted = list(message_ids)
         return self._known(wanted) + self._received(self._grid.pull_messages(wanted))
 

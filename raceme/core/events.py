@@ -490,7 +490,7 @@ class ClustersScored:
     Attributes
     ----------
     time, updates : float, int
-        The moment of the models.
+        Time of the models.
     accuracies : Mapping[int, float]
         Cluster to its model's accuracy; not empty.
     """
@@ -887,7 +887,7 @@ class Membership(EventHandler):
         return {client: cluster for client, cluster in homes if cluster is not None}
 
     def observe(self, event: Event) -> list[Placement]:
-        """Take note of an event.
+        """Process an event.
 
         Returns
         -------

@@ -86,7 +86,7 @@ class Loop:
     plan : Plan
         Limits, evaluation schedule, concurrency, drift.
     observe : Observer
-        Called with everything that happens.
+        Receives all events.
     stop_check : StopCheck
         Called between two steps; says whether to stop.
     timeout : float

@@ -204,7 +204,7 @@ NUMBERS = "numbers"
 """Record of what a client measured sample by sample or class by class: named arrays."""
 
 KIND = "kind"
-"""What a message asks of a client. Without it a message asks for what its Flower type says."""
+"""A message's request to a client. Without it a message asks for what its Flower type says."""
 TRAIN = "train"
 TRAIN_BEST = "train-best"
 """Of several models, train the one with the least loss on the training samples."""

@@ -606,7 +606,7 @@ class Method(Strategy):
         plan : Plan, optional
             Further limits, evaluation schedule, concurrency, drift.
         observe : Observer
-            Called with everything that happens.
+            Receives all events.
         stop_check : StopCheck
             Called between two steps, when `state_dict` is whole. What it returns, unless it is
             empty, ends the run.

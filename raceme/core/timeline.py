@@ -89,7 +89,7 @@ class Foreseeing(Protocol):
     """A grid that knows its devices: which will ever come online, and how fast they are."""
 
     def arrivals_ahead(self) -> Mapping[int, bool]:
-        """Return the nodes that are offline and will come, to whether they have been there."""
+        """Map offline nodes that will come online to whether they were online before."""
 
     def expected_seconds(self, message: Message) -> float | None:
         """Return the mean time of a message's work on its node; None if there is no such node."""

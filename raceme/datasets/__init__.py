@@ -1,6 +1,6 @@
-"""Data by name: what all clients have together, and what one of them has.
+"""Data by name: whole datasets, and the data of single clients.
 
-A process loads a dataset and partitions it once; asking again is cheap.
+A process loads and partitions a dataset once; further calls are cheap.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ from raceme.datasets.source import (
 log = logging.getLogger("raceme.defaults")
 
 _LOADING = ("dataset", "data_root", "download", "clients", "test_fraction", "seed")
-"""What decides, beside the dataset's own options, what is loaded."""
+"""Keys that determine the loaded data, besides the dataset's options."""
 
 _DEALING = (*_LOADING, "partition")
-"""What decides, beside the options of the dataset and the partition, what each client gets."""
+"""Keys that determine each client's data, besides the options of dataset and partition."""
 
 _CHANGING = (*_DEALING, "validation_fraction", "drift", "proxy")
-"""What decides, beside the drift's own options too, what clients have and see at each step."""
+"""Keys that determine clients' data at each step, besides the drift's options too."""
 
 
 def source_of(config: RunConfig) -> Source:
-    """Return the source that a configuration names.
+    """Return the source of a configuration.
 
     Raises
     ------
@@ -76,12 +76,12 @@ def source_of(config: RunConfig) -> Source:
 
 
 def with_clients(config: RunConfig) -> RunConfig:
-    """Fill in the number of clients, if the configuration leaves it to the dataset.
+    """Fill in the number of clients if the configuration leaves it open.
 
     Raises
     ------
     UserError
-        There is no such dataset, or its clients have to be counted and its files are missing.
+        There is no such dataset, or its files are needed to count clients and are missing.
     """
     if config.clients is not None:
         return config
@@ -89,12 +89,12 @@ def with_clients(config: RunConfig) -> RunConfig:
 
 
 def with_defaults(config: RunConfig) -> RunConfig:
-    """Fill in what the configuration leaves to the dataset: clients, model and learning rate.
+    """Fill in the dataset's defaults: clients, model and learning rate.
 
     Raises
     ------
     UserError
-        There is no such dataset, or it has to be read for this and cannot be.
+        There is no such dataset, or it cannot be read.
     """
     config = with_clients(config)
     chosen = source_of(config)
@@ -108,7 +108,7 @@ def with_defaults(config: RunConfig) -> RunConfig:
 
 
 def with_fitting_groups(config: RunConfig) -> RunConfig:
-    """Return a configuration whose groups are not more than its clients, or labels, and say so.
+    """Return a configuration with at most as many groups as clients and labels; log a change.
 
     Raises
     ------
@@ -123,23 +123,23 @@ def with_fitting_groups(config: RunConfig) -> RunConfig:
     divides_labels = issubclass(options_type, LabelGroupOptions)
     labels = None
     if divides_labels:
-        # Of a regression there are none; dealing says so.
+        # A regression has none, which dealing reports.
         labels = data_shape(config).num_classes or None
     fitting = fitting_groups(groups, config.num_clients, labels)
     if fitting == groups:
         return config
     there = f"clients={config.num_clients}" + (f", {labels} labels" if labels else "")
-    log.warning("groups '%s' do not fit (%s): joined to '%s'", groups, there, fitting)
+    log.warning("groups '%s' do not fit (%s): merged into '%s'", groups, there, fitting)
     return config.with_values(groups=fitting)
 
 
 def default_target(config: RunConfig) -> float:
-    """Return what a method is timed to where a run names nothing: an accuracy, or an error.
+    """Return the default target of a run: an accuracy or an error.
 
     Raises
     ------
     UserError
-        There is no such dataset, or it has to be read for this and cannot be.
+        There is no such dataset, or it cannot be read.
     """
     source = source_of(config)
     if source.default_model is not None:
@@ -159,9 +159,9 @@ def load(config: RunConfig) -> Dataset:
 
 
 def data_shape(config: RunConfig) -> DataShape:
-    """Return what a model has to fit; loads nothing where the source knows it.
+    """Return the shape of the data, without loading where the source knows it.
 
-    A server to which no client's data were named learns it from its own files; see ``proxy``.
+    A server without client data reads it from its own files; see ``proxy``.
     """
     return _data_shape(config.narrowed(*_LOADING, "proxy"))
 
@@ -189,7 +189,7 @@ def client_data(config: RunConfig, client: int, step: int = 0) -> ClientData:
     Parameters
     ----------
     config : RunConfig
-        Names the dataset, the partitioner, the number of clients and how their data change.
+        Configuration with dataset, partition, number of clients and drift.
     client : int
         Position of the client, from 0.
     step : int
@@ -198,18 +198,18 @@ def client_data(config: RunConfig, client: int, step: int = 0) -> ClientData:
     Raises
     ------
     UserError
-        There is no such client, or the data cannot be loaded, dealt out or changed as asked.
+        There is no such client, or the data cannot be loaded, partitioned or changed.
     """
     return _drift_of(config, client).data(client, step)
 
 
 def fewest_training(config: RunConfig, client: int) -> int:
-    """Return the fewest training samples of a client at any step, as far as it is known before.
+    """Return the minimum number of training samples of a client at any step, as far as known.
 
     Raises
     ------
     UserError
-        There is no such client, or the data cannot be loaded, dealt out or changed as asked.
+        There is no such client, or the data cannot be loaded, partitioned or changed.
     """
     return _drift_of(config, client).fewest(client)
 
@@ -220,7 +220,7 @@ def all_clients(config: RunConfig, step: int = 0) -> list[ClientData]:
     Raises
     ------
     UserError
-        The data cannot be loaded or dealt out as asked.
+        The data cannot be loaded or partitioned.
     """
     config = with_clients(config)
     true_groups(config, step)
@@ -228,26 +228,25 @@ def all_clients(config: RunConfig, step: int = 0) -> list[ClientData]:
 
 
 def true_groups(config: RunConfig, step: int = 0) -> tuple[int | None, ...]:
-    """Return the true group of every client of a simulation, None where there is none.
+    """Return the true group, if any, of every client of a simulation.
 
-    Nothing is copied, so this is also the cheap way to find out, before any work starts, whether
-    the data can be loaded, dealt out and changed as asked.
+    Nothing is copied, so this is also a cheap check of the data before any work starts.
 
     Raises
     ------
     UserError
-        The data cannot be loaded, dealt out or changed as asked.
+        The data cannot be loaded, partitioned or changed.
     """
     return _drift_of_all(with_clients(config)).groups(step)
 
 
 def proxy_sets(config: RunConfig) -> ProxySets:
-    """Return the samples on which the server of a run measures models: its key ``proxy``.
+    """Return the server's samples for measuring models: the key ``proxy``.
 
     Raises
     ------
     UserError
-        There are none, or they are not what they should be.
+        The samples are missing or invalid.
     """
     config = with_clients(config)
     folder = folder_of(config.proxy)
@@ -257,12 +256,12 @@ def proxy_sets(config: RunConfig) -> ProxySets:
 
 
 def pretraining(config: RunConfig) -> tuple[Held, ...]:
-    """Return what the server trains the first model of each distribution on: ``pretrain``.
+    """Return the server's samples for pre-training a model per distribution: ``pretrain``.
 
     Raises
     ------
     UserError
-        There are not samples enough, or they are not what they should be.
+        The samples are too few or invalid.
     """
     config = with_clients(config)
     folder = folder_of(config.proxy)
@@ -272,18 +271,18 @@ def pretraining(config: RunConfig) -> tuple[Held, ...]:
 
 
 def _drift_of_all(config: RunConfig) -> Drift:
-    """Return what gives the clients of a simulation their data at each step."""
+    """Return the drift of all clients of a simulation."""
     return _drift(config.narrowed(*_CHANGING), config.narrowed(*_DEALING), None)
 
 
 def forget() -> None:
-    """Drop what was loaded and dealt out: files have changed."""
+    """Drop all loaded data, because files have changed."""
     for kept in (_load, _data_shape, _deal, _drift):
         kept.cache_clear()
 
 
 _BY_LABEL = (LabelGroupOptions, DirichletOptions, ClassesOptions, ScenarioPartitionOptions)
-"""Options of the partitions that deal samples by their class."""
+"""Options of partitions by class."""
 
 
 @lru_cache(maxsize=2)
@@ -297,7 +296,7 @@ def _load(config: RunConfig) -> Dataset:
 @lru_cache(maxsize=16)
 def _data_shape(config: RunConfig) -> DataShape:
     source, folder = source_of(config), folder_of(config.proxy)
-    # The folder is the server's: on a device, which is told its name too, it is not there.
+    # The folder exists on the server only, although devices receive its name.
     if folder is not None and folder.is_dir() and source.is_elsewhere(config):
         return shape_of_folder(folder)
     return source.shape(config)
@@ -305,7 +304,7 @@ def _data_shape(config: RunConfig) -> DataShape:
 
 @lru_cache(maxsize=2)
 def _deal(config: RunConfig) -> Partition:
-    """Deal the samples out, unless the data come with clients of their own."""
+    """Partition the samples, unless the data come with clients."""
     partitioner = PARTITIONERS[config.partition]
     dataset = load(config)
     if dataset.users is not None:
@@ -323,7 +322,7 @@ def _deal(config: RunConfig) -> Partition:
 
 
 def _drift_of(config: RunConfig, client: int) -> Drift:
-    """Return what gives a client its data at each step, of no more data than it needs."""
+    """Return a client's drift, on as little data as necessary."""
     config = with_clients(config)
     if not 0 <= client < config.num_clients:
         raise UserError(
@@ -338,7 +337,7 @@ def _drift_of(config: RunConfig, client: int) -> Drift:
 
 @lru_cache(maxsize=4)
 def _drift(config: RunConfig, dealing: RunConfig, only: int | None) -> Drift:
-    """Return what gives clients their data at each step, once it is known that it can."""
+    """Return the drift of the clients after checking it."""
     if dealing == config.narrowed(*_DEALING):
         config = with_fitting_groups(config)
         dealing = config.narrowed(*_DEALING)

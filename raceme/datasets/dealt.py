@@ -1,4 +1,4 @@
-"""The samples dealt out to clients, before anything changes them, and those of the server."""
+"""Partitioned samples of clients before any drift, and the server's samples."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from raceme.datasets.source import (
 )
 
 # -----------------------------------------------------------------------------
-# Test samples that the server keeps for itself: how many are wanted, and which they are.
+# Test samples reserved for the server.
 # -----------------------------------------------------------------------------
 
 
 def wanted(text: str) -> float | None:
-    """Read how many samples ``proxy`` asks for; None if it asks for none, or names a folder.
+    """Parse the number or share of samples in ``proxy``; None for none or a folder.
 
     Parameters
     ----------
@@ -66,7 +66,7 @@ def wanted(text: str) -> float | None:
 
 
 def folder_of(text: str) -> Path | None:
-    """Read which folder ``proxy`` names; None if it names none.
+    """Parse the folder in ``proxy``; None if it names none.
 
     Raises
     ------
@@ -77,7 +77,7 @@ def folder_of(text: str) -> Path | None:
 
 
 def with_whole_path(text: str) -> str:
-    """Return ``proxy`` with the whole path of the folder, if it names one.
+    """Return ``proxy`` with the absolute path of its folder, if any.
 
     Raises
     ------
@@ -97,24 +97,24 @@ def with_whole_path(text: str) -> str:
 
 
 # -----------------------------------------------------------------------------
-# The samples of all clients as they were dealt out, before anything changes them.
+# The partitioned samples of all clients, before any drift.
 # -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class Dealt:
-    """The samples of each client, and how it sees them.
+    """The samples of each client, with the views of groups.
 
     Attributes
     ----------
     config : RunConfig
-        The run's; its number of clients is known.
+        The run's configuration, with the number of clients.
     dataset : Dataset
         All samples that were loaded.
     partition : Partition
         The samples of each client.
     only : int or None
-        The one client whose data were loaded, on a device that has no others; None for all.
+        The only client with loaded data, on a device; None for all.
     """
 
     config: RunConfig
@@ -134,45 +134,45 @@ class Dealt:
 
     @property
     def skewed(self) -> bool:
-        """Whether a client's group decides how it sees samples, not which samples it has."""
-        # Clients that the data come with have their own features; a partition's are not theirs.
+        """Whether groups differ in their view of samples (feature skew), not in the samples."""
+        # Clients of the dataset have features of their own, unaffected by the partition.
         by_partition = self.dataset.users is None and is_skewed(self.config)
         return by_partition or self._scenario is not None
 
     @cached_property
     def _scenario(self) -> Scenario | None:
-        """The scenario in which groups see the same samples in different ways, if there is one."""
+        """The scenario with different views of the same samples, if any."""
         scenario = scenario_of(self.config) if self.dataset.users is None else None
         return scenario if scenario is not None and scenario.changes_samples else None
 
     def group(self, client: int) -> int | None:
-        """Return the true group of a client, None where there is none."""
+        """Return the true group of a client, if any."""
         return self.partition.groups[self._position(client)]
 
     def indices(self, client: int) -> tuple[Indices, Indices]:
         """Return the training and the test samples of a client: at least one of each.
 
-        What the server keeps for itself is not among them.
+        Excludes the server's samples.
         """
         train, test = self._divided(client)
         return train, test[~np.isin(test, self._kept)] if len(self._kept) else test
 
     @cached_property
     def _kept(self) -> Indices:
-        """All samples that the server keeps for itself."""
+        """All samples reserved for the server."""
         return np.unique(np.concatenate([np.empty(0, np.int64), *self.reserve.values()]))
 
     @cached_property
     def reserve(self) -> dict[int, Indices]:
-        """Test samples of each distribution that the server has, and no client (``proxy``).
+        """Test samples of each distribution reserved for the server (``proxy``).
 
-        A distribution is what the clients of a group have. Where groups only see the same samples
-        in different ways, the samples are the same for all. One of each class is drawn first.
+        A distribution is that of a group's clients. Groups that are views of the same samples share
+        them. One sample of each class is drawn first.
 
         Raises
         ------
         UserError
-            There are no groups, or not samples enough.
+            There are no groups, or too few samples.
         """
         number = wanted(self.config.proxy)
         if number is None:
@@ -186,7 +186,7 @@ class Dealt:
                 drawn[group] = next(iter(drawn.values()))
                 continue
             count = int(number) if number >= 1 else max(1, round(number * len(pool)))
-            # One is left at least, to test the cluster's model on what it was not compared by.
+            # At least one is left for testing the cluster's model on other samples.
             if count >= len(pool):
                 raise UserError(
                     f"proxy '{self.config.proxy}' asks for {count} test samples of distribution "
@@ -245,7 +245,7 @@ class Dealt:
                     f"Client {client} has a single training sample: with validation-fraction every "
                     "client needs two."
                 )
-            # What is chosen by these has not seen the test samples.
+            # Choices on these must not depend on the test samples.
             share = config.validation_fraction
             train, test = _divided(train, share, config.seed, "validation", position)
         return train, test
@@ -253,7 +253,7 @@ class Dealt:
     def inputs(
         self, samples: Indices, group: int | None, client: int, part: str
     ) -> NDArray[np.float32]:
-        """Return samples as a client of a group sees them.
+        """Return samples in the view of a group.
 
         Parameters
         ----------
@@ -262,7 +262,7 @@ class Dealt:
         group : int or None
             True group of the client.
         client : int
-            The client, which has noise of its own where the group adds noise.
+            The client, which seeds the noise of its group.
         part : str
             ``"train"`` or ``"test"``: their noise must differ.
         """
@@ -274,20 +274,20 @@ class Dealt:
         return skew(inputs, self.config, group, client, part, self.dataset.blank)
 
     def labels(self, samples: Indices, group: int | None) -> Labels:
-        """Return the labels of samples as a client of a group gives them, shape (n,)."""
+        """Return the labels of samples in the view of a group, shape (n,)."""
         labels = self.dataset.y[samples]
         if self._scenario is None or group is None:
             return labels
         return self._scenario.labels(labels, group, self.dataset.num_classes)
 
     def data(self, client: int) -> ClientData:
-        """Return the samples that were dealt out to a client."""
+        """Return a client's samples before any drift."""
         return self._data(client, *self.indices(client))
 
     def data_where(self, client: int, wanted: NDArray[np.bool_]) -> ClientData:
-        """Return those of a client's samples that are wanted, at least two.
+        """Return a client's selected samples, at least two.
 
-        A lone part, for training or for testing, lends the other one a sample.
+        If only training or test samples are selected, one of them serves as the other part.
 
         Parameters
         ----------
@@ -320,14 +320,14 @@ class Dealt:
 def _divided(
     own: Indices, share: float, seed: int, purpose: str, position: int
 ) -> tuple[Indices, Indices]:
-    """Divide samples at random into those that are kept, and a share: at least one of each."""
+    """Split off a random share of samples, leaving at least one in each part."""
     shuffled = generator(seed, purpose, position).permutation(own)
     count = int(np.clip(round(share * len(own)), 1, len(own) - 1))
     return np.sort(shuffled[count:]), np.sort(shuffled[:count])
 
 
 # -----------------------------------------------------------------------------
-# What a server has of each distribution: proxy sets, test sets, samples to pre-train with.
+# The server's samples per distribution: proxy sets, test sets, pre-training samples.
 # -----------------------------------------------------------------------------
 
 
@@ -338,11 +338,11 @@ _EXPECTED = (
 )
 
 _SUFFIXES = {"proxy": "", "test": "_test", "train": "_train"}
-"""Of the names x and y, for each part of a file."""
+"""Suffixes of the names x and y in a file."""
 
 
 class Held(NamedTuple):
-    """Samples that a server has of one distribution.
+    """The server's samples of one distribution.
 
     Attributes
     ----------
@@ -357,14 +357,14 @@ class Held(NamedTuple):
 
 
 class ProxySets(NamedTuple):
-    """Samples on which a server measures models, of each distribution in order.
+    """The server's samples for measuring models, by distribution.
 
     Attributes
     ----------
     proxies : tuple[Held, ...]
-        What clients' models are measured on. No client has any of them.
+        Samples for measuring clients' models; no client has them.
     tests : tuple[Held, ...]
-        What the clusters' models are tested on, for reports; empty where there are none.
+        Test samples of cluster models, for reports; may be empty.
     """
 
     proxies: tuple[Held, ...]
@@ -377,7 +377,7 @@ def proxies_from_clients(dealt: Dealt) -> ProxySets:
     Raises
     ------
     UserError
-        There are no groups, not samples enough, or a proxy set misses a class.
+        There are no groups, too few samples, or a proxy set lacks a class.
     """
     proxies, tests = [], []
     remaining = dealt.pools(lambda client: dealt.indices(client)[1])
@@ -396,12 +396,12 @@ def proxies_from_clients(dealt: Dealt) -> ProxySets:
 
 
 def pretraining_from_clients(dealt: Dealt, count: int) -> tuple[Held, ...]:
-    """Take samples to pre-train with from the training samples of a simulation's clients.
+    """Take pre-training samples from the training samples of a simulation's clients.
 
     Raises
     ------
     UserError
-        There are no groups, or not samples enough.
+        There are no groups, or too few samples.
     """
     rng = generator(dealt.config.seed, "pretrain")
     held = []
@@ -417,8 +417,8 @@ def pretraining_from_clients(dealt: Dealt, count: int) -> tuple[Held, ...]:
 
 
 def _seen(dealt: Dealt, own: Indices, group: int, part: str) -> Held:
-    """Return samples as the clients of a group see them."""
-    # Where a group adds noise, it is not that of a client.
+    """Return samples in the view of a group's clients."""
+    # The noise of a group differs from any client's.
     return Held(dealt.inputs(own, group, dealt.clients + group, part), dealt.labels(own, group))
 
 
@@ -428,7 +428,7 @@ def proxies_from_folder(folder: Path, shape: DataShape) -> ProxySets:
     Raises
     ------
     UserError
-        There are none, or one is not what it should be.
+        There are no files, or one is invalid.
     """
     files = _files(folder, shape)
     for path, file in files.items():
@@ -445,12 +445,12 @@ def proxies_from_folder(folder: Path, shape: DataShape) -> ProxySets:
 
 
 def pretraining_from_folder(folder: Path, shape: DataShape, count: int) -> tuple[Held, ...]:
-    """Read the first samples to pre-train with, of the same files.
+    """Read the first pre-training samples of the same files.
 
     Raises
     ------
     UserError
-        A file has none, or is not what it should be.
+        A file lacks samples or is invalid.
     """
     files = _files(folder, shape)
     for path, file in files.items():
@@ -461,16 +461,16 @@ def pretraining_from_folder(folder: Path, shape: DataShape, count: int) -> tuple
 
 
 def shape_of_folder(folder: Path) -> DataShape:
-    """Return what the samples of the first file in a folder say that a model has to fit.
+    """Return the shape of the first file's samples in a folder.
 
     Raises
     ------
     UserError
-        There is none, or it is not what it should be.
+        There is no file, or it is invalid.
     """
     parts, quantity = _read(_paths(folder)[0])
     samples, target = parts["proxy"], target_of(quantity)
-    # Each class is in it: from_folder checks that.
+    # It has every class, which from_folder checks.
     classes = int(samples.y.max()) + 1 if target is None else 0
     return DataShape(tuple(samples.x.shape[1:]), classes, target=target)
 
@@ -483,7 +483,7 @@ def _paths(folder: Path) -> list[Path]:
 
 
 def _files(folder: Path, shape: DataShape) -> dict[Path, dict[str, Held]]:
-    """Read all files of a folder, and see that models for a shape can be measured on them."""
+    """Read all files of a folder, and check that models for a shape fit them."""
     files = {path: _read(path) for path in _paths(folder)}
     target = target_of(common_quantity({path: stated for path, (_, stated) in files.items()}))
     if target != shape.target:
@@ -516,7 +516,7 @@ def _files(folder: Path, shape: DataShape) -> dict[Path, dict[str, Held]]:
 def _read(path: Path) -> tuple[dict[str, Held], Target | None]:
     """Read and check one file; labels that are a quantity are in its unit.
 
-    Proxies are in it, and tests and training samples if it has some.
+    Contains proxies, and optionally test and training samples.
     """
     samples = [f"{part}{suffix}" for suffix in _SUFFIXES.values() for part in "xy"]
     arrays = arrays_of(path, (), _EXPECTED, (*samples, *LABEL_ARRAYS))

@@ -1,4 +1,4 @@
-"""Data that change: generators by name, and when they move a client's data to the next step."""
+"""Drift: generators by name, and schedules of the steps of clients' data."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from raceme.datasets.partition import Inputs, Scenario, ScenarioOptions, largest
 from raceme.datasets.source import ClientData, Indices, generator
 
 # -----------------------------------------------------------------------------
-# When clients' data move on to their next step: the key ``drift-at``.
+# Schedules of the steps of clients' data: the key ``drift-at``.
 # -----------------------------------------------------------------------------
 
 
@@ -47,22 +47,22 @@ _EXPECTED = (
     "'every 60s' or 'every round' (units: s, min, h, updates, uploads, rounds)"
 )
 _ROUNDING = 1e-9
-"""0.3 s are three periods of 0.1 s, although 0.3 / 0.1 is below 3 in floating point."""
+"""Tolerance: 0.3 / 0.1 is below 3 in floating point."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """When the step of clients' data moves.
+    """Schedule of the steps of clients' data.
 
     Attributes
     ----------
     unit : str
-        What is counted: ``"seconds"`` of the run's clock, ``"updates"`` of the run, ``"uploads"``
-        of the client whose step is asked for, or ``"rounds"`` (or windows of time) that are over.
+        Unit: ``"seconds"`` of the run's clock, ``"updates"`` of the run, ``"uploads"`` of the
+        client, or completed ``"rounds"`` (or time windows).
     moments : tuple[float, ...]
-        Each of them moves the step by one; ascending.
+        Times at which the step increases by one, ascending.
     every : float
-        Instead of moments, the period that moves the step; 0 for none.
+        Period of the steps, instead of moments; 0 for none.
     """
 
     unit: Unit
@@ -70,7 +70,7 @@ class Schedule:
     every: float = 0.0
 
     def step(self, time: float, updates: int, uploads: int, rounds: int | None = None) -> int:
-        """Return the step of a client's data, from 0; it has moved *at* its moment.
+        """Return the step of a client's data, from 0; moments are inclusive.
 
         Parameters
         ----------
@@ -79,30 +79,30 @@ class Schedule:
         updates : int
             Updates that the run has applied.
         uploads : int
-            Those of them that came from the client.
+            Those of the client.
         rounds : int, optional
-            Rounds that are over; None for a method that has none.
+            Completed rounds; None for a method without rounds.
 
         Raises
         ------
         UserError
-            Rounds are to be counted, and there are none.
+            The unit is rounds, and the method has none.
         """
         counts = {"seconds": time, "updates": updates, "uploads": uploads, "rounds": rounds}
         now = counts[self.unit]
         if now is None:
             raise UserError(
-                "drift-at counts rounds, and the method works in none: count seconds, updates or "
-                "uploads, or take a method that works in rounds, such as fedavg."
+                "drift-at counts rounds, and the method has none: give seconds, updates or "
+                "uploads, or use a method with rounds, such as fedavg."
             )
         if self.every:
             return math.floor(now / self.every + _ROUNDING)
         return bisect_right(self.moments, now)
 
     def next_time(self, time: float) -> float:
-        """Return the first moment after `time` at which time moves the step, in seconds.
+        """Return the next time after `time` at which the step changes, in seconds.
 
-        Infinity if there is none, or if it is not time that moves it.
+        Infinity if there is none, or if the unit is not seconds.
         """
         if self.unit != "seconds":
             return math.inf
@@ -113,17 +113,17 @@ class Schedule:
 
     @property
     def per_client(self) -> bool:
-        """Whether each client has a step of its own: its own uploads are counted."""
+        """Whether each client has a step of its own, counted in its uploads."""
         return self.unit == "uploads"
 
     @property
     def in_rounds(self) -> bool:
-        """Whether it counts rounds: the next round meets the next data."""
+        """Whether the unit is rounds."""
         return self.unit == "rounds"
 
 
 def parse_schedule(text: str) -> Schedule:
-    """Read the key ``drift-at``.
+    """Parse the key ``drift-at``.
 
     Parameters
     ----------
@@ -134,7 +134,7 @@ def parse_schedule(text: str) -> Schedule:
     Raises
     ------
     UserError
-        The text is neither moments nor a period.
+        The text is invalid.
     """
     plain = text.strip().lower()
     period = plain.startswith("every ")
@@ -154,7 +154,7 @@ def parse_schedule(text: str) -> Schedule:
 
 
 def _moment(part: str, text: str, period: bool) -> tuple[Unit, float]:
-    """Read a number with its unit; a period may leave out the number 1."""
+    """Parse a number with its unit; a period may omit the number 1."""
     match = _MOMENT.fullmatch(part.strip())
     if match is None or match["unit"] not in _UNITS or (match["number"] is None and not period):
         raise UserError(f"drift-at '{text}' cannot be read: {_EXPECTED}.")
@@ -167,35 +167,35 @@ def _moment(part: str, text: str, period: bool) -> tuple[Unit, float]:
 
 
 # -----------------------------------------------------------------------------
-# What a drift generator is.
+# The interface of drift generators.
 # -----------------------------------------------------------------------------
 
 
 State = TypeVar("State")
 _KEPT = 4
-"""States kept by an :class:`Evolution`: tasks in flight are of few different steps."""
+"""States kept by an :class:`Evolution`: open tasks have few different steps."""
 
 
 @dataclass(frozen=True)
 class DriftOptions:
-    """What every drift reads."""
+    """Options of every drift."""
 
     drift_at: str | None = option(
-        None, "when the data change: '60s, 120s', '500 updates', 'every round', …"
+        None, "times of the drift: '60s, 120s', '500 updates', 'every round', …"
     )
-    drift_seed: int | None = option(None, "seed of the drift (auto: that of the run)", low=0)
+    drift_seed: int | None = option(None, "seed of the drift (auto: the run's)", low=0)
 
 
 class Drift:
-    """How clients' data change from step to step. A generator is a subclass.
+    """Base class of drift generators: changes clients' data from step to step.
 
-    What it gives is a pure function of the data as dealt out, its options, its seed, the client
-    and the step, so that any process on any machine makes the same.
+    The data are a pure function of partitioned data, options, seed, client and step, so that any
+    process on any machine generates the same.
 
     Parameters
     ----------
     dealt : Dealt
-        All clients' data as they were dealt out.
+        All clients' data before the drift.
     options : Any
         Options of the generator, an instance of :attr:`options_type`.
 
@@ -204,10 +204,10 @@ class Drift:
     options_type : type or None
         The frozen dataclass of the drift's own options.
     needs_others : bool
-        Whether one client's data come to depend on those of others. A device that has only its
-        own data cannot take part then.
+        Whether a client's data depend on those of others, which excludes devices with only their
+        own data.
     planned_steps : int
-        Steps of a run if ``drift-at`` is left open; 0 for a single change in the middle.
+        Default number of steps of a run; 0 for a single change in the middle.
     """
 
     options_type: type[DriftOptions] | None = DriftOptions
@@ -220,32 +220,32 @@ class Drift:
 
     @classmethod
     def default_schedule(cls, config: RunConfig) -> str:
-        """Return when the step moves if ``drift-at`` is left open; the clients are known."""
+        """Return the default of ``drift-at``."""
         if cls.planned_steps:
             return f"every {max(1, config.planned_updates // cls.planned_steps)} updates"
         return f"{max(1, config.planned_updates // 2)} updates"
 
     @staticmethod
     def check_schedule(config: RunConfig, schedule: Schedule) -> None:
-        """Find out whether data can change at the moments that were asked for.
+        """Check that data can change at the scheduled times.
 
         Raises
         ------
         UserError
-            Data cannot change at these moments.
+            Data cannot change at these times.
         """
 
     def check(self) -> None:
-        """Find out whether the data can change so.
+        """Check that the drift applies to the data.
 
         Raises
         ------
         UserError
-            The data cannot change so; the message says what to take instead.
+            The drift does not apply; the message suggests another.
         """
 
     def needs_labels(self) -> None:
-        """Raise UserError if the labels are quantities, for a drift that is of classes."""
+        """Raise UserError if a drift needs classes and the labels are quantities."""
         if self.dealt.dataset.target is not None:
             config = self.dealt.config
             raise UserError(
@@ -258,9 +258,9 @@ class Drift:
         return self.dealt.data(client)
 
     def fewest(self, client: int) -> int:
-        """Return the fewest training samples of a client at any step, for a check before a run.
+        """Return the minimum number of training samples of a client at any step.
 
-        By default those of the first: a drift whose steps differ in size knows better.
+        By default the first step's; drifts with steps of other sizes override it.
         """
         return len(self.data(client, 0).y_train)
 
@@ -287,7 +287,7 @@ class NoDrift(Drift):
 
 
 class Evolution(Generic[State]):
-    """States that follow from one another, of which few are kept.
+    """A sequence of states, each computed from the previous, with few kept.
 
     Parameters
     ----------
@@ -357,7 +357,7 @@ class SomeClients(Drift):
 class RotateOptions(ShareOptions):
     """Options of the drift ``rotate``: clients and angle."""
 
-    rotate_degrees: float = option(30.0, "degrees that images turn per step")
+    rotate_degrees: float = option(30.0, "rotation of images in degrees per step")
 
 
 class Rotate(SomeClients):
@@ -386,7 +386,7 @@ class Rotate(SomeClients):
 class LabelShiftOptions(ShareOptions):
     """Options of the drift ``label-shift``: clients and shift."""
 
-    label_shift: int = option(1, "s of y + s mod C, per step")
+    label_shift: int = option(1, "shift s of the labels, y + s mod C, per step")
 
 
 class LabelShift(SomeClients):
@@ -416,7 +416,7 @@ class NoiseOptions(ShareOptions):
     """Options of the drift ``noise``: clients, and growth of the noise."""
 
     noise_growth: float = option(
-        0.5, "standard deviation that is added per step, of normalised inputs", above=0
+        0.5, "standard deviation added per step, for normalised inputs", above=0
     )
 
 
@@ -451,17 +451,17 @@ class IncrementalOptions(DriftOptions):
 
     incremental_start: float = option(
         0.25,
-        "share of its training samples that a client begins with",
+        "initial share of a client's training samples",
         above=0,
         high=1,
     )
     incremental_more: float = option(
-        0.25, "share of its training samples that each step adds", above=0, high=1
+        0.25, "share of the training samples that each step adds", above=0, high=1
     )
     incremental_of: str = option(
         "original",
-        "what the shares are of: original, all of a client's samples, or rest, what the step "
-        "before has left",
+        "base of the shares: original (all of a client's samples) or rest (those left by the "
+        "previous step)",
         among=("original", "rest"),
     )
 
@@ -513,7 +513,7 @@ class Incremental(Drift):
 class SwapOptions(DriftOptions):
     """Options of the two exchanges."""
 
-    swap_chance: float = option(0.05, "chance that a pair of clients exchanges", above=0, high=1)
+    swap_chance: float = option(0.05, "probability that a pair of clients swaps", above=0, high=1)
 
 
 class Swap(Drift):
@@ -669,23 +669,23 @@ def _of_labels(data: ClientData, wanted: NDArray[np.bool_]) -> ClientData:
 
 
 _SHARES = (0.5, 2.0)
-"""Smallest and largest size of a draw, relative to the mean client, if no size is given."""
+"""Default minimum and maximum size of a draw, relative to the mean client."""
 _LEAST = 2
 
 
 @dataclass(frozen=True)
 class MixtureOptions(DriftOptions):
-    """Options of mixture; the shares and what is done with the rest are the paper's."""
+    """Options of mixture; the defaults of shares and rest are the paper's."""
 
     mixture_main_low: float = option(
-        0.4, "smallest share of a client's main distribution", above=0, high=1
+        0.4, "minimum share of a client's main distribution", above=0, high=1
     )
     mixture_main_high: float = option(
-        0.9, "largest share of a client's main distribution", above=0, high=1
+        0.9, "maximum share of a client's main distribution", above=0, high=1
     )
     mixture_rest: str = option(
         "even",
-        "how the others divide what is left, even or dirichlet",
+        "division of the rest among the others: even or dirichlet",
         among=("even", "dirichlet"),
     )
     mixture_main: str = option(
@@ -694,10 +694,10 @@ class MixtureOptions(DriftOptions):
         among=("kept", "redrawn"),
     )
     mixture_size_low: int | None = option(
-        None, "fewest training samples of a draw (auto: half the mean client's)", low=2
+        None, "minimum training samples per draw (auto: half the mean client's)", low=2
     )
     mixture_size_high: int | None = option(
-        None, "most training samples of a draw (auto: twice the mean client's)", low=2
+        None, "maximum training samples per draw (auto: twice the mean client's)", low=2
     )
 
 
@@ -709,11 +709,11 @@ class Mixture(Drift):
 
     @classmethod
     def default_schedule(cls, config: RunConfig) -> str:
-        """Return a step after every upload of the client."""
+        """Return a step per upload of the client."""
         return "every upload"
 
     def check(self) -> None:
-        """Raise UserError if there are no groups, or the bounds cross."""
+        """Raise UserError if there are no groups, or the bounds are inconsistent."""
         groups = set(self.dealt.partition.groups)
         if None in groups or len(groups) < 2:
             raise UserError(
@@ -731,8 +731,8 @@ class Mixture(Drift):
     def data(self, client: int, step: int) -> ClientData:
         """Return a draw: as many test samples as training samples, from the same mixture.
 
-        No sample that any client trains with is ever a test sample. Those of one distribution
-        differ from one another while there are enough of them.
+        Training and test samples are disjoint over all clients. Samples of one distribution are
+        distinct as long as there are enough.
         """
         rng = self.rng(f"mixture {step}", client)
         counts = self._counts(client, rng)
@@ -779,7 +779,7 @@ class Mixture(Drift):
 
     @cached_property
     def _sizes(self) -> tuple[int, int]:
-        """Fewest and most training samples of a draw."""
+        """Minimum and maximum training samples of a draw."""
         sizes = [len(self.dealt.indices(client)[0]) for client in range(self.dealt.clients)]
         given = self.options.mixture_size_low, self.options.mixture_size_high
         low, high = (
@@ -798,7 +798,7 @@ class Mixture(Drift):
 
 
 # -----------------------------------------------------------------------------
-# Concepts that come to one client after another: the same inputs with some labels exchanged.
+# Concepts that reach clients one after another: the same inputs with exchanged labels.
 #
 # After the label-swapping streams of Jothimurugesan et al., "Federated Learning under Distributed
 # Concept Drift" (FedDrift), AISTATS 2023: a client's data of each step follow one concept, the
@@ -813,11 +813,13 @@ class ConceptsOptions(DriftOptions):
     """Options of the drift ``concepts``: number, pace and samples of the concepts."""
 
     concepts: int = option(2, "number of concepts", low=2)
-    concept_steps: int = option(10, "steps over which the changes are spread", low=2)
+    concept_steps: int = option(
+        10, "number of number of steps over which the changes are spread", low=2
+    )
     concept_samples: str = option(
         "new",
-        "training samples of a step: new, each step a part of the client's, or the same at every "
-        "step",
+        "training samples of a step: new (each step has a part of the client's) or same (all at "
+        "every step)",
         among=("new", "same"),
     )
 
@@ -825,10 +827,10 @@ class ConceptsOptions(DriftOptions):
 class Concepts(Drift):
     """Concepts that exchange two labels; each client changes concept at steps of its own.
 
-    Concept 0 has the labels as they are; concept k exchanges labels 2k − 1 and 2k. All clients
-    begin with concept 0 and meet every other once: client i first 1 + i mod (K − 1), then the
-    following ones in turn. The K − 1 steps at which it changes are drawn, without repetition, from
-    1 to ``concept-steps`` − 1.
+    Concept 0 has the original labels; concept k exchanges labels 2k − 1 and 2k. All clients begin
+    with concept 0 and have every other once: client i first 1 + i mod (K − 1), then the following
+    ones in turn. The K − 1 steps at which it changes are drawn, without repetition, from 1 to
+    ``concept-steps`` − 1.
     """
 
     options_type = ConceptsOptions
@@ -886,7 +888,7 @@ class Concepts(Drift):
 
 
 def exchanged(y: NDArray[np.int64], concept: int) -> NDArray[np.int64]:
-    """Return labels with 2k − 1 and 2k exchanged, for concept k; as they are for concept 0."""
+    """Return labels with 2k − 1 and 2k exchanged for concept k; unchanged for concept 0."""
     if concept == 0:
         return y
     one, other = 2 * concept - 1, 2 * concept
@@ -894,38 +896,37 @@ def exchanged(y: NDArray[np.int64], concept: int) -> NDArray[np.int64]:
 
 
 # -----------------------------------------------------------------------------
-# Data that come in the order of their time, for datasets that were recorded over a long time.
+# Data in temporal order, for datasets recorded over a long time.
 # -----------------------------------------------------------------------------
 
 
 _SAMPLES = 2
-"""A period needs a sample to train with and one to test with."""
+"""A period needs one training and one test sample."""
 
 
 @dataclass(frozen=True)
 class InOrderOptions(DriftOptions):
-    """Options of the drift ``in-order``: how far some clients are behind others."""
+    """Options of the drift ``in-order``."""
 
     in_order_lag: int = option(
-        0, "periods that the last clients are behind the first (staggered drift)", low=0
+        0, "lag of the last clients behind the first, in periods (staggered drift)", low=0
     )
 
 
 class InOrder(Drift):
     """Samples in recorded order, one period per step.
 
-    At each step it has those of one period, for training and for testing; after the last period
-    it stays there. With a lag the clients are divided, in order of their numbers, into parts of
-    which each is one period behind the one before: several periods are met at a time, and the
-    period is a client's true group.
+    Each step has the training and test samples of one period; the last period stays. With a lag,
+    the clients are divided in order into parts, each one period behind the previous: several
+    periods occur at a time, and a client's period is its true group.
     """
 
     options_type = InOrderOptions
     planned_steps = 8
-    """What is loaded, and how many periods it has, is not known where this is decided."""
+    """A fixed number, because the number of periods is unknown at this point."""
 
     def check(self) -> None:
-        """Raise UserError if the samples have no order, or a client has none of a period."""
+        """Raise UserError if samples have no time, or a client lacks a period."""
         if self.dealt.dataset.periods is None:
             raise UserError(
                 "drift in-order needs the time of each sample, and "
@@ -944,24 +945,24 @@ class InOrder(Drift):
                 )
 
     def data(self, client: int, step: int) -> ClientData:
-        """Return the client's samples of the period that it has reached."""
+        """Return the client's samples of its current period."""
         period = self.period(client, step)
         data = self.dealt.data_where(client, self._periods == period)
         return replace(data, group=period) if self.options.in_order_lag else data
 
     def groups(self, step: int) -> tuple[int | None, ...]:
-        """Return the periods that clients have reached, if these may differ."""
+        """Return the clients' current periods, if these may differ."""
         if not self.options.in_order_lag:
             return self.dealt.partition.groups
         return tuple(self.period(client, step) for client in range(self.dealt.clients))
 
     def period(self, client: int, step: int) -> int:
-        """Return which period a client has reached at a step."""
+        """Return a client's period at a step."""
         behind = client * (self.options.in_order_lag + 1) // self.dealt.clients
         return int(np.clip(step - behind, 0, self._last))
 
     def _counts(self, client: int) -> Indices:
-        """Return how many samples a client has of each period, shape (periods,)."""
+        """Return a client's number of samples per period, shape (periods,)."""
         own = np.concatenate(self.dealt.indices(client))
         return np.bincount(self._periods[own], minlength=self._last + 1)
 
@@ -977,14 +978,14 @@ class InOrder(Drift):
 
 
 # -----------------------------------------------------------------------------
-# Sequences of tasks, for continual learning: at every step a client meets other labels.
+# Task sequences for continual learning: other labels at every step.
 # -----------------------------------------------------------------------------
 
 
 _MOST = 5
-"""Tasks of a sequence, if no number is given and the clients have labels enough."""
+"""Default number of tasks, if the clients have enough labels."""
 _FEWEST = 2
-"""A task needs a sample to train with and one to test with."""
+"""A task needs one training and one test sample."""
 
 
 @dataclass(frozen=True)
@@ -992,11 +993,11 @@ class TasksOptions(DriftOptions):
     """Options of the drift ``tasks``: length and order of the sequence."""
 
     tasks_count: int | None = option(
-        None, "length of the sequence (auto: 5, or as many as every client's labels)", low=2
+        None, "length of the sequence (auto: 5, or the fewest labels of a client)", low=2
     )
     tasks_order: str = option(
         "own",
-        "whether every client has its own order of tasks or all the same",
+        "order of tasks: one per client, or the same for all",
         among=("own", "same"),
     )
 
@@ -1004,21 +1005,20 @@ class TasksOptions(DriftOptions):
 class Tasks(Drift):
     """Task sequence per client: its labels are split into tasks, one per step.
 
-    One random order of all labels decides, for all clients alike, which of a client's labels go
-    into a task together; so clients with the same labels have the same tasks. After the last task
-    the first comes again.
+    One random order of all labels assigns labels to tasks, so that clients with the same labels
+    have the same tasks. The sequence repeats after the last task.
     """
 
     options_type = TasksOptions
 
     @classmethod
     def default_schedule(cls, config: RunConfig) -> str:
-        """Return the same number of updates for each task; for each of five, if none is given."""
+        """Return an equal number of updates per task; for five tasks if no number is given."""
         count = config.read(TasksOptions).tasks_count or _MOST
         return f"every {max(1, config.planned_updates // count)} updates"
 
     def check(self) -> None:
-        """Raise UserError if there are no classes, or a client has not enough of them."""
+        """Raise UserError if there are no classes, or a client has too few."""
         self.needs_labels()
         wanted, (fewest, client) = self._number, self._fewest_labels
         if fewest < wanted:
@@ -1029,7 +1029,7 @@ class Tasks(Drift):
             )
 
     def data(self, client: int, step: int) -> ClientData:
-        """Return the client's samples of the labels of its task."""
+        """Return the client's samples of its current task."""
         count = self._number
         position = step % count
         if self.options.tasks_order == "own":
@@ -1042,7 +1042,7 @@ class Tasks(Drift):
         return min(len(self.data(client, step).y_train) for step in range(self._number))
 
     def _labels(self, client: int) -> Indices:
-        """Return the labels of which a client has samples enough, in the order common to all."""
+        """Return the labels with enough samples of a client, in the common order."""
         own = np.concatenate(self.dealt.indices(client))
         counts = np.bincount(self.dealt.dataset.y[own], minlength=self.dealt.dataset.num_classes)
         order = self.rng("order of labels").permutation(self.dealt.dataset.num_classes)
@@ -1059,12 +1059,12 @@ class Tasks(Drift):
 
     @cached_property
     def _fewest_labels(self) -> tuple[int, int]:
-        """The fewest labels that a client has, and the client."""
+        """The minimum number of labels of a client, and that client."""
         return min((len(self._labels(client)), client) for client in self.dealt.present)
 
 
 # -----------------------------------------------------------------------------
-# Continual streams of two concepts: at every step of its data a client meets one of them again.
+# Continual streams of two concepts, one of which recurs at every step.
 #
 # C-FAACL's experiments (Zhang, Waterloo 2024): ten time steps, each with new data, of the two
 # groups' data in one of the scenarios S1, S2, A1 and A2. In the sequential setting all clients have
@@ -1075,7 +1075,7 @@ class Tasks(Drift):
 
 _CONCEPTS = 2
 _TRAINING = 2
-"""Fewest training samples of a step: one may be kept to compare models on."""
+"""Minimum training samples of a step: one may be kept for validation."""
 
 
 @dataclass(frozen=True)
@@ -1085,8 +1085,7 @@ class StreamOptions(ScenarioOptions, DriftOptions):
     stream_steps: int = option(10, "steps of new data", low=2)
     stream_mode: str = option(
         "sequential",
-        "concepts at a step: sequential, all clients have the same one, or multi-task, each has "
-        "one of its own",
+        "concepts at a step: sequential (the same for all clients) or multi-task (one per client)",
         among=("sequential", "multi-task"),
     )
 
@@ -1094,17 +1093,16 @@ class StreamOptions(ScenarioOptions, DriftOptions):
 class ScenarioStream(Drift):
     """Stream of new samples per step, from one of a scenario's two concepts (C-FAACL).
 
-    A client's samples, for training and for testing, are divided evenly over the steps; where a
-    concept has classes of its own (S1), those of its classes over the steps that have the concept.
-    No sample is met twice, and all are met but where a concept has little data (A2). After the last
-    step the stream begins again, with the same samples.
+    A client's training and test samples are divided evenly over the steps; if a concept has classes
+    of its own (S1), over the steps with the concept. No sample occurs twice, and all occur unless a
+    concept has few samples (A2). The stream repeats after the last step.
     """
 
     options_type = StreamOptions
 
     @classmethod
     def default_schedule(cls, config: RunConfig) -> str:
-        """Return an equal part of the run for each step; of its rounds, if these limit it."""
+        """Return an equal part of the run (or its rounds, if limited) per step."""
         steps = config.read(StreamOptions).stream_steps
         in_rounds = config.max_rounds and config.max_updates is None
         total = config.max_rounds if in_rounds else config.planned_updates
@@ -1125,7 +1123,7 @@ class ScenarioStream(Drift):
         end = ends.get(schedule.unit, 0)
         if not end:
             return
-        # What counts at its end is over then; of time, the last moment is not reached.
+        # Updates at the end count; the last moment in time is not reached.
         last = end - (1 if schedule.unit != "seconds" else 1e-6)
         count = int(last)
         met = 1 + schedule.step(last, count, count, count)
@@ -1163,7 +1161,7 @@ class ScenarioStream(Drift):
                         )
 
     def data(self, client: int, step: int) -> ClientData:
-        """Return the samples of a step, as its concept shows them."""
+        """Return the samples of a step in the view of its concept."""
         concepts = self._concepts(client)
         position = step % len(concepts)
         concept = int(concepts[position])
@@ -1209,7 +1207,7 @@ class ScenarioStream(Drift):
                 return drawn
 
     def _share(self, own: Indices, concepts: Indices, concept: int) -> tuple[Indices, Indices]:
-        """Return the steps that divide samples with a concept among them, and these samples."""
+        """Return the steps that share a concept's samples, and these samples."""
         if not self._scenario.divides_classes:
             return np.arange(len(concepts)), own
         dataset = self.dealt.dataset
@@ -1219,7 +1217,7 @@ class ScenarioStream(Drift):
     def _of_step(
         self, client: int, own: Indices, concepts: Indices, position: int, part: str
     ) -> Indices:
-        """Return which of a client's samples are those of a step, ascending."""
+        """Return a client's samples of a step, ascending."""
         concept = int(concepts[position])
         steps, samples = self._share(own, concepts, concept)
         order = self.rng(f"samples of steps: {part}", client).permutation(samples)
@@ -1227,12 +1225,12 @@ class ScenarioStream(Drift):
         return np.sort(share[: self._kept(len(share), concept)])
 
     def _kept(self, count: int, concept: int) -> int:
-        """Return how many of a step's samples there are, if its concept has little data."""
+        """Return the number of a step's samples if its concept has few."""
         return round(count * self._scenario.size(concept))
 
 
 # -----------------------------------------------------------------------------
-# Data that change: generators by name, and when they move a client's data to the next step.
+# Drift: generators by name, and schedules of the steps of clients' data.
 # -----------------------------------------------------------------------------
 
 
@@ -1249,7 +1247,7 @@ def drift_type(config: RunConfig) -> type[Drift]:
 
 
 def drift_of(config: RunConfig, dealt: Dealt) -> Drift:
-    """Return what changes the data of a run, with the options of the run.
+    """Return the drift of a run with its options.
 
     Raises
     ------
@@ -1263,17 +1261,17 @@ def drift_of(config: RunConfig, dealt: Dealt) -> Drift:
 
 
 def schedule_of(config: RunConfig) -> Schedule | None:
-    """Return when clients' data move to their next step; None if they never do.
+    """Return the schedule of a run's drift; None without drift.
 
     Parameters
     ----------
     config : RunConfig
-        With the number of clients known; without ``drift-at`` the drift has its own schedule.
+        Configuration with the number of clients; without ``drift-at`` the drift's default applies.
 
     Raises
     ------
     UserError
-        There is no such drift, or ``drift-at`` cannot be read, or is none for it.
+        There is no such drift, or ``drift-at`` is invalid or unsuitable.
     """
     chosen = drift_type(config)
     if chosen.options_type is None:

@@ -34,18 +34,18 @@ from raceme.datasets.source import (
 _Images = NDArray[np.uint8]
 
 _DAMAGED = (OSError, RuntimeError, ValueError, AssertionError, LookupError)
-"""What torchvision raises: it asserts, indexes and reshapes its way through a damaged file."""
+"""Exceptions of torchvision for a damaged file."""
 
 
 class ImageSource(Source):
-    """A dataset of images, of which torchvision may fetch and read the files.
+    """A dataset of images, whose files torchvision may fetch and read.
 
     Attributes
     ----------
     name : str
         Name in the registry of datasets, also in error messages.
     torchvision : str
-        Class of torchvision that fetches and reads the files; empty if none does.
+        torchvision class that fetches and reads the files, if any.
     """
 
     default_model = "cnn"
@@ -56,14 +56,14 @@ class ImageSource(Source):
     torchvision = ""
 
     def _how_to_fetch(self, config: RunConfig) -> str:
-        """Return the end of error messages; nothing where the files cannot be fetched."""
+        """Return the end of error messages; empty if the files cannot be fetched."""
         if not self.torchvision:
             return ""
         root = config.data_root or "DIR"
         return f"To fetch: raceme run --dataset {self.name} --data-root {root} --download"
 
     def _from_torchvision(self, config: RunConfig, folder: Path) -> list[Any]:
-        """Let torchvision read the two parts of a dataset, and fetch them if that is asked for."""
+        """Read the two parts of a dataset by torchvision; fetch them if requested."""
         torchvision_class = getattr(import_datasets(), self.torchvision)
         try:
             return [
@@ -81,7 +81,7 @@ class ImageSource(Source):
 
     @property
     def _expected(self) -> str:
-        """What a folder must hold, for error messages."""
+        """Required content of a folder, for error messages."""
         return ""
 
 
@@ -141,7 +141,7 @@ class IdxImages(ImageSource):
         )
 
     def _found(self, config: RunConfig) -> list[Path]:
-        """Return the files, which are fetched if they are missing and that is asked for."""
+        """Return the files; fetch missing ones if requested."""
         find, folder = source.all_of(self.files), Path(config.data_root) / self.folders[0]
         if self.torchvision and config.download and not find(folder):
             self._from_torchvision(config, folder)
@@ -268,7 +268,7 @@ class Emnist(IdxImages):
     def _read(self, files: Sequence[Path], config: RunConfig) -> Arrays:
         arrays = super()._read(files, config)
         kept = arrays["y"] <= self.fixed_shape.num_classes
-        # Upright: the files have their images turned over.
+        # Upright: the files store transposed images.
         upright = np.ascontiguousarray(arrays["x"][kept].transpose(0, 1, 3, 2))
         return {"x": upright, "y": arrays["y"][kept] - 1}
 
@@ -282,9 +282,9 @@ SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 """Files with other endings are left out."""
 
 _MOST_PIXELS = 1 << 26
-"""Of one image: 8,192 by 8,192. A file of some kB can say that it has billions."""
+"""Maximum of one image, 8,192 by 8,192: small files can claim billions."""
 _UNREADABLE = (OSError, ValueError, SyntaxError, EOFError, LookupError, OverflowError, MemoryError)
-"""Errors of Python that Pillow raises for a damaged file, or for one that is no image."""
+"""Exceptions of Pillow for a damaged file or a file that is no image."""
 _PARTS = ("train", "test")
 _EXPECTED = (
     "Expected: DIR/train/<class>/*.jpg and DIR/test/<class>/*.jpg, or DIR/<class>/*.jpg "
@@ -312,9 +312,9 @@ class Tree(NamedTuple):
 
 @dataclass(frozen=True)
 class ImageFolderOptions:
-    """What is done with the images."""
+    """Options of image folders."""
 
-    image_size: int = option(0, "height and width (0: as they are)", unit="px", low=0, high=8192)
+    image_size: int = option(0, "height and width (0: unchanged)", unit="px", low=0, high=8192)
 
 
 class ImageFolder(ImageSource):
@@ -342,7 +342,7 @@ def read_tree(root: Path) -> Tree:
     Raises
     ------
     UserError
-        There is no such folder, or it is not laid out as it should be.
+        There is no such folder, or its layout is wrong.
     """
     parts = [root / part for part in _PARTS if (root / part).is_dir()]
     found = [_by_class(part) for part in parts or [root]]
@@ -362,7 +362,7 @@ def images(tree: Tree, size: int = 0) -> NDArray[np.uint8]:
     tree : Tree
         The images and their classes.
     size : int
-        Height and width that they are brought to; 0 leaves them as they are.
+        Height and width to resize to; 0 for no change.
 
     Raises
     ------
@@ -408,7 +408,7 @@ def _decode(file: Path, size: int) -> NDArray[np.uint8]:
     try:
         check_regular(file)
         with warnings.catch_warnings():
-            # The bound is ours: nothing is decoded before the size is known.
+            # Check the size before decoding.
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             with Image.open(file) as image:
                 if image.width * image.height > _MOST_PIXELS:
@@ -481,7 +481,7 @@ class Cifar10(ImageSource):
 
 
 # -----------------------------------------------------------------------------
-# Digits of different origin: the same ten classes, as several sets of images show them.
+# Digits of different origin: the same ten classes in several image sets.
 #
 # Li and Zhu, "Client-Driven Federated Learning" (CDFL), mix the digits of MNIST and USPS, of SVHN's
 # house numbers, and of CCPD's number plates.
@@ -489,22 +489,22 @@ class Cifar10(ImageSource):
 
 
 _GREY, _COLOUR = (1, 28, 28), (3, 32, 32)
-"""Shapes of the images: MNIST's, and where an origin has colours the paper's."""
+"""Shapes of the images: MNIST's, or the paper's if an origin has colours."""
 _SVHN = ("train_32x32.mat", "test_32x32.mat")
 _SVHN_FOLDERS = ("SVHN", "svhn", "")
 _CCPD_FOLDERS = ("CCPD", "ccpd", "ccpd_digits")
 _CLASSES = 10
 _UNREADABLE_SET = (OSError, ValueError, TypeError, LookupError, NotImplementedError, ZlibError)
-"""What scipy raises for a file that is damaged, or none of Matlab's, or of a later version."""
+"""Exceptions of scipy for a file that is damaged or no Matlab file of a known version."""
 
 
 @dataclass(frozen=True)
 class OriginOptions:
-    """Which sets of digits there are."""
+    """Options of the sets of digits."""
 
     origins: str = option(
         "mnist,usps",
-        "sets of digits, each a group: mnist, usps, svhn, ccpd; joined by + they are one group",
+        "digit sets, one group each: mnist, usps, svhn, ccpd; + joins sets into one group",
     )
 
 
@@ -515,10 +515,9 @@ class DigitsByOrigin(ImageSource):
     options_type = OriginOptions
 
     def load(self, config: RunConfig) -> Dataset:
-        """Return the digits of all origins in one shape; each group has as many clients.
+        """Return the digits of all origins in one shape; groups have equal numbers of clients.
 
-        A client has a random part of its group's samples; the origins that make up a group are
-        in it by their sizes.
+        A client has a random part of its group's samples; the origins of a group mix by size.
         """
         groups = _groups(config)
         what = f"digits-by-origin has {len(groups)} groups, of which each"
@@ -577,7 +576,7 @@ def _svhn(config: RunConfig) -> tuple[_Images, Indices]:
 
 
 def _read_svhn(files: list[Path]) -> Arrays:
-    # Imported here because every process that trains would wait for it, and few need it.
+    # Imported here because it is slow and few processes need it.
     from scipy.io import loadmat
 
     xs, ys = [], []
@@ -622,10 +621,10 @@ _READERS: dict[str, Callable[[RunConfig], tuple[_Images, Indices]]] = {
 
 
 def _shaped(x: _Images, shape: tuple[int, ...]) -> _Images:
-    """Bring images to a shape at least as large: bilinear, and grey in all channels."""
+    """Resize images bilinearly to a shape at least as large; copy grey to all channels."""
     channels, side = shape[0], shape[1]
     if x.shape[2] != side:
-        # Imported here because it takes seconds, and images from the cache do not need it.
+        # Imported here because it takes seconds; cached images do not need it.
         import torch
         from torch.nn.functional import interpolate
 

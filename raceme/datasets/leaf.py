@@ -27,9 +27,9 @@ from raceme.datasets.npz import MOST_CLASSES, NpzFolder, standardised
 from raceme.datasets.source import Arrays, Dataset, DataShape, Indices, Source, cached
 
 _PARSED = 8
-"""Bytes of memory that a byte of JSON takes when it is parsed, at least."""
+"""Minimum memory of parsed JSON per byte."""
 _FEWEST = 2
-"""A user needs a sample to train with and one to test with."""
+"""A user needs one training and one test sample."""
 _EXPECTED = (
     "expected of every user x with as many numbers, or characters, for each sample, and y with a "
     "whole number from 0, or a character, for each"
@@ -37,7 +37,7 @@ _EXPECTED = (
 
 
 class LeafSource(Source, ABC):
-    """A task in LEAF's files, a client for each user.
+    """A task in LEAF's files, one client per user.
 
     Attributes
     ----------
@@ -57,12 +57,12 @@ class LeafSource(Source, ABC):
     hint: str
 
     def _files(self, config: RunConfig) -> tuple[list[Path], list[Path]]:
-        """Return the training files and the test files; without test files, all are the former.
+        """Return the training and the test files; without test files, all are training files.
 
         Raises
         ------
         UserError
-            No folder holds such files.
+            No folder contains such files.
         """
 
         def find(folder: Path) -> tuple[list[Path], list[Path]] | None:
@@ -79,12 +79,12 @@ class LeafSource(Source, ABC):
         )
 
     def _arrays(self, config: RunConfig) -> tuple[Arrays, NDArray[np.bool_] | None]:
-        """Return all users' samples, and which of them are for testing, if the files say it.
+        """Return all users' samples, with the split into training and test if given.
 
         Raises
         ------
         UserError
-            There are no files, or one is not what it should be.
+            There are no files, or one is invalid.
         """
         train, test = self._files(config)
         arrays = cached(self.name, [*train, *test], (len(train),), lambda: self._read(train, test))
@@ -100,13 +100,13 @@ class LeafSource(Source, ABC):
         Returns
         -------
         Mapping[str, NDArray]
-            ``x``, ``y``, the number of each sample's user in ``writer``, and in ``test`` which are
-            for testing.
+            ``x``, ``y``, the number of each sample's user in ``writer``, and the test samples in
+            ``test``.
 
         Raises
         ------
         UserError
-            A file is not what it should be.
+            A file is invalid.
         """
         numbers: dict[str, int] = {}
         x, y, writer, tested = [], [], [], []
@@ -142,7 +142,7 @@ class LeafSource(Source, ABC):
                 f"The users in {self.name}'s train/ and test/ are not the same ones: run LEAF's "
                 "preprocess.sh with -t sample."
             )
-        # Numbered anew, so that no number is without samples.
+        # Renumbered, so that every number has samples.
         _, users = np.unique(users[kept], return_inverse=True)
         return {**{name: values[kept] for name, values in arrays.items()}, "writer": users}
 
@@ -160,7 +160,7 @@ class Leaf(LeafSource):
     )
 
     def load(self, config: RunConfig) -> Dataset:
-        """Return the samples of the users with the most of them, a client for each."""
+        """Return the samples of the largest users, one client each."""
         arrays, test = self._arrays(config)
         sizes = np.bincount(arrays["writer"])
         enough = int(np.count_nonzero(sizes >= _FEWEST))
@@ -181,12 +181,12 @@ class Leaf(LeafSource):
         return dataset if tokens else standardised(dataset)
 
     def count_clients(self, config: RunConfig) -> int:
-        """Return 100, or all users where there are fewer."""
+        """Return 100, or all users if fewer."""
         sizes = np.bincount(self._arrays(config)[0]["writer"])
         return max(1, min(self.default_clients, int(np.count_nonzero(sizes >= _FEWEST))))
 
     def _samples(self, path: Path, name: str, told: Any) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Check the samples of one user: numbers, or texts, whose characters become their codes."""
+        """Check the samples of one user: numbers, or texts as character codes."""
         labels: NDArray[Any]
         try:
             x, y = told["x"], told["y"]
@@ -197,7 +197,7 @@ class Leaf(LeafSource):
                 inputs, labels = np.asarray(x, np.float32), np.asarray(y)
                 if not len(labels):
                     return inputs, np.empty(0, np.int64)
-                # What is no whole number, or too large for one, is told by its not coming back.
+                # Non-integers and too large numbers change in the conversion.
                 with np.errstate(invalid="ignore"):
                     whole = labels.astype(np.int64)
                 if not np.isfinite(inputs).all() or np.any(labels != whole):
@@ -243,9 +243,9 @@ def _users(path: Path) -> Mapping[str, Any]:
 
 
 # -----------------------------------------------------------------------------
-# Handwritten characters by writer: which characters, which writers, and a folder of them.
+# Handwritten characters by writer: characters, writers, and a folder of them.
 #
-# What FEMNIST and other collections of the 62 digits and letters have in common is here.
+# Shared by FEMNIST and other collections of the 62 digits and letters.
 # -----------------------------------------------------------------------------
 
 
@@ -257,35 +257,35 @@ _RANGE = re.compile(r"(\w)-(\w)|(\w)")
 
 @dataclass(frozen=True)
 class CharacterOptions:
-    """Which characters there are, and which writers are clients."""
+    """Options of characters and writers."""
 
     characters: str = option(
-        _ALL, "which of the 62 characters are kept: all, or for example a-j, 0-9 or A-Fxyz"
+        _ALL, "characters to keep of the 62: all, or for example a-j, 0-9 or A-Fxyz"
     )
     classes_per_writer: int = option(
         0,
-        "characters that a writer keeps, drawn by the seed; one with fewer is no client (0: all)",
+        "characters per writer, drawn by the seed; writers with fewer are left out (0: all)",
         low=0,
     )
     writers_classes: str = option(
         "drawn",
-        "which these are: drawn, or in-turn: writer i keeps i, i + 1, … as far as it has them",
+        "choice of these: drawn, or in-turn (writer i keeps those of i, i + 1, … that it has)",
         among=("drawn", "in-turn"),
     )
-    least_samples: int = option(2, "fewest samples of these characters that a client has", low=2)
+    least_samples: int = option(2, "minimum samples of these characters per client", low=2)
 
 
 class Writers(NamedTuple):
-    """Samples that are kept, and the size of each writer's.
+    """The kept samples and their number per writer.
 
     Attributes
     ----------
     labels : Indices
-        New label of each sample, from 0; -1 where it is left out.
+        New label of each sample, from 0; -1 if left out.
     sizes : Indices
-        Samples of each writer that are kept; 0 for one that cannot be a client.
+        Number of kept samples per writer; 0 for writers that cannot be clients.
     num_classes : int
-        Number of characters that are kept, the classes of the task.
+        Number of kept characters, the classes of the task.
     """
 
     labels: Indices
@@ -294,16 +294,16 @@ class Writers(NamedTuple):
 
     @property
     def usable(self) -> int:
-        """How many can be clients."""
+        """Number of possible clients."""
         return int(np.count_nonzero(self.sizes))
 
     def largest(self, count: int, where: str) -> Indices:
-        """Return the `count` writers with the most samples; of equal ones the first.
+        """Return the `count` writers with the most samples, the first at ties.
 
         Raises
         ------
         UserError
-            There are not so many.
+            There are too few.
         """
         if count > self.usable:
             raise UserError(
@@ -316,12 +316,12 @@ class Writers(NamedTuple):
 
 
 def kinds(text: str) -> list[int]:
-    """Read the key ``characters``: return the labels of those that are kept, ascending.
+    """Parse the key ``characters``: return the kept labels, ascending.
 
     Raises
     ------
     UserError
-        It names no characters, or others than the 62, or a range that is none.
+        The text names no characters, unknown ones, or an invalid range.
     """
     if text == _ALL:
         return list(range(len(CHARACTERS)))
@@ -346,7 +346,7 @@ def by_writer(
     options: CharacterOptions,
     seed: int,
 ) -> Writers:
-    """Find out which samples are kept, and how many each writer has.
+    """Select the kept samples, and count them per writer.
 
     Parameters
     ----------
@@ -355,9 +355,9 @@ def by_writer(
     writer : Indices
         Number of each sample's writer, shape (N,).
     test : NDArray or None
-        Which samples are for testing, if the data say it: every client needs both kinds.
+        Test samples, if the data define them: every client needs both kinds.
     options : CharacterOptions
-        The characters and the writers that are kept.
+        Options of characters and writers.
     seed : int
         Seed by which each writer's characters are drawn.
     """
@@ -403,11 +403,11 @@ class Characters(NpzFolder):
     inner = ("unipen_by_writer",)
 
     def load(self, config: RunConfig) -> Dataset:
-        """Return the samples of the writers with the most of them, a client for each writer."""
+        """Return the samples of the largest writers, one client each."""
         whole, chosen = self._writers(config)
         assert whole.users is not None
         order = chosen.largest(config.num_clients, config.data_root)
-        # In the order of the files, as in a folder of which all are taken.
+        # In the order of the files.
         order = np.sort(order)
         parts = [whole.users] if whole.test_users is None else [whole.users, whole.test_users]
         kept = [[own[chosen.labels[own] >= 0] for own in part] for part in parts]
@@ -426,11 +426,11 @@ class Characters(NpzFolder):
         )
 
     def count_clients(self, config: RunConfig) -> int:
-        """Return 200, the number of the papers' runs, or all writers where there are fewer."""
+        """Return 200, as in the papers, or all writers if fewer."""
         return max(1, min(self.default_clients, self._writers(config)[1].usable))
 
     def _writers(self, config: RunConfig) -> tuple[Dataset, Writers]:
-        """Return all files' samples, and which of them are kept."""
+        """Return all files' samples, and the selection."""
         whole = self._unscaled(config, None)
         if whole.target or whole.x.ndim != 4 or whole.y.max() >= len(CHARACTERS):
             raise UserError(
@@ -472,7 +472,7 @@ class Femnist(LeafSource):
     )
 
     def load(self, config: RunConfig) -> Dataset:
-        """Return the samples of the writers with the most of them, a client for each writer."""
+        """Return the samples of the largest writers, one client each."""
         arrays, test, chosen = self._chosen(config)
         members = [
             np.flatnonzero((arrays["writer"] == writer) & (chosen.labels >= 0))
@@ -490,14 +490,14 @@ class Femnist(LeafSource):
         )
 
     def _chosen(self, config: RunConfig) -> tuple[Arrays, NDArray[np.bool_] | None, Writers]:
-        """Return all writers' samples, which are for testing, and which are kept."""
+        """Return all writers' samples, the test samples, and the selection."""
         arrays, test = self._arrays(config)
         y, writer = np.asarray(arrays["y"], np.int64), np.asarray(arrays["writer"], np.int64)
         options: CharacterOptions = config.read(CharacterOptions)
         return arrays, test, by_writer(y, writer, test, options, config.seed)
 
     def count_clients(self, config: RunConfig) -> int:
-        """Return 100, the number of the papers' runs, or all writers where there are fewer."""
+        """Return 100, as in the papers, or all writers if fewer."""
         if not config.data_root:
             return self.default_clients
         return max(1, min(self.default_clients, self._chosen(config)[2].usable))
@@ -507,7 +507,7 @@ class Femnist(LeafSource):
         return DataShape((1, 28, 28), len(kinds(config.read(CharacterOptions).characters)))
 
     def _samples(self, path: Path, name: str, told: Any) -> tuple[Any, Indices]:
-        """Check the samples of one writer; 0 is ink, 255 is paper."""
+        """Check the samples of one writer: 0 is ink, 255 is paper."""
         try:
             inputs = np.asarray(told["x"], np.float32).reshape(-1, 1, 28, 28)
             labels = np.asarray(told["y"], np.int64)
@@ -537,10 +537,10 @@ _INNER = ("", "shakespeare_by_role")
 
 @dataclass(frozen=True)
 class TextOptions:
-    """How text becomes samples; the length is that of LEAF's Shakespeare."""
+    """Options of text samples; the length is that of LEAF's Shakespeare."""
 
-    text_length: int = option(80, "characters that the next one is told from", low=1)
-    text_step: int = option(80, "characters from one sample to the next", low=1)
+    text_length: int = option(80, "characters in an input", low=1)
+    text_step: int = option(80, "characters between the starts of two samples", low=1)
 
 
 class Text(Source):
@@ -553,7 +553,7 @@ class Text(Source):
     options_type = TextOptions
 
     def load(self, config: RunConfig) -> Dataset:
-        """Return the samples of the roles that say most; what a role says last is for testing."""
+        """Return the samples of the roles with most text, each role's last for testing."""
         path, arrays, roles = self._roles(config)
         options = config.read(TextOptions)
         there = f"only {len(roles)} roles in {path} have text for a sample to train with and one to"
@@ -570,7 +570,7 @@ class Text(Source):
         at = np.concatenate(starts)
         symbols = arrays["symbols"]
         return Dataset(
-            # A copy: what overlaps in the text does not in the samples.
+            # A copy, because windows of the text overlap.
             x=sliding_window_view(symbols, options.text_length)[at],
             y=symbols[at + options.text_length].astype(np.int64),
             num_classes=int(arrays["vocabulary"]),
@@ -580,11 +580,11 @@ class Text(Source):
         )
 
     def count_clients(self, config: RunConfig) -> int:
-        """Return 100, or all roles with text enough where there are fewer."""
+        """Return 100, or all roles with enough text if fewer."""
         return max(1, min(self.default_clients, len(self._roles(config)[2])))
 
     def _roles(self, config: RunConfig) -> tuple[Path, Arrays, Indices]:
-        """Return the file, its text, and the roles with text enough, the most talkative first."""
+        """Return the file, its text, and the roles with enough text, by decreasing length."""
         path = self._file(config)
         arrays = cached("text", [path], (1,), lambda: _read(path))
         lengths = np.diff(arrays["offset"])
@@ -606,7 +606,7 @@ class Text(Source):
 
 
 def _starts(length: int, test_fraction: float, options: TextOptions) -> tuple[Indices, Indices]:
-    """Return where training and test samples begin in so many characters; they do not overlap."""
+    """Return the starts of disjoint training and test samples in a text of some length."""
     cut = int(length * (1.0 - test_fraction))
     train = np.arange(0, cut - options.text_length, options.text_step)
     test = np.arange(cut, length - options.text_length, options.text_step)
@@ -619,7 +619,7 @@ def _read(path: Path) -> Arrays:
     text, offset = arrays["text"], arrays["offset"]
     fits = text.dtype == np.uint8 and text.ndim == 1 and offset.dtype.kind in "iu"
     fits = fits and offset.ndim == 1 and len(offset) > 1 and int(offset[-1]) <= len(text)
-    # Of whole numbers without a sign a difference has none either.
+    # Differences of unsigned integers are unsigned.
     if not fits or offset[0] < 0 or np.any(offset[1:] < offset[:-1]):
         raise UserError(
             f"{path} does not fit together: text is {text.dtype} of shape {text.shape}, offset "

@@ -1,4 +1,4 @@
-"""Datasets in .npz files: a device's own file, and a folder with a file for each client."""
+"""Datasets in .npz files: a device's own file, and a folder with one file per client."""
 
 from __future__ import annotations
 
@@ -31,33 +31,33 @@ from raceme.datasets.source import (
 )
 
 # -----------------------------------------------------------------------------
-# Labels of .npz files: classes, or a quantity, which a file is of that names a unit.
+# Labels of .npz files: classes, or a quantity if the file has a unit.
 # -----------------------------------------------------------------------------
 
 
 MOST_CLASSES = 100_000
-"""A model has an output for each: more than that are a mistake, as a rule of the labels' type."""
+"""Models have an output per class: larger numbers are usually mistaken labels."""
 LABEL_ARRAYS = ("num_classes", "unit", "y_mean", "y_std")
-"""Arrays that say what the labels of a file are, all of them optional."""
+"""Optional arrays that describe the labels of a file."""
 _LONGEST_UNIT = 24
-"""Characters: a unit stands in tables and at axes."""
+"""Maximum characters of a unit, which appears in tables and at axes."""
 _LARGEST = float(np.finfo(np.float32).max)
 
 
 def target_of(quantity: Target | None) -> Target | None:
-    """Return what a model predicts if that is a quantity: as it is where no scale is said."""
+    """Return a regression's target, unscaled if the file has no scale."""
     return replace(quantity, std=1.0) if quantity is not None and not quantity.std else quantity
 
 
 def quantity_of(path: Path, arrays: Mapping[str, NDArray[np.generic]]) -> Target | None:
-    """Return the quantity that the labels of a file are; None if they are classes.
+    """Return the quantity of a file's labels; None for classes.
 
-    Its deviation is 0 where the file leaves the scale open.
+    Its deviation is 0 if the file has no scale.
 
     Raises
     ------
     UserError
-        What the file says of it is not what it should be.
+        The description is invalid.
     """
     unit = arrays.get("unit")
     stated = [name for name in ("y_mean", "y_std") if name in arrays]
@@ -75,9 +75,11 @@ def quantity_of(path: Path, arrays: Mapping[str, NDArray[np.generic]]) -> Target
             f"got {str(unit.tolist())[:60]!r}."
         )
     if len(stated) == 1:
-        raise UserError(f"{path} has {stated[0]} alone: y_mean and y_std go together.")
+        raise UserError(f"{path} has {stated[0]} alone: y_mean and y_std must be given together.")
     if "num_classes" in arrays:
-        raise UserError(f"{path} has num_classes and unit: labels are classes, or a quantity.")
+        raise UserError(
+            f"{path} has num_classes and unit: labels are either classes or a quantity."
+        )
     if not stated:
         return Target(text.strip(), 0.0, 0.0)
     mean, std = (_number(path, name, arrays[name]) for name in ("y_mean", "y_std"))
@@ -96,12 +98,12 @@ def _number(path: Path, name: str, values: NDArray[np.generic]) -> float:
 
 
 def common_quantity(quantities: Mapping[Path, Target | None]) -> Target | None:
-    """Return the quantity of several files, of which one model is to predict the labels.
+    """Return the common quantity of several files.
 
     Raises
     ------
     UserError
-        They are not of the same.
+        The files differ.
     """
     (first, expected), *others = quantities.items()
     for path, quantity in others:
@@ -114,7 +116,7 @@ def common_quantity(quantities: Mapping[Path, Target | None]) -> Target | None:
 
 
 def described(stated: Target | None) -> str:
-    """Return what labels are, for people, in the words of a file."""
+    """Return a readable description of labels."""
     if stated is None:
         return "classes"
     scale = f", y_mean {stated.mean:g}, y_std {stated.std:g}" if stated.std else ""
@@ -128,7 +130,7 @@ def checked_labels(
     samples: int,
     quantity: Target | None = None,
 ) -> Labels:
-    """Check labels: classes become int64; a quantity becomes float32, in its unit as it is."""
+    """Check labels: classes become int64, quantities float32 in their unit."""
     kinds, numbers = ("iu", "whole numbers") if quantity is None else ("fiu", "numbers")
     if values.dtype.kind not in kinds or values.shape != (samples,):
         needs_unit = quantity is None and values.dtype.kind == "f"
@@ -142,7 +144,7 @@ def checked_labels(
     lowest, highest = int(values.min()), int(values.max())
     if lowest < 0 or highest >= MOST_CLASSES:
         raise UserError(
-            f"{path}: {name} must hold labels from 0 on, below {MOST_CLASSES:,}; got "
+            f"{path}: {name} must hold labels from 0, below {MOST_CLASSES:,}; got "
             f"{lowest if lowest < 0 else highest}."
         )
     return values.astype(np.int64)
@@ -158,15 +160,13 @@ def _finite(path: Path, name: str, values: NDArray[np.generic]) -> NDArray[np.fl
 
 
 def standardised_labels(path: Path, values: Labels, target: Target | None) -> Labels:
-    """Return labels as models are trained with: classes as they are, quantities standardised."""
+    """Return labels for training: classes unchanged, quantities standardised."""
     if target is None:
         return values
     with np.errstate(over="ignore"):
         labels = ((values.astype(np.float64) - target.mean) / target.std).astype(np.float32)
     if not np.isfinite(labels).all():
-        raise UserError(
-            f"{path}: its labels are too many times y_std, {target.std:g}, from y_mean."
-        )
+        raise UserError(f"{path}: its labels are too many y_std ({target.std:g}) from y_mean.")
     return labels
 
 
@@ -176,7 +176,7 @@ def num_classes_of(
     largest: float,
     quantity: Target | None,
 ) -> int:
-    """Return the stated number of classes, or else that of the largest label; 0 of a quantity."""
+    """Return the stated number of classes, by default from the largest label; 0 for a quantity."""
     if quantity is not None:
         return 0
     found, values = int(largest) + 1, arrays.get("num_classes")
@@ -217,13 +217,13 @@ class Part(NamedTuple):
     y : Labels
         Classes, or a quantity in its unit.
     test : NDArray[np.bool_] or None
-        Which samples are for testing; None if the file does not say.
+        Test samples; None if the file does not define them.
     num_classes : int
         Number of classes; 0 for a quantity.
     quantity : Target or None
-        What the file says of its labels.
+        Description of its labels, if a quantity.
     group : int or None
-        True group that the file states.
+        True group in the file, if any.
     """
 
     x: NDArray[np.generic]
@@ -236,7 +236,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class NpzOptions:
-    """Where the data are."""
+    """Location of the data."""
 
     data_file: str = option("", "the file with x_train, y_train, x_test, y_test", path=True)
 
@@ -254,8 +254,8 @@ class Npz(Source):
         Raises
         ------
         UserError
-            A file is missing or damaged, the files do not fit together, or one file would have to
-            serve several clients.
+            A file is missing or damaged, the files are inconsistent, or one file would serve
+            several clients.
         """
         data_file = config.read(NpzOptions).data_file
         if config.num_clients > 1 and CLIENT not in data_file:
@@ -283,10 +283,10 @@ class Npz(Source):
         )
 
     def shape(self, config: RunConfig) -> DataShape:
-        """Return what fits all the clients' files that are on this machine.
+        """Return the shape that fits all clients' files on this machine.
 
-        A device has only its own; a simulation has all of them, and every client must build the
-        same network although its own labels may stop short of the largest.
+        A device has only its own file; in a simulation every client must build the same network
+        even if it lacks the largest label.
         """
         clients = self.count_clients(config) if config.clients is None else config.clients
         paths = [_path(config, client) for client in range(clients)]
@@ -294,7 +294,7 @@ class Npz(Source):
         return _common_shape({path: read(path) for path in present})
 
     def is_elsewhere(self, config: RunConfig) -> bool:
-        """Return whether no file is named, as on the server of devices that have their own."""
+        """Return whether no file is named, as on the server of real devices."""
         return not config.read(NpzOptions).data_file
 
     def count_clients(self, config: RunConfig) -> int:
@@ -306,7 +306,7 @@ class Npz(Source):
         return max(1, found)
 
     def for_client(self, config: RunConfig, client: int) -> RunConfig:
-        """Narrow the configuration to the client's own file, the only one that a device has."""
+        """Narrow the configuration to the client's own file."""
         return config.with_values(data_file=str(_path(config, client)), clients=1)
 
 
@@ -316,13 +316,13 @@ def read(path: Path) -> Part:
     Raises
     ------
     UserError
-        The file or an array in it is missing or not what it should be; names both.
+        The file or one of its arrays is missing or invalid.
     """
     return _part(path, arrays_of(path, _FOUR, _EXPECTED, LABEL_ARRAYS))
 
 
 def _part(path: Path, arrays: Mapping[str, NDArray[np.generic]]) -> Part:
-    """Check the arrays of one file: x and y, or those for training and those for testing."""
+    """Check the arrays of one file: x and y, or training and test arrays."""
     quantity = quantity_of(path, arrays)
     suffixes = ("",) if "x" in arrays else ("_train", "_test")
     parts = [checked_samples(path, arrays, suffix, quantity) for suffix in suffixes]
@@ -341,7 +341,7 @@ def _part(path: Path, arrays: Mapping[str, NDArray[np.generic]]) -> Part:
             f"of shape {test.shape}."
         )
     if len(y) < 2 or (test is not None and test.sum() in (0, len(y))):
-        raise UserError(f"{path} needs at least one sample to train with and one to test with.")
+        raise UserError(f"{path} needs at least one sample for training and one for testing.")
     num_classes = num_classes_of(path, arrays, float(y.max()), quantity)
     return Part(np.concatenate(x), y, test, num_classes, quantity, _group(path, arrays))
 
@@ -366,9 +366,9 @@ def arrays_of(
     path : Path
         Path of the .npz file.
     needed, optional : Sequence[str]
-        Names of arrays that must be there, and of those that may be.
+        Names of required and optional arrays.
     expected : str
-        What the file is to hold, for error messages.
+        Expected content of the file, for error messages.
 
     Raises
     ------
@@ -393,9 +393,9 @@ def checked_samples(
     suffix: str,
     quantity: Target | None,
 ) -> tuple[NDArray[np.generic], Labels]:
-    """Check inputs and labels that go together: ``x`` and ``y``, ``x_test`` and ``y_test``.
+    """Check a pair of inputs and labels: ``x`` and ``y``, ``x_test`` and ``y_test``.
 
-    Inputs other than large floats stay as they are stored.
+    Inputs keep their type, except large floats.
     """
     stored = arrays[f"x{suffix}"]
     x = checked_inputs(path, f"x{suffix}", stored)
@@ -415,7 +415,7 @@ def recordings(
     Raises
     ------
     UserError
-        A file is not what is expected, which the message says.
+        A file is invalid; the message has the expected content.
     """
     parts = []
     for path in paths:
@@ -436,14 +436,14 @@ def recordings(
 def stacked(
     parts: Iterable[tuple[NDArray[np.generic], NDArray[np.generic]]],
 ) -> dict[str, NDArray[Any]]:
-    """Return inputs and labels of several files one after another, and how many are of each."""
+    """Return concatenated inputs and labels of several files, and the number of each."""
     xs, ys = zip(*parts, strict=True)
     sizes = np.array([len(y) for y in ys])
     return {"x": np.concatenate(xs), "y": np.concatenate(ys), "sizes": sizes}
 
 
 def checked_inputs(path: Path, name: str, values: NDArray[np.generic]) -> NDArray[np.float32]:
-    """Check inputs and make them float32."""
+    """Check inputs and convert them to float32."""
     if values.dtype.kind not in "fiub" or values.ndim < 2 or values.size == 0:
         raise UserError(
             f"{path}: {name} must hold numbers, shape (samples, ...) with at least one sample; "
@@ -453,7 +453,7 @@ def checked_inputs(path: Path, name: str, values: NDArray[np.generic]) -> NDArra
 
 
 def _common_shape(files: dict[Path, Part]) -> DataShape:
-    """Return the input shape and the quantity, which must be one, or the most classes."""
+    """Return the common input shape and quantity, or the largest number of classes."""
     (first, expected), *others = ((path, file.x.shape[1:]) for path, file in files.items())
     for path, shape in others:
         if shape != expected:
@@ -477,7 +477,7 @@ _EXPECTED_FOLDER = (
 )
 _TEXT = 2
 _IMAGES = (3, 4)
-"""Axes of what is taken for text and for images, if it holds whole numbers."""
+"""Axes of integer inputs that are images."""
 
 
 class NpzFolder(Source):
@@ -486,13 +486,13 @@ class NpzFolder(Source):
     has_clients = True
 
     inner: tuple[str, ...] = ("npz-folder", "har")
-    """Folders that are looked for in data-root if it holds no .npz file itself."""
+    """Subfolders to search if data-root has no .npz file itself."""
 
     def load(self, config: RunConfig) -> Dataset:
         """Return the samples of the first files, in the order of the numbers in their names.
 
-        Float inputs are brought to mean 0 and deviation 1 over what is not held out, each channel
-        of a window or an image and each feature of a vector by itself.
+        Float inputs are standardised over all training samples, per channel of a window or image
+        and per feature of a vector.
         """
         dataset = self._unscaled(config, config.num_clients)
         return dataset if dataset.tokens else standardised(dataset)
@@ -502,7 +502,7 @@ class NpzFolder(Source):
         return len(self._files(config)[1])
 
     def _unscaled(self, config: RunConfig, count: int | None) -> Dataset:
-        """Return the samples of the first files, or of all, as they are stored."""
+        """Return the unscaled samples of the first files, or of all."""
         folder, paths = self._files(config)
         if count is not None:
             there = f"there are only {len(paths)} .npz files in {folder}. Take fewer clients, or "
@@ -530,11 +530,11 @@ class NpzFolder(Source):
 
 
 _LAYOUT = 3
-"""Number of the layout of what is cached; a change of the arrays needs another."""
+"""Layout number of the cache; a change of the arrays increases it."""
 
 
 def _dataset(where: Path, arrays: Arrays) -> Dataset:
-    """Return the samples of all clients, inputs as they are stored; see :func:`_joined`."""
+    """Return the unscaled samples of all clients; see :func:`_joined`."""
     test = np.asarray(arrays["test"], np.bool_)
     users, test_users = source.by_test(
         source.spans(arrays["sizes"].tolist()), test if test.any() else None
@@ -553,9 +553,9 @@ def _dataset(where: Path, arrays: Arrays) -> Dataset:
 
 
 def _target(arrays: Arrays, users: Sequence[Indices]) -> Target | None:
-    """Return what is predicted if it is a quantity: standardised as the files say, or else here.
+    """Return the target of a regression, scaled as stated in the files or by the training samples.
 
-    Then it has mean 0 and deviation 1 over what is for training, as inputs have.
+    In the latter case it has mean 0 and deviation 1 over the training samples.
     """
     if "unit" not in arrays:
         return None
@@ -567,17 +567,17 @@ def _target(arrays: Arrays, users: Sequence[Indices]) -> Target | None:
 
 
 def standardised(dataset: Dataset) -> Dataset:
-    """Return a dataset whose inputs have mean 0 and deviation 1, by what is for training.
+    """Return a dataset whose inputs have mean 0 and deviation 1 over the training samples.
 
     Bytes are scaled to [0, 1] first and have one mean and deviation together. Otherwise each
     channel has its own: of windows the shorter axis, of images the first. Of vectors each feature
-    has, unless they are spectra or waves. A channel that never changes is left at zero.
+    has, unless they are spectra or waves. Constant channels become zero.
     """
     assert dataset.users is not None
     axes = _channel_axes(dataset.x.shape[1:], dataset.x.dtype == np.uint8)
     reduced = tuple(axis for axis in range(dataset.x.ndim) if axis not in axes)
     count, total, squares = 0, np.zeros(1), np.zeros(1)
-    # Client by client: float64 copies of all at once might not fit into memory.
+    # Client by client, to bound the memory of float64 copies.
     for own in dataset.users:
         values = dataset.x[own].astype(np.float64)
         if dataset.x.dtype == np.uint8:
@@ -588,14 +588,14 @@ def standardised(dataset: Dataset) -> Dataset:
     per_channel = count / total.size
     mean = total / per_channel
     deviation = np.sqrt(np.maximum(squares / per_channel - np.square(mean), 0.0))
-    # Rounding leaves a tiny deviation where there is none.
+    # Rounding gives constant channels a tiny deviation.
     moves = deviation > 1e-6 * (np.abs(mean) + 1e-30)
     std = np.where(moves, deviation, 1.0).astype(np.float32)
     return replace(dataset, mean=mean.astype(np.float32), std=std)
 
 
 def _channel_axes(shape: tuple[int, ...], bytes_: bool) -> tuple[int, ...]:
-    """Return the axes, counted with the samples' one in front, that keep a mean of their own."""
+    """Return the axes, with samples as axis 0, that have means of their own."""
     if bytes_ or (len(shape) == 1 and shape[0] >= source.SPECTRUM):
         return ()
     return (2,) if len(shape) == 2 and shape[0] > shape[1] else (1,)
@@ -607,7 +607,7 @@ def _read(paths: Sequence[Path]) -> Arrays:
 
 
 def _joined(by_path: Mapping[Path, Part], what: str) -> Arrays:
-    """Join the clients' samples; inputs stay in their own type, less memory than float32.
+    """Join the clients' samples; inputs keep their type to save memory.
 
     Parameters
     ----------
@@ -619,7 +619,7 @@ def _joined(by_path: Mapping[Path, Part], what: str) -> Arrays:
     Raises
     ------
     UserError
-        They do not fit together.
+        The parts are inconsistent.
     """
     parts = list(by_path.values())
     shapes = {part.x.shape[1:]: path.name for path, part in reversed(list(by_path.items()))}
@@ -638,7 +638,7 @@ def _joined(by_path: Mapping[Path, Part], what: str) -> Arrays:
     num_classes = max(part.num_classes for part in parts)
     tokens = 0
     if x.dtype.kind in "iu" and x.ndim == _TEXT and x.min() >= 0:
-        # Of next-token tasks the labels are of the same vocabulary.
+        # In next-token tasks, labels share the vocabulary.
         tokens = int(max(int(x.max()) + 1, num_classes))
         if tokens > MOST_CLASSES:
             raise UserError(
@@ -688,7 +688,7 @@ def _group(path: Path, arrays: Mapping[str, NDArray[np.generic]]) -> int | None:
 
 
 def _groups_by_name(paths: Sequence[Path]) -> tuple[int | None, ...] | None:
-    """Return groups of files whose names begin with the same letters; None if that says nothing.
+    """Return groups of files whose names begin with the same letters; None if uninformative.
 
     ``lab_01``, ``lab_02`` and ``field_01`` are two groups; where all names begin alike, or all
     differently, there are none.
@@ -706,7 +706,7 @@ def _natural(path: Path) -> list[tuple[int, str]]:
 
 
 # -----------------------------------------------------------------------------
-# Arrays that a script or a notebook has, kept in the cache, where worker processes find them.
+# Arrays of a script or notebook, stored in the cache for worker processes.
 # -----------------------------------------------------------------------------
 
 
@@ -718,7 +718,7 @@ _EXPECTED_CLIENT = (
 
 @dataclass(frozen=True)
 class GivenOptions:
-    """Which arrays they are."""
+    """Options of given arrays."""
 
     data_fingerprint: str = option("", "fingerprint of the arrays, which Python gives as data=")
 
@@ -730,7 +730,7 @@ class Given(Source):
     options_type = GivenOptions
 
     def load(self, config: RunConfig) -> Dataset:
-        """Return the samples of the first clients, as they were given: nothing is scaled."""
+        """Return the unscaled samples of the first clients."""
         dataset = _dataset(Path("data"), _given(config))
         assert dataset.users is not None
         found, count = len(dataset.users), config.num_clients
@@ -744,7 +744,7 @@ class Given(Source):
         )
 
     def count_clients(self, config: RunConfig) -> int:
-        """Return the number of clients that were given."""
+        """Return the number of given clients."""
         return len(_given(config)["sizes"])
 
 
@@ -754,8 +754,8 @@ def _given(config: RunConfig) -> Arrays:
 
     def missing() -> Arrays:
         raise UserError(
-            f"The dataset {config.dataset} is what a script or a notebook gives as data=, and the "
-            f"cache in {source.cache_folder()} does not have it: run that again."
+            f"The dataset {config.dataset} was passed by a script or notebook as data=, and the "
+            f"cache in {source.cache_folder()} lacks it: run that script again."
         )
 
     return cached(_GIVEN, (), (fingerprint,), missing)
@@ -763,28 +763,28 @@ def _given(config: RunConfig) -> Arrays:
 
 _GIVEN = "arrays"
 _FINGERPRINT = 32
-"""Hexadecimal digits of it, 128 bits."""
+"""Hexadecimal digits of the fingerprint, 128 bits."""
 
 
 def keep(data: Mapping[Any, Any] | Iterable[Any]) -> str:
-    """Check the data of all clients, and write them to the cache.
+    """Check the data of all clients and write them to the cache.
 
     Parameters
     ----------
     data : Mapping or Iterable
-        Of each client ``(x, y)`` or ``(x_train, y_train, x_test, y_test)``, arrays or tensors; a
+        For each client ``(x, y)`` or ``(x_train, y_train, x_test, y_test)``, arrays or tensors; a
         torch Dataset of pairs, or two, for training and for testing; or a mapping with the names
         of an .npz file: x, y, heldout, group, num_classes, unit.
 
     Returns
     -------
     str
-        The fingerprint of the data, by which :class:`Given` finds them.
+        Fingerprint of the data for :class:`Given`.
 
     Raises
     ------
     UserError
-        They are not these, or do not fit together.
+        The data have another form or are inconsistent.
     """
     if not isinstance(data, Iterable):
         raise UserError(
@@ -827,7 +827,7 @@ def _arrays(path: Path, given: Any) -> dict[str, NDArray[Any]]:
 
 
 def _is_dataset(given: Any) -> bool:
-    """Return whether something is a torch Dataset: it has items, and is no array."""
+    """Return whether an object is a torch Dataset: it has items and is no array."""
     known = isinstance(given, list | tuple | str | Mapping) or hasattr(given, "__array__")
     return hasattr(given, "__getitem__") and not known
 
@@ -849,7 +849,7 @@ def _label(label: Any) -> Any:
 
 
 def _array(path: Path, name: str, values: Any) -> NDArray[Any]:
-    """Return an array of what may be a tensor, a list or a data frame."""
+    """Convert a tensor, list or data frame to an array."""
     try:
         return np.asarray(values.detach().cpu() if hasattr(values, "detach") else values)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -857,18 +857,18 @@ def _array(path: Path, name: str, values: Any) -> NDArray[Any]:
 
 
 # -----------------------------------------------------------------------------
-# The data file that belongs to one device, which its owner may replace at any time.
+# A device's data file, which its owner may replace at any time.
 # -----------------------------------------------------------------------------
 
 
 DATA_FILE = "data-file"
 
 Stamp = tuple[int, int, int]
-"""What tells one state of a file from another: time of change in ns, size in bytes, number."""
+"""Version of a file: time of change in ns, size in bytes, inode."""
 
 
 def stamp_of(node: Mapping[str, object]) -> Stamp | None:
-    """Return the present state of a device's own data file.
+    """Return the current version of a device's data file.
 
     Parameters
     ----------
@@ -878,7 +878,7 @@ def stamp_of(node: Mapping[str, object]) -> Stamp | None:
     Returns
     -------
     Stamp or None
-        None if the device has no file of its own, or it is not there just now.
+        None if the device has no file of its own, or it is missing.
     """
     name = node.get(DATA_FILE)
     if not isinstance(name, str):

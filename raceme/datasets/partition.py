@@ -1,4 +1,4 @@
-"""How the samples of a dataset are dealt out to clients.
+"""Partitioners: assignment of a dataset's samples to clients.
 
 A partitioner is a pure function of the labels, the configuration and a random generator. Every
 sample goes to exactly one client, and every client gets at least `MIN_SAMPLES`, enough for a split
@@ -21,16 +21,16 @@ from raceme.core.options import option, reads
 from raceme.datasets.source import Dataset, Indices, Labels, generator
 
 _FITTING_ROUNDS = 1000
-"""Most rounds of fitting; thirty are usual, a small alpha takes more."""
+"""Maximum rounds of fitting; thirty are usual, more for a small alpha."""
 MIN_SAMPLES = 5
 _MOST_GROUPS = 10_000
-"""More equal groups than any fleet has clients are a slip of the keyboard."""
+"""Maximum number of equal groups; larger numbers are typing errors."""
 LOG_NORMAL_SIGMA = 1.25
 """Deviation of the logarithm of log-normal sizes.
 
-MNIST's samples on 1,000 clients then have about the mean and deviation that FedProx's paper tells
-of its power-law division (69 and 106), which CSAFL's and FlexCFL's experiments take over; Zipf's
-law would give one client 5,000 to 6,000.
+MNIST's samples on 1,000 clients then have about the mean and deviation of FedProx's power-law
+division (69 and 106), as in CSAFL's and FlexCFL's experiments; Zipf's law would give one client
+5,000 to 6,000.
 """
 
 Shares = NDArray[np.float64]
@@ -38,7 +38,7 @@ Shares = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class SizeOptions:
-    """What every partition reads."""
+    """Options of every partition."""
 
     sizes: str = option(
         "equal",
@@ -49,36 +49,36 @@ class SizeOptions:
 
 @dataclass(frozen=True)
 class DirichletOptions(SizeOptions):
-    """How unlike the clients' shares of the labels are."""
+    """Options of ``dirichlet``."""
 
     dirichlet_alpha: float = option(1.0, "Dirichlet concentration of labels", above=0)
 
 
 @dataclass(frozen=True)
 class ClassesOptions(SizeOptions):
-    """How many labels a client has."""
+    """Options of ``classes``."""
 
-    classes_per_client: int = option(2, "labels that one client holds", low=1)
+    classes_per_client: int = option(2, "number of labels per client", low=1)
     classes_dealt: str = option(
         "mixed",
-        "which these are: mixed: any, or in-turn: client i has i, i + 1, … (FedProx's MNIST)",
+        "choice of these: mixed (random) or in-turn (client i has i, i + 1, …: FedProx's MNIST)",
         among=("mixed", "in-turn"),
     )
 
 
 @dataclass(frozen=True)
 class GroupOptions(SizeOptions):
-    """Which groups there are among the clients."""
+    """Options of groups of clients."""
 
     groups: str = option(
         "0.2,0.2,0.3,0.3",
-        "share of the clients (and labels) of each group, or a number of equal groups",
+        "shares of the clients (and labels) per group, or a number of equal groups",
     )
 
 
 @dataclass(frozen=True)
 class LabelGroupOptions(GroupOptions, DirichletOptions):
-    """Groups, and how unlike the clients of one group are."""
+    """Options of ``label-groups``."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Partition:
     indices : tuple[Indices, ...]
         Samples of each client, ascending.
     groups : tuple[int | None, ...]
-        True group of each client, or None where the partitioner makes no groups.
+        True group of each client, or None without groups.
     """
 
     indices: tuple[Indices, ...]
@@ -102,8 +102,8 @@ def label_groups(labels: Indices, config: RunConfig, rng: np.random.Generator) -
     """Groups with disjoint labels and Dirichlet shares within each group (CASA's label skew).
 
     The shares in ``groups`` divide both the clients and the labels, in order. Inside a group, each
-    client's shares of the group's labels are drawn from a Dirichlet distribution; how many samples
-    a client has, ``sizes`` says.
+    client's shares of the group's labels are drawn from a Dirichlet distribution; ``sizes`` gives
+    the number of samples per client.
     """
     check_enough(labels, config.num_clients)
     options = config.read(LabelGroupOptions)
@@ -143,10 +143,10 @@ def dirichlet(labels: Indices, config: RunConfig, rng: np.random.Generator) -> P
 def classes(labels: Indices, config: RunConfig, rng: np.random.Generator) -> Partition:
     """Pathological label skew: exactly classes-per-client labels per client.
 
-    Every label is held by about the same number of clients, which share its samples equally, or in
-    the proportions of their power-law sizes. Dealt in turn, as FedProx's code does for its MNIST,
-    there are only as many different clients as labels, each like its neighbours: m groups of them
-    have few labels each. Dealt mixed, two labels each of ten make 45 kinds of clients.
+    Every label is held by about the same number of clients, which share its samples equally or in
+    proportion to their power-law sizes. In turn, as in FedProx's code for MNIST, there are only as
+    many kinds of clients as labels, each similar to its neighbours. Mixed, two of ten labels make
+    45 kinds of clients.
     """
     check_enough(labels, config.num_clients)
     kinds = np.unique(labels)
@@ -175,12 +175,12 @@ def iid(labels: Indices, config: RunConfig, rng: np.random.Generator) -> Partiti
 
 
 def parse_groups(text: str) -> Shares:
-    """Read the key ``groups``: shares that are positive and sum to 1, or a number of equal groups.
+    """Parse the key ``groups``: positive shares that sum to 1, or a number of equal groups.
 
     Raises
     ------
     UserError
-        The text is neither shares nor a number of groups.
+        The text is invalid.
     """
     expected = "groups must be positive shares that sum to 1 or a number, e.g. 0.2,0.2,0.3,0.3 or 4"
     if text.strip().isdecimal() and 1 <= int(text) <= _MOST_GROUPS:
@@ -198,19 +198,19 @@ def parse_groups(text: str) -> Shares:
 
 
 def fitting_groups(text: str, clients: int, labels: int | None = None) -> str:
-    """Return the key ``groups`` with as many groups as there are clients, and labels, for them.
+    """Return the key ``groups`` with at most as many groups as clients and labels.
 
-    Of shares that fit nothing changes. A group that would get none is joined with the smaller one
-    of its neighbours, since neighbours have neighbouring labels.
+    Suitable shares are unchanged. A group that would be empty is merged with its smaller neighbour,
+    since neighbours have neighbouring labels.
 
     Parameters
     ----------
     text : str
         The key ``groups``: shares, or a number of equal groups.
     clients : int
-        Number of clients to be divided.
+        Number of clients to divide.
     labels : int, optional
-        Number of labels to be divided by the same shares.
+        Number of labels to divide by the same shares.
 
     Raises
     ------
@@ -226,23 +226,23 @@ def fitting_groups(text: str, clients: int, labels: int | None = None) -> str:
     beside = [i for i in (empty - 1, empty + 1) if 0 <= i < len(shares)]
     first = min(empty, min(beside, key=lambda i: float(shares[i])))
     joined = [*shares[:first], shares[first] + shares[first + 1], *shares[first + 2 :]]
-    # As text, since that is what is read again: rounding decides between equal remainders.
+    # Compared after formatting, since rounding decides between equal remainders.
     return fitting_groups(",".join(f"{share:.9g}" for share in joined), clients, labels)
 
 
 def largest_remainder(total: int, shares: Shares) -> Indices:
-    """Divide `total` things by shares that sum to 1: whole parts first, then largest remainders."""
-    # Rounded, or 0.3 of 10 would be 2 and a remainder of almost 1 next to a real remainder.
+    """Divide `total` by shares that sum to 1: whole parts first, then largest remainders."""
+    # Rounded, or 0.3 of 10 would be 2 with a remainder of almost 1.
     exact = np.round(shares * total, 9)
     counts = np.floor(exact).astype(np.int64)
-    # Stable, so that of equal remainders the first one wins.
+    # Stable, so that the first of equal remainders wins.
     order = np.argsort(counts - exact, kind="stable")
     counts[order[: total - counts.sum()]] += 1
     return counts
 
 
 def check_enough(samples: Indices, clients: int, what: str = "the dataset") -> None:
-    """Raise UserError if there are not enough samples for the minimum of every client."""
+    """Raise UserError if there are too few samples for every client's minimum."""
     if len(samples) < clients * MIN_SAMPLES:
         raise UserError(
             f"Too many clients: {clients} of them need {clients * MIN_SAMPLES} samples, "
@@ -251,7 +251,7 @@ def check_enough(samples: Indices, clients: int, what: str = "the dataset") -> N
 
 
 def _shared(total: int, groups: str, what: str) -> Indices:
-    """Divide clients or labels among groups, of which each needs one at least."""
+    """Divide clients or labels among groups, at least one each."""
     shares = parse_groups(groups)
     counts = largest_remainder(total, shares)
     if counts.min() == 0:
@@ -263,7 +263,7 @@ def _shared(total: int, groups: str, what: str) -> Indices:
 
 
 def client_weights(config: RunConfig, rng: np.random.Generator) -> Shares:
-    """Return how much of the data each client is to get, relative to the others.
+    """Return the relative size of each client's data.
 
     The power law is Zipf's: 1, 1/2, 1/3 … in a random order of the clients.
     """
@@ -279,10 +279,10 @@ def client_weights(config: RunConfig, rng: np.random.Generator) -> Shares:
 def _spread(
     labels: Indices, kinds: Indices, weights: Shares, alpha: float, rng: np.random.Generator
 ) -> list[Indices]:
-    """Deal samples to clients whose shares of the labels are drawn from a Dirichlet distribution.
+    """Assign samples to clients with label shares drawn from a Dirichlet distribution.
 
-    What is drawn is scaled until every client has the amount that its weight says and every
-    sample has one owner; the odds between labels and clients stay as they were drawn.
+    The draw is scaled until every client has the size given by its weight and every sample one
+    owner; odds ratios are preserved.
     """
     own = [rng.permutation(np.flatnonzero(labels == kind)) for kind in kinds]
     amounts = np.array([len(samples) for samples in own], np.float64)
@@ -297,10 +297,10 @@ def _spread(
 
 
 def _fitted(table: Shares, rows: Shares, columns: Shares) -> Shares:
-    """Scale the rows and columns of a table in turn until they have the sums that are wanted.
+    """Scale the rows and columns of a table alternately until they have the wanted sums.
 
-    Iterative proportional fitting (Deming and Stephan 1940). A tiny amount in every cell keeps a
-    table that a small alpha has drawn almost empty from having no solution.
+    Iterative proportional fitting (Deming and Stephan 1940). A tiny amount in every cell ensures a
+    solution for the sparse tables of a small alpha.
     """
     fitted = table + 1e-9
     for _ in range(_FITTING_ROUNDS):
@@ -312,13 +312,13 @@ def _fitted(table: Shares, rows: Shares, columns: Shares) -> Shares:
 
 
 def _with_minimum(parts: list[Indices]) -> list[Indices]:
-    """Give clients that have too few samples some of those of the client that has the most."""
+    """Give clients with too few samples some of the largest client's."""
     parts = list(parts)
     sizes = np.array([len(part) for part in parts])
     while sizes.min() < MIN_SAMPLES:
         poor, rich = int(np.argmin(sizes)), int(np.argmax(sizes))
         moved = min(MIN_SAMPLES - sizes[poor], sizes[rich] - MIN_SAMPLES)
-        # From the front: one label of the rich client, as in a partition that Dirichlet drew.
+        # From the front, i.e. one label of the largest client, as in a Dirichlet partition.
         parts[poor] = np.concatenate([parts[poor], parts[rich][:moved]])
         parts[rich] = parts[rich][moved:]
         sizes[poor] += moved
@@ -327,7 +327,7 @@ def _with_minimum(parts: list[Indices]) -> list[Indices]:
 
 
 def _deal_labels(num_labels: int, config: RunConfig, rng: np.random.Generator) -> list[Indices]:
-    """Return the clients that hold each label, `classes_per_client` different labels per client."""
+    """Return the clients of each label, with `classes_per_client` different labels per client."""
     wanted = config.read(ClassesOptions).classes_per_client
     if wanted > num_labels:
         raise UserError(
@@ -348,7 +348,7 @@ def _deal_labels(num_labels: int, config: RunConfig, rng: np.random.Generator) -
         return [clients[(label - clients) % num_labels < wanted] for label in range(num_labels)]
     holders: list[list[int]] = [[] for _ in range(num_labels)]
     for client in clients:
-        # The labels that have the fewest holders so far; ties in random order.
+        # The labels with the fewest clients so far; ties in random order.
         order = rng.permutation(num_labels)
         counts = np.array([len(holders[label]) for label in order])
         for label in order[np.argsort(counts, kind="stable")][:wanted]:
@@ -357,7 +357,7 @@ def _deal_labels(num_labels: int, config: RunConfig, rng: np.random.Generator) -
 
 
 def divide(samples: Indices, weights: Shares, least: int) -> list[Indices]:
-    """Divide samples by weight, after each part has got the least that it must have."""
+    """Divide samples by weight, after the minimum of each part."""
     left = len(samples) - least * len(weights)
     counts = least + largest_remainder(left, weights / weights.sum())
     return np.split(samples, np.cumsum(counts)[:-1])
@@ -369,11 +369,11 @@ def _partition(parts: Sequence[Indices], groups: Sequence[int | None] | None = N
 
 
 # -----------------------------------------------------------------------------
-# Feature skew for data without users of their own: groups of clients that see things differently.
+# Feature skew for data without users: groups of clients with different views.
 #
 # The samples are dealt out at random, so that all clients have the same labels. The clients are
-# divided into K groups by the shares in ``groups``, and what a client has, training and test
-# samples alike, is changed in the way of its group.
+# divided into K groups by the shares in ``groups``, and a client's training and test samples are
+# changed in the way of its group.
 # -----------------------------------------------------------------------------
 
 
@@ -384,9 +384,11 @@ _IMAGE_AXES = 4
 
 @dataclass(frozen=True)
 class NoiseOptions(GroupOptions):
-    """Groups, and how much noise there is."""
+    """Options of ``noise-groups``."""
 
-    noise_std: float = option(1.0, "deviation of the noise in the last group", low=0)
+    noise_std: float = option(
+        1.0, "standard standard deviation of the noise in the last group", low=0
+    )
 
 
 @reads(GroupOptions)
@@ -402,7 +404,7 @@ def noise_groups(labels: Indices, config: RunConfig, rng: np.random.Generator) -
 
 
 def is_skewed(config: RunConfig) -> bool:
-    """Return whether the partition makes groups that see samples in their own way."""
+    """Return whether the partition's groups have views of their own."""
     return config.partition in ("rotation-groups", "noise-groups")
 
 
@@ -414,14 +416,14 @@ def skew(
     part: str,
     blank: float | Inputs = 0.0,
 ) -> Inputs:
-    """Change a client's inputs in the way of its group, if the partition has such ways.
+    """Change a client's inputs to the view of its group, if the partition has views.
 
     Parameters
     ----------
     inputs : Inputs
         Normalised inputs, shape (n, ...).
     config : RunConfig
-        Names the partition and holds its options.
+        Configuration with the partition and its options.
     group : int or None
         True group of the client; None where the partition has no groups.
     client : int
@@ -429,12 +431,12 @@ def skew(
     part : str
         ``"train"`` or ``"test"``: their noise must differ.
     blank : float or Inputs
-        What an empty image is, normalised: of a shape that fits one input.
+        Normalised empty image, broadcastable to one input.
 
     Raises
     ------
     UserError
-        The inputs are not images and are to be turned.
+        The inputs to rotate are no images.
     """
     if group is None or not is_skewed(config):
         return inputs
@@ -456,7 +458,7 @@ def skew(
 
 
 def rotated(inputs: Inputs, degrees: float, blank: float | Inputs = 0.0) -> Inputs:
-    """Turn images, shape (n, channels, height, width), anticlockwise; their size stays.
+    """Rotate images, shape (n, channels, height, width), anticlockwise, keeping their size.
 
     Right angles are exact for square images. Others are interpolated bilinearly, with blank pixels
     all around the image, as torchvision's ``rotate`` does with its fill of 0.
@@ -468,21 +470,20 @@ def rotated(inputs: Inputs, degrees: float, blank: float | Inputs = 0.0) -> Inpu
     degrees : float
         Angle, counted anticlockwise; any number.
     blank : float or Inputs
-        What comes into view at the corners; of a shape that fits one image, and the same all over
-        a channel.
+        Fill value of the corners, broadcastable to one image and constant per channel.
     """
     quarters, rest = divmod(degrees, 90)
     if rest == 0 and (inputs.shape[2] == inputs.shape[3] or quarters % 2 == 0):
         return np.ascontiguousarray(np.rot90(inputs, int(quarters), axes=(2, 3)))
-    # Imported here because it takes seconds, and few need it.
+    # Imported here because it takes seconds and few runs need it.
     import torch
     from torch.nn.functional import affine_grid, grid_sample
 
     height, width = inputs.shape[2:]
     cos, sin = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
-    # Where each pixel comes from: rows run downwards, and both axes are of length 2.
+    # Source of each pixel: rows run downwards, and both axes have length 2.
     turn = torch.tensor([[cos, -sin * height / width, 0.0], [sin * width / height, cos, 0.0]])
-    # What is blank is 0 while it turns: what lies outside of the image then adds nothing.
+    # Blank is 0 during the rotation, so that the outside adds nothing.
     pixels = torch.from_numpy(inputs - np.asarray(blank, np.float32))
     grid = affine_grid(turn[None], [1, 1, height, width], align_corners=False)
     turned = grid_sample(pixels, grid.expand(len(pixels), -1, -1, -1), align_corners=False)
@@ -496,7 +497,7 @@ def _in_groups(labels: Indices, config: RunConfig, rng: np.random.Generator) -> 
 
 
 # -----------------------------------------------------------------------------
-# The scenarios of FAACL's thesis: two groups of clients that differ in one way.
+# The scenarios of FAACL's thesis: two groups of clients with one difference.
 #
 # Zhang, "Asymmetric Clustering in Federated Continual Learning" (Waterloo 2024). S0: all alike. S1:
 # the first half of the classes, and the second. S2: true labels, and shifted ones. A1: clean
@@ -516,35 +517,35 @@ PARTITION = "scenario"
 
 @dataclass(frozen=True)
 class ScenarioOptions:
-    """Which scenario, and what it is told; the noise is the thesis' for MNIST."""
+    """Options of the scenario; the noise is the thesis' for MNIST."""
 
     scenario: str = option(
         "s1",
-        "how two groups differ: s0 not at all, s1 classes, s2 shifted labels, a1 noisy images, a2 "
-        "little data and other labels for some classes",
+        "difference between the groups: s0 none, s1 classes, s2 shifted labels, a1 noisy images, "
+        "a2 few samples and other labels for some classes",
         among=("s0", "s1", "s2", "a1", "a2"),
     )
     scenario_variance: float = option(
         0.4, "a1: variance of the Gaussian noise, of pixels from 0 to 1", low=0
     )
     scenario_density: float = option(
-        0.7, "a1: share of the pixels that salt and pepper replaces", low=0, high=1
+        0.7, "a1: share of pixels replaced by salt and pepper", low=0, high=1
     )
     scenario_noise: str = option(
         "both",
-        "a1: a noisy image has both kinds of noise, or either, one as often as the other",
+        "a1: kinds of noise per image, both or either (with equal probability)",
         among=("both", "either"),
     )
-    # With 0.05 models trained centrally per group could not have the 97.32 of the thesis' A2 on
-    # MNIST, and one model for all is ahead of clusters; with 0.3 the order is the thesis'.
+    # With 0.05, models trained centrally per group cannot reach the thesis' 97.32 in A2 on MNIST,
+    # and one model for all beats clusters; with 0.3 the order is the thesis'.
     scenario_little: float = option(
         0.3,
-        "a2: samples of the second group's clients, as a share of the others'",
+        "a2: samples per client of the second group, as a share of the first's",
         above=0,
         high=1,
     )
     scenario_differs: float = option(
-        0.1, "a2: share of the classes that the second group labels y + 1", low=0, high=1
+        0.1, "a2: share of classes labelled y + 1 in the second group", low=0, high=1
     )
 
 
@@ -555,14 +556,14 @@ class ScenarioPartitionOptions(ScenarioOptions, SizeOptions):
 
 @dataclass(frozen=True)
 class Scenario:
-    """What the clients of a group have, and how they see it.
+    """The samples of a group's clients and their view.
 
     Attributes
     ----------
     options : ScenarioOptions
         Name and parameters of the scenario.
     seed : int
-        Seed of the noise, which is the same for a sample in every step.
+        Seed of the noise, which is constant per sample.
     """
 
     options: ScenarioOptions
@@ -580,19 +581,19 @@ class Scenario:
 
     @property
     def changes_samples(self) -> bool:
-        """Whether groups see the same samples in different ways, or label them so."""
+        """Whether groups have different views or labels of the same samples."""
         return self.options.scenario in ("s2", "a1", "a2")
 
     def size(self, group: int) -> float:
-        """Return how many samples a client of a group has, relative to one of the first."""
+        """Return the relative number of samples of a client of a group."""
         return self.options.scenario_little if self.options.scenario == "a2" and group else 1.0
 
     def classes(self, kinds: Indices, group: int) -> Indices:
-        """Return those of all classes, ascending, that a group has; of an odd number first more."""
+        """Return a group's classes, ascending; the first group has one more of an odd number."""
         return np.array_split(kinds, 2)[group] if self.divides_classes else kinds
 
     def labels(self, y: Labels, group: int, num_classes: int) -> Labels:
-        """Return labels as a group gives them: y, or y + 1 mod C.
+        """Return labels in the view of a group: y, or y + 1 mod C.
 
         In S2 the second group shifts all. In A2 it shifts those of the first ``scenario-differs``
         of the classes, at least one: a function of the input, as the true class is.
@@ -607,7 +608,7 @@ class Scenario:
         return np.where(y < count, shifted, y)
 
     def inputs(self, dataset: Dataset, samples: Indices, group: int) -> Inputs:
-        """Return samples as a group sees them, normalised.
+        """Return normalised samples in the view of a group.
 
         In A1 the second group's have noise, for training, validation and testing alike: in pixels
         from 0 to 1, which are clipped to that range, before they are normalised. A sample's noise
@@ -627,12 +628,12 @@ class Scenario:
         return np.asarray((pixels - mean) / std, np.float32)
 
     def check(self, dataset: Dataset, name: str) -> None:
-        """Find out whether a dataset can be seen so.
+        """Check that the scenario applies to a dataset.
 
         Raises
         ------
         UserError
-            There are no classes or too few, or no images where there is to be noise.
+            There are no classes or too few, or no images for noise.
         """
         scenario = self.options.scenario
         if dataset.target is not None or (self.groups > 1 and dataset.num_classes < 2):
@@ -670,7 +671,7 @@ def scenario(labels: Indices, config: RunConfig, rng: np.random.Generator) -> Pa
     groups = np.arange(config.num_clients) % chosen.groups
     weights = client_weights(config, rng) * [chosen.size(group) for group in groups.tolist()]
     parts: dict[int, Indices] = {}
-    # Groups of the same classes have the samples together.
+    # Groups with the same classes share the samples.
     for pool in range(chosen.groups if chosen.divides_classes else 1):
         members = np.flatnonzero((groups == pool) | (not chosen.divides_classes))
         own = np.flatnonzero(np.isin(labels, chosen.classes(kinds, pool)))
@@ -681,7 +682,7 @@ def scenario(labels: Indices, config: RunConfig, rng: np.random.Generator) -> Pa
 
 
 def scenario_of(config: RunConfig) -> Scenario | None:
-    """Return the scenario that a run's partition makes, if it makes one."""
+    """Return the scenario of a run's partition, if any."""
     if config.partition != PARTITION:
         return None
     return Scenario(config.read(ScenarioPartitionOptions), config.seed)

@@ -43,16 +43,16 @@ _Window = NDArray[np.float32]
 
 
 class Person(NamedTuple):
-    """Where one person's windows lie.
+    """One person's files.
 
     Attributes
     ----------
     name : str
-        As in the names of the files.
+        Name, as in the file names.
     files : Mapping[int, Path]
         The file with the windows of each activity.
     group : int or None
-        True group, where the dataset has groups.
+        True group, if any.
     """
 
     name: str
@@ -72,7 +72,7 @@ class UciHar(NpzFolder):
 
 
 class _Activities(Source, ABC):
-    """Windows of people's motion, in text files of one person and one activity each."""
+    """Windows of motion, in one text file per person and activity."""
 
     default_model = "mlp"
     default_lr = 0.01
@@ -114,11 +114,11 @@ class _Activities(Source, ABC):
         return DataShape((HAR_WINDOW * AXES,), len(self.activities))
 
     def count_clients(self, config: RunConfig) -> int:
-        """Return the number of people with files; of all, where files are not needed."""
+        """Return the number of people with files, or of all if files are not needed."""
         return len(self._people(config)) if config.data_root else self.default_clients
 
     def _people(self, config: RunConfig) -> list[Person]:
-        """Find the files of each person, in the first of the folders, which data-root may be."""
+        """Find the files of each person in the first suitable folder, which may be data-root."""
         wanted = " or ".join(f"{inner}/" for inner in self.folders)
         folders = self.folders
         if Path(config.data_root).name in folders:
@@ -145,8 +145,8 @@ class _Activities(Source, ABC):
 class HarBox(_Activities):
     """HARBox: 5 activities of up to 120 people, recorded by their own phones (data-root).
 
-    Our reading, as the papers say nothing of it: each axis of the sensors is brought to mean 0 and
-    deviation 1 over all people, because their units differ by two orders of magnitude.
+    Each axis is standardised over all people (our reading; the papers do not state it), because
+    units differ by two orders of magnitude.
     """
 
     target_accuracy = 0.75
@@ -157,7 +157,7 @@ class HarBox(_Activities):
     folders = ("large_scale_HARBox", "HARBox", "harbox")
 
     def load(self, config: RunConfig) -> Dataset:
-        """Return the windows of the first people, each axis brought to mean 0 and deviation 1."""
+        """Return the standardised windows of the first people."""
         dataset = super().load(config)
         return replace(dataset, x=standardised_windows(dataset.x))
 
@@ -187,8 +187,8 @@ class HarBox(_Activities):
 class Imu(_Activities):
     """IMU: 3 activities of 7 people in 2 groups, from ClusterFL (data-root).
 
-    The windows are normalised as published. People whose files begin with the same letters were
-    recorded at one place: a true group.
+    The windows are normalised as published. People whose file names begin with the same letters
+    were recorded at one place, a true group.
     """
 
     target_accuracy = 0.8
@@ -223,7 +223,7 @@ class Imu(_Activities):
 
 
 def standardised_windows(x: NDArray[Any]) -> _Window:
-    """Bring each axis of the sensors to mean 0 and deviation 1.
+    """Standardise each axis of the sensors.
 
     Parameters
     ----------
@@ -233,7 +233,7 @@ def standardised_windows(x: NDArray[Any]) -> _Window:
     readings = np.asarray(x, np.float32).reshape(len(x), -1, AXES)
     mean = readings.mean(axis=(0, 1), dtype=np.float64)
     deviation = readings.std(axis=(0, 1), dtype=np.float64)
-    # An axis that never moves is left at zero.
+    # Constant axes become zero.
     scaled = (readings - mean) / np.where(deviation > 0, deviation, 1.0)
     standard: _Window = scaled.reshape(x.shape).astype(np.float32)
     return standard
@@ -261,7 +261,7 @@ QUANTITIES = _POLLUTANTS + _WEATHER
 CHANNELS = len(QUANTITIES) + 2
 """Inputs of each hour: the quantities, and the sine and cosine of the wind's direction."""
 
-# Means and deviations of all stations and years, so that a device needs no other's data.
+# Means and deviations of all stations and years, for devices with one station's data.
 _MEAN = (79.79, 104.60, 15.83, 50.64, 1230.77, 57.37, 13.54, 1010.75, 2.491, 0.0645, 1.730)
 _STD = (80.82, 91.77, 21.65, 35.13, 1160.18, 56.66, 11.44, 10.47, 13.79, 0.821, 1.246)
 TARGET = Target("µg/m³", mean=_MEAN[0], std=_STD[0])
@@ -269,7 +269,7 @@ TARGET = Target("µg/m³", mean=_MEAN[0], std=_STD[0])
 _DIRECTIONS = 16
 _UNKNOWN = 255
 _CARRIED = 24
-"""Hours for which a last reading stands in for missing ones; from then on it is the mean."""
+"""Hours for which the last reading replaces missing ones; later the mean does."""
 _START = np.datetime64("2013-03-01T00", "h")
 _FOLDERS = ("beijing_air_by_station", "beijing-air", "")
 _EXPECTED = (
@@ -282,13 +282,13 @@ _MONTHS = {"month": 1, "season": 3, "year": 12}
 
 @dataclass(frozen=True)
 class AirOptions:
-    """Which hours are samples, and which of them go together in time."""
+    """Options of windows and periods."""
 
-    air_hours: int = option(24, "hours of readings that the next one is told from", low=16)
-    air_step: int = option(3, "hours from one sample to the next", low=1)
+    air_hours: int = option(24, "hours of readings in an input window", low=16)
+    air_step: int = option(3, "hours between the starts of two samples", low=1)
     air_period: str = option(
         "season",
-        "what the drift in-order goes through: month, season or year",
+        "period of the drift in-order: month, season or year",
         among=tuple(_MONTHS),
     )
 
@@ -310,10 +310,9 @@ class BeijingAir(Source):
     def load(self, config: RunConfig) -> Dataset:
         """Return windows of (channels, hours), and the fine dust of the hour after each.
 
-        An input that is missing is the last reading before it, for at most a day, and then the
-        mean. A window whose next hour has no reading of fine dust is no sample. Of each period of
-        each station the last `test-fraction` is for testing, and no training sample reaches into
-        it.
+        A missing input is replaced by the last reading for at most a day, then by the mean. Windows
+        whose next hour has no PM2.5 reading are dropped. The last `test-fraction` of each period
+        and station is for testing, without overlap with training samples.
         """
         options: AirOptions = config.read(AirOptions)
         paths = _stations(config)
@@ -323,9 +322,9 @@ class BeijingAir(Source):
         paths = paths[: config.num_clients]
         arrays = cached("beijing-air", paths, (1,), lambda: npz.stacked(map(_station, paths)))
         hours, sizes = options.air_hours, arrays["sizes"].tolist()
-        # A view: no hour is stored more than once, however many windows it is in.
+        # A view, which stores each hour once.
         windows = np.lib.stride_tricks.sliding_window_view(arrays["x"], hours, axis=0)
-        # The window that ends before hour t is sample t - hours; the last has no hour after it.
+        # The window that ends before hour t is sample t - hours; the last has no target.
         y = np.array(arrays["y"][hours:], np.float32)
         periods = np.concatenate([_periods(size, options.air_period) for size in sizes])[hours:]
         users, test_users = [], []
@@ -356,12 +355,12 @@ class BeijingAir(Source):
         return DataShape((CHANNELS, hours), num_classes=0, target=TARGET)
 
     def count_clients(self, config: RunConfig) -> int:
-        """Return the number of stations with files; of all, where files are not needed."""
+        """Return the number of stations with files, or of all if files are not needed."""
         return len(_stations(config)) if config.data_root else self.default_clients
 
 
 def _stations(config: RunConfig) -> list[Path]:
-    """Return the files of the stations in the order of their names."""
+    """Return the stations' files by name."""
     find, expected = source.matching("*.npz"), f"{_FOLDERS[0]}/ with a file for each station"
     return source.find_under(config, "beijing-air", _FOLDERS, find, expected, f"{_EXPECTED}.")
 
@@ -385,7 +384,7 @@ def _wind(direction: NDArray[Any]) -> NDArray[np.float64]:
 
 
 def _filled(series: NDArray[np.float64]) -> NDArray[np.float32]:
-    """Fill gaps with the last reading before them, for at most a day, and then with the mean, 0."""
+    """Fill gaps with the last reading for at most a day, then with the mean, 0."""
     rows = np.arange(len(series))[:, np.newaxis]
     last = np.maximum.accumulate(np.where(np.isfinite(series), rows, -1), axis=0)
     carried = np.take_along_axis(series, np.maximum(last, 0), axis=0)
@@ -405,10 +404,9 @@ def _periods(hours: int, period: str) -> Indices:
 
 
 def _divided(own: Indices, periods: Labels, share: float, hours: int) -> tuple[Indices, Indices]:
-    """Divide a station's samples: of each period the last are for testing, between gaps.
+    """Split a station's samples: the last of each period are for testing, between gaps.
 
-    A sample is of the hours of its window and of the hour after it: from its number to `hours`
-    later. No hour of a training sample is one of a test sample, before it or after it.
+    A sample covers its window and the next hour. Training and test samples share no hour.
     """
     train, test = [], []
     tested_until = -1
@@ -451,17 +449,17 @@ class HitBearing(Source):
     fixed_shape = DataShape((BEARING_WINDOW,), FAULTS)
 
     def load(self, config: RunConfig) -> Dataset:
-        """Return the windows; a client has a stretch of one machine's recordings at one speed.
+        """Return the windows; a client has a segment of one machine's recordings at one speed.
 
-        The windows are taken as they are: each recording has mean 0 and deviation 1. Of each fault
-        of a client the last windows are for testing, since neighbours are alike.
+        Recordings already have mean 0 and deviation 1. A client's last windows of each fault are
+        for testing, since neighbours are similar.
         """
         files = _files(config)
         what = f"hit-bearing has {len(files)} machines and speeds, of which each"
         sharers = source.shared_out(config, len(files), what)
         paths = [path for path, _ in files]
         shape = (BEARING_WINDOW,)
-        # Windows are kept in half precision, as they are stored.
+        # Windows stay in half precision.
         read = partial(npz.recordings, paths, shape, FAULTS, np.float16, _EXPECTED_BEARING)
         arrays = cached("hit-bearing", paths, (1,), read)
         y = np.array(arrays["y"], np.int64)
@@ -491,7 +489,7 @@ class HitBearing(Source):
 
 
 def _files(config: RunConfig) -> list[tuple[Path, str]]:
-    """Return the files, by machine and then by speed, and the machine of each."""
+    """Return the files by machine and speed, and the machine of each."""
     find, expected = source.matching("*_*rpm.npz"), f"{_FOLDERS_BEARING[0]}/ with such files"
     paths = source.find_under(
         config, "hit-bearing", _FOLDERS_BEARING, find, expected, f"{_EXPECTED_BEARING}."
@@ -507,7 +505,7 @@ def _files(config: RunConfig) -> list[tuple[Path, str]]:
 def _stretch(
     own: Indices, y: Indices, part: int, parts: int, share: float
 ) -> tuple[Indices, Indices]:
-    """Return one part of a file, a stretch of each fault: what it begins and what it ends with."""
+    """Return one part of a file, a segment per fault, as training and test samples."""
     train, test = [], []
     for fault in np.unique(y[own]):
         kept, tested = source.with_tail(np.array_split(own[y[own] == fault], parts)[part], share)
@@ -517,7 +515,7 @@ def _stretch(
 
 
 # -----------------------------------------------------------------------------
-# Gas Sensor Array Drift: six gases measured over three years, while the sensors grow old.
+# Gas Sensor Array Drift: six gases measured over three years by ageing sensors.
 # -----------------------------------------------------------------------------
 
 
@@ -545,10 +543,10 @@ class GasDrift(Source):
     fixed_shape = DataShape((FEATURES,), GASES)
 
     def load(self, config: RunConfig) -> Dataset:
-        """Return all batches, of each of which every client has a share; shape (N, 128).
+        """Return all batches, each shared by all clients; shape (N, 128).
 
-        Each feature is brought to mean 0 and deviation 1 over the first batch: what comes later
-        cannot be known when a sensor is put into service, and its drift stays to be seen.
+        Features are standardised over the first batch only: later batches are unknown at
+        installation, and their drift is preserved.
         """
         find, expected = source.matching("batch_*.npz"), f"{_FOLDERS_GAS[0]}/batch_01.npz"
         paths = source.find_under(
@@ -556,7 +554,7 @@ class GasDrift(Source):
         )
 
         read = partial(npz.recordings, paths, (FEATURES,), GASES, np.float32, _EXPECTED_GAS)
-        # Which of the batches are there does not matter.
+        # Any of the batches may be missing.
         arrays = cached("gas-drift", paths, (2,), read)
         x, sizes = arrays["x"], arrays["sizes"]
         batch = np.repeat(np.arange(len(sizes)), sizes)
@@ -575,10 +573,10 @@ class GasDrift(Source):
 
 
 def _dealt(y: Indices, batch: Indices, config: RunConfig) -> tuple[Indices, ...]:
-    """Deal out every batch alike: a client's shares of a batch and of its gases differ by one."""
+    """Divide every batch, and each gas in it, equally among the clients."""
     rng = source.generator(config.seed, "gas-drift")
     order = rng.permutation(len(y))
-    # Sorted by batch, then by gas, shuffled within both; dealt like cards.
+    # Sorted by batch and gas, shuffled within, and dealt in turn.
     order = order[np.lexsort((y[order], batch[order]))]
     return tuple(
         np.sort(order[client :: config.num_clients]) for client in range(config.num_clients)
@@ -586,7 +584,7 @@ def _dealt(y: Indices, batch: Indices, config: RunConfig) -> tuple[Indices, ...]
 
 
 # -----------------------------------------------------------------------------
-# Free Spoken Digit Dataset: ten digits, spoken by a few people.
+# Free Spoken Digit Dataset: ten digits by a few speakers.
 # -----------------------------------------------------------------------------
 
 
@@ -606,8 +604,8 @@ class Fsdd(NpzFolder):
     def load(self, config: RunConfig) -> Dataset:
         """Return the recordings as images of one channel; the speaker is a client's true group.
 
-        The clients are divided evenly among the speakers, in order; those of a speaker have its
-        recordings in turn, so that each has as many of every digit.
+        Clients are divided evenly among the speakers, in order; a speaker's clients get its
+        recordings in turn, with equal numbers of every digit.
         """
         whole = self._unscaled(config, None)
         assert whole.users is not None
@@ -638,5 +636,5 @@ class Fsdd(NpzFolder):
         )
 
     def count_clients(self, config: RunConfig) -> int:
-        """Return the number of clients of a run that names none."""
+        """Return the default number of clients."""
         return self.default_clients

@@ -1,7 +1,7 @@
-"""What a dataset is, what a source of one has to offer, and what sources are made of.
+"""Datasets, their sources, and helpers of sources.
 
-In this order: datasets and sources, helpers of sources, the two sources that need no files, and the
-cache of what takes long to read.
+In this order: datasets and sources, helpers of sources, the two sources without files, and the
+cache.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True)
 class Target:
-    """What a regression predicts: a quantity, of which labels hold the standardised value.
+    """The quantity predicted by a regression, whose standardised values are the labels.
 
     Attributes
     ----------
     unit : str
         Unit of the quantity, in which errors are reported: ``"µg/m³"``.
     mean, std : float
-        A label is the quantity less the one, over the other.
+        A label is (quantity − mean) / std.
     """
 
     unit: str
@@ -63,19 +63,18 @@ class Target:
 
 @dataclass(frozen=True)
 class DataShape:
-    """What a model has to fit.
+    """The shape of data for a model.
 
     Attributes
     ----------
     input_shape : tuple[int, ...]
         Shape of one input, without the axis of samples.
     num_classes : int
-        Number of classes; 0 where the task is a regression.
+        Number of classes; 0 for a regression.
     tokens : int
-        Size of the vocabulary where inputs are token ids, shape (length,); 0 where they are
-        quantities.
+        Size of the vocabulary for token ids, shape (length,); 0 for quantities.
     target : Target or None
-        What is predicted where the task is a regression; None where it is a classification.
+        Target of a regression; None for a classification.
     """
 
     input_shape: tuple[int, ...]
@@ -96,32 +95,28 @@ class Dataset:
     Attributes
     ----------
     x : NDArray
-        Inputs, shape (N, ...): float32, or as stored in less memory, float16, uint8 or token ids,
-        which :meth:`inputs` turns into float32 for the samples that are asked for.
+        Inputs, shape (N, ...): float32, or float16, uint8 or token ids, which :meth:`inputs`
+        converts on demand.
     y : Labels
         Labels, shape (N,): classes, int64, from 0 to ``num_classes - 1``, or for a regression the
         standardised quantity, float32; NaN where there is none.
     num_classes : int
         Number of classes; 0 for a regression.
     mean, std : float or NDArray
-        :meth:`inputs` subtracts the one and divides by the other; of uint8 inputs scaled to [0, 1].
-        Arrays have a shape that fits one input.
+        Normalisation by :meth:`inputs`, for uint8 after scaling to [0, 1]; arrays are broadcastable
+        to one input.
     users : tuple[Indices, ...] or None
-        Samples of each client where the data come with clients of their own; None where a
-        partitioner has to deal them out.
+        Samples of each client if the data come with clients; None if a partitioner assigns them.
     test_users : tuple[Indices, ...] or None
-        Test samples of each of these clients where they are given too; `users` are then for
-        training.
+        Test samples of each of these clients, if given; `users` are then for training.
     groups : tuple[int or None, ...] or None
-        True group of each of these clients where the data come with groups too.
+        True group of each of these clients, if given.
     tokens : int
-        Size of the vocabulary where `x` holds token ids, which :meth:`inputs` leaves as they are;
-        0 where it holds quantities.
+        Size of the vocabulary if `x` has token ids, which :meth:`inputs` does not change; else 0.
     periods : Indices or None
-        Period of time of each sample, from 0, shape (N,), where the data tell it: what the drift
-        ``in-order`` follows.
+        Period of each sample, from 0, shape (N,), if known, for the drift ``in-order``.
     target : Target or None
-        What is predicted where the task is a regression.
+        Target of a regression.
     labels : tuple[str, ...]
         Names of the classes; empty where they have numbers only.
     """
@@ -141,16 +136,16 @@ class Dataset:
 
     @property
     def shape(self) -> DataShape:
-        """What a model has to fit."""
+        """The shape of data for a model."""
         return DataShape(tuple(self.x.shape[1:]), self.num_classes, self.tokens, self.target)
 
     @property
     def blank(self) -> NDArray[np.float32]:
-        """What an input of zeros, an empty image, becomes: of a shape that fits one input."""
+        """Normalised value of an empty image, broadcastable to one input."""
         return np.asarray(-np.asarray(self.mean) / np.asarray(self.std), np.float32)
 
     def inputs(self, indices: Indices) -> NDArray[np.float32]:
-        """Return the inputs of some samples, normalised. Copies."""
+        """Return the normalised inputs of some samples (copied)."""
         values = self.x[indices].astype(np.float32, copy=False)
         if self.tokens:
             return values
@@ -172,13 +167,11 @@ class ClientData:
     y_train, y_test : Labels
         Labels, shape (n,), as in :class:`Dataset`.
     group : int or None
-        The true group of the client where there is one; used to report purity only.
+        True group of the client, if any; only for reporting purity.
     mixture : tuple[float, ...] or None
-        Share of each group's distribution in these samples where they are a mixture; used in
-        reports only.
+        Share of each group's distribution in these samples, if a mixture; only for reports.
     all_training : int or None
-        Number of training samples at the end where these are a part that is released step by step;
-        None elsewhere.
+        Final number of training samples if they are released step by step, else None.
     """
 
     x_train: NDArray[np.float32]
@@ -191,27 +184,27 @@ class ClientData:
 
 
 class Source:
-    """Where a dataset comes from. A source is a subclass with these attributes and methods.
+    """Base class of the sources of datasets.
 
     Attributes
     ----------
     default_model : str or None
-        Network used when the run names none; None stands for the one that suits the inputs' shape,
-        with its own learning rate.
+        Default network; None stands for one suited to the inputs' shape, with its own learning
+        rate.
     default_lr : float
-        Learning rate used when the run names none.
+        Default learning rate.
     default_clients : int
-        Number of clients of a run that names none.
+        Default number of clients.
     has_clients : bool
-        Whether the data come with clients of their own, so that nothing is dealt out.
+        Whether the data come with clients, so that no partition applies.
     normalises : bool
         Whether inputs are normalised; otherwise they are used as the files have them.
     target_accuracy : float
-        Mean client accuracy that a method is timed to; for a regression the mean absolute error.
+        Target mean client accuracy; for a regression, the mean absolute error.
     fixed_shape : DataShape or None
-        What a model has to fit, where that is known without the files.
+        Shape of the data, if known without files.
     options_type : type or None
-        Frozen dataclass of the options that the source reads: ``config.read(options_type)``.
+        Frozen dataclass of the source's options: ``config.read(options_type)``.
     """
 
     default_model: str | None = None
@@ -229,12 +222,12 @@ class Source:
         Raises
         ------
         UserError
-            Files are missing or not what they should be.
+            Files are missing or invalid.
         """
         raise TypeError(f"{type(self).__name__} does not define load().")
 
     def shape(self, config: RunConfig) -> DataShape:
-        """Return what a model has to fit; a source that knows it need not load anything.
+        """Return the shape of the data, if possible without loading.
 
         The configuration's number of clients may be open.
         """
@@ -244,21 +237,21 @@ class Source:
         return self.load(config.with_values(clients=clients)).shape
 
     def is_elsewhere(self, config: RunConfig) -> bool:
-        """Return whether this process was told of no data: only the clients have any."""
+        """Return whether only the clients have data."""
         return False
 
     def count_clients(self, config: RunConfig) -> int:
-        """Return the number of clients of a run that names none.
+        """Return the default number of clients.
 
         Raises
         ------
         UserError
-            The data have to be looked at, and are missing.
+            The data are needed and missing.
         """
         return self.default_clients
 
     def for_client(self, config: RunConfig, client: int) -> RunConfig:
-        """Narrow a configuration to what one client has to load: of one client, or as it is."""
+        """Narrow a configuration to one client's data, if possible."""
         return config
 
 
@@ -270,7 +263,7 @@ class Loaded(Source):
     name : str
         Name of the dataset in a run's configuration.
     function : Callable
-        Takes the configuration and returns a `Dataset`.
+        Function of the configuration that returns a `Dataset`.
     """
 
     def __init__(self, name: str, function: Callable[[RunConfig], Dataset]) -> None:
@@ -282,7 +275,7 @@ class Loaded(Source):
         Raises
         ------
         UserError
-            The function returns something else than a `Dataset`.
+            The function returns another type.
         """
         found: object = self._function(config)
         if not isinstance(found, Dataset):
@@ -293,7 +286,7 @@ class Loaded(Source):
         return found
 
     def count_clients(self, config: RunConfig) -> int:
-        """Return the number of clients that come with the data, if any do."""
+        """Return the data's number of clients, if any."""
         users = self.load(config.with_values(clients=self.default_clients)).users
         return self.default_clients if users is None else len(users)
 
@@ -305,7 +298,7 @@ def generator(seed: int, purpose: str, client: int = 0) -> np.random.Generator:
 
 
 # -----------------------------------------------------------------------------
-# What sources have in common: files that may be missing, samples of each client.
+# Helpers of sources: files that may be missing, samples of each client.
 # -----------------------------------------------------------------------------
 
 
@@ -318,7 +311,7 @@ def find_under(
     hint: str = "",
     files: str = "its files",
 ) -> Found:
-    """Return what is found in the first folder under data-root that has any of it.
+    """Return the content of the first suitable folder under data-root.
 
     Parameters
     ----------
@@ -329,18 +322,18 @@ def find_under(
     folders : Sequence[str]
         Folders under the root, in the order in which they are searched.
     find : Callable
-        Returns the content of a folder; nothing or an empty sequence where there is none.
+        Returns the content of a folder; None or empty if there is none.
     expected : str
-        What the root must hold, for error messages.
+        Required content of the root, for error messages.
     hint : str
         Text at the end of error messages, for example how to get the files.
     files : str
-        What the files are, for the error message if no root is given.
+        Description of the files, for the error message without a root.
 
     Raises
     ------
     UserError
-        No root is given, or none of the folders has any.
+        No root is given, or no folder is suitable.
     """
     end = f" {hint}" if hint else ""
     if not config.data_root:
@@ -356,7 +349,7 @@ def find_under(
 
 
 def all_of(files: Sequence[str]) -> Callable[[Path], list[Path]]:
-    """Return what finds files that are read together: all of them, or none."""
+    """Return a finder of files that are read together: all or none."""
 
     def find(folder: Path) -> list[Path]:
         found = [folder / file for file in files]
@@ -366,7 +359,7 @@ def all_of(files: Sequence[str]) -> Callable[[Path], list[Path]]:
 
 
 def matching(pattern: str) -> Callable[[Path], list[Path]]:
-    """Return what finds the files of a folder whose names match a pattern, sorted by name."""
+    """Return a finder of a folder's files that match a pattern, sorted by name."""
     return lambda folder: sorted(folder.glob(pattern))
 
 
@@ -376,13 +369,13 @@ def existing(folder: Path) -> Path | None:
 
 
 def check_clients(config: RunConfig, count: int, there: str) -> None:
-    """Raise UserError if a run has more clients than the data, of which `there` says how many."""
+    """Raise UserError if a run has more clients than the data; `there` states their number."""
     if count < config.num_clients:
         raise UserError(f"Too many clients: {config.num_clients}, but {there}")
 
 
 def shared_out(config: RunConfig, count: int, what: str) -> list[Indices]:
-    """Divide the clients evenly, in order, among groups of which each is at least one client.
+    """Divide the clients evenly, in order, among groups, at least one client each.
 
     Raises
     ------
@@ -398,12 +391,12 @@ def shared_out(config: RunConfig, count: int, what: str) -> list[Indices]:
 
 
 def spans(sizes: Iterable[int]) -> list[Indices]:
-    """Return the positions of so many samples each, one after another."""
+    """Return consecutive ranges of positions with the given sizes."""
     return [np.arange(start, end) for start, end in pairwise(np.cumsum([0, *sizes]).tolist())]
 
 
 def with_tail(own: Indices, share: float) -> tuple[Indices, Indices]:
-    """Divide samples into what they begin with and a share at their end: at least one of each."""
+    """Split off a share of samples at the end, with at least one sample in each part."""
     count = int(np.clip(round(share * len(own)), 1, max(1, len(own) - 1)))
     return own[: len(own) - count], own[len(own) - count :]
 
@@ -411,14 +404,14 @@ def with_tail(own: Indices, share: float) -> tuple[Indices, Indices]:
 def by_test(
     members: Sequence[Indices], test: NDArray[np.bool_] | None
 ) -> tuple[tuple[Indices, ...], tuple[Indices, ...] | None]:
-    """Divide each client's samples into those for training and those for testing.
+    """Split each client's samples into training and test samples.
 
     Parameters
     ----------
     members : Sequence[Indices]
         Positions of each client's samples in the dataset.
     test : NDArray or None
-        Which samples are for testing, shape (N,); None if the data do not say.
+        Mask of test samples, shape (N,); None if not defined.
     """
     if test is None:
         return tuple(members), None
@@ -426,15 +419,15 @@ def by_test(
 
 
 # -----------------------------------------------------------------------------
-# What suits data of which only the shape is known: a network, its learning rate, a target.
+# Defaults by shape of the data: network, learning rate, target.
 # -----------------------------------------------------------------------------
 
 
 SPECTRUM = 512
-"""From this length on a vector is taken for a spectrum or a wave, not for so many features."""
+"""Minimum length of vectors treated as a spectrum or wave instead of features."""
 _SMALLEST_IMAGE = 4
 _TARGET_ERROR = 0.25
-"""Deviations of a quantity: an error that is small beside what there is to predict."""
+"""Default target error of a regression, in standard deviations."""
 
 
 def suited(shape: DataShape) -> tuple[str, float]:
@@ -455,7 +448,7 @@ def suited(shape: DataShape) -> tuple[str, float]:
 
 
 def suited_target(shape: DataShape, accuracy: float) -> float:
-    """Return what a method is timed to: an accuracy, or the mean absolute error of a quantity."""
+    """Return the default target: an accuracy, or the mean absolute error of a quantity."""
     return accuracy if shape.target is None else float(f"{_TARGET_ERROR * shape.target.std:.2g}")
 
 
@@ -478,12 +471,12 @@ _SMALLEST = 50
 
 @dataclass(frozen=True)
 class SyntheticOptions:
-    """How unlike the clients are."""
+    """Options of ``synthetic``."""
 
-    synthetic_alpha: float = option(1.0, "how far the clients' models differ", low=0)
-    synthetic_beta: float = option(1.0, "how far the clients' inputs differ", low=0)
+    synthetic_alpha: float = option(1.0, "alpha: how much the clients' models differ", low=0)
+    synthetic_beta: float = option(1.0, "beta: how much the clients' inputs differ", low=0)
     synthetic_most: int = option(
-        1000, "most samples of a client: 1000 in LEAF, unbounded in FedProx", low=50
+        1000, "maximum samples per client: 1000 in LEAF, unbounded in FedProx", low=50
     )
 
 
@@ -528,7 +521,7 @@ def client_samples(
     rng : np.random.Generator
         Generator of this client alone, so that clients do not depend on each other.
     most : int
-        Number of samples above which the count is cut.
+        Maximum number of samples.
 
     Returns
     -------
@@ -549,7 +542,7 @@ def client_samples(
 
 
 # -----------------------------------------------------------------------------
-# The handwritten digits that scikit-learn bundles: 1,797 images of 8x8 pixels.
+# scikit-learn's handwritten digits: 1,797 images of 8x8 pixels.
 # -----------------------------------------------------------------------------
 
 
@@ -568,7 +561,7 @@ class Digits(Source):
 
     def load(self, config: RunConfig) -> Dataset:
         """Return the images, shape (1797, 1, 8, 8), from 0 to 1 before they are normalised."""
-        # The file itself, as `load_digits` reads it: to import scikit-learn takes a second.
+        # Reads the file of `load_digits` directly, as importing scikit-learn takes a second.
         package = find_spec("sklearn")
         if package is None or package.origin is None:
             raise ModuleNotFoundError("No module named 'sklearn'", name="sklearn")
@@ -580,11 +573,11 @@ class Digits(Source):
 
 
 # -----------------------------------------------------------------------------
-# Arrays that took long to read, kept for the next time: decoded images, parsed text.
+# Cache of arrays that take long to read: decoded images, parsed text.
 #
-# They are kept in ``$RACEME_CACHE``, or ``raceme`` in ``$XDG_CACHE_HOME`` or ``~/.cache``, and not
-# beside the data, which may lie on a disk that cannot be written. A changed file, by its name, its
-# size or its time, is read anew. Removing the folder is safe at any time.
+# It lies in ``$RACEME_CACHE``, or ``raceme`` in ``$XDG_CACHE_HOME`` or ``~/.cache``, as the data's
+# disk may be read-only. Files whose name, size or time has changed are read again. Removing the
+# folder is always safe.
 # -----------------------------------------------------------------------------
 
 
@@ -596,23 +589,23 @@ Arrays = Mapping[str, NDArray[Any]]
 def cached(
     name: str, files: Sequence[Path], settings: Sequence[object], build: Callable[[], Arrays]
 ) -> Arrays:
-    """Return the arrays that `build` makes of some files, from the cache if they are there.
+    """Return the arrays that `build` makes of some files, from the cache if possible.
 
     Parameters
     ----------
     name : str
-        What the arrays are, for the name of their folder.
+        Name of the folder in the cache.
     files : Sequence[Path]
         The files that `build` reads.
     settings : Sequence[object]
-        Whatever else decides the outcome.
+        Further inputs that determine the result.
     build : Callable
         Reads the files and returns their arrays.
 
     Returns
     -------
     Mapping[str, NDArray]
-        Read-only; from the cache they are mapped, so that processes share the memory.
+        Read-only arrays, memory-mapped from the cache so that processes share them.
     """
     folder = cache_folder() / f"{name}-{_digest(files, settings)}"
     found = _load(folder)
@@ -643,24 +636,24 @@ def _digest(files: Sequence[Path], settings: Sequence[object]) -> str:
             stat = os.stat(file)
         except OSError as error:
             raise UserError(f"Cannot read {file}: {error.strerror}.") from None
-        # Not Path.resolve, which takes longer than all the rest for tens of thousands of files.
+        # Path.resolve is too slow for tens of thousands of files.
         path = os.path.abspath(file)
         digest.update(f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
     return digest.hexdigest()[:16]
 
 
 def _load(folder: Path) -> Arrays | None:
-    """Return what a folder of the cache holds; None if there is none, or it is damaged."""
+    """Return the arrays of a cache folder; None if missing or damaged."""
     if not folder.is_dir():
         return None
     try:
-        # The view is a plain array that keeps the mapping: no special type leaves this module.
+        # A view as a plain array that keeps the mapping.
         return {
             path.stem: np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray)
             for path in folder.glob("*.npy")
         }
     except (OSError, ValueError, EOFError):
-        log.warning("the cache in %s is damaged and is made again", folder)
+        log.warning("the cache in %s is damaged: rebuilding it", folder)
         shutil.rmtree(folder, ignore_errors=True)
         return None
 
@@ -672,7 +665,7 @@ def _store(folder: Path, arrays: Arrays) -> None:
     try:
         for name, values in arrays.items():
             np.save(partial / f"{name}.npy", values, allow_pickle=False)
-        # Another process may have been first; what it made is as good.
+        # Another process may have been first, with the same result.
         if not folder.exists():
             os.replace(partial, folder)
     finally:
@@ -680,17 +673,17 @@ def _store(folder: Path, arrays: Arrays) -> None:
 
 
 # -----------------------------------------------------------------------------
-# Arrays of .npz files that strangers may have made: sizes are checked before memory is taken.
+# Untrusted .npz files: sizes are checked before allocating memory.
 # -----------------------------------------------------------------------------
 
 
 _MAGIC = b"\x93NUMPY"
 _HEADER = 65_536
-"""Bytes at the beginning of an array in which its header must end; plain ones have about 100."""
+"""Maximum length of an array's header in bytes; usual ones have about 100."""
 _KINDS = "biufUS"
-"""Kinds of numbers and text: no objects, which would have to be unpickled, and no records."""
+"""Allowed kinds of dtypes: numbers and text, no objects (pickle) and no records."""
 _COPIES = 2
-"""The array as it is stored, and in the type that is needed."""
+"""Copies in memory: as stored and in the needed type."""
 
 
 def read_arrays(path: Path, names: Collection[str] | None = None) -> dict[str, NDArray[Any]]:
@@ -701,22 +694,22 @@ def read_arrays(path: Path, names: Collection[str] | None = None) -> dict[str, N
     path : Path
         Path of the .npz file.
     names : Collection[str], optional
-        Those that are wanted; all if not given. What is not there is left out.
+        Wanted arrays, by default all. Missing ones are left out.
 
     Raises
     ------
     ReadingError
-        It is no such file, or is damaged.
+        The file is no .npz file, or damaged.
     UserError
-        An array is larger than the memory that is free.
+        An array exceeds the free memory.
     OSError
-        It cannot be opened.
+        The file cannot be opened.
     """
     check_regular(path)
     with path.open("rb") as file:
         if file.read(len(_MAGIC)) == _MAGIC:
             raise ReadingError("it holds a single array and is no .npz archive")
-    # numpy and zipfile raise whatever they come across first in a file that is not their own.
+    # numpy and zipfile raise various exceptions for foreign files.
     try:
         with ZipFile(path) as archive:
             members = {
@@ -794,12 +787,12 @@ def import_datasets() -> ModuleType:
 
 
 def without_operators(load: Callable[[], Found]) -> Found:
-    """Return what imports something that may import torchvision; try again if just that fails.
+    """Call a function that may import torchvision; on its known failure, work around and retry.
 
     Parameters
     ----------
     load : Callable
-        Imports the module and returns what is needed of it.
+        Imports the module and returns the needed object.
 
     Raises
     ------
@@ -811,7 +804,7 @@ def without_operators(load: Callable[[], Found]) -> Found:
     except RuntimeError as error:
         if "torchvision::" not in str(error):
             raise
-    # The failed attempt has left half of the package behind.
+    # The failed attempt leaves half of the package behind.
     for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
         del sys.modules[name]
     sys.modules[_DECLARATIONS] = ModuleType(_DECLARATIONS)

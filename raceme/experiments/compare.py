@@ -1,4 +1,4 @@
-"""A suite from start to end: checks, runs, tables and plots."""
+"""Execution of a suite: checks, runs, tables and plots."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from raceme.reporting.style import save_figure
 
 
 _ENOUGH = 0.05
-"""Share of a run that must be done before anything is said of how long the rest takes."""
+"""Minimum share of a run before its remaining time is estimated."""
 
 
 class SuiteProgress:
@@ -56,11 +56,11 @@ class SuiteProgress:
     total : int
         Number of runs of the suite.
     done : int
-        Number of runs that are finished already.
+        Number of finished runs.
     console : Console
         The terminal or file to print to.
     clock : Callable
-        Returns the seconds of real time.
+        Returns the wall time in seconds.
     """
 
     def __init__(
@@ -73,10 +73,10 @@ class SuiteProgress:
         self._console, self._clock = console, clock
         self._printed_at = clock()
         self._under_way: dict[Job, Progress | None] = {}
-        # What was kept of an earlier comparison says nothing of how long a run takes.
+        # Runs kept from an earlier comparison do not count for the pace.
         self._kept, self._started = done, clock()
         self._total, self._done = total, done
-        # Nor does what half-done runs had done: it is known at the first news of each.
+        # Neither does earlier progress of resumed runs, known at their first report.
         self._resumed: set[Job] = set()
         self._before = 0.0
         self._lines: dict[Job, TaskID] = {}
@@ -99,19 +99,19 @@ class SuiteProgress:
         self._bars.stop()
 
     def add(self, total: int, done: int) -> None:
-        """Add runs that were not known at the start, e.g. the further seeds of a sweep's best."""
+        """Add runs unknown at the start, e.g. further seeds of a sweep's best point."""
         self._total += total
         self._done += done
         self._kept += done
         self._bars.update(self._suite, total=self._total, completed=self._done)
 
     def resume(self, job: Job) -> None:
-        """Note that a run goes on from a checkpoint."""
+        """Record that a run resumes from a checkpoint."""
         self._resumed.add(job)
-        self.say(f"{job.name}: half-done, resumed from its last checkpoint")
+        self.say(f"{job.name}: unfinished, resumed from its last checkpoint")
 
     def report(self, job: Job, news: Progress | Finished | None) -> None:
-        """Show that a run started, how far it is, or how it ended."""
+        """Show the start, progress or end of a run."""
         if news is None:
             self._under_way[job] = None
             self._lines[job] = self._bars.add_task(
@@ -124,7 +124,7 @@ class SuiteProgress:
             if job in self._resumed:
                 self._resumed.remove(job)
                 self._before += _share(job, news)
-            # Rounds may bring more updates than expected.
+            # Rounds may have more updates than expected.
             total = max(news.updates, job.config.planned_updates)
             self._bars.update(self._lines[job], completed=news.updates, total=total, state=state)
             self._bars.update(self._suite, state=self._left())
@@ -139,12 +139,12 @@ class SuiteProgress:
             self.say(self._how_far())
 
     def say(self, line: str) -> None:
-        """Print a line above what is live."""
+        """Print a line above the live lines."""
         self._printed_at = self._clock()
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _how_far(self) -> str:
-        """Describe the runs under way in one line."""
+        """Describe the active runs in one line."""
         each = [
             f"{job.name}: {shown_updates(news.updates, job.config.planned_updates)}"
             if news
@@ -152,12 +152,14 @@ class SuiteProgress:
             for job, news in self._under_way.items()
         ]
         left = self._left()
-        return "; ".join([f"{self._done} of {self._total} runs done", *each, *filter(None, [left])])
+        return "; ".join(
+            [f"{self._done}/{self._total} runs finished", *each, *filter(None, [left])]
+        )
 
     def _left(self) -> str:
-        """Say how long the rest will take, runs under way counted by their updates.
+        """Return the estimated remaining time; active runs count by their updates.
 
-        Nothing is said while one has more of them than were expected: how many come is unknown.
+        Empty while a run has more updates than expected, as the rest is unknown.
         """
         parts = [_share(job, news) for job, news in self._under_way.items()]
         if max(parts, default=0.0) > 1.0:
@@ -171,7 +173,7 @@ class SuiteProgress:
 
 
 def _share(job: Job, news: Progress | None) -> float:
-    """Return how much of a run is done; more than 1 of one with more updates than expected."""
+    """Return the finished share of a run, above 1 with more updates than expected."""
     return news.updates / job.config.planned_updates if news else 0.0
 
 
@@ -190,32 +192,32 @@ def _ending(job: Job, news: Finished) -> str:
 
 
 # -----------------------------------------------------------------------------
-# A suite from start to end: checks, runs, tables and plots.
+# Execution of a suite: checks, runs, tables and plots.
 # -----------------------------------------------------------------------------
 
 
 log = logging.getLogger("raceme")
 
 RunAll = Callable[[Sequence[Job], int, Report], Mapping[Job, str]]
-"""Runs jobs, so many at a time, and returns why they failed, for those that did."""
+"""Runs jobs with a number of processes, and returns the reasons of failed ones."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A suite that was found to be possible.
+    """A checked suite.
 
     Attributes
     ----------
     suite : Suite
         The methods, settings and seeds.
     out : Path
-        The folder; a run lies in ``<method>/seed-<seed>`` below it.
+        Output folder; a run is in ``<method>/seed-<seed>`` below it.
     plain : tuple[Job, ...]
-        Runs that are certain: every method without a choice of points, with every seed.
+        Fixed runs: every method without a sweep, with every seed.
     trials : tuple[Job, ...]
-        Every point of every sweep, with the first seed, tested on held-out training samples.
+        Every point of every sweep with the first seed, tested on held-out training samples.
     further : tuple[Job, ...]
-        Runs of these points with every seed; only the best point of each method will be done.
+        Runs of these points with every seed; only each method's best point is run.
     """
 
     suite: Suite
@@ -226,17 +228,17 @@ class Plan:
 
     @property
     def every(self) -> tuple[Job, ...]:
-        """All runs that there may be."""
+        """All possible runs."""
         return (*self.plain, *self.trials, *self.further)
 
 
 def prepare(suite: Suite, out: Path) -> Plan:
-    """Find out whether a suite can run in a folder. Nothing is written or removed.
+    """Check that a suite can run in a folder, without writing or removing anything.
 
     Raises
     ------
     UserError
-        Something cannot run, or the folder holds other results.
+        A run is impossible, or the folder holds other results.
     """
     out = absolute(out)
     plain = [method.variants()[0] for method in suite.methods if not method.is_swept]
@@ -258,12 +260,11 @@ def compare(
     run_all: RunAll = run_jobs,
     formats: Sequence[str] = (),
 ) -> Comparison:
-    """Run a suite, or the rest of it, and leave its tables and plots.
+    """Run a suite, or the rest of it, and write its tables and plots.
 
-    Points of a sweep are tried on the first seed and judged by samples that are held out of its
-    training samples; the most accurate one is then run on all seeds, as the other methods are.
-    Finished runs are kept, and a killed one is resumed from its last checkpoint; it starts anew if
-    it has none that can be used.
+    Points of a sweep run on the first seed and are tested on held-out training samples; the most
+    accurate one then runs on all seeds, like other methods. Finished runs are kept; a killed one
+    resumes from its last checkpoint, or restarts without a usable one.
 
     Parameters
     ----------
@@ -272,16 +273,16 @@ def compare(
     processes : int
         Number of runs at a time.
     console : Console
-        The terminal or file that progress is printed to.
+        Terminal or file for progress.
     run_all : Callable
-        Runs them, by default in processes of this machine.
+        Executes the runs, by default in processes of this machine.
     formats : Sequence[str]
-        Some of `FORMATS`, in which tables and plots are written, too.
+        Additional formats of tables and plots, of `FORMATS`.
 
     Raises
     ------
     UserError
-        The folder cannot be written, or another comparison is at work in it.
+        The folder is not writable, or another comparison uses it.
     """
     make_folder(plan.out)
     with only_writer(plan.out):
@@ -290,8 +291,8 @@ def compare(
 
 
 def _compare(plan: Plan, processes: int, console: Console, run_all: RunAll) -> Comparison:
-    """Run a suite in a folder that no other comparison works in."""
-    # Since it was prepared, another comparison may have done some of it.
+    """Run a suite in a locked folder."""
+    # Another comparison may have finished some runs since the preparation.
     finished, half = survey(plan.every)
     done, compared = set(finished), (plan.suite.timing, plan.suite.score)
     certain = [*plan.plain, *plan.trials]
@@ -329,16 +330,16 @@ def _compare(plan: Plan, processes: int, console: Console, run_all: RunAll) -> C
 
 
 FORMATS = ("pdf", "svg", "tex")
-"""What tables and plots are written as beside Markdown and PNG, if asked for."""
+"""Optional formats of tables and plots besides Markdown and PNG."""
 
 
 def checked_formats(names: Iterable[str]) -> list[str]:
-    """Return names that a person gives, if all of them are in `FORMATS`.
+    """Return names of formats after checking that they are in `FORMATS`.
 
     Raises
     ------
     UserError
-        One is not.
+        A name is unknown.
     """
     written_as = [name.strip() for name in names if name.strip()]
     for name in written_as:
@@ -348,7 +349,7 @@ def checked_formats(names: Iterable[str]) -> list[str]:
 
 
 def write(comparison: Comparison, out: Path, formats: Sequence[str] = ()) -> dict[str, str]:
-    """Write the tables and plots of a comparison; what fails holds nothing else up.
+    """Write the tables and plots of a comparison; a failure does not affect the others.
 
     Parameters
     ----------
@@ -362,7 +363,7 @@ def write(comparison: Comparison, out: Path, formats: Sequence[str] = ()) -> dic
     Returns
     -------
     dict[str, str]
-        Names of what could not be written, and why.
+        Files that could not be written, with reasons.
     """
     unwritten: dict[str, str] = {}
     texts = [table.main_table(comparison), table.sweep_table(comparison)]
@@ -406,18 +407,18 @@ def write(comparison: Comparison, out: Path, formats: Sequence[str] = ()) -> dic
 def _say_resumed(
     progress: SuiteProgress, finished: Sequence[Job], half: Sequence[Job]
 ) -> list[Job]:
-    """Say what becomes of earlier runs; return those that have to start anew."""
+    """Report the state of earlier runs; return those that restart."""
     lost = []
     for job in half:
-        # A process of a comparison that was killed may still write its checkpoint.
+        # A process of a killed comparison may still write its checkpoint.
         with only_writer(job.folder, ORPHAN_SECONDS):
             pass
     for job in finished:
-        progress.say(f"{job.name}: finished before, kept")
+        progress.say(f"{job.name}: already finished, kept")
     for job in half:
         if job.can_resume:
             progress.resume(job)
         else:
             lost.append(job)
-            progress.say(f"{job.name}: half-written, removed and done again")
+            progress.say(f"{job.name}: half-written, removed and repeated")
     return lost

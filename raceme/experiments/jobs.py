@@ -1,7 +1,6 @@
-"""The runs of a comparison on disk: which are finished, which are to be done, are they possible.
+"""The runs of a comparison: checks, state on disk, and execution.
 
-A finished run has its ``summary.json``, which is written when all else of it is known; nothing but
-a person removes one.
+A finished run has a ``summary.json``, which is written last and never removed.
 """
 
 from __future__ import annotations
@@ -48,12 +47,11 @@ class Job:
     method : Method
         A method without a sweep.
     seed : int
-        The seed of everything that the run draws.
+        Seed of the run.
     config : RunConfig
-        Resolved, with the folder that it is to be written to.
+        Resolved configuration, with the output folder.
     trial : bool
-        It is there to find the best point of a sweep: shorter than the other runs, and tested on
-        held-out training samples.
+        Whether it is a trial of a sweep: shorter, and tested on held-out training samples.
     """
 
     method: Method
@@ -63,24 +61,24 @@ class Job:
 
     @property
     def name(self) -> str:
-        """What the run is called in messages."""
+        """Name of the run in messages."""
         return f"{self.method.label}, {self.folder.name.replace('-', ' ')}"
 
     @cached_property
     def folder(self) -> Path:
-        """Where its artefacts are."""
+        """Folder of its artefacts."""
         return Path(self.config.out)
 
     @property
     def can_resume(self) -> bool:
-        """True if a killed run left a checkpoint in the folder to resume from."""
+        """Whether the folder has a checkpoint to resume from."""
         return can_resume(self.folder, self.config)
 
     def summary(self) -> dict[str, Any] | None:
-        """Return the content of its summary; None if it is not finished.
+        """Return its summary; None if unfinished.
 
-        A run that was interrupted, or whose clients are all gone, is not: its numbers are those of
-        fewer updates than the others have.
+        An interrupted run, or one whose clients all left, counts as unfinished, as it has fewer
+        updates than the others.
         """
         try:
             content = parse_json(read_text(self.folder / SUMMARY))
@@ -91,7 +89,7 @@ class Job:
     def _is_complete(self, summary: dict[str, Any]) -> bool:
         if "ending" in summary:
             return summary["ending"] in {ending.value for ending in Ending if ending.is_complete}
-        # The summaries of earlier versions tell only in words how a run ended.
+        # Summaries of earlier versions state the end of a run in words only.
         updates, time = summary.get("updates", 0), summary.get("virtual_time", 0.0)
         return bool(updates >= self.config.planned_updates or 0 < self.config.max_time <= time)
 
@@ -99,24 +97,24 @@ class Job:
 def make_jobs(
     suite: Suite, methods: Sequence[Method], seeds: Sequence[int], out: Path, trial: bool = False
 ) -> list[Job]:
-    """Return the runs of some methods with some seeds, all methods of a seed together.
+    """Return the runs of methods and seeds, ordered by seed.
 
     Parameters
     ----------
     suite : Suite
-        Has the settings and the length of the runs.
+        Suite with the settings and lengths of the runs.
     methods, seeds : Sequence
         Each method runs once with each seed.
     out : Path
         The comparison's folder; a run's is ``<method>/seed-<seed>`` below it, or
         ``<method>/validation-<seed>``.
     trial : bool
-        They try points of sweeps.
+        Whether they are trials of sweeps.
 
     Raises
     ------
     UserError
-        A key or a value that does not exist.
+        A key or value does not exist.
     """
     from raceme.runs.experiment import resolve
 
@@ -130,12 +128,12 @@ def make_jobs(
 
 
 def check(jobs: Iterable[Job]) -> None:
-    """Find out, before anything starts, whether all runs are possible.
+    """Check all runs before anything starts.
 
     Raises
     ------
     UserError
-        One is not: its data, its model, its devices or its hyper-parameters.
+        Data, model, devices or hyper-parameters of a run are invalid.
     """
     from raceme.runs.experiment import build_strategy, check_parts
 
@@ -144,7 +142,7 @@ def check(jobs: Iterable[Job]) -> None:
         config = job.config
         try:
             build_strategy(config)
-            # All that a run is made of, but for its strategy.
+            # Key of a run's parts, except its strategy.
             keys = config.with_values(max_updates=1, max_rounds=0, out="").to_mapping().items()
             shared = str([item for item in keys if item[0] != "strategy" and "." not in item[0]])
             if (job.seed, shared) not in dealt:
@@ -155,12 +153,12 @@ def check(jobs: Iterable[Job]) -> None:
 
 
 def survey(jobs: Iterable[Job]) -> tuple[list[Job], list[Job]]:
-    """Find out which runs are finished, and of which there are half-written results.
+    """Return the finished and the half-written runs.
 
     Raises
     ------
     UserError
-        A folder holds a finished run of another configuration, or something that is no run.
+        A folder holds a finished run of another configuration, or no run.
     """
     finished, half = [], []
     for job in jobs:
@@ -174,7 +172,7 @@ def survey(jobs: Iterable[Job]) -> tuple[list[Job], list[Job]]:
 
 
 def _check_same(job: Job) -> None:
-    """Raise UserError if the finished run in a job's folder is not the one that is wanted."""
+    """Raise UserError if the finished run in a job's folder has another configuration."""
     wanted = job.config.with_values(out="").to_mapping()
     try:
         found = RunConfig.from_mapping(read_toml(job.folder / CONFIG)).to_mapping()
@@ -190,40 +188,40 @@ def _check_same(job: Job) -> None:
 
 
 def _check_is_run(job: Job) -> None:
-    """Raise UserError if a folder that is in the way is not what a killed run left."""
+    """Raise UserError if an existing folder is not that of a killed run."""
     known = ("run.sqlite", CONFIG, SUMMARY, "run.log", ERROR)
     inside = list(job.folder.iterdir()) if job.folder.is_dir() else [job.folder]
     if inside and not any((job.folder / name).exists() for name in known):
-        raise UserError(f"{job.folder} is in the way and is no run: choose another --out.")
+        raise UserError(f"{job.folder} exists and is no run: choose another --out.")
 
 
 # -----------------------------------------------------------------------------
-# The folder of a comparison: only what is its own is written over, and one process works in it.
+# The folder of a comparison: only its own files are overwritten, by one process at a time.
 # -----------------------------------------------------------------------------
 
 
 RESULTS = "compare.json"
-"""The first of its tables to be written: where it is, the folder is a comparison's."""
+"""The first file written, which marks the folder of a comparison."""
 _RUNS = ("seed-", "validation-")
-"""Beginnings of the names of runs' folders."""
+"""Prefixes of the names of runs' folders."""
 ORPHAN_SECONDS = 30.0
-"""A run whose comparison was killed notices it, writes a checkpoint and ends within so long."""
+"""Time within which a run notices the end of its comparison, writes a checkpoint and ends."""
 
 
 def check_own(out: Path, methods: set[str]) -> None:
-    """Find out whether a folder is new, or one of a comparison.
+    """Check that a folder is new or a comparison's.
 
     Parameters
     ----------
     out : Path
-        The folder of the results.
+        Folder of the results.
     methods : set[str]
-        Names in it that stand for methods; what is in these is looked at with the runs.
+        Names of the methods' folders, whose content is checked with the runs.
 
     Raises
     ------
     UserError
-        There is something in it that no comparison has written.
+        It has a file that no comparison writes.
     """
     try:
         entries = sorted(out.iterdir()) if out.exists() else []
@@ -234,25 +232,26 @@ def check_own(out: Path, methods: set[str]) -> None:
     strange = [e.name for e in entries if e.name not in methods and not _is_ours(e)]
     if strange:
         raise UserError(
-            f"{out} holds {strange[0]}, which is of no comparison: choose a new folder with --out."
+            f"{out} holds {strange[0]}, which belongs to no comparison: choose a new folder with "
+            "--out."
         )
 
 
 def remove_run(folder: Path) -> None:
-    """Remove the artefacts of a killed run, once no process writes to it any more.
+    """Remove the artefacts of a killed run once no process writes to it.
 
     Raises
     ------
     UserError
-        Something in it is of no run, a process goes on writing to it, or it cannot be removed.
+        It has a foreign file, a process still writes to it, or it cannot be removed.
     """
     with only_writer(folder, ORPHAN_SECONDS):
         try:
             strange = folder.name if folder.is_symlink() else foreign(folder)
             if strange:
                 raise UserError(
-                    f"{folder} is in the way and is not removed, for {strange} in it is of no run: "
-                    "move that away, or choose another folder with --out."
+                    f"{folder} is not removed, because {strange} in it belongs to no run: move "
+                    "that, or choose another folder with --out."
                 )
             shutil.rmtree(folder)
         except OSError as error:
@@ -260,25 +259,25 @@ def remove_run(folder: Path) -> None:
 
 
 def _is_ours(entry: Path) -> bool:
-    """Return whether a file or folder can be of a comparison that was never finished."""
+    """Return whether a file or folder may belong to an unfinished comparison."""
     if not entry.is_dir():
         return entry.name.startswith(".") and entry.name.endswith(".partial")
     return all(run.name.startswith(_RUNS) and run.is_dir() for run in entry.iterdir())
 
 
 # -----------------------------------------------------------------------------
-# A process that does runs of a comparison, one after another, until it is told to stop.
+# The worker process: executes runs of a comparison until told to stop.
 # -----------------------------------------------------------------------------
 
 
 _REPORT_SECONDS = 0.2
 _CHECKPOINT_SECONDS = 60.0
-"""From one checkpoint of a run to the next, if nothing else is asked for."""
+"""Default interval of checkpoints."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is."""
+    """Progress of a run."""
 
     updates: int
     time: float
@@ -287,35 +286,35 @@ class Progress:
 
 @dataclass(frozen=True)
 class Finished:
-    """A run has ended.
+    """End of a run.
 
     Attributes
     ----------
     error : str or None
-        Why it failed, in one line; None if it did not.
+        Reason of a failure in one line, else None.
     """
 
     error: str | None
 
 
 def serve(connection: Connection[Any, Any], pickled: Mapping[str, bytes]) -> None:
-    """Run each configuration that comes, and send :class:`Progress` and then :class:`Finished`.
+    """Run received configurations, and send :class:`Progress` and then :class:`Finished`.
 
-    If its folder exists, a run of it is half-done there and is resumed. SIGTERM ends the run with a
-    checkpoint, and so does the end of the process that listens.
+    An existing folder is that of an unfinished run, which is resumed. SIGTERM, or the end of the
+    parent process, ends the run with a checkpoint.
 
     Parameters
     ----------
     connection : Connection
-        To the comparison.
+        Connection to the comparison.
     pickled : Mapping[str, bytes]
         See :func:`~raceme.core.registry.define`.
     """
     define(pickled)
-    # These reach all processes of a terminal; the comparison ends its own.
+    # Signals of a terminal reach all processes; the comparison ends its workers itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    # Flower sets its logger up when it is imported, so that comes first.
+    # Import first: Flower configures its logger on import.
     import_module("flwr.serverapp")
     logging.getLogger("flwr").setLevel(logging.ERROR)
     logging.getLogger("raceme").propagate = False
@@ -328,12 +327,12 @@ def serve(connection: Connection[Any, Any], pickled: Mapping[str, bytes]) -> Non
 
 
 class _Reports(EventHandler):
-    """An observer that reports how far a run is, a few times a second.
+    """An observer that reports progress a few times a second.
 
     Attributes
     ----------
     failure : str
-        Why the run is to end; empty while the reports are received.
+        Reason to end the run; empty while reports are received.
     """
 
     def __init__(self, tell: Callable[[Progress], None]) -> None:
@@ -353,21 +352,21 @@ class _Reports(EventHandler):
 
 
 def run_one(keys: Mapping[str, Value], tell: Callable[[Progress], None]) -> Finished:
-    """Run a configuration; if its folder exists, a run of it is half-done there and is resumed.
+    """Run a configuration; resume the unfinished run of an existing folder.
 
     Parameters
     ----------
     keys : Mapping[str, Value]
         The keys of the run's configuration.
     tell : Callable
-        Is told how far the run is. OSError from it ends the run, with a checkpoint.
+        Receives the progress. An OSError from it ends the run with a checkpoint.
     """
     from raceme.reporting.artefacts import missing_line
     from raceme.runs.experiment import simulate
 
     config = RunConfig.from_mapping(keys)
     folder = Path(config.out)
-    # Unless checkpoints are asked for, they are for the case that this process is killed.
+    # Default checkpoints, in case this process is killed.
     passing = not config.checkpoint_every and config.checkpoint_seconds is None
     if passing:
         config = config.with_values(checkpoint_seconds=_CHECKPOINT_SECONDS)
@@ -378,13 +377,13 @@ def run_one(keys: Mapping[str, Value], tell: Callable[[Progress], None]) -> Fini
         with failure_recorded(folder), StopRequest(signal.SIGTERM) as told:
             outcome = simulate(config, reports, stop=lambda: told() or reports.failure)
     except UserError as error:
-        # It says all. Nothing is written: it may be that the folder is another process's.
+        # The message suffices. Write nothing, as the folder may belong to another process.
         return Finished(" ".join(str(error).split()))
     except Exception as error:
         reason = " ".join(str(error).split()) or "no reason given"
         return Finished(f"{type(error).__name__}: {reason}")
     if outcome.unwritten:
-        # Not finished, then: the next time it goes on from its last checkpoint.
+        # Unfinished: the next time it resumes from its last checkpoint.
         (folder / SUMMARY).unlink(missing_ok=True)
         return Finished(missing_line(outcome.out, outcome.unwritten))
     if not outcome.complete:
@@ -395,14 +394,14 @@ def run_one(keys: Mapping[str, Value], tell: Callable[[Progress], None]) -> Fini
 
 
 # -----------------------------------------------------------------------------
-# Runs side by side, one process each, as many as there are cores.
+# Parallel runs, one process each, by default one per core.
 #
-# A process that fails, or dies, loses its own run and no other.
+# A failing process affects only its own run.
 # -----------------------------------------------------------------------------
 
 
 Report = Callable[[Job, Progress | Finished | None], None]
-"""Is told that a job started (None), how far it is, and how it ended."""
+"""Receives the start (None), progress and end of a job."""
 
 
 @dataclass
@@ -413,21 +412,21 @@ class _Worker:
 
 
 def run_jobs(jobs: Sequence[Job], processes: int, report: Report) -> dict[Job, str]:
-    """Run jobs side by side.
+    """Run jobs in parallel.
 
     Parameters
     ----------
     jobs : Sequence[Job]
-        They are started in this order.
+        Jobs in order of start.
     processes : int
-        How many run at a time.
+        Number of parallel runs.
     report : Report
-        Is told what happens, in this process.
+        Receives the jobs' events, in this process.
 
     Returns
     -------
     dict[Job, str]
-        Why they failed, for those that did.
+        Reasons of the failed jobs.
     """
     waiting, failed = deque(jobs), {}
     workers: list[_Worker] = []
@@ -445,10 +444,10 @@ def run_jobs(jobs: Sequence[Job], processes: int, report: Report) -> dict[Job, s
                 if message.error is not None:
                     failed[worker.job] = message.error
                 if waiting and worker.process.is_alive():
-                    # A process that continues keeps what it has imported and loaded.
+                    # Reused processes keep their imports and data.
                     worker.job = waiting.popleft()
                     report(worker.job, None)
-                    # If it has just died, the next receive says so.
+                    # If it has just died, the next receive fails.
                     with suppress(OSError):
                         worker.connection.send(worker.job.config.to_mapping())
                 else:
@@ -463,12 +462,12 @@ def run_jobs(jobs: Sequence[Job], processes: int, report: Report) -> dict[Job, s
 
 
 def cores() -> int:
-    """Return the number of cores that this process may use."""
+    """Return the number of available cores."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _start(job: Job) -> _Worker:
-    # Not forked: torch's threads do not survive that.
+    # Not forked, because torch's threads do not survive a fork.
     from raceme.simulation.executor import script_hidden
 
     context = multiprocessing.get_context("spawn")
@@ -502,7 +501,7 @@ def _stop(worker: _Worker) -> None:
 
 
 # -----------------------------------------------------------------------------
-# Runs side by side on a Ray cluster, one per CPU, whose results come back into their folders.
+# Parallel runs on a Ray cluster, one per CPU, whose folders are sent back.
 # -----------------------------------------------------------------------------
 
 
@@ -510,13 +509,13 @@ log = logging.getLogger("raceme.workers")
 
 _LOOK_SECONDS = 0.5
 _MOST_LOSSES = 3
-"""Nodes or processes that may be lost with the same run."""
+"""Maximum number of losses of the same run."""
 _END_SECONDS = 30.0
-"""Time for runs that are told to end to send their checkpoints."""
+"""Time for ending runs to send their checkpoints."""
 
 
 class _Result(NamedTuple):
-    """What a run has come to, the node that did it, and its packed folder."""
+    """Result of a run: outcome, node, and packed folder."""
 
     finished: Finished
     node_id: str
@@ -524,32 +523,32 @@ class _Result(NamedTuple):
 
 
 class _Board:
-    """An actor on which runs say how far they are, and are told whether to end."""
+    """An actor that collects progress and tells runs whether to end."""
 
     def __init__(self) -> None:
         self._news: dict[int, Progress] = {}
         self._ending = False
 
     def take(self, number: int, progress: Progress) -> bool:
-        """Note how far a run is; return whether it is to end."""
+        """Record the progress of a run; return whether it is to end."""
         self._news[number] = progress
         return self._ending
 
     def news(self) -> dict[int, Progress]:
-        """Return what was noted since this was asked last."""
+        """Return the progress since the last call."""
         news, self._news = self._news, {}
         return news
 
     def end(self) -> None:
-        """Let all runs end."""
+        """Tell all runs to end."""
         self._ending = True
 
 
 class RayRuns:
-    """A Ray cluster that does the runs of comparisons.
+    """A Ray cluster that executes runs of comparisons.
 
-    Each run is one task, on one CPU, in a folder of its node, which is sent back when it ends. A
-    run that is lost with its node is done again from what there is of it here.
+    Each run is a task on one CPU, in a folder of its node that is sent back at the end. A lost run
+    is repeated from its local state.
 
     Parameters
     ----------
@@ -559,7 +558,7 @@ class RayRuns:
     Raises
     ------
     UserError
-        There is no such cluster, or its nodes do not fit.
+        There is no such cluster, or its nodes differ.
     """
 
     def __init__(self, workers: str) -> None:
@@ -575,7 +574,7 @@ class RayRuns:
 
         from raceme.simulation.ray_cluster import first_line
 
-        # Where this process is: if that node is lost, so is the comparison.
+        # On this node: its loss ends the comparison anyway.
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         board = ray.remote(num_cpus=0, scheduling_strategy=here)(_Board).remote()
         task = ray.remote(num_cpus=1, max_retries=0)(_run_there)
@@ -603,7 +602,7 @@ class RayRuns:
                         losses[job] += 1
                         how = first_line(error)
                         if losses[job] < _MOST_LOSSES:
-                            log.warning("%s was lost and is done again: %s.", job.name, how)
+                            log.warning("%s was lost and is repeated: %s.", job.name, how)
                             waiting.append((number, job))
                             continue
                         finished = Finished(f"it was lost {_MOST_LOSSES} times: {how}")
@@ -621,14 +620,14 @@ class RayRuns:
         self._cluster.close()
 
     def _kept(self, job: Job, result: _Result) -> Finished:
-        """Put the folder of a run where it belongs, and say how the run ended."""
+        """Unpack the folder of a run, and return how the run ended."""
         error = result.finished.error
         if result.files:
             _replace(job.folder, result.files)
         return Finished(error and f"on node {self._cluster.name(result.node_id)}: {error}")
 
     def _end(self, board: Any, under_way: Mapping[Any, tuple[int, Job]]) -> None:
-        """Let runs end before they are done, and keep their checkpoints."""
+        """End runs early and keep their checkpoints."""
         import ray
 
         board.end.remote()
@@ -649,7 +648,7 @@ def _run_there(
     number: int,
     pickled: Mapping[str, bytes],
 ) -> _Result:
-    """Do a run on the node that this is called on."""
+    """Execute a run on the calling node."""
     import ray
 
     define(pickled)
@@ -669,7 +668,7 @@ def _run_there(
 
 
 def _packed(folder: Path) -> bytes:
-    """Return a folder as bytes; none if it does not exist."""
+    """Return a folder as bytes; empty if it does not exist."""
     if not folder.exists():
         return b""
     file = io.BytesIO()
@@ -679,7 +678,7 @@ def _packed(folder: Path) -> bytes:
 
 
 def _replace(folder: Path, files: bytes) -> None:
-    """Put a packed folder in the place of what is there."""
+    """Replace a folder by a packed one."""
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     _unpack(files, partial)

@@ -1,6 +1,6 @@
 """The plots of a comparison, and the page with its tables, plots and settings.
 
-The page is one file that needs nothing else.
+The page is a single self-contained file.
 """
 
 from __future__ import annotations
@@ -64,8 +64,7 @@ def plots(
     comparison : Comparison
         The comparison whose results are drawn.
     runs : Mapping[str, Sequence[RunRecord]]
-        Label to the runs of each method, if there are any. The plots of single runs are drawn of
-        the first one.
+        Runs of each method by label, if any. Plots of single runs show the first.
     """
     suite, found = comparison.suite, dict[str, Callable[[], Figure]]()
     records = {label: own[0] for label, own in runs.items()}
@@ -89,7 +88,7 @@ def plots(
 def times_figure(comparison: Comparison) -> Figure:
     """Draw the mean time of each method as a bar, with a dot for each seed.
 
-    There is no mean, and no bar, where a seed missed the target.
+    Methods with a seed that missed the target have no bar.
     """
     values = {
         result.label: [run.time for run in result.runs if run.time is not None]
@@ -108,7 +107,7 @@ def times_figure(comparison: Comparison) -> Figure:
 
 
 def _missed(result: Result) -> str:
-    """Say how many runs missed the target, and how long they were."""
+    """Describe the runs that missed the target."""
     if not result.runs:
         return "no runs"
     lengths = [run.summary["virtual_time"] for run in result.runs if run.time is None]
@@ -149,7 +148,7 @@ def _bars(
 ) -> Figure:
     """Draw a horizontal bar to the mean of each method's values, and the values as dots.
 
-    `instead` has what stands in place of a method's bar; where it is empty, the bar is drawn.
+    A text in `instead` replaces a method's bar.
     """
     labels = [result.label for result in results]
     with style():
@@ -164,7 +163,7 @@ def _bars(
         axes.tick_params(axis="y", length=0)
         axes.grid(axis="x", color=FAINT)
         if not any(values.values()):
-            # An axis without a bar would have a scale that means nothing.
+            # Without bars, the scale is meaningless.
             axes.set_xticks([])
         looks = method_looks(labels)
         for place, label in enumerate(labels):
@@ -177,7 +176,7 @@ def _bars(
                     va="center",
                     color=MUTED,
                     fontsize=8,
-                    # The grid does not cross the words.
+                    # Keep the grid behind the words.
                     bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0},
                 )
             else:
@@ -199,14 +198,14 @@ _NAMES = {
 }
 
 Curve = list[tuple[int, float]]
-"""Points of a curve: updates applied, and a number."""
+"""Points of a curve: updates and value."""
 
 
 def scores_figure(records: Mapping[str, RunRecord], measures: Sequence[Scored]) -> Figure:
-    """Draw each score of several runs, side by side on one axis of accuracy.
+    """Draw each score of several runs on a common axis of accuracy.
 
-    Those of uploads are means over the clients by session, a stretch in which every client has
-    uploaded at least once; those of clusters are by evaluation.
+    Scores of uploads are means over clients per session, in which every client has uploaded at
+    least once; scores of clusters are per evaluation.
     """
     with style():
         figure = new_figure(7.2, 3.4)
@@ -223,7 +222,7 @@ def scores_figure(records: Mapping[str, RunRecord], measures: Sequence[Scored]) 
 
 
 def divergences_figure(records: Mapping[str, RunRecord]) -> Figure:
-    """Draw how far estimated mixtures are from the true ones, by session, of several runs."""
+    """Draw the divergence of estimated from true mixtures per session, of several runs."""
     with style():
         figure = new_figure(7.2, 3.2)
         axes = figure.add_subplot()
@@ -281,7 +280,7 @@ def _draw(axes: Axes, curves: Mapping[str, Curve]) -> None:
 def _legend(
     figure: Figure, panels: Sequence[Axes] | np.ndarray, records: Mapping[str, RunRecord]
 ) -> None:
-    """Name each run once, in the runs' order."""
+    """Draw a legend with each run once, in order."""
     named: dict[str, Artist] = {}
     for axes in panels:
         handles, labels = axes.get_legend_handles_labels()
@@ -311,9 +310,9 @@ def comparison_page(folder: Path, links: str) -> str:
     Parameters
     ----------
     folder : Path
-        What `raceme compare` or `raceme reproduce` left.
+        Folder of `raceme compare` or `raceme reproduce`.
     links : str
-        What stands before the name of a file in a link to it.
+        Prefix of links to files.
 
     Raises
     ------
@@ -355,7 +354,7 @@ def _page_table(text: PlainTable, words: tuple[int, ...] = (0,)) -> PageTable:
 
 
 def _tiles(comparison: Comparison) -> list[Tile]:
-    """Return the numbers at the top: the most accurate method, and the first at the target."""
+    """Return the tiles: the most accurate method, and the first at the target."""
     suite, results = comparison.suite, comparison.results
     tiles = [
         Tile("methods", str(len(results)), f"on {suite.dataset}"),
@@ -410,7 +409,7 @@ def _runs_table(comparison: Comparison) -> PageTable:
 
 
 def _of_run(key: str, digits: int = 3) -> Callable[[Run], str]:
-    """Return what makes the cell of a number of a run's summary."""
+    """Return the function that formats a number of a run's summary."""
     return lambda run: number(run.summary.get(key), digits)
 
 
@@ -434,7 +433,7 @@ def _settings_table(comparison: Comparison) -> PageTable:
 
 
 def _versions(comparison: Comparison) -> dict[str, list[str]]:
-    """Return the versions that the runs state, by package."""
+    """Return the runs' package versions."""
     versions: dict[str, list[str]] = {}
     for result in comparison.results:
         for run in result.runs:

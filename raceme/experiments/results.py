@@ -1,4 +1,4 @@
-"""The numbers of a comparison: over seeds, against the best, and beside the published ones."""
+"""Results of a comparison: over seeds, relative to the best, and beside published numbers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Spread:
     Attributes
     ----------
     mean, std : float or None
-        Of the runs that have it: None if none has; the sample's deviation, 0 for a single run.
+        Mean and sample standard deviation (0 for a single run) of the runs that have it, else None.
     count : int
         Number of runs that have it.
     of : int
@@ -51,7 +51,7 @@ class Spread:
 
     @classmethod
     def over(cls, values: Sequence[float | None]) -> Spread:
-        """Summarise the values of the runs, None where a run has none."""
+        """Summarise the values of the runs; None stands for a missing value."""
         present = [value for value in values if value is not None]
         if not present:
             return cls(None, None, 0, len(values))
@@ -72,9 +72,9 @@ class Run:
     summary : Mapping[str, Any]
         The content of its ``summary.json``.
     timing : Timing
-        Which of its times is compared.
+        Its compared time.
     score : Score
-        Which of its accuracies is compared.
+        Its compared accuracy.
     """
 
     seed: int
@@ -85,36 +85,36 @@ class Run:
 
     @property
     def accuracy(self) -> float | None:
-        """The accuracy that is compared, or of a regression the error; None if it has none."""
+        """The compared accuracy, or the error of a regression; None if missing."""
         found = self.summary.get(self.score.key(self.measure))
         if found is None and self.score is Score.HONEST:
-            # Of a run without attackers all clients are honest.
+            # Without attackers all clients are honest.
             found = self.summary.get(Score.FINAL.key(self.measure))
         return None if found is None else float(found)
 
     @property
     def measure(self) -> Measure:
-        """What it is, and which of two is the better one."""
+        """The measure of :attr:`accuracy`."""
         return Measure.of(self.summary)
 
     @property
     def time(self) -> float | None:
-        """Virtual time to the target, or to convergence; None if it was not reached."""
+        """Virtual time to the target or to convergence; None if not reached."""
         key = f"time_to_{self.timing}"
         if self.score is Score.HONEST:
-            # Of a run without attackers all clients are honest.
+            # Without attackers all clients are honest.
             key = f"honest_{key}" if f"honest_{key}" in self.summary else key
         reached = self.summary.get(key)
         return None if reached is None else float(reached["virtual_time"])
 
     @property
     def traffic(self) -> float | None:
-        """Bytes that the clients sent and were sent, evaluations left out."""
+        """Bytes sent and received by clients, without evaluations."""
         up, down = self.summary.get("bytes_up"), self.summary.get("bytes_down")
         return None if up is None or down is None else float(up) + float(down)
 
     def per_update(self, key: str) -> float | None:
-        """Return a total of the run for each update, e.g. of ``"bytes_down"``."""
+        """Return a total of the run per update, e.g. of ``"bytes_down"``."""
         total, updates = self.summary.get(key), self.summary["updates"]
         return total / updates if total is not None and updates else None
 
@@ -126,13 +126,13 @@ class Result:
     Attributes
     ----------
     method : Method
-        With the hyper-parameters that were run; of a swept method, those chosen.
+        The method with its hyper-parameters, for a swept method the chosen ones.
     label : str
         The method's label in the suite.
     runs : tuple[Run, ...]
-        The finished ones, by seed.
+        Finished runs, by seed.
     errors : Mapping[int, str]
-        Why the others failed, by seed.
+        Reasons of failed runs, by seed.
     """
 
     method: Method
@@ -142,12 +142,12 @@ class Result:
 
     @property
     def accuracy(self) -> Spread:
-        """The accuracy of the runs that is compared: by default the clients' mean at the end."""
+        """The compared accuracy of the runs: by default the clients' final mean."""
         return Spread.over([run.accuracy for run in self.runs])
 
     @property
     def published(self) -> Published | None:
-        """The paper's row of the point that was run; None where it has none."""
+        """The paper's row of the point that was run, if any."""
         return self.method.row
 
     def spread(self, key: str) -> Spread:
@@ -155,28 +155,28 @@ class Result:
         return Spread.over([run.summary.get(key) for run in self.runs])
 
     def reported(self, quantity: str) -> float | None:
-        """Return a number that the paper has of the point that was run; None where it has none."""
+        """Return a published number of the point that was run, if any."""
         return None if self.published is None else getattr(self.published, quantity)
 
     @property
     def traffic(self) -> Spread:
-        """Bytes that the clients sent and were sent, evaluations left out."""
+        """Bytes sent and received by clients, without evaluations."""
         return Spread.over([run.traffic for run in self.runs])
 
     def per_update(self, key: str) -> Spread:
-        """Return a total of the runs for each update, e.g. of ``"bytes_down"``."""
+        """Return a total of the runs per update, e.g. of ``"bytes_down"``."""
         return Spread.over([run.per_update(key) for run in self.runs])
 
     @property
     def time(self) -> Spread:
-        """Virtual time to what is timed, of the runs that reached it."""
+        """Virtual time to the timed event, of the runs that reached it."""
         return Spread.over([run.time for run in self.runs])
 
     @property
     def time_above(self) -> float | None:
-        """What the mean time is above if a run missed what is timed, else None.
+        """Lower bound of the mean time if a run missed the timed event, else None.
 
-        A run that missed it counts with its virtual length.
+        Runs that missed it count with their virtual length.
         """
         if self.time.count == self.time.of:
             return None
@@ -185,7 +185,7 @@ class Result:
 
     @property
     def rank_time(self) -> float | None:
-        """Mean time; infinite if a seed missed what is timed, None if there are no runs."""
+        """Mean time; infinite if a seed missed the timed event, None without runs."""
         if not self.runs:
             return None
         spread = self.time
@@ -204,11 +204,11 @@ class Comparison:
     suite : Suite
         The methods, settings and seeds.
     results : tuple[Result, ...]
-        One for each method, in the suite's order.
+        One result per method, in the suite's order.
     sweeps : Mapping[str, tuple[Result, ...]]
-        What was tried of each swept method, on the first seed.
+        Trials of each swept method, on the first seed.
     unwritten : Mapping[str, str]
-        Tables and plots that could not be written, and why.
+        Tables and plots that could not be written, with reasons.
     """
 
     suite: Suite
@@ -224,21 +224,21 @@ class Comparison:
 
     @property
     def measure(self) -> Measure:
-        """What was measured of the models: of a regression the mean absolute error."""
+        """The measure of the models: accuracy, or mean absolute error."""
         runs = [run for result in self.results for run in result.runs]
         return runs[0].measure if runs else ACCURACY
 
     def ratio(self, result: Result) -> float | None:
-        """Return how many times longer than the best a method takes; None if it never arrives."""
+        """Return a method's time relative to the best; None if it never reaches the target."""
         best = min((_finite(other.rank_time) for other in self.results), default=math.inf)
         return _quotient(result.rank_time, best)
 
     def speed_up(self, result: Result) -> float | None:
-        """Return how many times sooner than this method the reference arrives."""
+        """Return the reference's speed-up over a method."""
         return self._multiple(result, lambda of: of.rank_time)
 
     def speed_up_above(self, result: Result) -> float | None:
-        """Return what :meth:`speed_up` is above if a run of the method missed the target."""
+        """Return the lower bound of :meth:`speed_up` if a run of the method missed the target."""
         return self._multiple(result, lambda of: of.time_above, lambda of: of.rank_time)
 
     def published_speed_up(self, result: Result) -> float | None:
@@ -250,7 +250,7 @@ class Comparison:
         return self._multiple(result, lambda of: of.traffic.mean)
 
     def relative(self, result: Result, key: str) -> float | None:
-        """Return a method's mean total for each update as a multiple of the reference's."""
+        """Return a method's mean total per update as a multiple of the reference's."""
         return self._multiple(result, lambda of: of.per_update(key).mean)
 
     def _multiple(
@@ -289,19 +289,19 @@ class Comparison:
 
     @property
     def has_published(self) -> bool:
-        """Whether there is anything to be compared with."""
+        """Whether there are published numbers."""
         return any(result.published is not None for result in self.results)
 
     @property
     def ranked(self) -> tuple[str, ...]:
-        """The quantities in which the methods' published order is compared with ours."""
+        """The quantities whose published order is compared with ours."""
         if self.suite.scores:
             return tuple(map(str, self.suite.scores))
         return ("accuracy", "time") if self.has_published_times else ("accuracy",)
 
     @property
     def has_published_times(self) -> bool:
-        """Whether the paper tells times, and not only accuracies."""
+        """Whether the paper has times besides accuracies."""
         return any(result.reported("time") is not None for result in self.results)
 
 
@@ -322,13 +322,13 @@ def gather(
     label : str
         Its label in the suite.
     jobs : Sequence[Job]
-        Runs of this method and of others.
+        Runs of this and other methods.
     errors : Mapping[Job, str]
         The errors of the runs that failed.
     timing : Timing
-        Which of their times is compared.
+        Their compared time.
     score : Score
-        Which of their accuracies is compared.
+        Their compared accuracy.
     """
     runs, failed = [], {}
     for job in jobs:
@@ -344,12 +344,12 @@ def gather(
 
 
 def best_of(tried: Sequence[Result]) -> Result:
-    """Return the most accurate point of a sweep; of equal ones the first."""
+    """Return the most accurate point of a sweep, the first at ties."""
     return max(tried, key=quality)
 
 
 def quality(result: Result) -> float:
-    """Return by how much a method is good: its accuracy, or its error with the other sign."""
+    """Return a method's quality: its accuracy, or its negated error."""
     mean = result.accuracy.mean
     if mean is None:
         return -math.inf
@@ -373,7 +373,7 @@ def _quotient(value: float | None, base: float | None) -> float | None:
 
 
 # -----------------------------------------------------------------------------
-# A comparison as its ``compare.json`` has it.
+# Reading a comparison from its ``compare.json``.
 # -----------------------------------------------------------------------------
 
 
@@ -381,9 +381,9 @@ FILE_NAME = "compare.json"
 
 
 def read_comparison(folder: Path) -> Comparison:
-    """Read what `raceme compare` left in a folder.
+    """Read the results of `raceme compare` in a folder.
 
-    The suite has what its tables show; how long its runs were to be is not in it.
+    The suite has the content of its tables, without lengths of runs.
 
     Raises
     ------
@@ -425,7 +425,7 @@ def read_runs(folder: Path, comparison: Comparison) -> tuple[dict[str, list[RunR
     Returns
     -------
     tuple[dict[str, list[RunRecord]], list[str]]
-        The runs by their methods' labels, and the labels of those of which no events can be read.
+        The runs by method label, and the labels of runs without readable events.
     """
     records: dict[str, list[RunRecord]] = {}
     missing = []
@@ -450,15 +450,15 @@ def _result(path: Path, entry: Mapping[str, Any], timing: Timing, score: Score) 
         published=() if row is None else (read_published(path, "published", row),),
     )
     if "asynchronous" in entry:
-        # To ask the strategy it has to be imported, and a script or a notebook may define it.
+        # Looking it up would import the strategy, which a script or notebook may define.
         method.__dict__["asynchronous"] = bool(entry["asynchronous"])
     runs = []
     for summary in entry["runs"]:
-        # Numbers that tables calculate with.
+        # Numbers used in tables.
         measure = Measure.of(summary)
         names = [measure.name, "purity", "updates", "virtual_time", score.key(measure)]
         if score is Score.HONEST and names[-1] not in summary:
-            # A run without attackers.
+            # Without attackers.
             names.pop()
         for name in names:
             if not isinstance(summary[name], int | float | None):
@@ -469,7 +469,7 @@ def _result(path: Path, entry: Mapping[str, Any], timing: Timing, score: Score) 
 
 
 # -----------------------------------------------------------------------------
-# Regret: how far each method is from the best one of each case, over several cases.
+# Regret: distance of each method from the best of each case, over several cases.
 # -----------------------------------------------------------------------------
 
 
@@ -477,12 +477,12 @@ _NONE = "-"
 
 
 def regrets(comparisons: Mapping[str, Comparison]) -> dict[str, dict[str, float]]:
-    """Return by method and case how many points it is below the case's best method.
+    """Return each method's distance in points from the best, by method and case.
 
     Parameters
     ----------
     comparisons : Mapping[str, Comparison]
-        Of the same methods, by case. What has no accuracy, or an error instead, is left out.
+        Comparisons of the same methods, by case. Cases without accuracy are left out.
     """
     found: dict[str, dict[str, float]] = {}
     for case, comparison in comparisons.items():
@@ -496,9 +496,9 @@ def regrets(comparisons: Mapping[str, Comparison]) -> dict[str, dict[str, float]
 
 
 def slowness(comparisons: Mapping[str, Comparison]) -> dict[str, dict[str, float]]:
-    """Return by method and case its time to the target over that of the case's fastest method.
+    """Return each method's time to the target relative to the fastest, by method and case.
 
-    A method that does not reach the target in every run, where another does, takes infinitely long.
+    A method that misses the target in some run, where another reaches it, counts as infinite.
     """
     found: dict[str, dict[str, float]] = {}
     for case, comparison in comparisons.items():
@@ -514,7 +514,7 @@ def slowness(comparisons: Mapping[str, Comparison]) -> dict[str, dict[str, float
 
 
 def regret_table(comparisons: Mapping[str, Comparison]) -> PlainTable:
-    """Return the regret on every case of every method, the worst of each in bold."""
+    """Return the regret of every method by case, with each method's worst in bold."""
     points, ratios = regrets(comparisons), slowness(comparisons)
     labels = sorted(points, key=lambda label: float(np.mean(list(points[label].values()))))
     worst = {label: max(points[label].values()) for label in labels}

@@ -1,8 +1,7 @@
-"""What a comparison runs: methods, seeds, and the settings that all of them share; suite files.
+"""Suites: methods, seeds and shared settings of a comparison; suite files.
 
-A suite is a TOML file, or made from names that a person typed. Every method gets the same settings
-and the same seeds, from which partition, devices and initial model follow; a method adds only
-hyper-parameters of its own strategy.
+A suite is a TOML file or made from names on the command line. All methods share settings and seeds,
+and thus partition, devices and initial model; a method adds only its own hyper-parameters.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from raceme.core.options import Value, written
 from raceme.core.registry import STRATEGIES
 
 NEVER = "/"
-"""How a suite writes that a method did not reach the target."""
+"""Notation of a missed target in a suite."""
 
 VALIDATION = 0.2
-"""Share of the training samples that the trials of a sweep are tested on, unless a suite says."""
+"""Default share of training samples for testing the trials of a sweep."""
 
 _OWN_KEYS = {
     "strategy": "name strategies under [methods]",
@@ -49,73 +48,73 @@ _SCORE_KEYS = {
 
 
 class Timing(StrEnum):
-    """Which time of a run is compared."""
+    """The compared time of a run."""
 
     TARGET = "target"
     """The first evaluation at or above the target accuracy."""
     CONVERGENCE = "convergence"
-    """When the accuracy last comes within a point of its final value."""
+    """The time from which the accuracy stays within a point of its final value."""
 
 
 class Score(StrEnum):
-    """Which accuracy of a run is compared."""
+    """The compared accuracy of a run."""
 
     FINAL = "final"
     """The mean over the clients at the end."""
     BEST_WEIGHTED = "best-weighted"
-    """The best evaluation since every client has had a cluster, weighted by test examples."""
+    """The best evaluation after all clients have clusters, weighted by test examples."""
     STEP_STARTS = "step-starts"
-    """Where data change, the mean over the steps of the first evaluation on the data of each."""
+    """Under drift, the mean over the steps of the first evaluation of each."""
     STEP_ENDS = "step-ends"
-    """The same of the last evaluation."""
+    """Under drift, the mean over the steps of the last evaluation of each."""
     CURRENT = "current"
-    """Of tests on all tasks the mean over the tasks right after each was trained on."""
+    """The mean over tasks of the accuracy right after training on each."""
     HONEST = "honest"
-    """The mean at the end over the clients that do not attack."""
+    """The final mean over the honest clients."""
 
     def key(self, measure: Measure) -> str:
-        """Return the key of a summary that has it."""
+        """Return its key in a summary."""
         return _SCORE_KEYS[self.value].format(measure.name)
 
 
 class Scored(StrEnum):
-    """What else is scored of a run than the clients' tests of the models that serve them."""
+    """Further scores of a run besides clients' tests of their models."""
 
     BEFORE = "before"
-    """What clients upload, on the data that it was trained on."""
+    """Uploads, on the data of their training."""
     AFTER = "after"
-    """What clients get in return, on the same data."""
+    """Models returned to clients, on the same data."""
     CLUSTER = "cluster"
-    """The clusters' models, on the server's test set of each distribution."""
+    """Cluster models, on the server's test set of each distribution."""
 
     @property
     def key(self) -> str:
-        """The key of a summary that has it."""
+        """Its key in a summary."""
         return "cluster_accuracy" if self is Scored.CLUSTER else f"accuracy_{self}"
 
 
 @dataclass(frozen=True)
 class Published:
-    """What a paper reports of a method: one row of its table.
+    """A paper's result of a method: one row of its table.
 
     Attributes
     ----------
     accuracy : float or None
-        In percent; None where it is not reported.
+        In percent; None if not reported.
     time : float or None
         In the paper's own unit; infinite for never.
     options : Mapping[str, Value]
-        The hyper-parameters that tell this row from the method's others, e.g. IFCA's ``k``. Empty:
-        the only row, which stands beside whatever is run of the method.
+        Hyper-parameters that distinguish this row from the method's others, e.g. IFCA's ``k``.
+        Empty for a method's only row.
     traffic : float or None
-        Bytes that were sent, as a multiple of those of the suite's reference.
+        Bytes sent, as a multiple of the suite's reference.
     before, after, cluster : float or None
-        Accuracies in percent as defined by :class:`Scored`; None where not reported.
+        Accuracies in percent as defined by :class:`Scored`; None if not reported.
     clusters : float or None
-        Number of clusters at the end.
+        Final number of clusters.
     remark : str
-        What a reader has to know of these numbers, if anything: that they cannot be right, or are
-        of other data. They are marked in tables, and it stands below.
+        Remark on these numbers, e.g. that they are of other data; they are marked in tables, with
+        the remark below.
     """
 
     accuracy: float | None = None
@@ -129,29 +128,29 @@ class Published:
     remark: str = ""
 
     def is_of(self, options: Mapping[str, Value]) -> bool:
-        """Return whether a run with these hyper-parameters is to be compared with this row."""
+        """Return whether this row is comparable with a run of these hyper-parameters."""
         return all(options.get(name) == value for name, value in self.options.items())
 
 
 @dataclass(frozen=True)
 class Method:
-    """A strategy in a comparison.
+    """A method in a comparison.
 
     Attributes
     ----------
     label : str
         Its name in tables and plots.
     strategy : str
-        The registered name of the strategy.
+        Registered name of the strategy.
     options : Mapping[str, Value]
         Hyper-parameters that differ from the suite's settings, by name.
     sweep : tuple[Mapping[str, Value], ...]
-        Points, each with further hyper-parameters: every one is tried on the first seed, and the
-        most accurate one is run on all seeds. A single point needs no trial.
+        Points with further hyper-parameters: all run on the first seed, the most accurate one on
+        all seeds. A single point needs no trial.
     published : tuple[Published, ...]
-        What the paper reports, a row for each point that it has.
+        The paper's results, one row per point.
     settings : Mapping[str, Value]
-        Further keys of ``raceme run`` that only its runs have, e.g. an attack.
+        Keys of ``raceme run`` for its runs only, e.g. an attack.
     """
 
     label: str
@@ -164,7 +163,7 @@ class Method:
     def __post_init__(self) -> None:
         points = [{**self.options, **point} for point in self.sweep or ({},)]
         for row in self.published:
-            # A run is never shown beside the numbers of another point, nor beside two.
+            # A run is shown beside exactly one point's numbers.
             if not any(row.is_of(point) for point in points):
                 raise UserError(
                     f"Numbers of {self.label} are published for {described(row.options)}, which is "
@@ -177,7 +176,7 @@ class Method:
                 )
 
     def variants(self) -> tuple[Method, ...]:
-        """Return one method for each point of the sweep; without a sweep the method itself."""
+        """Return one method per point of the sweep; without a sweep the method itself."""
         if not self.sweep:
             return (self,)
         return tuple(self._at(point) for point in self.sweep)
@@ -190,22 +189,22 @@ class Method:
 
     @property
     def is_swept(self) -> bool:
-        """Whether there is anything to choose: more than one point."""
+        """Whether there is more than one point."""
         return len(self.sweep) > 1
 
     @property
     def row(self) -> Published | None:
-        """The published row to compare it with; None where the paper has none, and of sweeps."""
+        """The published row to compare with; None without one, and for sweeps."""
         return None if self.is_swept or not self.published else self.published[0]
 
     @cached_property
     def asynchronous(self) -> bool:
-        """Whether it acts on every update at once, not on rounds of them."""
+        """Whether it processes every update at once, without rounds."""
         return not getattr(STRATEGIES.options_type(self.strategy), "in_rounds", False)
 
     @cached_property
     def has_rounds(self) -> bool:
-        """Whether it works in rounds or windows that can be counted."""
+        """Whether it has countable rounds or windows."""
         return STRATEGIES.make(self.strategy).scheduling.rounds is not None
 
 
@@ -218,47 +217,45 @@ class Suite:
     title : str
         The title of tables and plots.
     methods : tuple[Method, ...]
-        In the order of the tables.
+        Methods in the order of the tables.
     settings : Mapping[str, Value]
-        Keys of ``raceme run`` that all methods share, hyper-parameters by strategy among them.
+        Keys of ``raceme run`` for all methods, including hyper-parameters by strategy.
     seeds : tuple[int, ...]
-        Every method runs once with each.
+        Every method runs once per seed.
     async_updates, sync_updates : int or None
         Client updates of an asynchronous and of a round-based method; None: ``max-updates``.
     rounds : int or None
-        Rounds or windows of the methods that have them, whatever number of updates these bring;
-        the other methods have their updates.
+        Rounds or windows of methods that have them, whatever their number of updates; other methods
+        are limited by updates.
     sweep_scale : float
-        By how much the runs are shortened that try the points of a sweep.
+        Scale of the length of a sweep's trials.
     validation_fraction : float
-        Share of each client's training samples on which these runs are tested, so that no point is
-        chosen on the test samples that are reported.
+        Share of each client's training samples for testing the trials, so that no point is chosen
+        on reported test samples.
     timing : Timing
-        Which time of the runs is compared.
+        The compared time.
     score : Score
-        Which accuracy of the runs is shown, ranked, and compared with the published one.
+        The accuracy that is shown, ranked, and compared with the published one.
     shows_unrest : bool
-        Whether the table tells how far the accuracy falls back on its way.
+        Whether the table has the largest drop of the accuracy.
     shows_forgetting : bool
-        Whether the table tells how much of former tasks was forgotten.
+        Whether the table has the forgetting of former tasks.
     shows_traffic : bool
-        Whether the table tells the bytes up and down, as multiples of the reference's.
+        Whether the table has the bytes up and down, relative to the reference.
     scores : tuple[Scored, ...]
-        What the table has a column of, with the published number beside it, in place of the one
-        accuracy and the times.
+        Scores with a column each, beside published numbers, instead of accuracy and times.
     shows_clusters : bool
-        Whether the table tells the number of clusters at the end.
+        Whether the table has the final number of clusters.
     shows_mixtures : bool
-        Whether the table tells how far estimated mixtures are from the true ones.
+        Whether the table has the divergence of estimated from true mixtures.
     shows_work : bool
-        Whether the table tells bytes down and client work for each update, as multiples of the
-        reference's.
+        Whether the table has bytes down and client work per update, relative to the reference.
     reference : str or None
-        Label of the method whose speed-up over the others is shown.
+        Label of the method whose speed-up is shown.
     notes : tuple[str, ...]
-        What a reader has to know of the published numbers.
+        Remarks on the published numbers.
     scale : float
-        By how much the suite was shortened.
+        Scale by which the suite was shortened.
     """
 
     title: str
@@ -285,7 +282,7 @@ class Suite:
 
     def __post_init__(self) -> None:
         if not self.methods:
-            raise UserError("There is nothing to compare: name methods, or give --all.")
+            raise UserError("No method to compare: name methods, or use --all.")
         if not self.seeds or len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0:
             raise UserError(f"seeds must be different numbers from 0, got {list(self.seeds)}.")
         if not 0 < self.sweep_scale <= 1:
@@ -313,21 +310,20 @@ class Suite:
     def config(self, method: Method, seed: int, trial: bool = False) -> RunConfig:
         """Return the configuration of one run.
 
-        The target is recorded and does not end the run; the run trains in its own process, as
-        there are as many runs at a time as there are cores. A trial is shorter, and tested on
-        held-out training samples.
+        The target is recorded without ending the run. The run trains in its own process, since
+        parallel runs use all cores. A trial is shorter and tested on held-out training samples.
 
         Raises
         ------
         UserError
-            An unknown key, or a value out of its range.
+            A key is unknown, or a value out of range.
         """
         keys = {**self._settings_for(method), **method.settings}
         for name, hint in _OWN_KEYS.items():
             if name in keys:
                 raise UserError(f"The key '{name}' does not belong in settings: {hint}.")
         if keys.get("stop-at-target", "auto") not in ("auto", "false", False):
-            raise UserError("In a comparison the target is recorded: leave stop-at-target out.")
+            raise UserError("A comparison records the target itself: leave stop-at-target out.")
         prefix = STRATEGIES.prefix(method.strategy)
         keys |= {f"{prefix}{name}": value for name, value in method.options.items()}
         updates = self.async_updates if method.asynchronous else self.sync_updates
@@ -346,7 +342,7 @@ class Suite:
         return _shortened(RunConfig.from_mapping(keys), scale)
 
     def _settings_for(self, method: Method) -> dict[str, Value]:
-        """Return the settings without the hyper-parameters of other methods, after a check."""
+        """Return the checked settings without hyper-parameters of other methods."""
         own: dict[str, Value] = {}
         read = [(STRATEGIES, other.strategy) for other in self.methods]
         for name, value in self.settings.items():
@@ -362,7 +358,7 @@ class Suite:
         Raises
         ------
         UserError
-            The scale is not above 0 and at most 1.
+            The scale is out of range.
         """
         if not 0 < scale <= 1:
             raise UserError(f"--scale must be above 0 and at most 1, got {scale:g}.")
@@ -371,12 +367,12 @@ class Suite:
     def with_settings(self, settings: Mapping[str, Value]) -> Suite:
         """Return the suite with some settings replaced.
 
-        ``max-updates`` is then for all methods, ``max-rounds`` for all that have rounds.
+        ``max-updates`` then applies to all methods, ``max-rounds`` to all with rounds.
 
         Raises
         ------
         UserError
-            A hyper-parameter of a strategy that is not compared.
+            A hyper-parameter belongs to a strategy that is not compared.
         """
         compared = {STRATEGIES.short(method.strategy) for method in self.methods}
         for name, value in settings.items():
@@ -398,14 +394,14 @@ class Suite:
         return suite
 
     def _with_rounds(self, value: Value) -> Suite:
-        """Return the suite with so many rounds for the methods that have rounds."""
+        """Return the suite with a number of rounds for methods with rounds."""
         rounds = check_key("max-rounds", value)[1]
         if not rounds:
             return replace(self, rounds=None)
         if not any(method.has_rounds for method in self.methods):
             raise UserError(
-                "max-rounds counts rounds or windows, and no method of this comparison works in "
-                "them: give max-updates or max-time."
+                "max-rounds counts rounds or windows, and no method of this comparison has any: "
+                "give max-updates or max-time."
             )
         return replace(self, rounds=rounds, sync_updates=None)
 
@@ -447,7 +443,7 @@ def of_names(strategies: Sequence[str], settings: Mapping[str, Value] | None = N
     for name in strategies:
         STRATEGIES.check(name)
     short = [STRATEGIES.short(name) for name in strategies]
-    # Of classes of one name in two modules the modules tell them apart.
+    # Modules distinguish classes of the same name.
     labels = short if len(set(short)) == len(set(strategies)) else strategies
     methods = zip(labels, strategies, strict=True)
     suite = Suite("Comparison", tuple(Method(label, name) for label, name in methods))
@@ -461,7 +457,7 @@ def grid(values: Mapping[str, Sequence[Value]]) -> tuple[Mapping[str, Value], ..
 
 
 def described(options: Mapping[str, Value]) -> str:
-    """Return hyper-parameters as a person reads them."""
+    """Return a readable description of hyper-parameters."""
     return ", ".join(f"{name}={value}" for name, value in options.items())
 
 
@@ -473,7 +469,7 @@ def slug(label: str) -> str:
 def _shortened(config: RunConfig, scale: float) -> RunConfig:
     if scale == 1.0:
         return config
-    # At least one round of every client, or there would be nothing to evaluate.
+    # At least one round of every client, for an evaluation.
     from raceme.runs.experiment import resolve
 
     resolved = resolve(config)
@@ -491,7 +487,7 @@ def _shortened(config: RunConfig, scale: float) -> RunConfig:
 # Suites as TOML files
 
 SHIPPED = Path(__file__).parent / "suites"
-"""The folder of the suites that come with the package."""
+"""Folder of the package's suites."""
 
 _MATRIX_KEYS = ("axes", "variants", "published", "unpublished")
 _PUBLISHED_KEYS = ("numbers", "columns", "rows", "remark")
@@ -504,19 +500,19 @@ _Choice = TypeVar("_Choice", bound=StrEnum)
 
 
 def load_suite(name: Path | str) -> Suite:
-    """Read a suite: a TOML file, one that comes with the package, or a variant of either.
+    """Read a suite: a TOML file, a suite of the package, or a variant of either.
 
     Parameters
     ----------
     name : Path or str
-        A file, the name of a suite of the package, or one of these with a variant behind a dot:
+        A file or the name of a suite of the package, optionally with a variant after a dot:
         ``"casa-table1.mnist"``.
 
     Raises
     ------
     UserError
-        The file is missing or is not TOML, or has a key that does not exist; or it has several
-        variants and none is named, or its published tables lack a row or a column.
+        The file is missing, is not TOML or has an unknown key; it has several variants and none is
+        named; or its published tables lack a row or column.
     """
     path, variant = _located(str(name), Path())
     tree = _tree(path, variant, ())
@@ -533,32 +529,32 @@ def load_suite(name: Path | str) -> Suite:
 
 
 def read_values(path: Path, tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a tree has of a suite's own values, by attribute; see `written_values`."""
+    """Return a suite's own values in a tree, by attribute; see `written_values`."""
     found = {name: tree[name] for name in _READERS if tree.get(name) is not None}
     return {name.replace("-", "_"): _READERS[name](path, name, v) for name, v in found.items()}
 
 
 def written_values(suite: Suite) -> dict[str, Any]:
-    """Return a suite's own values, by key: all of them but title, methods and settings."""
+    """Return a suite's values by key, except title, methods and settings."""
     return {name: getattr(suite, name.replace("-", "_")) for name in _READERS}
 
 
 def variants(name: Path | str) -> dict[str, str]:
-    """Return what :func:`load_suite` takes for each variant of a suite; a plain suite has none."""
+    """Return the names of a suite's variants for :func:`load_suite`; a plain suite has none."""
     path, variant = _located(str(name), Path())
     found = {} if variant else _tree(path, "", ()).get("variants", {})
     return {variant: f"{name}.{variant}" for variant in sorted(found)}
 
 
 def all_shipped() -> dict[str, dict[str, str]]:
-    """Return the reproductions that come with the package: their variants, by name."""
+    """Return the package's reproductions: their variants, by name."""
     found = {path.stem: variants(path.stem) for path in sorted(SHIPPED.glob("*.toml"))}
-    # A file without variants is one that others extend, or a suite of its own.
+    # Files without variants are bases of others, or plain suites.
     return {name: cells for name, cells in found.items() if cells}
 
 
 def parts(name: str, variants: Mapping[str, str], only: Iterable[str]) -> dict[str, str]:
-    """Return some parts of a suite by their names, empty ones left out; all of them for none.
+    """Return parts of a suite by name, without empty ones; by default all.
 
     Raises
     ------
@@ -587,13 +583,13 @@ def reproductions(
     name : str
         Name of the experiment: ``"casa-table1"``.
     dataset : str, optional
-        The dataset, or the part, that is wanted; of an experiment with several one has to be.
+        The dataset or part; required for experiments with several.
     only, methods : Iterable[str]
-        Some of its parts and of its methods; all of them for none.
+        Its parts and methods to run; by default all.
     settings : Mapping[str, Value], optional
-        Keys of a run, which replace the paper's.
+        Keys of a run that replace the paper's.
     scale : float
-        Share of the updates that each run has.
+        Share of each run's updates.
 
     Raises
     ------
@@ -646,7 +642,7 @@ def shipped(name: str) -> dict[str, str]:
 
 
 def _located(name: str, folder: Path) -> tuple[Path, str]:
-    """Return the file that a name stands for, and the variant behind it."""
+    """Return the file and the variant of a name."""
     whole, dot, variant = name.rpartition(".")
     for path, part in ((folder / name, ""), (SHIPPED / f"{name}.toml", "")):
         if path.exists() and not path.is_dir():
@@ -658,7 +654,7 @@ def _located(name: str, folder: Path) -> tuple[Path, str]:
 
 
 def _tree(path: Path, variant: str, seen: tuple[tuple[Path, str], ...]) -> dict[str, Any]:
-    """Read a file and what it extends, or one of its variants."""
+    """Read a file and its bases, or one of its variants."""
     if (path, variant) in seen:
         raise UserError(f"The suite {path} extends itself.")
     seen = (*seen, (path, variant))
@@ -677,7 +673,7 @@ def _tree(path: Path, variant: str, seen: tuple[tuple[Path, str], ...]) -> dict[
 def _extended(
     path: Path, tree: dict[str, Any], seen: tuple[tuple[Path, str], ...]
 ) -> dict[str, Any]:
-    """Merge a table with what it extends: its own keys win, tables are merged."""
+    """Merge a table with its bases: its own keys take precedence, tables are merged."""
     if "extends" not in tree:
         return tree
     base, variant = _located(str(tree["extends"]), path.parent)
@@ -690,8 +686,8 @@ def _variant(
 ) -> dict[str, Any]:
     """Return one variant of a matrix as a plain suite.
 
-    The suite's own keys come first, then those of its values on the axes, in the axes' order, then
-    its own. Titles are joined; an axis' notes stand where the suite's name it, or at the end.
+    The suite's keys come first, then those of its axis values in order, then the variant's. Titles
+    are joined; an axis' notes replace its name in the suite's notes, or follow at the end.
     """
     cells = _table(path, "variants", tree["variants"])
     axes = _table(path, "axes", tree.get("axes", {}))
@@ -724,7 +720,7 @@ def _variant(
 def _published_in(
     path: Path, tree: Mapping[str, Any], suite: Mapping[str, Any], variant: str
 ) -> dict[str, Any]:
-    """Return what the published tables have of each method in the column of a variant."""
+    """Return each method's numbers in a variant's column of the published tables."""
     tables, cells = tree.get("published", []), tree["variants"]
     methods = _table(path, "methods", suite.get("methods", {}))
     if not isinstance(tables, list):
@@ -773,7 +769,7 @@ def _texts(path: Path, where: str, value: Any) -> list[str]:
 
 
 def _cell(where: str, table: Mapping[str, Any], cell: Any) -> Any:
-    """Return a cell as a method's own published numbers; nothing where the paper has none."""
+    """Return a cell as a method's published numbers; empty if the paper has none."""
     if isinstance(cell, list) and cell and all(isinstance(row, dict) for row in cell):
         return cell
     if not isinstance(cell, dict):
@@ -827,7 +823,7 @@ def _method(path: Path, label: str, table: Any) -> Method:
 
 
 def _sweep(path: Path, where: str, value: Any) -> tuple[Mapping[str, Value], ...]:
-    """Return the points of a sweep: those listed, or all combinations of a table's values."""
+    """Return the points of a sweep: a list, or all combinations of a table's values."""
     if isinstance(value, list):
         points = tuple(_table(path, where, point) for point in value)
         if any(set(point) != set(points[0]) for point in points):
@@ -841,13 +837,13 @@ def _sweep(path: Path, where: str, value: Any) -> tuple[Mapping[str, Value], ...
 
 
 def _published(path: Path, where: str, value: Any) -> tuple[Published, ...]:
-    """Read the one row of a method, or a list of them with what tells one from another."""
+    """Read a method's published row, or a list of rows with their options."""
     tables = value if isinstance(value, list) else [value]
     return tuple(read_published(path, where, _table(path, where, table)) for table in tables)
 
 
 def read_published(path: Path, where: str, table: Mapping[str, Any]) -> Published:
-    """Return a published row as its table has it; see `written_published`."""
+    """Read a published row from its table; see `written_published`."""
     numbers: dict[str, float] = {}
     for name in map(str, _NUMBERS):
         value = table.get(name)
@@ -865,7 +861,7 @@ def read_published(path: Path, where: str, table: Mapping[str, Any]) -> Publishe
 
 
 def written_published(row: Published) -> dict[str, Any]:
-    """Return the numbers of a published row, and the remark on them, as a table."""
+    """Return a published row as a table."""
     numbers = {str(name): getattr(row, name) for name in _NUMBERS}
     return {**numbers, "time": NEVER if row.time == math.inf else row.time, _REMARK: row.remark}
 
@@ -933,6 +929,6 @@ _READERS: Mapping[str, Callable[[Path, str, Any], Any]] = {
     "reference": lambda path, name, value: value,
     "notes": lambda path, name, value: tuple(_texts(path, name, value)),
 }
-"""What reads each value of a suite; the keys of a suite's file are the attributes of `Suite`."""
+"""Readers of a suite's values; the keys of a file are the attributes of `Suite`."""
 
 _SUITE_KEYS = ("title", "extends", *_READERS, "settings", "methods")

@@ -26,7 +26,7 @@ from raceme.experiments.suites import (
 from raceme.reporting.console import PlainTable
 
 # -----------------------------------------------------------------------------
-# What a reader of a comparison's table has to know: the lines below it.
+# The lines below a comparison's table.
 # -----------------------------------------------------------------------------
 
 
@@ -34,7 +34,7 @@ UNKNOWN = "-"
 TO_TARGET, TO_CONVERGENCE = "time to target", "time to convergence"
 _BACKDOOR = "backdoor_success"
 MARK = "†"
-"""Stands behind a published number that has a remark."""
+"""Marks a published number with a remark."""
 
 _SCORE_LINES = {
     Score.BEST_WEIGHTED: "the best evaluation of a run, the mean over the clients "
@@ -62,7 +62,7 @@ _SAID_OF = {
 
 
 def lines_below(comparison: Comparison) -> tuple[str, ...]:
-    """Return what a reader of the main table has to know."""
+    """Return the lines below the main table."""
     suite, measure = comparison.suite, comparison.measure
     lines = []
     if suite.scale != 1.0:
@@ -138,18 +138,18 @@ def lines_below(comparison: Comparison) -> tuple[str, ...]:
 
 
 def _has_backdoors(comparison: Comparison) -> bool:
-    """Return whether runs were attacked by a backdoor."""
+    """Return whether runs had a backdoor attack."""
     return any(result.spread(_BACKDOOR).mean is not None for result in comparison.results)
 
 
 def compares_times(comparison: Comparison) -> bool:
-    """Return whether times are shown as multiples of the reference's, which may be for bytes."""
+    """Return whether times are relative to the reference, which may be for bytes only."""
     suite = comparison.suite
     return suite.reference is not None and not suite.shows_traffic
 
 
 def _remarks(comparison: Comparison) -> list[str]:
-    """Return what is remarked of published numbers, each remark once."""
+    """Return the distinct remarks on published numbers."""
     labels: dict[str, list[str]] = {}
     for result in comparison.results:
         if result.published is not None and result.published.remark:
@@ -189,7 +189,7 @@ _SCORED = {
 
 
 def main_table(comparison: Comparison) -> PlainTable:
-    """Return the table of the methods; published numbers stand beside ours where there are any."""
+    """Return the table of the methods, with published numbers if any."""
     suite, target = comparison.suite, comparison.target
     columns = [("method", _name), *_measured(comparison), *_further(comparison)]
     rows = [tuple(cell(result) for _, cell in columns) for result in comparison.results]
@@ -206,7 +206,7 @@ def main_table(comparison: Comparison) -> PlainTable:
 
 _Cell = Callable[[Result], str]
 _Column = tuple[str, _Cell]
-"""A head, and what makes the cell of a method."""
+"""A heading and the function that makes a method's cell."""
 
 
 def _measured(comparison: Comparison) -> list[_Column]:
@@ -216,7 +216,7 @@ def _measured(comparison: Comparison) -> list[_Column]:
     for scored in suite.scores:
         if comparison.has_published:
             columns.append((f"{scored}\npaper", _reported(scored, 1)))
-        # Like the papers': with two digits so many columns have no room in a terminal.
+        # One digit, as in the papers, to fit a terminal.
         columns.append((f"{scored}\nours", _summarised(scored.key, 100, 1)))
     if suite.scores:
         return columns
@@ -233,7 +233,7 @@ def _measured(comparison: Comparison) -> list[_Column]:
             ("purity", _summarised("purity", 1, 2)),
             ("updates", _updates),
         ]
-    # The paper may tell no times.
+    # The paper may report no times.
     times, compared = comparison.has_published_times, compares_times(comparison)
     factor = f"× {suite.reference or 'reference'}"
     columns = [(f"{accuracy}\npaper", _reported("accuracy", 2)), (f"{accuracy}\nours", ours)]
@@ -249,7 +249,7 @@ def _measured(comparison: Comparison) -> list[_Column]:
 
 
 def _further(comparison: Comparison) -> list[_Column]:
-    """Return the columns that the suite shows beside these."""
+    """Return the suite's further columns."""
     suite, columns = comparison.suite, list[_Column]()
     points = 1 if comparison.measure.is_error else 100
     if _has_backdoors(comparison):
@@ -275,12 +275,12 @@ def _further(comparison: Comparison) -> list[_Column]:
 
 
 def _summarised(key: str, factor: float, digits: int) -> _Cell:
-    """Return what makes the cell of a number of the runs' summaries."""
+    """Return the function that formats a number of the runs' summaries."""
     return lambda result: _spread(result.spread(key), factor, digits)
 
 
 def _reported(quantity: str, digits: int) -> _Cell:
-    """Return what makes the cell of a published number, with a mark if there is a remark on it."""
+    """Return the function that formats a published number, with a mark for a remark."""
 
     def cell(result: Result) -> str:
         value, row = result.reported(quantity), result.published
@@ -297,13 +297,13 @@ def _published_time(result: Result) -> str:
 
 
 def purity_table(comparison: Comparison) -> PlainTable:
-    """Return how pure each method's clusters were at the end, for each seed and on the mean."""
+    """Return the final purity of each method's clusters, per seed and mean."""
     mean = _summarised("purity", 1, 2)
     return _seed_table(comparison, "purity", lambda run: run.summary.get("purity"), 2, mean)
 
 
 def times_table(comparison: Comparison) -> PlainTable:
-    """Return how long each method took to the target, for each seed and on the mean, in seconds."""
+    """Return each method's time to the target in seconds, per seed and mean."""
     converging = comparison.suite.timing is Timing.CONVERGENCE
     head = TO_CONVERGENCE if converging else TO_TARGET
     return _seed_table(comparison, head, lambda run: run.time, 1, _time)
@@ -316,7 +316,7 @@ def _seed_table(
     digits: int,
     mean: _Cell,
 ) -> PlainTable:
-    """Return a table of one measure, a column for each seed and one for all."""
+    """Return a table of one measure, with a column per seed and one for all."""
 
     def cell(result: Result, seed: int) -> str:
         values = {run.seed: value(run) for run in result.runs}
@@ -336,9 +336,9 @@ def _seed_table(
 
 
 def sweep_table(comparison: Comparison) -> PlainTable | None:
-    """Return what was tried of the swept methods; None if nothing was swept.
+    """Return the trials of swept methods; None without sweeps.
 
-    Its accuracies are those of the held-out training samples by which the points are chosen.
+    Accuracies are on the held-out training samples that choose the points.
     """
     chosen = {result.method.label for result in comparison.results}
     rows = tuple(
@@ -409,11 +409,10 @@ _LOWEST_IS_BEST = {
 
 
 def to_latex(comparison: Comparison, table: PlainTable | None = None) -> str:
-    """Return a table for a paper, by default the main one, as a ``table`` of the package booktabs.
+    """Return a table, by default the main one, in LaTeX with booktabs.
 
-    The best values of a column are bold; values that are equal as printed share the first place,
-    and a lower bound such as "> 20.0" has none. The lines below the table stay with it. Special
-    characters in names are escaped.
+    The best values of a column are bold, including ties as printed but not lower bounds such as ">
+    20.0". The lines below the table are kept. Special characters in names are escaped.
     """
     found = table or main_table(comparison)
     rows = [[cell.translate(_LATEX) for cell in row] for row in found.rows]
@@ -430,7 +429,7 @@ def to_latex(comparison: Comparison, table: PlainTable | None = None) -> str:
         r"\toprule",
         f"{' & '.join(heads)} \\\\",
         r"\midrule",
-        # A row that starts with "[" or "*" would be read as an argument of the break before it.
+        # A row that starts with "[" or "*" would be parsed as an argument of the line break.
         *(f"{{}}{' & '.join(row)} \\\\" for row in rows),
         r"\bottomrule",
         r"\end{tabular}",
@@ -441,7 +440,7 @@ def to_latex(comparison: Comparison, table: PlainTable | None = None) -> str:
 
 
 def _best(head: str, cells: Sequence[str], measure: Measure) -> list[int]:
-    """Return in which rows the best values of a column are."""
+    """Return the rows of a column's best values."""
     name = head.removesuffix("\npaper").removesuffix("\nours")
     lowest = name in _LOWEST_IS_BEST or (measure.is_error and name == measure.label)
     if not lowest and name not in _HIGHEST_IS_BEST:
@@ -452,7 +451,7 @@ def _best(head: str, cells: Sequence[str], measure: Measure) -> list[int]:
 
 
 def to_csv(comparison: Comparison) -> str:
-    """Return one line for each run, those that were only tried included."""
+    """Return one line per run, trials included."""
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     time = f"time_to_{comparison.suite.timing}"
@@ -464,7 +463,7 @@ def to_csv(comparison: Comparison) -> str:
     first = ["method", "strategy", "options", "seed", "target", time]
     done: set[str] = set()
     tried = [result for results in comparison.sweeps.values() for result in results]
-    # What only some methods measure; of values per client or cluster there is no one number.
+    # Measures of single methods; values per client or cluster have no single number.
     own = sorted(
         {
             name
@@ -490,7 +489,7 @@ def to_csv(comparison: Comparison) -> str:
 
 
 def to_json(comparison: Comparison) -> str:
-    """Return everything, runs included; infinite times are written as "/"."""
+    """Return all results, runs included; infinite times are written as "/"."""
     suite = comparison.suite
     content = {
         "title": suite.title,
@@ -547,12 +546,12 @@ def _entry(comparison: Comparison, result: Result) -> dict[str, Any]:
 
 
 def _name(result: Result) -> str:
-    """Return the label, with the hyper-parameters that a sweep has chosen."""
+    """Return the label with the hyper-parameters chosen by a sweep."""
     return result.label if result.method.label == result.label else result.method.label
 
 
 def _percent(spread: Spread, measure: Measure) -> str:
-    """Return accuracies in points of a hundred, errors in their unit."""
+    """Return accuracies in percent, errors in their unit."""
     return _spread(spread, 1 if measure.is_error else 100, 2)
 
 

@@ -1,4 +1,4 @@
-"""Flower's Grid for a strategy in the same process as the link state that its clients talk to."""
+"""A Flower Grid in the process of the link state that serves its clients."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from raceme.flower.link_state import LinkState
 from raceme.flower.messages import Run, join, split
 
 # -----------------------------------------------------------------------------
-# The journal: replies since the last checkpoint, on disk before their devices get an answer.
+# The journal: replies since the last checkpoint, written before they are acknowledged.
 #
-# A reply is an entry of a few byte strings. An entry that was cut short by a power failure, and all
-# that follow it, are left out.
+# An entry is a reply as byte strings. An entry truncated by a power failure, and all after it, are
+# ignored.
 # -----------------------------------------------------------------------------
 
 
@@ -34,12 +34,12 @@ _DIGEST_BYTES = 32
 
 
 class Journal:
-    """One file for each checkpoint, numbered like them from the first on.
+    """A journal with one file per checkpoint, of the same number.
 
     Parameters
     ----------
     folder : Path
-        Where the files are; made when the first is.
+        Folder of the files, created with the first.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -52,19 +52,19 @@ class Journal:
         number = max(self._numbers(), default=0) + 1
         self.close()
         self._folder.mkdir(parents=True, exist_ok=True)
-        # What devices have learned is as private as the models in the checkpoints beside it.
+        # Updates are as private as the models in the checkpoints beside them.
         descriptor = os.open(self._path(number), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         self._file = os.fdopen(descriptor, "wb")
         return number
 
     def drop(self, before: int) -> None:
-        """Remove the files before a number: there is no checkpoint left that they belong to."""
+        """Remove the files before a number, whose checkpoints are gone."""
         for number in self._numbers():
             if number < before:
                 self._path(number).unlink(missing_ok=True)
 
     def append(self, parts: Sequence[bytes]) -> None:
-        """Write an entry. If that fails, its reply would not survive a crash, but is used."""
+        """Write an entry; on failure the reply is used but would not survive a crash."""
         if self._file is None:
             return
         try:
@@ -80,7 +80,7 @@ class Journal:
             self._failed = False
 
     def read(self, first: int) -> Iterator[list[bytes]]:
-        """Return the entries of a file and of those after it, in order."""
+        """Return the entries of a file and its successors, in order."""
         for number in self._numbers():
             if number >= first:
                 with self._path(number).open("rb") as file:
@@ -110,40 +110,40 @@ def _entries(file: BinaryIO) -> Iterator[list[bytes]]:
 
 
 # -----------------------------------------------------------------------------
-# Flower's Grid for a strategy in the same process as the link state that its clients talk to.
+# A Flower Grid in the process of the link state that serves its clients.
 # -----------------------------------------------------------------------------
 
 
 _SLICE_SECONDS = 0.25
-"""A signal is noticed so soon while nothing comes."""
+"""Time until a signal is noticed while no reply arrives."""
 _FLEET_SECONDS = 0.2
-"""From one look at the fleet to the next, however many nodes come and go."""
+"""Minimum time between two listings of the fleet."""
 _MOST = 8
-"""Replies that are handed out together. Work is given once all of them have been acted on: were it
-all that are there, a reply that just came too late for them would wait for two hundred others."""
+"""Replies returned together. New work is sent once all of them are processed: without this bound, a
+reply that just missed them would wait for hundreds of others."""
 _KEPT_REPLIES = 4
-"""Replies of the largest size that are kept of each node between two checkpoints."""
+"""Journal size per node between two checkpoints, in replies of the largest size."""
 _KIND = "served"
 
 
 class ServedGrid(PatientGrid):
-    """Messages go to the link state and come from it; a reply ends the wait for it.
+    """Exchanges messages through the link state; a reply ends the wait for it.
 
-    It keeps the wall clock, which stands until there are enough clients. Saved in a checkpoint and
-    brought back, it still has all messages that were open then.
+    Its clock is the wall clock, which starts when enough clients are online. Checkpoints include
+    its open messages.
 
     Parameters
     ----------
     state : LinkState
-        What the Fleet API answers from.
+        State behind the Fleet API.
     journal : Path
-        Folder for the replies that have come since the last checkpoint.
+        Folder for the replies since the last checkpoint.
     listen : Callable
-        Begins to answer calls; called when everything is ready for them.
+        Starts the server; called when everything is ready.
     clients_min : int
-        Nodes that have to be there before there are any.
+        Number of nodes to wait for at the start.
     stopping : Callable
-        Returns something that is true once the run is to end.
+        Returns a true value once the run is to end.
     clock : Callable
         Returns the time in seconds; tests pass their own.
 
@@ -158,7 +158,7 @@ class ServedGrid(PatientGrid):
     free_evaluation = False
     keeps_messages = False
     looked_at = 0.0
-    """When the strategy has last looked for replies, on the monotonic clock."""
+    """Time at which the strategy last looked for replies, on the monotonic clock."""
 
     def __init__(
         self,
@@ -180,10 +180,10 @@ class ServedGrid(PatientGrid):
         self._nodes: list[int] = []
         self._online: list[int] = []
         self._seen_at = float("-inf")
-        # Messages that the last checkpoint knows: only their replies are worth keeping.
+        # Messages in the last checkpoint: only their replies are kept.
         self._saved: frozenset[str] = frozenset()
         self._files: list[int] = []
-        # Bytes of each node in the present file.
+        # Bytes per node in the current file.
         self._kept: Counter[int] = Counter()
         self.on_turn: Callable[[], bool] = lambda: False
         state.on_news = self.tell
@@ -192,13 +192,13 @@ class ServedGrid(PatientGrid):
     # A clock and the wait for replies.
 
     def now(self) -> float:
-        """Return the seconds since there were enough clients, those of earlier processes too."""
+        """Return the seconds since enough clients were online, earlier processes included."""
         return self._clock() - self._start if self._is_open else self._start
 
     def wait(self, message_ids: Collection[str], until: float | None = None) -> list[Message]:
         """Wait until replies have come, the fleet has changed, or the deadline has passed.
 
-        Of many replies the first that have come are returned, and the others at the next call.
+        Of many replies the earliest are returned, the others at the next call.
         """
         self._begin()
         wanted = frozenset(message_ids)
@@ -220,17 +220,17 @@ class ServedGrid(PatientGrid):
                     self._news.wait(left)
 
     def _begin(self) -> None:
-        """Begin to answer calls, if that has not been done."""
+        """Start to answer calls, once."""
         if not self._listens:
             self._listens = True
             self._listen()
 
     def forget(self, message_ids: Iterable[str]) -> None:
-        """Drop messages: those that were not fetched are not handed out any more."""
+        """Drop messages; those not fetched are no longer delivered."""
         self._state.forget(message_ids)
 
     def _has_fleet_changed(self) -> bool:
-        """Return whether nodes have come or gone since they were last asked for."""
+        """Return whether nodes have joined or left since the last query."""
         if not self._look():
             return False
         if not self._is_open and len(self._online) >= self._clients_min:
@@ -238,11 +238,11 @@ class ServedGrid(PatientGrid):
         return self._is_open and (self._online != self._nodes or bool(self._state.renewed))
 
     def _look(self) -> bool:
-        """List the nodes that are online, unless that was done just now; return whether it was."""
+        """List the online nodes unless just done; return whether it was."""
         now = self._clock()
         if now < self._seen_at + _FLEET_SECONDS:
             return False
-        # Of thousands of nodes it takes longer than an update does.
+        # For thousands of nodes it takes longer than an update.
         self._seen_at, self._online = now, self._state.online()
         return True
 
@@ -257,9 +257,9 @@ class ServedGrid(PatientGrid):
             self._news.notify_all()
 
     def _keep(self, message_id: str, parcel: Callable[[], list[bytes]]) -> None:
-        """Put a reply on disk if a restart from the last checkpoint would ask for it.
+        """Journal a reply that a restart from the last checkpoint would wait for.
 
-        Of a node that has filled its share since then it would ask again.
+        Replies beyond a node's share are requested again after a restart.
         """
         if message_id not in self._saved:
             return
@@ -278,7 +278,7 @@ class ServedGrid(PatientGrid):
         return [message_id for message_id in sent if message_id is not None]
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Return the replies that are there."""
+        """Return the replies present."""
         return self._state.take(frozenset(message_ids))
 
     def _more(self, message_ids: Collection[str], deadline: float | None) -> list[Message] | None:
@@ -287,7 +287,7 @@ class ServedGrid(PatientGrid):
         return self.wait(message_ids, deadline)
 
     def get_node_ids(self) -> Iterable[int]:
-        """Return the nodes that are online, as soon as there are enough of them."""
+        """Return the online nodes once there are enough."""
         self._look()
         # A node that has begun anew is missed once, so that the strategy takes it in again.
         renewed, self._state.renewed = self._state.renewed, set()
@@ -297,7 +297,7 @@ class ServedGrid(PatientGrid):
         return list(self._nodes)
 
     def get_nodes(self) -> Iterable[Any]:
-        """Return what is known of the nodes that are online, with their public keys."""
+        """Return the online nodes with their public keys."""
         return self._state.get_node_info(node_ids=self._state.online())
 
     def key_changes(self) -> list[tuple[str, str]]:
@@ -316,10 +316,10 @@ class ServedGrid(PatientGrid):
     # Checkpoints.
 
     def state_dict(self) -> dict[str, Any]:
-        """Return nodes, open messages, replies that were not taken yet, and the time."""
+        """Return nodes, open messages, replies not fetched so far, and the time."""
         with self._state.lock:
-            # Whole replies are in the state from here on, later ones in the new file. Two
-            # checkpoints are kept, and the one before this is still the only good one.
+            # The state includes earlier replies; later ones go to the new file. Two checkpoints are
+            # kept, and until this one is written the previous one is the only valid one.
             number = self._journal.begin()
             self._files = [*self._files[-1:], number]
             self._journal.drop(self._files[0])
@@ -335,7 +335,7 @@ class ServedGrid(PatientGrid):
         }
 
     def load_state_dict(self, tree: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned, and the replies that came after it."""
+        """Restore what :meth:`state_dict` returned, and the journalled replies."""
         if tree.get("kind") != _KIND:
             raise ValueError("it is of a run on virtual time: `raceme run --resume` resumes it")
         self._state.load_state_dict(tree["state"])
@@ -346,11 +346,11 @@ class ServedGrid(PatientGrid):
             self._open()
         self._nodes = self._online = self._state.online()
         self._saved = frozenset(self._state.message_ins_store)
-        # What comes now belongs to the same checkpoint, until there is another.
+        # New replies belong to the same checkpoint until the next.
         self._journal.begin()
         self._files = [tree["journal"]]
         self.keeps_messages = True
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         self._journal.close()

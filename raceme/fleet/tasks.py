@@ -1,4 +1,4 @@
-"""A device's work: which apps it trusts, its invitations, and the reply to each message."""
+"""A device's work: trusted apps, invitations, and replies to messages."""
 
 from __future__ import annotations
 
@@ -67,13 +67,13 @@ _IMPORTED = {
     "protection": PROTECTIONS,
     "attack": ATTACKS,
 }
-"""Keys whose value, ``module:function``, a device would import; strategies stay with the server."""
+"""Keys with a ``module:function`` that a device would import; strategies run on the server."""
 _OWNERS = ("data-root", "data-file", "download")
-"""Keys that say what is read of a device's files, and whether more are fetched."""
+"""Keys that select a device's files and downloads."""
 
 
 class RefusedAppError(Exception):
-    """An app is not run on this device.
+    """An app is refused on this device.
 
     Attributes
     ----------
@@ -88,24 +88,24 @@ class RefusedAppError(Exception):
 
 @dataclass(frozen=True)
 class Trust:
-    """What a device's owner allows.
+    """The apps, models and data that a device's owner allows.
 
-    Without trusted apps it runs any that a server hands out: code that may do whatever the device's
-    user may. With them nothing but their code runs; and as Raceme's own app imports the model that
-    a run names, and reads the files that it names, these are the owner's to allow too.
+    Without trusted apps, any app of the server runs, with the rights of the device's user.
+    Otherwise only trusted apps run; as Raceme's own app imports the model and reads the files that
+    a run names, these need permission too.
 
     Attributes
     ----------
     apps : tuple[str, ...]
-        The apps that may run, as publisher/name; empty allows everything.
+        Trusted apps, as publisher/name; empty allows everything.
     models : tuple[str, ...]
-        What a run may import beside Raceme's own models, datasets and kinds of client work, and
-        those that installed packages declare: as ``module:function``.
+        Objects, as ``module:function``, that a run may import besides Raceme's own and those
+        declared by installed packages.
 
     Raises
     ------
     UserError
-        One of them is none, or there are models and no apps.
+        An app or model is malformed, or there are models without apps.
     """
 
     apps: tuple[str, ...] = ()
@@ -126,8 +126,8 @@ class Trust:
                 )
         if self.models and not self.apps:
             raise UserError(
-                "--trusted-model allows nothing without --trusted-app: any app runs then, with "
-                f"whatever it brings. Give --trusted-app {OWN_APP} too."
+                "--trusted-model has no effect without --trusted-app, since any app may then run "
+                f"its own code: add --trusted-app {OWN_APP}."
             )
 
     def check_app(self, name: str) -> None:
@@ -136,19 +136,19 @@ class Trust:
             raise RefusedAppError(INVALID_APP, f"the app {name} is not trusted on this device")
 
     def check_run(self, run: Mapping[str, Value], node: Mapping[str, Value]) -> None:
-        """Refuse a run of Raceme's own app that would import or read what its owner has not named.
+        """Refuse a run of Raceme's own app that would import or read what the owner does not allow.
 
         Parameters
         ----------
         run : Mapping
-            Run configuration that the server sends.
+            Run configuration from the server.
         node : Mapping
-            Configuration of the device, which its owner has given it.
+            Node configuration of the device's owner.
 
         Raises
         ------
         RefusedAppError
-            The run names something that is not allowed.
+            The run names an object or file that is not allowed.
         UserError
             The configuration cannot be read.
         """
@@ -163,18 +163,18 @@ class Trust:
                     f"the {key} {quoted(name)} is not trusted on this device: its owner allows one "
                     "with --trusted-model MODULE:FUNCTION",
                 )
-        # Only now: to read the options of a dataset imports it.
+        # Only now, because reading a dataset's options imports it.
         RunConfig.from_mapping(keys, lenient=True)
         for key in _OWNERS:
             if keys.get(key) not in (None, "", False, "false") and key not in node:
                 raise RefusedAppError(
                     INVALID_APP,
-                    f"{key} is for the owner of this device to say, in its --node-config: this "
-                    f"run says {quoted(keys[key])}",
+                    f"{key} is set by this device's owner in --node-config, but this run sets it "
+                    f"to {quoted(keys[key])}",
                 )
 
     def check_work(self, message: Message) -> None:
-        """Raise RefusedAppError for a message that names client work that is not trusted."""
+        """Raise RefusedAppError for a message with untrusted client work."""
         record = message.content.get(CONFIG)
         if not self.apps or not isinstance(record, ConfigRecord):
             return
@@ -188,13 +188,13 @@ class Trust:
 
 
 # -----------------------------------------------------------------------------
-# ClientApps: checked against their run, loaded once.
+# Loading of ClientApps, checked against their run.
 # -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """A run's ClientApp, and the configuration that it is called with.
+    """A run's ClientApp and configuration.
 
     Attributes
     ----------
@@ -211,16 +211,16 @@ class LoadedRun:
 
 
 class Apps:
-    """Loads the ClientApp of a run from the app bundle that the SuperLink hands out.
+    """Loads a run's ClientApp from the SuperLink's app bundle.
 
-    Raceme's own app is never taken from a bundle: the installed one runs, if it is of the same
-    version. Other apps are unpacked into a folder of this process, from the very bytes whose hash
-    was checked, and one at a time is kept.
+    Raceme's own app is never loaded from a bundle: the installed one runs if its version matches.
+    Other apps are unpacked into a folder of this process from the verified bytes; one is kept at a
+    time.
 
     Parameters
     ----------
     trust : Trust, optional
-        What the device's owner allows; by default everything.
+        Permissions of the device's owner; by default everything.
     node : Mapping, optional
         Node configuration of the owner.
     """
@@ -239,14 +239,14 @@ class Apps:
         Parameters
         ----------
         describe : Callable
-            Returns the SuperLink's description of a run.
+            Returns the SuperLink's description of the run.
         fetch : Callable
             Returns the bytes of a run's app bundle.
 
         Raises
         ------
         RefusedAppError
-            The app is not what the run announced, is not trusted, or cannot be loaded.
+            The app differs from the one announced, is not trusted, or cannot be loaded.
         """
         if run_id not in self._runs:
             run = describe(run_id)
@@ -266,7 +266,7 @@ class Apps:
         return self._runs[run_id]
 
     def _checked_config(self, name: str, bundle: bytes, run: Run) -> dict[str, Value]:
-        """Return the configuration of a run that the device's owner allows."""
+        """Return a run's configuration if the device's owner allows it."""
         try:
             self._trust.check_app(name)
             config = bundles.run_config(bundle, run)
@@ -274,14 +274,14 @@ class Apps:
                 self._trust.check_run(config, self._node)
         except RefusedAppError:
             raise
-        # A server may write anything into it.
+        # The server's input is untrusted.
         except Exception as error:
             reason = f"the run's configuration cannot be read: {type(error).__name__}: {error}"
             raise RefusedAppError(INVALID_APP, reason) from error
         return config
 
     def check_work(self, loaded: LoadedRun, message: Message) -> None:
-        """Raise RefusedAppError for a message to Raceme's own app that is not allowed."""
+        """Raise RefusedAppError for a forbidden message to Raceme's own app."""
         if loaded.is_own:
             self._trust.check_work(message)
 
@@ -298,12 +298,13 @@ class Apps:
         if not str(module.__file__).startswith(str(folder)):
             raise RefusedAppError(
                 LOAD_APP_EXCEPTION,
-                f"the app's module '{module.__name__}' has the name of one that is installed here",
+                f"the app's module '{module.__name__}' has the name of a module that is installed "
+                "here",
             )
         return app
 
     def close(self) -> None:
-        """Drop the foreign app, its runs and its modules: the next may use the same names."""
+        """Drop the foreign app, its runs and its modules, whose names the next may reuse."""
         if self._folder is None:
             return
         root = str(Path(self._folder.name).absolute())
@@ -320,9 +321,11 @@ class Apps:
 
 
 def _checked(bundle: bytes, run: Run) -> tuple[str, str, str]:
-    """Return name, version and ClientApp of a bundle, if it is the one that the run announced."""
+    """Return name, version and ClientApp of a bundle that matches the run's announcement."""
     if hashlib.sha256(bundle).hexdigest() != run.fab_hash:
-        raise RefusedAppError(INVALID_APP, "the app's hash is not the one that its run announced")
+        raise RefusedAppError(
+            INVALID_APP, "the app's hash differs from the one that its run announced"
+        )
     try:
         name, version, reference = bundles.app_metadata(bundle)
     except Exception as error:
@@ -344,16 +347,16 @@ def _own_app(version: str) -> ClientApp:
         )
     from raceme.client_app import app, forget
 
-    # One run at a time: another one comes with other settings, and its data are loaded anew.
+    # One run at a time: another has other settings and reloads its data.
     forget()
     return app
 
 
 # -----------------------------------------------------------------------------
-# Invitations to train, which a device holds until it wishes to: by the clock, or by its loss.
+# Invitations to train, which a device holds until a time or a rise of its loss.
 #
-# A server that lets devices decide sends training with the setting ``invitation``. The model that
-# comes with it is the one that the device holds from then on.
+# A server that lets devices decide sends training messages with the setting ``invitation``; the
+# device keeps their model.
 # -----------------------------------------------------------------------------
 
 
@@ -364,23 +367,23 @@ AT_ONCE, INTERVAL, POISSON, DRIFT = "at-once", "interval", "poisson", "drift"
 _SECONDS = {"": 1.0, "s": 1.0, "min": 60.0, "h": 3600.0}
 _RISE = 0.1
 _MOST_FAILURES = 5
-"""After so many looks that failed in a row a device trains."""
+"""Number of consecutive failed measurements after which a device trains."""
 _EXPECTED = "at-once, interval=60s, poisson=60s, drift or drift=10%"
 
 
 @dataclass(frozen=True)
 class When:
-    """When a device accepts an invitation.
+    """The policy by which a device accepts invitations.
 
     Attributes
     ----------
     mode : str
         ``"at-once"``, ``"interval"``, ``"poisson"`` or ``"drift"``.
     seconds : float
-        From one time to the next, for ``"interval"``; mean wait, for ``"poisson"``; from one look
-        at the loss to the next, for ``"drift"``.
+        Interval for ``"interval"``, mean wait for ``"poisson"``, time between two measurements of
+        the loss for ``"drift"``.
     rise : float
-        How much of itself the loss must have risen by, for ``"drift"``.
+        Relative rise of the loss, for ``"drift"``.
     """
 
     mode: str = AT_ONCE
@@ -389,19 +392,19 @@ class When:
 
 
 def parse_when(text: str, look: str = "10s") -> When:
-    """Read when a device accepts an invitation.
+    """Parse the policy by which a device accepts invitations.
 
     Parameters
     ----------
     text : str
         ``at-once``, ``interval=60s``, ``poisson=5min``, ``drift`` or ``drift=10%``.
     look : str
-        Time from one look at the loss to the next, for ``drift``.
+        Time between two measurements of the loss, for ``drift``.
 
     Raises
     ------
     UserError
-        It is none of them.
+        The text is invalid.
     """
     mode, given, value = text.strip().partition("=")
     if mode in (INTERVAL, POISSON) and given:
@@ -430,22 +433,22 @@ def _share(text: str) -> float:
 
 @dataclass
 class Held:
-    """An invitation that the device has not accepted yet.
+    """A pending invitation.
 
     Attributes
     ----------
     message : Message
-        The message with all its content, which is answered once it is due.
+        The complete message, answered when due.
     expires_at : float
-        When the server gives it up, on the device's clock.
+        Time at which the server's message expires, on the device's clock.
     due_at : float
-        When the device acts on it.
+        Time at which the device acts on it.
     looks : bool
-        Whether it looks at its loss then, instead of training.
+        Whether it then measures the loss instead of training.
     known : float or None
-        Lowest loss of the model that came with it; None before the first look.
+        Lowest loss of its model; None before the first measurement.
     failures : int
-        Looks in a row at which the loss could not be measured.
+        Number of consecutive failed measurements of the loss.
     """
 
     message: Message
@@ -462,16 +465,16 @@ class Held:
 
 
 class Invitations:
-    """The invitations that a device holds, at most one of each run.
+    """Pending invitations of a device, at most one per run.
 
     Parameters
     ----------
     when : When
-        When the device accepts one.
+        Policy of acceptance.
     clock : Callable
-        Returns seconds that only grow.
+        Monotonic clock in seconds.
     rng : random.Random, optional
-        Draws waits, and where in its interval a device begins, so that not all speak at once.
+        Generator of waits and phases, so that devices do not act simultaneously.
     """
 
     def __init__(
@@ -487,14 +490,13 @@ class Invitations:
         self._first = clock() + self._rng.uniform(0, when.seconds)
 
     def take(self, message: Message) -> bool:
-        """Hold a message, if it is an invitation and the device does not accept all at once."""
+        """Hold a message if it is an invitation that is not accepted at once."""
         record = message.content.get(CONFIG)
         settings = record if isinstance(record, ConfigRecord) else ConfigRecord()
         if self._when.mode == AT_ONCE or settings.get(INVITATION) is not True:
             return False
         now, metadata = self._clock(), message.metadata
-        # A clock that is wrong must not cost an invitation: the SuperLink hands out none that is
-        # over.
+        # A wrong clock must not cost an invitation: the SuperLink delivers no expired ones.
         age = time.time() - metadata.created_at
         lasts = metadata.ttl - (age if 0 <= age < metadata.ttl else 0.0)
         former = self._held.get(metadata.run_id)
@@ -509,81 +511,81 @@ class Invitations:
         return True
 
     def _next_time(self, now: float) -> float:
-        """Return when an invitation is accepted that has just come."""
+        """Return the time at which a new invitation is accepted."""
         seconds = self._when.seconds
         if self._when.mode == POISSON:
             return now + self._rng.expovariate(1 / seconds)
         return self._first + max(0, math.ceil((now - self._first) / seconds)) * seconds
 
     def next_in(self) -> float:
-        """Return the seconds until the next one is due; infinity without any."""
+        """Return the seconds until the next one is due, or infinity."""
         due = min((held.due_at for held in self._held.values()), default=math.inf)
         return max(0.0, due - self._clock())
 
     def due(self) -> Held | None:
-        """Return an invitation that is due; drop those that are over."""
+        """Return a due invitation; drop expired ones."""
         now = self._clock()
         for held in [held for held in self._held.values() if held.expires_at <= now]:
-            log.info("run %d: the invitation is over and dropped", held.run_id)
+            log.info("run %d: the invitation has expired and is dropped", held.run_id)
             del self._held[held.run_id]
         return next((held for held in self._held.values() if held.due_at <= now), None)
 
     def looked(self, held: Held, loss: float, stamp: Stamp | None) -> None:
-        """Decide by the loss of the held model whether to train, or when to look again.
+        """Decide by the loss of the held model whether to train or when to measure again.
 
         Parameters
         ----------
         held : Held
             The invitation with the model.
         loss : float
-            Mean loss on the device's present data; NaN if it could not be measured now, infinity if
-            it never can be.
+            Mean loss on the device's current data; NaN if it could not be measured now, infinity if
+            it never can.
         stamp : Stamp or None
             State of the device's own data file.
         """
         now = self._clock()
         if math.isnan(loss):
-            # It may be that a file is just being replaced. If not, the server learns of it by what
-            # becomes of the training.
+            # A file may be in replacement. If not, the server learns of it from the result of the
+            # training.
             held.failures += 1
             held.looks = held.failures < _MOST_FAILURES
             held.due_at = now + self._when.seconds
             return
         held.failures = 0
         if held.known is None:
-            # Data that were replaced since the training are compared with what was known then.
+            # Data replaced since the training are compared with the loss known then.
             trained_on, trained = self._trained[held.run_id]
             moved = stamp != trained_on and math.isfinite(trained)
             held.known = trained if moved else loss
         rises = math.isinf(loss) or loss > (1 + self._when.rise) * held.known
         if math.isinf(loss):
-            log.warning("run %d: the ClientApp states no loss: training at once", held.run_id)
+            log.warning("run %d: the ClientApp reports no loss: training immediately", held.run_id)
         elif rises:
             log.info("run %d: the loss rose from %.4g to %.4g", held.run_id, held.known, loss)
         else:
             log.debug("run %d: the loss is %.4g, was %.4g", held.run_id, loss, held.known)
-        # A slow rise adds up: it is compared with the lowest loss, not with the last one.
+        # Compared with the lowest loss, not the last, so that a slow rise adds up.
         held.known = min(held.known, loss)
         held.looks, held.due_at = not rises, now if rises else now + self._when.seconds
 
     def accept(self, held: Held) -> None:
-        """Remove an invitation: it is trained now."""
+        """Remove an invitation to train it now."""
         self._held.pop(held.run_id, None)
 
     def trained(self, run_id: int, loss: float, stamp: Stamp | None) -> None:
-        """Note that the device has trained for a run.
+        """Record a training for a run.
 
         Parameters
         ----------
         loss : float
-            Loss that the reply states; NaN if none.
+            Loss stated in the reply; NaN if none.
         stamp : Stamp or None
-            State of the device's data file when the training began.
+            State of the device's data file at the start of the training.
         """
         self._trained[run_id] = stamp, loss
 
     def failed(self, run_id: int) -> None:
-        """Note that nothing came of the wish to train: the next invitation is accepted at once."""
+        """Record a failed training: the next invitation is accepted at once."""
         self._trained.pop(run_id, None)
 
     def drop(self) -> list[Message]:
@@ -594,7 +596,7 @@ class Invitations:
 
 
 # -----------------------------------------------------------------------------
-# Tasks: the ClientApp is called with each message, or an error reply says why not.
+# Tasks: calls of the ClientApp with each message, or error replies.
 # -----------------------------------------------------------------------------
 
 
@@ -602,11 +604,11 @@ _SHUTTING_DOWN = "the device is shutting down"
 
 
 class InterruptedTaskError(BaseException):
-    """Ends a task in the middle; no ClientApp should catch it."""
+    """Interrupts a task; no ClientApp should catch it."""
 
 
 class Interrupter:
-    """Ends the task in work a while after the device was told to stop.
+    """Ends the current task some time after the device was told to stop.
 
     Parameters
     ----------
@@ -620,7 +622,7 @@ class Interrupter:
         self._stopping = False
 
     def stop(self) -> None:
-        """Give the task in work its last seconds; the second time, end it now."""
+        """Give the current task its last seconds; on the second call, end it now."""
         if self._working and self._stopping:
             raise InterruptedTaskError
         self._stopping = True
@@ -629,7 +631,7 @@ class Interrupter:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Mark the time during which a task can be ended."""
+        """Mark the time during which a task can be interrupted."""
         previous = signal.signal(signal.SIGALRM, self._on_alarm)
         self._working = True
         try:
@@ -656,9 +658,9 @@ class Tasks:
     node_config : Mapping
         Node configuration of the device.
     interrupter : Interrupter
-        Can end a task that is under way, when the device is told to stop.
+        Interrupts the current task when the device is told to stop.
     invitations : Invitations, optional
-        Invitations that are not accepted at once; by default all are.
+        Policy for invitations; by default all are accepted at once.
 
     Attributes
     ----------
@@ -683,16 +685,16 @@ class Tasks:
         self._count = 0
 
     def answer(self, link: Link, head: Message, fetch: Callable[[], Message]) -> None:
-        """Fetch a message; hold it, or compute the reply and send it. Log one line about it.
+        """Fetch a message and hold it, or compute and send the reply. Log one line.
 
         Parameters
         ----------
         link : Link
-            Connection that it came by.
+            Connection of the message.
         head : Message
             The message without its content.
         fetch : Callable
-            Fetches the message's content from the SuperLink, and returns the whole message.
+            Fetches the content from the SuperLink and returns the complete message.
         """
         started = time.monotonic()
         self._identify(link, head.metadata.run_id)
@@ -707,12 +709,12 @@ class Tasks:
         self._work(link, message, started)
 
     def follow_wish(self, link: Link) -> bool:
-        """Do what the device wishes by now: look at its loss, or accept an invitation.
+        """Handle a due invitation: measure the loss, or train.
 
         Returns
         -------
         bool
-            Whether there was anything to do.
+            Whether one was due.
         """
         held = self.invitations.due()
         if held is None:
@@ -731,14 +733,14 @@ class Tasks:
         return True
 
     def return_invitations(self, link: Link) -> None:
-        """Answer the invitations that are still held with an error."""
+        """Answer the pending invitations by errors."""
         for message in self.invitations.drop():
             self._identify(link, message.metadata.run_id)
             reply = _error(message, NODE_UNAVAILABLE, _SHUTTING_DOWN)
             self._send(link, message, reply, time.monotonic())
 
     def _identify(self, link: Link, run_id: int) -> None:
-        """Set the run and the node that new messages belong to."""
+        """Set the run and node of new messages."""
         self._count += 1
         identify_process(run_id, link.node_id, self._count)
 
@@ -762,7 +764,7 @@ class Tasks:
             link.send(reply, computed - started)
         except fleet.ObjectPushError as error:
             log.warning("run %d: %s: the reply could not be delivered: %s", run_id, label, error)
-            # The server learns that it will not come only when this node has left.
+            # The server learns of the missing reply only when this node leaves.
             raise RejoinError("a reply could not be delivered") from None
         self.answered_at = time.monotonic()
         if reply.has_error():
@@ -773,14 +775,14 @@ class Tasks:
             log.info("run %d: %s: done in %.2f s, sent in %.2f s", run_id, label, seconds, sent)
 
     def _look(self, link: Link, message: Message) -> float:
-        """Return the loss of the model of a message on the device's present training samples.
+        """Return the loss of a message's model on the device's current training samples.
 
-        Raceme's ClientApp measures it there; another one by its own evaluation.
+        Raceme's ClientApp measures it directly, other apps by their own evaluation.
 
         Returns
         -------
         float
-            NaN if it could not be measured; infinity if the ClientApp states none.
+            NaN if it could not be measured, infinity if the ClientApp states none.
         """
         records = dict(message.content.items())
         settings = records.get(CONFIG)
@@ -799,7 +801,7 @@ class Tasks:
         if numbers is None or LOSSES not in numbers:
             loss = _stated_loss(reply)
             return math.inf if math.isnan(loss) else loss
-        # Of several models it would train the best.
+        # Of several models the client would train the best.
         return float(from_array(numbers[LOSSES]).mean(axis=1).min())
 
     def _call(self, link: Link, message: Message, keeps_state: bool = True) -> Message:
@@ -826,10 +828,10 @@ class Tasks:
         return reply
 
     def _state_of(self, loaded: LoadedRun) -> RecordDict:
-        """Return what this client keeps for a run; one that resumes takes up what was kept before.
+        """Return this client's state for a run, which a resumed run continues.
 
-        To Flower a run that resumes another is a new one. Its key ``resume`` names the folder of
-        the one before, whose key ``out`` named it too, unless that was left to chance.
+        For Flower a resumed run is a new run. Its key ``resume`` names the former run's folder, as
+        did that run's key ``out`` if it was set.
         """
         series, config = loaded.series_id, loaded.config
         if series not in self._states:
@@ -846,7 +848,7 @@ def _error(message: Message, code: int, reason: str) -> Message:
 
 
 def _label(message: Message) -> str:
-    """Return what a message is called in the log: its type, and the number of a Raceme task."""
+    """Return a message's name in the log: its type and the number of a Raceme task."""
     label = message.metadata.message_type
     record = message.content.get(CONFIG) if message.has_content() else None
     number = record.get(TASK) if isinstance(record, ConfigRecord) else None
@@ -854,7 +856,7 @@ def _label(message: Message) -> str:
 
 
 def _stated_loss(reply: Message) -> float:
-    """Return the first metric that is called a loss; NaN if there is none."""
+    """Return the first metric named as a loss; NaN if there is none."""
     records = reply.content.metric_records.values() if reply.has_content() else ()
     losses = (
         float(value)

@@ -1,7 +1,6 @@
-"""`raceme up`: a server and devices on one machine, for trying things out.
+"""`raceme up`: a server and devices as processes of one machine.
 
-Everything is real but for the distances: `raceme serve`, and `raceme device` processes with their
-own data. Nothing outlives it.
+Runs `raceme serve` and `raceme device` processes with their own data, and ends all of them.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from raceme.reporting.artefacts import missing_line
 from raceme.simulation.devices import Device, Workload, fleet
 
 # -----------------------------------------------------------------------------
-# The logs of `raceme up`: every line in files, and on the terminal those that a person reads.
+# The logs of `raceme up`: all lines in files, the important ones on the terminal.
 # -----------------------------------------------------------------------------
 
 
@@ -41,9 +40,10 @@ _ROUTINE = re.compile(r"run \d+: \S.*: done in [\d.]+ s, sent in [\d.]+ s$")
 
 
 class Logs:
-    """Files in a run's folder, one per process, with all that it has printed.
+    """Files in a run's folder, one per process, with its output.
 
-    Lines are kept until the run has begun, which takes an empty folder. A full disk ends no run.
+    Lines are buffered until the run has begun, which needs an empty folder. A full disk does not
+    end the run.
 
     Parameters
     ----------
@@ -75,9 +75,9 @@ class Logs:
 
 
 def readable(line: str) -> str | None:
-    """Return the part of a line that is shown at a terminal; None for the routine of a device.
+    """Return the part of a line to show on the terminal; None for a device's routine lines.
 
-    Every task that a device has done is told by the server, too, as an update or an evaluation.
+    The server reports every task of a device, too, as an update or evaluation.
     """
     stamped = _STAMPED.fullmatch(line)
     if stamped is None:
@@ -89,12 +89,11 @@ def readable(line: str) -> str | None:
 
 
 # -----------------------------------------------------------------------------
-# Slow devices and bad networks on one machine: a network namespace and a CPU share per device.
+# Emulated slow devices and networks: a network namespace and a CPU share per device.
 #
-# A device's namespace is joined to the host by a pair of virtual interfaces, whose two ends are
-# slowed down by the kernel's netem, one for each direction. Its CPU share is kept by stopping its
-# process for a part of every tenth of a second. Needs root and iproute2; what was set up is taken
-# down again at the end.
+# A pair of virtual interfaces connects a device's namespace with the host; the kernel's netem slows
+# down both ends, one per direction. Its CPU share is enforced by stopping its process for a part of
+# every tenth of a second. Needs root and iproute2; everything is removed at the end.
 # -----------------------------------------------------------------------------
 
 
@@ -104,16 +103,16 @@ _MOST_DEVICES = 250
 
 @dataclass(frozen=True)
 class Shape:
-    """A device's share of the machine.
+    """Network and CPU limits of a device.
 
     Attributes
     ----------
     down, up : float
-        Bytes per second to it and from it; 0 for no limit.
+        Bytes per second to and from it; 0 for no limit.
     delay : float
-        Milliseconds that every packet takes longer, in each direction.
+        Additional milliseconds per packet and direction.
     loss : float
-        Percentage of packets that are lost, in each direction.
+        Percentage of lost packets per direction.
     cpu : float
         Share of one core, at most 1.
     """
@@ -126,7 +125,7 @@ class Shape:
 
 
 def shapes_of(devices: Sequence[Device], delay: float, loss: float) -> list[Shape]:
-    """Turn simulated devices into shapes: the fastest has a whole core, the others their share."""
+    """Convert simulated devices to shapes: the fastest has a whole core, the others a share."""
     seconds = [device.mean_duration(Workload(examples=1)) for device in devices]
     fastest = min((value for value in seconds if value > 0), default=1.0)
     return [
@@ -143,7 +142,7 @@ def shapes_of(devices: Sequence[Device], delay: float, loss: float) -> list[Shap
 
 @dataclass(frozen=True)
 class Place:
-    """Where a shaped device runs.
+    """The location of a shaped device.
 
     Attributes
     ----------
@@ -157,18 +156,18 @@ class Place:
     host: str
 
     def command(self, command: Sequence[str]) -> list[str]:
-        """Return a command as it is run there."""
+        """Return the command line that runs a command there."""
         return ["ip", "netns", "exec", self.namespace, *command]
 
 
 @contextmanager
 def places(shapes: Sequence[Shape]) -> Iterator[list[Place]]:
-    """Set up a network namespace for each shape, and take it down at the end.
+    """Create a network namespace per shape, and remove it at the end.
 
     Raises
     ------
     UserError
-        Not root, no iproute2, or a kernel that cannot do it.
+        Not root, no iproute2, or no kernel support.
     """
     check(len(shapes))
     with ExitStack() as stack:
@@ -176,11 +175,10 @@ def places(shapes: Sequence[Shape]) -> Iterator[list[Place]]:
 
 
 def check(devices: int) -> None:
-    """Raise UserError if this machine or this user cannot shape devices."""
+    """Raise UserError if this machine or user cannot shape devices."""
     if os.geteuid() != 0:
         raise UserError(
-            "--shape makes network namespaces, for which it must run as root: use sudo, or leave "
-            "out --shape."
+            "--shape creates network namespaces, which needs root: use sudo, or leave --shape out."
         )
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if missing:
@@ -197,7 +195,7 @@ def _place(index: int, shape: Shape, stack: ExitStack) -> Place:
     name, outside, inside = (f"rc{os.getpid()}{kind}{index}" for kind in "nho")
     host, guest = f"10.213.{index}.1", f"10.213.{index}.2"
     _run("ip", "netns", "add", name)
-    # Its end of the pair goes with the namespace, and the other end with that one.
+    # Deleting the namespace removes both ends of the pair.
     stack.callback(_quietly, "ip", "netns", "delete", name)
     _run("ip", "link", "add", outside, "type", "veth", "peer", "name", inside)
     stack.callback(_quietly, "ip", "link", "delete", outside)
@@ -240,14 +238,14 @@ def _quietly(*command: str) -> None:
 
 
 class CpuShare:
-    """Lets a process run for a share of the time, from its start until closed.
+    """Limits a process to a share of the time, from `start` to `close`.
 
     Parameters
     ----------
     process_id : int
         Id of the process, which is stopped and continued by signals.
     share : float
-        From above 0 to 1; 1 leaves it alone.
+        Share above 0, at most 1; 1 means no limit.
     """
 
     def __init__(self, process_id: int, share: float) -> None:
@@ -257,18 +255,18 @@ class CpuShare:
         self._thread = threading.Thread(target=self._alternate, daemon=True)
 
     def start(self) -> None:
-        """Slow the process down from now on."""
+        """Start to slow the process down."""
         if self._share < 1:
             self._thread.start()
 
     def close(self) -> None:
-        """Let the process run freely again."""
+        """Remove the limit."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
 
     def _alternate(self) -> None:
-        # Once the process has ended there is nothing more to do.
+        # The process has ended.
         with suppress(ProcessLookupError):
             try:
                 while not self._stop.wait(_PERIOD_SECONDS * self._share):
@@ -280,7 +278,7 @@ class CpuShare:
 
 
 # -----------------------------------------------------------------------------
-# `raceme up`: a server and devices on one machine, for trying things out.
+# `raceme up`: a server and devices as processes of one machine.
 # -----------------------------------------------------------------------------
 
 
@@ -290,15 +288,15 @@ _START_SECONDS = 120.0
 _GRACE_SECONDS = 15.0
 _HURRY_SECONDS = 0.3
 _GREETED = "query: done"
-"""Log of a device that has answered a greeting."""
+"""Log line of a device that has answered the first query."""
 _ENDED = "The run ended after "
-"""Log of a server at the end of its run."""
+"""Log line of a server at the end of its run."""
 _LEFT = ("run.sqlite", "clusters", "accuracy.png", "clusters.png", "devices.png", "similarity.png")
-"""Files of every run beside its summary."""
+"""Files of every run besides its summary."""
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 Show = Callable[[str, str], None]
-"""Is given the lines that a person reads, with the name of the process that wrote each."""
+"""Receives the name of a process and a line for the terminal."""
 
 
 @dataclass
@@ -310,13 +308,13 @@ class _Process:
     reader: threading.Thread
 
     def signal(self, number: int) -> None:
-        """Send a signal to the process and to what it has started."""
+        """Send a signal to the process and its children."""
         with suppress(ProcessLookupError):
             os.killpg(self.handle.pid, number)
 
     def end(self) -> None:
-        """Stop the process and everything that it started."""
-        # Flower's programs start others in sessions of their own.
+        """Stop the process and its descendants."""
+        # Flower's programs start children in sessions of their own.
         children = descendants(self.handle.pid)
         if self.handle.poll() is None:
             self.handle.terminate()
@@ -339,7 +337,7 @@ class Testbed:
     home : Path
         A temporary folder: Flower's home, and the configuration of the run.
     show : Show
-        Is given every line that a process prints.
+        Receives every output line of a process.
     """
 
     home: Path
@@ -348,7 +346,7 @@ class Testbed:
     _processes: dict[str, _Process] = field(default_factory=dict)
 
     def start(self, name: str, command: Sequence[str]) -> int:
-        """Start a process and return its id; what it prints goes to the common log."""
+        """Start a process and return its id; its output goes to the common log."""
         handle = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -383,27 +381,27 @@ class Testbed:
         Raises
         ------
         UserError
-            Something has ended without which there will be none.
+            A necessary process has ended.
         """
         waited = self._processes[_SERVER]
         while waited.handle.poll() is None:
             for other in self._processes.values():
                 if other is not waited and other.handle.poll() is not None:
                     raise UserError(
-                        f"{other.name} ended with exit code {other.handle.returncode}; what it "
-                        "printed is above."
+                        f"{other.name} ended with exit code {other.handle.returncode}; see its "
+                        "output above."
                     )
             time.sleep(0.1)
         waited.reader.join(1.0)
         if waited.handle.returncode < 0:
             number = -waited.handle.returncode
             raise UserError(
-                f"The server ended in the middle of the run, by signal {number}. If there is a "
+                f"The server was ended by signal {number} during the run. If there is a "
                 "checkpoint, --resume resumes from it."
             )
 
     def interrupt_run(self) -> None:
-        """Let the server write a checkpoint and end, and wait for that a while."""
+        """Ask the server to write a checkpoint and end, and wait for it."""
         server = self._processes[_SERVER].handle
         if server.poll() is None:
             server.terminate()
@@ -411,7 +409,7 @@ class Testbed:
             server.wait(_GRACE_SECONDS)
 
     def stop_devices(self) -> None:
-        """Tell all devices to stop, twice: then they do not wait for anything."""
+        """Tell all devices to stop, twice, so that they do not wait."""
         devices = [p for name, p in self._processes.items() if name.startswith("device")]
         for process in [*devices, None, *devices]:
             if process is None:
@@ -434,7 +432,7 @@ def prepare(keys: Mapping[str, Value]) -> RunConfig:
     Raises
     ------
     UserError
-        It cannot work: the error is raised here instead of logged by a device.
+        The configuration is invalid; raised here instead of logged by a device.
     """
     from raceme import datasets
     from raceme.runs import experiment
@@ -474,9 +472,9 @@ def run_testbed(config: RunConfig, show: Show, shapes: Sequence[Shape] | None = 
     config : RunConfig
         Configuration of the run; `out` is the folder of its results.
     show : Show
-        Is given the lines that a person reads; all of them are in ``logs`` in the folder.
+        Receives the lines for the terminal; all lines are in ``logs`` in the folder.
     shapes : Sequence[Shape], optional
-        Each device's share of the machine; by default they share it evenly.
+        Limits of each device; by default they share the machine evenly.
 
     Returns
     -------
@@ -486,7 +484,7 @@ def run_testbed(config: RunConfig, show: Show, shapes: Sequence[Shape] | None = 
     Raises
     ------
     UserError
-        Something does not start, or ends before the run does.
+        A process does not start, or ends before the run.
     """
     out = Path(config.out).expanduser().resolve()
     with ExitStack() as stack:
@@ -500,13 +498,13 @@ def run_testbed(config: RunConfig, show: Show, shapes: Sequence[Shape] | None = 
         def watch(name: str, line: str) -> None:
             logs.write(name, line)
             text = readable(line)
-            # That the server is gone when the run has ended is no news.
+            # The end of the server after the run is expected.
             if text is not None and (name == _SERVER or not is_over.is_set()):
                 show(name, text)
             if name == _SERVER and _ENDED in line:
                 is_over.set()
-            # A profile says how long tasks take. Programs and data have been loaded by the time
-            # that a device has answered its greeting.
+            # A profile describes task times only; once a device has answered the first query,
+            # programs and data are loaded.
             if name in waiting and _GREETED in line:
                 waiting.pop(name).start()
 
@@ -515,8 +513,8 @@ def run_testbed(config: RunConfig, show: Show, shapes: Sequence[Shape] | None = 
         keys = home / "run.toml"
         write_toml(config.with_values(out=str(out)).to_mapping(), keys)
         port, address = _free_port(), "127.0.0.1" if shapes is None else "0.0.0.0"
-        # Its devices end with it: a run that is resumed has others. All of them are waited for, as
-        # which one is ready first is chance.
+        # Its devices end with it: a resumed run has new ones. Wait for all, as their order of
+        # readiness is random.
         serve = f"serve --config {keys} --address {address}:{port} --metrics off --reconnect 0"
         wanted = ["--clients-min", str(config.num_clients)]
         bed.start(_SERVER, [*_RACEME, *serve.split(), *wanted])
@@ -553,7 +551,7 @@ def _device(index: int, clients: int, host: str, port: int) -> list[str]:
 
 def _environment(home: Path) -> dict[str, str]:
     package_root = str(Path(raceme.__file__).parent.parent)
-    # A user's own methods and data are looked for where the command was typed.
+    # Users' methods and data are looked up in the current folder.
     paths = [package_root, os.environ.get("PYTHONPATH", ""), os.getcwd()]
     return {
         **os.environ,
@@ -568,7 +566,7 @@ def _environment(home: Path) -> dict[str, str]:
 
 
 def descendants(process_id: int) -> list[int]:
-    """Return all processes that a process has started, and those that they have; on Linux only."""
+    """Return all descendants of a process; on Linux only."""
     parents: dict[int, int] = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError, IndexError, ValueError):

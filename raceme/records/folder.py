@@ -297,7 +297,7 @@ def only_writer(run: Path, patience: float = 0.0) -> Iterator[None]:
     Parameters
     ----------
     run : Path
-        The folder of the run.
+        Folder of the run.
     patience : float
         Seconds to wait for a process that still holds the lock.
 
@@ -384,7 +384,7 @@ class ControlSocket:
     Parameters
     ----------
     run : Path
-        The folder of the run.
+        Folder of the run.
     commands : Mapping[str, Callable]
         Functions by name. Each takes texts and numbers by name, returns what JSON can hold, and
         raises `UserError` for what is wrong.

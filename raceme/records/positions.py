@@ -319,7 +319,7 @@ class PositionsFile:
     Parameters
     ----------
     folder : Path
-        The folder of the run.
+        Folder of the run.
     after : float, optional
         The run resumes at this time: later snapshots are dropped.
     most : int

@@ -481,9 +481,9 @@ class WallTimes:
     Parameters
     ----------
     folder : Path
-        The folder of the run.
+        Folder of the run.
     wall_time : Callable
-        Returns the seconds that the run has taken.
+        Returns the wall time of the run in seconds.
     after : float, optional
         The run resumes at this virtual time: later lines of the file are dropped.
     """

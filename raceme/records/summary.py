@@ -415,7 +415,7 @@ class Uploads(EventHandler):
         self.session_ends: list[int] = []
 
     def observe(self, event: Event) -> None:
-        """Take note of an event."""
+        """Process an event."""
         if not isinstance(event, events.UpdateApplied | events.ClustersChanged):
             self._close()
         self(event)
@@ -764,7 +764,7 @@ class RunSummary(EventHandler):
         self._steps = StepAccuracies()
 
     def observe(self, event: Event) -> None:
-        """Take note of an event."""
+        """Process an event."""
         self.time = max(self.time, float(event.time))
         self(event)
         self.uploads.observe(event)
@@ -1003,7 +1003,7 @@ class ProtectionSummary(EventHandler):
         self._honest: list[events.Evaluated] = []
 
     def observe(self, event: Event) -> None:
-        """Take note of an event."""
+        """Process an event."""
         self(event)
 
     def on_update_applied(self, event: events.UpdateApplied) -> None:

@@ -1,4 +1,4 @@
-"""What a person sees in the terminal: a live line during a run, a table at its end."""
+"""Terminal output: a live line during a run, a table at its end."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from raceme.core.events import Event, EventHandler, change_line, is_news
 from raceme.records.summary import RunSummary
 
 QUIET_SECONDS = 10.0
-"""After so long without a line, one says how far a run is, where there is no live one."""
+"""Interval of status lines without a live line."""
 
 
 class Pace:
-    """How fast something gets on, and when it will be done if it goes on like that.
+    """Rate of progress and remaining time.
 
     Parameters
     ----------
     clock : Callable
-        Returns the real time in seconds; tests pass their own.
+        Returns the wall time in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -38,27 +38,27 @@ class Pace:
         self._done = 0
 
     def reached(self, done: int) -> None:
-        """Take note of how much is done: of what is resumed, more than nothing at first."""
+        """Record the progress; the first value may be above 0 after a resumption."""
         if done and self._first is None:
             self._first = done - 1
         self._done = done
 
     @property
     def rate(self) -> float:
-        """What is done in a second; 0 if nothing is known yet."""
+        """Progress per second; 0 if unknown."""
         elapsed = self._clock() - self._started
         done = self._done - (self._first or 0)
         return done / elapsed if done > 0 and elapsed > 0 else 0.0
 
     def seconds_left(self, total: int) -> float | None:
-        """Return the seconds until all is done; None if that is not known, or if it is."""
+        """Return the remaining seconds; None if unknown or finished."""
         if not self.rate or self._done >= total:
             return None
         return (total - self._done) / self.rate
 
 
 def shown_seconds(seconds: float) -> str:
-    """Return a span of time in the unit that suits it."""
+    """Format a span of time in a suitable unit."""
     if seconds < 99.5:
         return f"{max(seconds, 1):.0f} s"
     if seconds < 5400:
@@ -67,9 +67,9 @@ def shown_seconds(seconds: float) -> str:
 
 
 def shown_updates(done: int, planned: int) -> str:
-    """Return how many updates are done, of how many.
+    """Format the number of updates, with the planned number if useful.
 
-    A run that ends with a round, a window or a time may have more than were expected.
+    Runs that end after a round, window or time may exceed the plan.
     """
     return f"{done} of {planned} updates" if done <= planned else f"{done} updates"
 
@@ -121,7 +121,7 @@ class LiveBars(Progress):
 
 
 class RunProgress(EventHandler):
-    """Shows the progress of a run; an observer of it, and a context manager around it.
+    """Shows the progress of a run, as observer and context manager.
 
     On a terminal and in a notebook it is one live line with a bar. Elsewhere it prints a plain line
     at each evaluation, and one whenever there was nothing to print for ten seconds.
@@ -131,11 +131,11 @@ class RunProgress(EventHandler):
     max_updates : int
         Updates after which the run ends.
     each_update : bool
-        Print a line for every update: for real devices, where one takes seconds.
+        Print a line for every update, for real devices.
     console : Console, optional
-        Where to print; standard output if not given.
+        Console to print to; by default standard output.
     clock : Callable
-        Returns the real time in seconds; tests pass their own.
+        Returns the wall time in seconds.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class RunProgress(EventHandler):
         self._drawn_at = 0.0
         self._printed_at = clock()
         bar = LiveBars(
-            # Eighty columns hold all of it: a narrow bar, and no words that go without saying.
+            # Fits into eighty columns.
             BarColumn(bar_width=10),
             TextColumn("{task.completed:.0f}/{task.total:.0f}"),
             TextColumn("{task.fields[line]}"),
@@ -175,7 +175,7 @@ class RunProgress(EventHandler):
             self._bar.stop()
 
     def observe(self, event: Event) -> None:
-        """Take note of an event, and show what is worth showing."""
+        """Process an event and show the progress."""
         self._summary.observe(event)
         self._pace.reached(self._summary.updates)
         self(event)
@@ -183,7 +183,7 @@ class RunProgress(EventHandler):
         if self._bar is None and now - self._printed_at >= QUIET_SECONDS:
             done = shown_updates(self._summary.updates, self._max_updates)
             self._print(f"{done}: {self._status()}{self._left()}")
-        # Drawing costs more than an update does: ten times a second is enough for the eye.
+        # At most ten times a second, since drawing costs more than an update.
         if self._bar is not None and now - self._drawn_at > 0.1:
             self._draw()
 
@@ -193,7 +193,7 @@ class RunProgress(EventHandler):
             self._print(change_line(event))
 
     def on_data_changed(self, event: events.DataChanged) -> None:
-        """Print that all data changed; of single clients there may be one for each update."""
+        """Print a change of all data; single clients may change with every update."""
         if event.client is None or self._each_update:
             self._print(data_line(event))
 
@@ -208,7 +208,7 @@ class RunProgress(EventHandler):
             self._print(update_line(event))
 
     def on_evaluated(self, event: events.Evaluated) -> None:
-        """Print an evaluation where there is no live line."""
+        """Print an evaluation if there is no live line."""
         if self._bar is None:
             self._print(f"evaluated at {event.updates} updates: {self._status()}")
 
@@ -223,14 +223,14 @@ class RunProgress(EventHandler):
     def _draw(self) -> None:
         assert self._bar is not None, "only called with a live line"
         self._drawn_at = self._clock()
-        # The time left says what the rate would say.
+        # The remaining time replaces the rate.
         line = self._status(rate=False) + self._left()
         done = self._summary.updates
         self._bar.update(self._line, completed=done, total=max(done, self._max_updates), line=line)
         self._bar.refresh()
 
     def _status(self, rate: bool = True) -> str:
-        """Describe where the run is, in one line."""
+        """Describe the state of the run in one line."""
         summary = self._summary
         parts = [f"t = {summary.time:.1f} s"]
         if summary.accuracy is not None:
@@ -262,7 +262,7 @@ def update_line(event: events.UpdateApplied) -> str:
 
 
 def print_summary(summary: Mapping[str, Any], out: Path, console: Console | None = None) -> None:
-    """Print the result of a run, and where its artefacts are."""
+    """Print the result of a run and the location of its artefacts."""
     console = console or Console(highlight=False)
     title = f"{summary['strategy']} on {summary['dataset']}"
     if summary["reason"] is not None:
@@ -274,9 +274,9 @@ def print_summary(summary: Mapping[str, Any], out: Path, console: Console | None
 def print_results(
     title: str, rows: Iterable[tuple[str, str]], where: str, console: Console
 ) -> None:
-    """Print names and values under a title, and where the rest is."""
+    """Print names and values under a title, and the location of the rest."""
     table = Table(
-        # What a name or a reason has in brackets is no markup.
+        # Brackets in names and reasons are no markup.
         title=Text(title, style="bold"),
         title_justify="left",
         show_header=False,
@@ -293,9 +293,9 @@ def print_results(
 
 
 def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the numbers of a run as names and values; those that a run does not have are left out.
+    """Return the numbers of a run as names and values, without missing ones.
 
-    Earlier versions did not write all of them.
+    Earlier versions wrote fewer.
     """
     return list(_rows(summary))
 
@@ -315,7 +315,7 @@ def _rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "backdoor", f"{_number(success)} of the honest clients' triggered samples succeed"
     last, best = get(f"weighted_{name}"), get(f"best_weighted_{name}")
     weighted = f"{shown(last)} (best {shown(best)})"
-    # Clients with the same number of test examples all count the same.
+    # With equal numbers of test examples both means are equal.
     if not (last is best is None) and weighted != plain:
         yield "by test examples", f"{weighted}, weighted mean"
     if (before := get("accuracy_before")) is not None:
@@ -348,7 +348,7 @@ def _rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "attack", f"{attack} never happened: the run ended before it began"
     rate = summary["updates_per_second"] or 0
     if get("clock") == "wall":
-        # The run's own clock begins with the first device, and goes on where it resumes.
+        # The run's clock starts with the first device and continues after a resumption.
         started = f"{summary['virtual_time']:.1f} s since the first device"
         yield "wall time", f"{started}, {summary['wall_time']:.1f} s in all ({rate:.0f} updates/s)"
     else:
@@ -371,7 +371,7 @@ def _rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _shown_measure(value: Any) -> str:
-    """Return a measure for people, of clients or clusters the range."""
+    """Format a measure, for clients or clusters as a range."""
     if isinstance(value, Mapping):
         known = [number for number in value.values() if isinstance(number, int | float)]
         return f"{min(known):.4g} to {max(known):.4g}" if known else "-"
@@ -383,7 +383,7 @@ def _number(value: float | None) -> str:
 
 
 def _answered(answered: int | None, asked: int | None) -> str:
-    """Say how many clients an accuracy is the mean of, where that is not all that were asked."""
+    """Describe the clients of a mean accuracy, if not all queried ones answered."""
     if answered is None or asked is None or answered >= asked:
         return ""
     return f"{answered} of {asked} clients"
@@ -394,7 +394,7 @@ def _both(up: float, down: float) -> str:
 
 
 def shown_bytes(count: float) -> str:
-    """Return a number of bytes in the unit that suits it."""
+    """Format a number of bytes in a suitable unit."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.3g} {unit}"
@@ -403,7 +403,7 @@ def shown_bytes(count: float) -> str:
 
 
 def shown_path(path: Path) -> str:
-    """Return a path relative to where the person is, if it lies below."""
+    """Return a path relative to the current folder, if inside it."""
     try:
         return str(path.relative_to(Path.cwd()))
     except ValueError:
@@ -425,7 +425,7 @@ class PlainTable:
     Attributes
     ----------
     title : str
-        Line above the table that says what it shows.
+        Line above the table.
     columns : tuple[str, ...]
         Headings of the columns; the first column holds words, the others numbers.
     rows : tuple[tuple[str, ...], ...]
@@ -440,7 +440,7 @@ class PlainTable:
     lines: tuple[str, ...] = ()
 
     def rich(self) -> Table:
-        """Return the table as rich prints it at a terminal."""
+        """Return the table for rich."""
         table = Table(
             title=escape(self.title),
             title_justify="left",
@@ -450,7 +450,7 @@ class PlainTable:
             collapse_padding=True,
             pad_edge=False,
         )
-        # Names may wrap between words; a terminal that is too narrow must not lose them.
+        # Names may wrap between words, so that a narrow terminal does not truncate them.
         words = [word for row in self.rows for word in row[0].split()]
         for index, column in enumerate(self.columns):
             table.add_column(
@@ -465,7 +465,7 @@ class PlainTable:
         return table
 
     def markdown(self) -> str:
-        """Return it as a Markdown table with its title and the lines below it."""
+        """Return the table with title and lines as Markdown."""
         heads = [column.replace("\n", " ") for column in self.columns]
         ruler = ["---", *("---:" for _ in heads[1:])]
         rows = [" | ".join(cells) for cells in (heads, ruler, *self.rows)]

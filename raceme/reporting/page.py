@@ -1,4 +1,4 @@
-"""What the pages of `raceme report` are made of: tables, figures, templates, a file."""
+"""Parts of the pages of `raceme report`: tables, figures, templates, files."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from raceme.reporting.dashboard import Frozen
 from raceme.reporting.style import FAINT, INK, MUTED, group_colour, style
 
 # -----------------------------------------------------------------------------
-# Figures as SVG that stands inside an HTML page, beside others.
+# Figures as inline SVG of an HTML page.
 # -----------------------------------------------------------------------------
 
 
 _MOST_PATHS = 1500
-"""A figure with more shapes than this has them as one image: a browser draws each one anew."""
+"""Number of shapes above which a figure is rasterised, for the browser's speed."""
 
 _SHADES = 7
 _COLOURS = {
@@ -40,7 +40,7 @@ _COLOURS = {
     FAINT: "--figure-faint",
     **{group_colour(group): f"--group-{group}" for group in range(_SHADES)},
 }
-"""Colours that a page in the dark has to change, and what it calls them."""
+"""Colours that the dark theme changes, and their CSS variables."""
 
 _COLOUR = re.compile("|".join(_COLOURS))
 _FONT = re.compile(r"(?:'DejaVu Sans'|DejaVu Sans)(?:, *(?:'[^']*'|[\w-]+))*")
@@ -49,35 +49,34 @@ _SETTINGS: Any = {"svg.hashsalt": "raceme", "svg.fonttype": "none"}
 
 
 def inline_svg(figure: Figure, name: str) -> str:
-    """Return a figure as an ``<svg>`` element; the same figure gives the same text.
+    """Return a figure as a reproducible ``<svg>`` element.
 
     Parameters
     ----------
     figure : Figure
-        The figure, which is not to be used for anything else afterwards.
+        The figure, which is modified.
     name : str
-        Stands before all ids, which have to differ between the figures of a page. Letters,
-        digits and hyphens.
+        Prefix of all ids, unique on the page: letters, digits and hyphens.
     """
     _make_transparent(figure)
     _rasterise_crowds(figure)
     written = io.StringIO()
     with style(), matplotlib.rc_context(_SETTINGS):
         figure.savefig(written, format="svg", metadata={"Date": None}, dpi=200)
-    # What is parsed was written a line above: nothing from outside but escaped text is in it.
+    # Parses matplotlib's own output, with escaped text only.
     root = ElementTree.fromstring(written.getvalue())
     return ElementTree.tostring(_adapted(root, name), encoding="unicode")
 
 
 def _make_transparent(figure: Figure) -> None:
-    """Let the page shine through where the figure is white."""
+    """Make white backgrounds transparent."""
     for patch in (figure.patch, *(axes.patch for axes in figure.axes)):
         if to_hex(patch.get_facecolor()) == "#ffffff":
             patch.set_facecolor("none")
 
 
 def _rasterise_crowds(figure: Figure) -> None:
-    """Make images of collections if there are very many shapes in the figure."""
+    """Rasterise collections if the figure has very many shapes."""
     collections = [found for found in figure.findobj(Artists) if isinstance(found, Artists)]
     if sum(len(collection.get_paths()) for collection in collections) > _MOST_PATHS:
         for collection in collections:
@@ -85,7 +84,7 @@ def _rasterise_crowds(figure: Figure) -> None:
 
 
 def _adapted(root: ElementTree.Element, name: str) -> ElementTree.Element:
-    """Make ids unique, colours and font the page's, and the size that of the column."""
+    """Adapt ids, colours, font and size to the page."""
     for key in ("width", "height", "version"):
         root.attrib.pop(key, None)
     root.set("aria-hidden", "true")
@@ -94,7 +93,7 @@ def _adapted(root: ElementTree.Element, name: str) -> ElementTree.Element:
         if not (element.text or "").strip():
             element.text = None
         for child in list(element):
-            # The style would be that of the whole page; the metadata are links.
+            # The style would affect the whole page; the metadata contain links.
             if _local(child.tag) in ("metadata", "style"):
                 element.remove(child)
         attributes = {_local(key): value for key, value in element.attrib.items()}
@@ -116,26 +115,26 @@ def _attribute(key: str, value: str, name: str) -> str:
 
 
 def _local(tag: str) -> str:
-    """Return a name without its namespace, which HTML knows by itself."""
+    """Return a name without its namespace, which HTML implies."""
     return tag.rpartition("}")[2]
 
 
 # -----------------------------------------------------------------------------
-# What the pages of `raceme report` are made of: tables, figures, templates, a file.
+# Parts of the pages of `raceme report`: tables, figures, templates, files.
 # -----------------------------------------------------------------------------
 
 
 FILE_NAME = "report.html"
 
 _GENERATOR = '<meta name="generator" content="Raceme'
-"""In the head of every page: a file without it is another's."""
+"""Marker in the head of every page; files without it are foreign."""
 _HEAD = 1000
-"""So many bytes of a file are looked at."""
+"""Number of bytes searched for the marker."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """A number that is seen first: its name, itself, and what is said below."""
+    """A headline number: name, value and remark."""
 
     name: str
     value: str
@@ -149,17 +148,17 @@ class PageTable:
     Attributes
     ----------
     title : str
-        Heading above the table; what it shows.
+        Heading above the table.
     heads : tuple of str
-        The columns' heads; none for a table of names and values.
+        Column headings; empty for a table of names and values.
     rows : tuple of tuples of str
-        The cells; numbers may be given as such, and are written as :func:`number` does.
+        The cells; numbers are formatted by :func:`number`.
     words : Collection[int]
-        The columns with words, which stand at the left; others have numbers.
+        Columns with left-aligned words; others have numbers.
     kind : str
-        How it is set: a class of ``page.css``.
+        CSS class of ``page.css``.
     marked : Collection[int]
-        Numbers of the rows that are highlighted, from 0.
+        Indices of highlighted rows.
     """
 
     title: str
@@ -179,7 +178,7 @@ class PageTable:
 
 @dataclass(frozen=True)
 class Plot:
-    """A figure as markup, and what it shows."""
+    """A figure as markup, with caption."""
 
     caption: str
     svg: Markup
@@ -191,27 +190,27 @@ def plot(figure: Figure, name: str) -> Plot:
     Parameters
     ----------
     figure : Figure
-        One with a title at the left of its first axes, or none.
+        Figure with an optional title at the left of its first axes.
     name : str
-        Different for each plot of a page: letters, digits and hyphens.
+        Unique name on the page: letters, digits and hyphens.
     """
     caption = ""
     for axes in figure.axes[:1]:
         caption = axes.get_title(loc="left")
         axes.set_title("", loc="left")
-    # The one text that is not escaped: ElementTree has done it.
+    # Not escaped again: ElementTree has done so.
     return Plot(caption, Markup(inline_svg(figure, name)))
 
 
 def spread_over(count: int, most: int) -> list[int]:
-    """Return the indices of at most `most` of `count` things, the first and the last included."""
+    """Return at most `most` of `count` indices, evenly spread, first and last included."""
     if count <= most:
         return list(range(count))
     return [round(index * (count - 1) / (most - 1)) for index in range(most)]
 
 
 def number(value: Any, digits: int = 3) -> str:
-    """Return a number as it is shown; a dash for what is none or not finite."""
+    """Format a number; a dash for None and non-finite values."""
     value = value.item() if isinstance(value, np.generic) else value
     if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
         return "–"
@@ -224,12 +223,12 @@ def plural(count: int, noun: str) -> str:
 
 
 def first_of(shown: int, total: int, noun: str = "") -> str:
-    """Return for a title how many of all rows a table has; nothing if it has all."""
+    """Return the part of a title for a truncated table; empty if complete."""
     return f", the first {shown} of {total}{noun}" if shown < total else ""
 
 
 def versions_table(versions: Mapping[str, Sequence[str]]) -> PageTable:
-    """Return the versions of what made a result, by package; runs may differ in them."""
+    """Return a table of package versions, which may differ between runs."""
     rows = tuple((name, ", ".join(found) or "–") for name, found in versions.items())
     return PageTable("Versions", (), rows, words=(0, 1), kind="pairs")
 
@@ -242,21 +241,21 @@ def render(template: str, *, frozen: Frozen | None = None, **content: Any) -> st
     template : str
         File name of the template, without a folder.
     frozen : Frozen, optional
-        The panels of the dashboard, which stand above all else.
+        The panels of the dashboard, at the top.
     content : Any
-        Values of the variables that the template names.
+        Values of the template's variables.
     """
     found = _environment().get_template(template)
     return found.render(version=raceme.__version__, frozen=frozen, **content)
 
 
 def write_page(path: Path, text: str) -> None:
-    """Write a page atomically, in the place of an earlier one.
+    """Write a page atomically, replacing an earlier one.
 
     Raises
     ------
     UserError
-        It cannot be written, or something else than a page is there.
+        It cannot be written, or the path is no page.
     """
     check_writable(path)
     try:
@@ -267,12 +266,12 @@ def write_page(path: Path, text: str) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Raise UserError if there is something that a page must not replace."""
+    """Raise UserError if a path must not be replaced by a page."""
     try:
         if path.is_dir():
             raise UserError(f"{path} is a folder; --output takes the name of a file.")
         if path.exists():
-            # The page takes the name of what is there: a device would be gone.
+            # Renaming would replace a device file.
             if not path.is_file():
                 raise UserError(f"{path} is not a regular file; choose another --output.")
             with path.open("rb") as file:
@@ -299,5 +298,5 @@ def _environment() -> Environment:
 
 
 def _shortened(text: str, most: int = 120) -> str:
-    """Cut a text from elsewhere that may be of any length."""
+    """Truncate an external text."""
     return text if len(text) <= most else f"{text[:most]}…"

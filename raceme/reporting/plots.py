@@ -1,4 +1,4 @@
-"""The figures of a run, and those that compare several runs."""
+"""Figures of single runs and comparisons."""
 
 from __future__ import annotations
 
@@ -63,33 +63,33 @@ from raceme.reporting.style import (
 )
 
 _MOST_CLUSTERS = 8
-"""More clusters than this are not drawn one by one."""
+"""Maximum number of individually drawn clusters."""
 _MOST_LABELS = 4
-"""More splits and merges than this are marked without words."""
+"""Maximum number of labelled splits and merges."""
 _DRIFT_ROW = 0.06
-"""Room for the labels of drifts above an accuracy of 1, as a share of the axes."""
+"""Share of the axes for drift labels above an accuracy of 1."""
 _MOST_BANDS = 5
-"""More runs than this are drawn without bands, and named beside the plot."""
+"""Maximum number of runs with bands and an inner legend."""
 _EARLY = 0.1
-"""If a run is at the target within this share of the longest one, time is drawn logarithmically."""
+"""Share of the longest run within which reaching the target makes the time axis logarithmic."""
 
 
 @style()
 def accuracy_figure(
     record: RunRecord, *, target: float | None = None, title: str = "", clock: str = CLOCK
 ) -> Figure:
-    """Draw the mean accuracy over the clients, and the range in which most of them are.
+    """Draw the clients' mean accuracy and the range of most clients.
 
-    Splits, merges, and the moments at which clients' data changed are marked.
+    Splits, merges and drifts are marked.
 
     Parameters
     ----------
     target : float, optional
         Target accuracy, drawn as a line.
     title : str
-        Title of the figure, e.g. the name of the run; empty for none.
+        Title of the figure, e.g. the run's name; empty for none.
     clock : str
-        What the axis of time is called.
+        Label of the time axis.
     """
     figure, axes = one_axes(7.2, 4.2)
     seconds = time_axis(axes, 0.0, record.end, clock)
@@ -115,15 +115,13 @@ def comparison_figure(
     title: str = "",
     clock: str = CLOCK,
 ) -> Figure:
-    """Draw the accuracy of several methods over one axis of time: mean and deviation of the seeds.
+    """Draw the accuracy of several methods over time: mean and deviation over seeds.
 
     Parameters
     ----------
     methods : Mapping[str, Sequence[RunRecord]]
-        Label to the runs of a method, one for each seed; their order is that of the legend and the
-        curves. The bands of more than a few methods would hide each other, and are left out. Time
-        is logarithmic if a run is at the target so early that on a linear axis nothing could be
-        seen of its way there.
+        Runs of each method by label, one per seed, in the order of the legend. Bands are left out
+        for more than a few methods. Time is logarithmic if a run reaches the target very early.
     target, title, clock
         As in :func:`accuracy_figure`.
     """
@@ -143,7 +141,7 @@ def comparison_figure(
         times, values = over_seeds(records)
         mean = values.mean(axis=0)
         if banded and len(values) > 1:
-            # Of the sample, as in the tables.
+            # Sample standard deviation, as in the tables.
             deviation = values.std(axis=0, ddof=1)
             low, high = mean - deviation, mean + deviation
             axes.fill_between(times / seconds, low, high, color=colour, alpha=0.18, lw=0)
@@ -161,19 +159,19 @@ def comparison_figure(
         shaded = "; shaded: ± standard deviation" if banded else ""
         axes.legend(loc=_legend_place(measure), title=f"{of}{shaded}")
     else:
-        # Beside the plot: among so many lines there is no room for it.
+        # Beside the plot, for lack of room.
         legend_beside(axes, title=of)
     return figure
 
 
 def over_seeds(records: Sequence[RunRecord]) -> tuple[Floats, Floats]:
-    """Bring the accuracies of runs with different seeds to common times.
+    """Interpolate the accuracies of runs with different seeds at common times.
 
     Returns
     -------
     tuple[NDArray, NDArray]
-        All times at which any of the runs was evaluated while every one of them went on, shape
-        (T,), and the accuracies then, interpolated linearly, shape (runs, T).
+        All evaluation times of any run that lie within every run, shape (T,), and the linearly
+        interpolated accuracies, shape (runs, T).
     """
     curves = [record.evaluations for record in records if len(record.evaluations.time)]
     if not curves:
@@ -190,7 +188,7 @@ def client_band(
 ) -> tuple[Floats, Floats]:
     """Return two percentiles of the clients' accuracies at each of `count` evaluations.
 
-    They are NaN for an evaluation that lists no clients.
+    NaN for evaluations without clients.
     """
     band = np.full((2, count), np.nan)
     bounds = np.searchsorted(evaluations.evaluation, np.arange(count + 1))
@@ -202,7 +200,7 @@ def client_band(
 
 
 def _score_axis(axes: Axes, records: Sequence[RunRecord]) -> Measure:
-    """Prepare the axis of accuracies, or of errors, of runs on the same data; return which."""
+    """Prepare the axis of accuracies or errors, and return the measure."""
     measure = records[0].measure if records else ACCURACY
     axes.set_ylabel(measure.label)
     axes.grid(axis="y")
@@ -210,7 +208,7 @@ def _score_axis(axes: Axes, records: Sequence[RunRecord]) -> Measure:
         axes.set_ylim(0.0, 1.0)
         axes.set_yticks(np.linspace(0.0, 1.0, 6))
         return measure
-    # Up to the worst mean, not the worst client: a single one that diverged would hide the rest.
+    # Up to the worst mean, as a single diverged client would hide the rest.
     shown = [record.evaluations.accuracy for record in records]
     values = np.concatenate(shown)
     top = float(np.max(values[np.isfinite(values)], initial=0.0))
@@ -219,7 +217,7 @@ def _score_axis(axes: Axes, records: Sequence[RunRecord]) -> Measure:
 
 
 def _legend_place(measure: Measure) -> Literal["upper right", "lower right"]:
-    """Return the corner that the curves leave free: errors fall, accuracies rise."""
+    """Return the corner free of curves: errors fall, accuracies rise."""
     return "upper right" if measure.is_error else "lower right"
 
 
@@ -262,9 +260,9 @@ def _draw_accuracy(axes: Axes, record: RunRecord, seconds: float) -> None:
 
 
 def _cluster_means(record: RunRecord) -> dict[int, Floats]:
-    """Return the mean accuracy of each cluster that was made, at every evaluation.
+    """Return the mean accuracy of each cluster at every evaluation.
 
-    Nothing if there were none, or so many that their lines would hide each other.
+    Empty without clusters, or with too many to tell apart.
     """
     made = sorted({cluster for change in record.changes for cluster in change.made})
     if not 0 < len(made) <= _MOST_CLUSTERS:
@@ -282,7 +280,7 @@ def _cluster_means(record: RunRecord) -> dict[int, Floats]:
 
 
 def _mark_changes(axes: Axes, changes: Sequence[ClustersChanged], seconds: float) -> None:
-    """Draw a line at each split and merge, with what it did as long as there is room for words."""
+    """Draw a line at each split and merge, labelled if there is room."""
     shown = [c for c in changes if c.change in (ClusterChange.SPLIT, ClusterChange.MERGE)]
     for index, change in enumerate(shown):
         axes.axvline(change.time / seconds, color=MUTED, lw=0.9, ls=(0, (4, 3)), zorder=1)
@@ -300,7 +298,7 @@ def _mark_changes(axes: Axes, changes: Sequence[ClustersChanged], seconds: float
 
 
 def _mark_data(axes: Axes, record: RunRecord, seconds: float) -> bool:
-    """Mark when clients' data changed, above the curves; return whether there are lines."""
+    """Mark drifts above the curves; return whether there are lines."""
     if not record.data_changes:
         return False
     axes.set_ylim(0.0, axes.get_ylim()[1] / (1.0 - _DRIFT_ROW))
@@ -308,7 +306,7 @@ def _mark_data(axes: Axes, record: RunRecord, seconds: float) -> bool:
 
 
 def _legend(figure: Figure, axes: Axes, drifts: bool, measure: Measure) -> None:
-    """Say what is what: in the corner, or below where a drift may take the curves to the corner."""
+    """Draw the legend in the corner, or below if drifts may move curves into it."""
     if not drifts:
         axes.legend(loc=_legend_place(measure))
         return
@@ -329,15 +327,15 @@ def _target_line(axes: Axes, target: float) -> None:
 
 
 def _is_early(runs: Iterable[RunRecord], target: float, end: float) -> bool:
-    """Return whether a run is at the target so early that time is to be drawn logarithmically."""
+    """Return whether a run reaches the target so early that time is drawn logarithmically."""
     arrivals = [arrival[0] for record in runs if (arrival := _arrival(record, target))]
     return 0.0 < min(arrivals, default=end) < _EARLY * end
 
 
 def _arrival(record: RunRecord, target: float) -> tuple[float, float] | None:
-    """Return when a run first reached the target, and its accuracy then; None if it never did.
+    """Return the time and accuracy at which a run first reached the target, or None.
 
-    An evaluation that few of the clients answered does not count.
+    Evaluations answered by few clients do not count.
     """
     evaluations = record.evaluations
     values = evaluations.accuracy
@@ -359,20 +357,20 @@ def _mark_reached(
 
 
 # -----------------------------------------------------------------------------
-# How stale the updates were that a run used, or each of several runs.
+# Staleness of the applied updates of one or several runs.
 # -----------------------------------------------------------------------------
 
 
 @style()
 def staleness_figure(records: Mapping[str, RunRecord], *, height: float = 0.55) -> Figure:
-    """Draw how stale the updates were that each method used, one row per method.
+    """Draw the staleness of each method's applied updates, one row per method.
 
     Parameters
     ----------
     records : Mapping[str, RunRecord]
         Label of each method to its run.
     height : float
-        Of a row, in inches.
+        Height of a row in inches.
     """
     staleness = {
         label: record.updates.staleness
@@ -425,12 +423,12 @@ def _draw_staleness(
 
 
 # -----------------------------------------------------------------------------
-# The fleet: how alike the clients are, and when devices worked.
+# The fleet: similarity of clients, and devices' work over time.
 # -----------------------------------------------------------------------------
 
 
 _LABELLED = 12
-"""More clusters than this are drawn without words."""
+"""Maximum number of labelled clusters."""
 
 
 @style()
@@ -440,7 +438,7 @@ def similarity_figure(
     clusters: dict[str, int],
     of: int = 0,
 ) -> Figure:
-    """Draw how alike clients are to their method, those of one cluster side by side.
+    """Draw the method's similarity of clients, ordered by cluster.
 
     Parameters
     ----------
@@ -451,7 +449,7 @@ def similarity_figure(
     clusters : dict[str, int]
         Cluster of each client at the end, by client id.
     of : int
-        Number of all clients, if these are a part of them.
+        Number of all clients, if these are a sample.
     """
     figure, axes = one_axes(5.6, 4.8, "Similarity of clients, as the method compares them")
     order = sorted(range(len(clients)), key=lambda i: (clusters.get(clients[i], -1), i))
@@ -464,7 +462,7 @@ def similarity_figure(
         axes.set_xticks([])
         axes.set_yticks([])
         return figure
-    # Cosines of whole models are close to 1: the colours span what is there, not [0, 1].
+    # Cosines of whole models are close to 1, so the colours span the values, not [0, 1].
     low, high = np.percentile(known, [1, 99])
     axes.set_facecolor("#d9dde2")
     image = heat_map(axes, values, low, max(high, low + 1e-9))
@@ -500,7 +498,7 @@ def similarity_figure(
 
 @style()
 def devices_figure(record: RunRecord, *, clock: str = CLOCK) -> Figure:
-    """Draw when devices worked: a row per device, the fastest on top, a bar per task."""
+    """Draw devices' work: a row per device, the fastest on top, a bar per task."""
     figure, axes = one_axes(7.2, 5.0)
     updates, rejections = record.updates, record.rejections
     shown = len(updates.time) <= MOST_BARS
@@ -536,25 +534,25 @@ def devices_figure(record: RunRecord, *, clock: str = CLOCK) -> Figure:
 
 
 # -----------------------------------------------------------------------------
-# Figures of what only a method measures, drawn as its schemas say.
+# Figures of methods' own measures, as declared by their schemas.
 # -----------------------------------------------------------------------------
 
 
 _MOST_KEYS = 12
-"""More clients or clusters than this are drawn in one colour, without names."""
+"""Maximum number of clients or clusters with own colours and names."""
 _MOST_INSIDE = 8
-"""More curves than this are named beside the plot: in it there is no room."""
+"""Maximum number of curves in an inner legend."""
 
 
 def measure_figure(record: RunRecord, schema: MeasureSchema, *, clock: str = CLOCK) -> Figure:
-    """Draw a measure of a run in the way that its schema names.
+    """Draw a measure of a run as declared by its schema.
 
     Parameters
     ----------
     schema : MeasureSchema
         Declares the measure; see :attr:`raceme.records.record.RunRecord.drawn_measures`.
     clock : str
-        What the axis of time is called.
+        Label of the time axis.
     """
     if schema.figure == "shares":
         return shares_figure({"": record}, schema)
@@ -565,7 +563,7 @@ def measure_figure(record: RunRecord, schema: MeasureSchema, *, clock: str = CLO
 
 @style()
 def curves_figure(record: RunRecord, schema: MeasureSchema, *, clock: str = CLOCK) -> Figure:
-    """Draw a measure over time: one curve, or one for each client or cluster."""
+    """Draw a measure over time: one curve, or one per client or cluster."""
     curves: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
     for event in record.measured.get(schema.name, ()):
         for key, value in event.numbers().items():
@@ -589,21 +587,21 @@ def curves_figure(record: RunRecord, schema: MeasureSchema, *, clock: str = CLOC
 
 
 def compared_measures(records: Iterable[RunRecord]) -> list[MeasureSchema]:
-    """Return the measures of several runs that one figure compares, by name."""
+    """Return the measures that are compared across runs, by name."""
     found = {schema.name: schema for record in records for schema in record.drawn_measures}
     return [schema for _, schema in sorted(found.items()) if schema.figure == "shares"]
 
 
 @style()
 def shares_figure(records: Mapping[str, RunRecord], schema: MeasureSchema) -> Figure:
-    """Draw how often a share is larger than each value (CSAFL's figure 5).
+    """Draw the complementary distribution of a share (CSAFL's figure 5).
 
-    A curve for each run; those that do not measure it are left out, and keep their colour.
+    One curve per run; runs without the measure are left out but keep their colour.
 
     Parameters
     ----------
     records : Mapping[str, RunRecord]
-        Label to a run. A single run needs no label.
+        Runs by label. A single run needs no label.
     schema : MeasureSchema
         Declares the measure, whose value is a share.
     """
@@ -624,7 +622,7 @@ def shares_figure(records: Mapping[str, RunRecord], schema: MeasureSchema) -> Fi
         drawn += 1
         shares = np.array([x for event in measured for x in event.numbers().values()], np.float64)
         mean = f"mean {shares.mean():.0%}" if shares.any() else "never"
-        # Finer steps than these cannot be seen, and would make large pages.
+        # Finer steps are invisible and would make large pages.
         values, often = longer_than(shares.round(3))
         axes.step(
             values,
@@ -633,7 +631,7 @@ def shares_figure(records: Mapping[str, RunRecord], schema: MeasureSchema) -> Fi
             color=looks[label][0],
             ls=looks[label][1],
             label=f"{label}: {mean}" if label else mean,
-            # A share that is always 0 lies on the axis.
+            # Keep a share that is always 0 visible above the axis.
             clip_on=False,
             zorder=3,
         )
@@ -666,21 +664,21 @@ def longer_than(shares: Floats) -> tuple[Floats, Floats]:
 
 
 # -----------------------------------------------------------------------------
-# True mixtures of clients' data against the weights that a method gives its clients.
+# True mixtures of clients' data and their estimates.
 # -----------------------------------------------------------------------------
 
 
 _MOST_CLIENTS = 4
 _MOST_MIXTURE_BARS = 40
-"""Of a client with more uploads the last ones are drawn."""
+"""Maximum number of uploads per client, the last ones."""
 _FAR = 98.0
-"""Percentile of the divergences up to which the axis goes: few are far off."""
+"""Percentile of divergences at the end of the axis."""
 _GAP = 0.18
-"""Between the true mixtures and those below, in heights of a bar."""
+"""Gap between true and estimated mixtures, in heights of a bar."""
 
 
 def why_no_mixtures(record: RunRecord) -> str:
-    """Return why mixtures and estimates that a run tells cannot be compared; empty if they can."""
+    """Return why a run's mixtures and estimates are not comparable, or an empty text."""
     missing = record.uploads.unmatched()
     if not missing:
         return ""
@@ -690,7 +688,7 @@ def why_no_mixtures(record: RunRecord) -> str:
 
 @style()
 def mixtures_figure(record: RunRecord) -> Figure:
-    """Draw how far estimated mixtures are from the true ones, and both of a few clients.
+    """Draw the divergence of estimated from true mixtures, and both for some clients.
 
     Above, a dot is an upload and the line the mean by session. Below, a client of each of the first
     few distributions, with its mixture at each of its uploads: true above, estimated below (figure
@@ -733,13 +731,13 @@ def _draw_divergences(axes: Axes, record: RunRecord, found: Sequence[tuple[Uploa
     highest = max([float(np.percentile(values, _FAR)), *(mean for _, mean in means)])
     axes.set_ylim(0.0, 1.1 * highest or 1.0)
     axes.set_xlim(left=0)
-    # Dots may lie behind it.
+    # Opaque, as it may cover dots.
     legend = {"frameon": True, "framealpha": 0.85, "edgecolor": "none", "markerscale": 2.0}
     axes.legend(loc="upper right", **legend)
 
 
 def _examples(rows: Sequence[Upload]) -> dict[str, list[Upload]]:
-    """Return the uploads of a few clients: of each distribution the one that uploads most."""
+    """Return the uploads of some clients: per distribution the one with most uploads."""
     of: dict[str, list[Upload]] = defaultdict(list)
     for row in rows:
         of[row.client].append(row)
@@ -825,7 +823,7 @@ def graph_figure(record: RunRecord, schema: MeasureSchema, *, clock: str = CLOCK
     schema : MeasureSchema
         The measure: per cluster the others that it names.
     clock : str
-        What the axis of time is called.
+        Label of the time axis.
     """
     if schema.name not in record.measured:
         figure, axes = one_axes(7.2, 4.0, schema.heading)
@@ -991,7 +989,7 @@ def _draw_size(axes: Axes, centre: tuple[float, float], radius: float, size: int
 
 
 def _draw_counts(axes: Axes, record: RunRecord, schema: MeasureSchema, clock: str) -> None:
-    """Draw the numbers of clusters and of arrows over time."""
+    """Draw the numbers of clusters and arrows over time."""
     times, clusters, arrows = counts_over_time(record, schema)
     seconds = time_axis(axes, 0.0, record.end, clock)
     at = [time / seconds for time in [*times, max(record.end, times[-1])]]
@@ -1008,22 +1006,22 @@ def _draw_counts(axes: Axes, record: RunRecord, schema: MeasureSchema, clock: st
 
 
 # -----------------------------------------------------------------------------
-# What was forgotten and learnt: how accurate a run is on each task after each step of the data.
+# Learning and forgetting: accuracy on each task after each step of the data.
 # -----------------------------------------------------------------------------
 
 
 _MOST_WORDS = 12
-"""More tasks than this have no numbers in their cells."""
+"""Maximum number of tasks with numbers in cells."""
 _DARK = 0.6
-"""From this share of the colours on words are dark."""
+"""Share of the colour scale from which text is dark."""
 
 
 @style()
 def tasks_figure(record: RunRecord) -> Figure:
-    """Draw the accuracy on each task after each step, and beside it the means and the clusters.
+    """Draw the accuracy on each task after each step, with means and clusters.
 
-    A column of the map is a moment: the end of a step. Framed is the task that was trained on then;
-    below the frame are former tasks, above it the next one, before any training on it.
+    A column of the map is the end of a step. The framed cell is the task trained in the step;
+    former tasks are below it, the next, untrained one above it.
     """
     tasks = TaskAccuracies(record.task_tests)
     if not tasks.count:
@@ -1043,7 +1041,7 @@ def tasks_figure(record: RunRecord) -> Figure:
 
 
 def means_over_time(tasks: TaskAccuracies) -> dict[str, FloatArray]:
-    """Return by label, after each step: the accuracy on that task, of all so far, on the next."""
+    """Return accuracies after each step, by label: on that task, on all so far, on the next."""
     matrix = tasks.matrix()
     so_far = [row[: step + 1] for step, row in enumerate(matrix)]
     found = {
@@ -1059,7 +1057,7 @@ def _known_mean(values: FloatArray) -> float:
 
 
 def _draw_map(axes: Axes, matrix: FloatArray, measure: Measure) -> None:
-    """Draw a cell for each task (upwards) and each step (to the right)."""
+    """Draw a cell per task (upwards) and step (to the right)."""
     count = len(matrix)
     axes.set_title(f"{measure.title} on each task")
     axes.set_xlabel("after step")
@@ -1083,7 +1081,7 @@ def _draw_map(axes: Axes, matrix: FloatArray, measure: Measure) -> None:
 
 
 def _steps_locator(count: int) -> Locator:
-    """Return ticks at the steps: at all of them, if they are few."""
+    """Return ticks at the steps, at all of them if few."""
     if count <= _MOST_WORDS:
         return FixedLocator(list(range(count)))
     return MaxNLocator(10, integer=True)
@@ -1092,7 +1090,7 @@ def _steps_locator(count: int) -> Locator:
 def _write_numbers(
     axes: Axes, matrix: FloatArray, measure: Measure, bounds: tuple[float, float]
 ) -> None:
-    """Write into each cell what it stands for: of an accuracy percent."""
+    """Write the value into each cell, accuracies in percent."""
     size = min(8.5, 60.0 / len(matrix))
     for after, on in np.argwhere(np.isfinite(matrix)):
         value = float(matrix[after, on])
@@ -1118,7 +1116,7 @@ def _draw_means(axes: Axes, tasks: TaskAccuracies) -> None:
     untrained = tasks.untrained()[1:]
     known = np.isfinite(untrained)
     if known.any():
-        # Tested a step before its own, as the next task: it stands below that.
+        # It was tested one step earlier, as the next task.
         dots: dict[str, Any] = {"color": MUTED, "ls": (0, (1.1, 1.3)), "lw": 1.2}
         axes.plot(steps[:-1][known], untrained[known], label="next task, untrained", **dots)
     axes.set_title("After each step")
@@ -1145,14 +1143,14 @@ def _draw_clusters(axes: Axes, tasks: TaskAccuracies) -> None:
 
 
 # -----------------------------------------------------------------------------
-# How good uploads are, what clients get in return, and how good the clusters' models are.
+# Scores of uploads, of the models returned for them, and of cluster models.
 # -----------------------------------------------------------------------------
 
 
 _TITLE = "What clients upload and what they get in return"
 _CLUSTERS_TITLE = "Clusters' models on the server's test sets"
 _MARGIN = 0.03
-"""Room above and below the curves; of errors in parts of the largest."""
+"""Margin above and below the curves, for errors relative to the largest."""
 _QUANTITIES = {
     "before": ("uploaded", series_colour(0)),
     "after": ("got in return", series_colour(5)),
@@ -1160,21 +1158,21 @@ _QUANTITIES = {
 
 
 def has_scores(record: RunRecord) -> bool:
-    """Return whether a run tells how good uploads or clusters are."""
+    """Return whether a run has scores of uploads or clusters."""
     return bool(record.cluster_scores) or _has_uploads(record)
 
 
 def _has_uploads(record: RunRecord) -> bool:
-    """Return whether a run tells how good uploads are: `score-uploads`."""
+    """Return whether a run has scores of uploads (`score-uploads`)."""
     return any(row.before is not None for row in record.uploads.rows)
 
 
 @style()
 def uploads_figure(record: RunRecord) -> Figure:
-    """Draw the accuracy of uploads and of what clients got in return, and that of the clusters.
+    """Draw the accuracy of uploads, of returned models and of clusters.
 
-    Both are on test data of the mixture that the upload was trained on. A dot is an upload, a line
-    the mean over the clients by session, and clusters are tested by the server on sets of their own
+    Uploads and returned models are tested on the mixture of the upload's training data. A dot is an
+    upload, a line the mean over clients per session; the server tests clusters on its own test sets
     (figures 3 and 9–19 of "Client-Driven Federated Learning").
     """
     only_clusters = bool(record.cluster_scores) and not _has_uploads(record)
@@ -1186,7 +1184,7 @@ def uploads_figure(record: RunRecord) -> Figure:
     shown = _draw_cluster_scores(axes, record)
     for quantity, (label, colour) in _QUANTITIES.items():
         shown += _draw_quantity(axes, record.uploads, quantity, label, colour)
-    # Single uploads may lie far off; the curves are what is to be read.
+    # Limits follow the curves, as single uploads may be outliers.
     margin = _MARGIN * (max(shown) if record.measure.is_error else 1.0)
     highest = np.inf if record.measure.is_error else 1.0
     axes.set_ylim(max(0.0, min(shown) - margin), min(highest, max(shown) + margin))
@@ -1199,7 +1197,7 @@ def uploads_figure(record: RunRecord) -> Figure:
 def _draw_quantity(
     axes: Axes, uploads: Uploads, quantity: str, label: str, colour: str
 ) -> list[float]:
-    """Draw each upload and the mean by session; return what is to be seen in any case."""
+    """Draw each upload and the mean per session; return the values that must be visible."""
     known = [row for row in uploads.rows if getattr(row, quantity) is not None]
     if not known:
         return []
@@ -1217,7 +1215,7 @@ def _draw_quantity(
 
 
 def _draw_cluster_scores(axes: Axes, record: RunRecord) -> list[float]:
-    """Draw the clusters' accuracies and their mean; return all that is drawn."""
+    """Draw the clusters' accuracies and their mean; return all drawn values."""
     scores = record.cluster_scores
     updates, means = [event.updates for event in scores], [event.mean for event in scores]
     drawn = list(means)
@@ -1242,35 +1240,35 @@ def _draw_cluster_scores(axes: Axes, record: RunRecord) -> list[float]:
 
 
 # -----------------------------------------------------------------------------
-# Clusters over time: a band for each client.
+# Clusters over time: one band per client.
 # -----------------------------------------------------------------------------
 
 
 # -----------------------------------------------------------------------------
-# Clients as streams between clusters: where their bands lie, and what flows where.
+# Clients as streams between clusters: positions of bands, and flows.
 #
-# A client has a band in each of its clusters, as high as its weight there: all of its bands
-# together are one high. When weights change, what stays in a cluster flows straight on, and the
-# rest goes over from the clusters that lose to those that gain.
+# A client has a band in each of its clusters, whose height is its weight there and sums to 1. When
+# weights change, the unchanged part flows straight on, and the rest from losing to gaining
+# clusters.
 # -----------------------------------------------------------------------------
 
 
 Weights = Mapping[int, float]
 Bands = dict[int, tuple[float, float]]
-"""Cluster to where a client's band in it begins, and how high it is."""
+"""Start and height of a client's band, by cluster."""
 Drawn = tuple[float, dict[str, Bands]]
-"""A time, and each client's bands from then on."""
+"""A time and each client's bands from then on."""
 _Part = tuple["Flow", float, float, float]
-"""A flow with its start, the length of its bend, and its length."""
+"""A flow with its start, length of bend, and length."""
 
 _LEAST = 1e-9
-"""Weights that differ by less are the same."""
+"""Tolerance of equal weights."""
 _LATER = 0.4
-"""By at most this share of a bend its trailing edge is behind the leading one."""
+"""Maximum lag of a bend's trailing edge, as a share of the bend."""
 _SQUARE = 2.3
-"""Width of a drawing in its heights: a band that goes down steeply is as wide as it is high."""
+"""Aspect ratio of a drawing at which steep bands keep their width."""
 _DENSE = 0.6
-"""What goes from a cluster to another is close together if it is this share of its extent."""
+"""Minimum density of flows between two clusters to be drawn as one body."""
 
 
 @dataclass(frozen=True)
@@ -1280,7 +1278,7 @@ class Shapes:
     Attributes
     ----------
     clusters : list[int]
-        Whose colour each of them has.
+        Cluster of each shape, for its colour.
     corners : ndarray
         Time in seconds and height. Shape (shapes, corners, 2).
     """
@@ -1290,16 +1288,16 @@ class Shapes:
 
 
 class Flow(NamedTuple):
-    """What goes from a band to a band.
+    """A flow from band to band.
 
     Attributes
     ----------
     source, cluster : int
-        From which cluster to which; the same for what stays.
+        Source and target cluster; equal for a staying part.
     begins, ends : float
-        Where it is before and after.
+        Positions before and after.
     height_before, height : float
-        How high it is before and after: they differ for what comes from nowhere or goes there.
+        Heights before and after, which differ for flows that appear or vanish.
     """
 
     source: int
@@ -1323,16 +1321,16 @@ class Streams:
     placements : Sequence[Placement]
         Every change of a client's clusters, in order.
     groups : Mapping[str, int or None]
-        Client id to true group, by which clients with the same history are ordered.
+        True group by client id, which orders clients with the same history.
     end : float
         Time at which the run ended, in seconds.
 
     Attributes
     ----------
     order : list[str]
-        The clients from top to bottom, as they begin.
+        Clients from top to bottom at the start.
     gap : float
-        Room between two clusters, in heights of a client.
+        Gap between two clusters, in heights of a client.
     """
 
     def __init__(
@@ -1343,7 +1341,7 @@ class Streams:
             paths.setdefault(placed.client, []).append((placed.time, placed.weights))
         self._paths = paths
         self._end = end
-        # Clients that go the same way are side by side: a split parts two neighbours only.
+        # Clients with the same path are adjacent, so that splits separate neighbours only.
         self.order = sorted(
             paths, key=lambda client: (_homes(paths[client]), _known(groups, client))
         )
@@ -1357,7 +1355,7 @@ class Streams:
 
     @property
     def thickness(self) -> int:
-        """Number of bands that the clients have at most, all together."""
+        """Maximum number of bands of all clients."""
         return sum(max(len(weights) for _, weights in path) for path in self._paths.values())
 
     def bands(self, moments: Iterable[tuple[float, float]]) -> list[Drawn]:
@@ -1366,22 +1364,21 @@ class Streams:
         Parameters
         ----------
         moments : Iterable of (float, float)
-            Ascending times: from when bands are drawn, and the time whose clusters they show.
+            Ascending pairs: start of the drawing, and the time of the shown clusters.
         """
         order, drawn = self.order, list[Drawn]()
         for start, time in moments:
             bands = self._bands(order, time)
             drawn.append((start, bands))
-            # Clients stay in order of height, so that lines cross only where they have to.
+            # Clients keep their vertical order, which minimises crossings.
             heights = {client: _middle(own) for client, own in bands.items()}
             order = sorted(self.order, key=lambda client: heights.get(client, math.inf))
         return drawn
 
     def bodies(self, drawn: Sequence[Drawn], width: float, end: float) -> Shapes:
-        """Return the outlines of whole clusters, which are to be drawn behind all bands.
+        """Return the outlines of whole clusters, drawn behind all bands.
 
-        They fill the holes that clients leave for a moment where others come and go. The
-        parameters are those of :meth:`pieces`.
+        They fill temporary gaps of moving clients. Parameters as in :meth:`pieces`.
         """
         parts: list[_Part] = []
         stops = [*(start for start, _ in drawn[1:]), end]
@@ -1402,21 +1399,21 @@ class Streams:
         return _outlines(parts)
 
     def pieces(self, drawn: Sequence[Drawn], width: float, end: float) -> tuple[Shapes, Shapes]:
-        """Return the outlines of all clients' bands: where they stay, and where they go over.
+        """Return the outlines of all clients' bands: staying and moving parts.
 
         Parameters
         ----------
         drawn : Sequence
             The bands as :meth:`bands` returns them.
         width : float
-            How long a bend takes, in seconds.
+            Length of a bend in seconds.
         end : float
-            Where the last bands end.
+            End of the last bands.
 
         Returns
         -------
         tuple[Shapes, Shapes]
-            The second ones are to be drawn in front.
+            Staying and moving parts; the latter are drawn in front.
         """
         parts = [part for client in self.order for part in self._parts(client, drawn, width, end)]
         low, high = extent(drawn)
@@ -1428,7 +1425,7 @@ class Streams:
     def _parts(
         self, client: str, drawn: Sequence[Drawn], width: float, end: float
     ) -> Iterator[_Part]:
-        """Yield a client's flows, each one until something changes for this client."""
+        """Yield a client's flows, each until its next change."""
         states = [(time, bands.get(client, {})) for time, bands in drawn]
         kept = [states[0], *(new for old, new in pairwise(states) if new[1] != old[1])]
         stops = [*(time for time, _ in kept[1:]), end]
@@ -1436,14 +1433,14 @@ class Streams:
         for index, ((start, bands), stop) in enumerate(zip(kept, stops, strict=True)):
             turn = max(0.0, min(width, stop - start)) if index else 0.0
             for flow in flows(before, bands, self._place):
-                # What leaves all clusters has no level part.
+                # Flows that leave all clusters have no level part.
                 yield flow, start, turn, max(stop - start, turn) if flow.height else turn
             before = bands
 
     def _bands(self, order: Sequence[str], time: float) -> dict[str, Bands]:
-        """Return the bands of each client that has a cluster at a time.
+        """Return the bands of each client with a cluster at a time.
 
-        The whole is centred, so that a tree grows to both sides.
+        Bands are centred vertically.
         """
         members: dict[int, list[tuple[str, float]]] = {}
         present = 0
@@ -1464,9 +1461,9 @@ class Streams:
         return found
 
     def _places(self) -> dict[int, int]:
-        """Return for each cluster where it stands among the others: by its members' mean place.
+        """Return the vertical order of clusters by their members' mean position.
 
-        It stays there all the time, so that clusters do not change places when clients move.
+        The order is constant, so that clusters do not swap when clients move.
         """
         total: dict[int, float] = {}
         ranks: dict[int, float] = {}
@@ -1474,7 +1471,7 @@ class Streams:
             path = self._paths[client]
             stops = [*(time for time, _ in path[1:]), self._end]
             for (start, weights), stop in zip(path, stops, strict=True):
-                # A short stay counts little, but it counts where there is no other.
+                # Weighted by duration; short stays count if there is no other.
                 stay = max(stop - start, 1e-6 * self._end, _LEAST)
                 for cluster, weight in weights.items():
                     total[cluster] = total.get(cluster, 0.0) + stay * weight
@@ -1484,14 +1481,14 @@ class Streams:
 
 
 def flows(before: Bands, after: Bands, place: Mapping[int, int]) -> list[Flow]:
-    """Return what flows between the bands of a client, those that it had and those that it has.
+    """Return the flows between a client's former and current bands.
 
     Parameters
     ----------
     before, after : Bands
-        Without bands before, each one grows out of nothing; without bands after, each one ends.
+        Without former bands, each one appears; without current ones, each one ends.
     place : Mapping[int, int]
-        Order of the clusters, so that what goes up leaves and arrives above what goes down.
+        Order of the clusters, so that upward flows stay above downward ones.
     """
     if len(before) == len(after) == 1:
         ((source, (begin, h)),) = before.items()
@@ -1515,7 +1512,7 @@ def flows(before: Bands, after: Bands, place: Mapping[int, int]) -> list[Flow]:
 
 
 def _amounts(before: Bands, after: Bands, place: Mapping[int, int]) -> dict[tuple[int, int], float]:
-    """Return how much goes from which cluster to which; what can stay stays."""
+    """Return the amounts of flow between clusters, minimising movement."""
     stays = {k: min(before[k][1], after[k][1]) for k in before if k in after}
     found = {(k, k): amount for k, amount in stays.items()}
     surplus = {k: h - stays.get(k, 0.0) for k, (_, h) in before.items()}
@@ -1531,7 +1528,7 @@ def _amounts(before: Bands, after: Bands, place: Mapping[int, int]) -> dict[tupl
 
 
 def _hulls(found: Iterable[Flow]) -> Iterator[Flow]:
-    """Yield what holds all flows from a cluster to a cluster, if they are close together."""
+    """Yield the hull of all flows between two clusters, if dense."""
     together: dict[tuple[int, int], list[Flow]] = {}
     for flow in found:
         together.setdefault((flow.source, flow.cluster), []).append(flow)
@@ -1545,15 +1542,15 @@ def _hulls(found: Iterable[Flow]) -> Iterator[Flow]:
 
 
 def _outlines(parts: Sequence[_Part], slope: float = 0.0) -> Shapes:
-    """Return the corners around flows: one edge from left to right, and the other back.
+    """Return the corners of flows: one edge from left to right, the other back.
 
     Parameters
     ----------
     parts : Sequence
-        Flows with their start, the length of their bend, and their length.
+        Flows with start, length of bend, and length.
     slope : float
-        Seconds that are as wide as a client's band is high. With it, the trailing edge of a flow
-        is behind the leading one: where it is steep it would be a thread otherwise.
+        Seconds per height of a client's band. It delays the trailing edge of steep flows, which
+        would otherwise be too thin.
     """
     bounds = np.array([part[0][2:] for part in parts], np.float64).reshape(-1, 4)
     times = np.array([part[1:] for part in parts], np.float64).reshape(-1, 3)
@@ -1566,7 +1563,7 @@ def _outlines(parts: Sequence[_Part], slope: float = 0.0) -> Shapes:
     bend = ease * ease * (3 - 2 * ease)
     ahead = np.hstack([start, start + (turn - lag) * ease, start + length])
     behind = np.hstack([start, start + lag + (turn - lag) * ease, start + length])
-    # The trailing edge is the first one of what goes to larger heights.
+    # The first edge is the trailing one of flows to larger heights.
     first, second = np.where(way > 0, behind, ahead), np.where(way > 0, ahead, behind)
     bend = np.concatenate([[0.0], bend, [1.0]])
     low = begins + way * bend
@@ -1576,19 +1573,19 @@ def _outlines(parts: Sequence[_Part], slope: float = 0.0) -> Shapes:
 
 
 def extent(drawn: Sequence[Drawn]) -> tuple[float, float]:
-    """Return the heights between which all bands are."""
+    """Return the vertical extent of all bands."""
     bands = [band for _, found in drawn for own in found.values() for band in own.values()]
     low = min((y for y, _ in bands), default=0.0)
     return low, max((y + height for y, height in bands), default=low + 1.0)
 
 
 def _middle(bands: Bands) -> float:
-    """Return where a client is in the mean."""
+    """Return a client's mean position."""
     return sum(height * (y + height / 2) for y, height in bands.values())
 
 
 def _homes(path: Sequence[tuple[float, Weights]]) -> list[int]:
-    """Return a client's clusters one after another, of several at a time the weightiest."""
+    """Return a client's sequence of clusters, the heaviest at each time."""
     homes = (home(weights) for _, weights in path)
     return [cluster for cluster, _ in groupby(-1 if k is None else k for k in homes)]
 
@@ -1599,30 +1596,29 @@ def _known(groups: Mapping[str, int | None], client: str) -> int:
 
 
 # -----------------------------------------------------------------------------
-# The clusters over time: which clients belong together, move, are split and merged.
+# Figure of the clusters over time with moves, splits and merges.
 # -----------------------------------------------------------------------------
 
 
 _MOST_PIECES = 40_000
-"""Clusters are followed at so many points of time that their bands have about so many pieces."""
+"""Approximate maximum number of pieces of the bands."""
 _BEND = 0.03
-"""Length of a bend, as a share of the run; changes that come sooner one after another are one."""
+"""Length of a bend as a share of the run; closer changes are merged."""
 _MOST_ROOM = 0.05
-"""Changes that are this share of the run apart are drawn one by one, however many clients."""
+"""Distance of changes, as a share of the run, that are always drawn separately."""
 _LABELLED_BANDS = 12
-"""More clusters than this are drawn without words."""
+"""Maximum number of labelled clusters."""
 _ROW = 0.055
-"""Height of a row of marks above the bands, as a share of the axes."""
+"""Height of a row of marks as a share of the axes."""
 
 
 @style()
 def clusters_figure(record: RunRecord, *, clock: str = CLOCK) -> Figure:
-    """Draw every client as a band that follows its clusters, in their colours.
+    """Draw every client as a band through its clusters, in their colours.
 
-    Bands are ordered so that a split looks like a branching and a merge like two rivers that
-    meet. A client of several clusters has a band in each, as high as its weight there. Signs
-    above say when a cluster was split, merged, founded or given up, lines when clients' data
-    changed. The strip at the right shows the true groups where they are known.
+    Bands are ordered so that splits branch and merges join. A client of several clusters has a band
+    in each, with its weight as height. Signs above mark splits, merges, new and retired clusters,
+    lines mark drifts. The strip at the right shows the true groups, if known.
     """
     figure, axes = one_axes(7.2, 4.4, "Clusters over time")
     seconds = time_axis(axes, 0.0, record.end, clock)
@@ -1650,7 +1646,7 @@ def clusters_figure(record: RunRecord, *, clock: str = CLOCK) -> Figure:
 
 
 def _fill(axes: Axes, shapes: Shapes, seconds: float, edge: float) -> None:
-    """Draw shapes, all at once: one after another takes matplotlib a thousand times as long."""
+    """Draw shapes as one collection, which is a thousand times faster than one by one."""
     colours = [cluster_colour(cluster) for cluster in shapes.clusters]
     axes.add_collection(
         PolyCollection(
@@ -1666,7 +1662,7 @@ def _fill(axes: Axes, shapes: Shapes, seconds: float, edge: float) -> None:
 def _mark(
     figure: Figure, axes: Axes, record: RunRecord, seconds: float, heights: tuple[float, float]
 ) -> None:
-    """Mark changes of clusters and of data in rows above the bands, and say what is what."""
+    """Mark changes of clusters and data in rows above the bands, with a legend."""
     low, high = heights
     entries = mark_changes(axes, record.changes, seconds, 1 - _ROW / 2)
     rows = 1 if entries else 0
@@ -1674,14 +1670,14 @@ def _mark(
         rows += 1
         if mark_drifts(axes, record.data_changes, seconds, 1 - _ROW * (rows - 0.5)):
             entries.append(drift_line())
-    # Bands have what the rows of marks leave.
+    # Bands fill the room below the marks.
     axes.set_ylim(high, high - (high - low) / (1 - _ROW * rows))
     if entries:
         figure.legend(handles=entries, loc="outside lower center", ncols=len(entries))
 
 
 def _together(times: Sequence[float], room: float) -> list[tuple[float, float]]:
-    """Return for times that come one after another, with less room between, first and last."""
+    """Return first and last of each run of close times."""
     found: list[tuple[float, float]] = []
     for time in times:
         if found and time < found[-1][0] + room:

@@ -1,4 +1,4 @@
-"""The page of a run: everything that its folder knows, on one page that needs nothing else."""
+"""The page of a run: one self-contained file with all results."""
 
 from __future__ import annotations
 
@@ -46,31 +46,31 @@ from raceme.reporting.style import CLOCK, Drift, cluster_colour, drifts
 
 
 _MOST_CLIENTS = 200
-"""A table of clients has at most so many of them."""
+"""Maximum number of clients in a table."""
 _MOST_MEMBERS = 300
-"""So many ids of a cluster's members are listed."""
+"""Maximum number of listed members of a cluster."""
 _MOST_CHANGES = 50
 _MOST_OWN = 4
-"""So many of a client's clusters are named, those with the largest weights."""
+"""Maximum number of a client's listed clusters, those with the largest weights."""
 _MOST_CLUSTERS = 50
 
 
 @dataclass(frozen=True)
 class Members:
-    """A cluster's members at the end of a run.
+    """A cluster's final members.
 
     Attributes
     ----------
     colour : str
         Its colour in the plots.
     clients : tuple of str
-        Ids of the first members; a page shows no more.
+        Ids of the first members.
     further : int
-        Number of members that are not listed.
+        Number of unlisted members.
     counts : tuple of int
         Members of each true group, in the order of :attr:`Membership.groups`.
     weight : float
-        Sum of the weights that all clients have here, those of other clusters included.
+        Sum of the weights of all clients, members of other clusters included.
     """
 
     cluster: int
@@ -88,20 +88,20 @@ class Members:
 
 @dataclass(frozen=True)
 class Membership:
-    """The clusters' members at the end, against the true groups where these are known.
+    """The clusters' final members and true groups, if known.
 
     Attributes
     ----------
     groups : tuple of str
         Names of the true groups.
     clusters : tuple of Members
-        The first clusters with their members; a page shows no more.
+        The first clusters with their members.
     further : int
-        Number of clusters that are not listed.
+        Number of unlisted clusters.
     without : int
         Number of clients without a cluster.
     shared : int
-        Clients of several clusters, which are listed where their weight is largest.
+        Number of clients of several clusters, listed in the one with the largest weight.
     """
 
     groups: tuple[str, ...]
@@ -112,7 +112,7 @@ class Membership:
 
 
 def membership(record: RunRecord) -> Membership | None:
-    """Return the clusters' members; None if all clients were in one cluster all the time."""
+    """Return the clusters' members; None if there was always only one cluster."""
     if len({cluster for placed in record.placements for cluster in placed.weights}) < 2:
         return None
     assignment, memberships = record.assignment(), record.memberships()
@@ -147,7 +147,7 @@ def membership(record: RunRecord) -> Membership | None:
 
 
 def clusters_table(record: RunRecord) -> PageTable | None:
-    """Return the last accuracy of each cluster; None if there is no evaluation of several."""
+    """Return the last accuracy of each cluster; None without several evaluated clusters."""
     last = len(record.evaluations.time) - 1
     found = record.client_evaluations
     own = found.evaluation == last
@@ -167,9 +167,9 @@ def clusters_table(record: RunRecord) -> PageTable | None:
 
 
 def changes_table(record: RunRecord) -> PageTable | None:
-    """Return what was split, merged, founded and given up when; None if nothing was.
+    """Return the splits, merges, new and retired clusters with times; None without any.
 
-    What a run begins with is no change.
+    Initial clusters are no change.
     """
     changes = [c for c in record.changes if (c.made or c.gone) and (c.gone or c.time > 0)]
     if not changes:
@@ -193,13 +193,13 @@ def changes_table(record: RunRecord) -> PageTable | None:
 
 
 def _sizes(change: ClustersChanged) -> str:
-    """Name the new clusters with the number of clients that came into each."""
+    """Name the new clusters with the number of their clients."""
     sizes = Counter(home(weights) for weights in change.memberships.values())
     return ", ".join(f"{cluster} ({sizes[cluster]})" for cluster in change.made) or "–"
 
 
 def moves_table(record: RunRecord) -> PageTable | None:
-    """Return how often clients moved, if any did on its own."""
+    """Return the clients' numbers of moves, if any."""
     moved = [change for change in record.changes if change.change is ClusterChange.MOVE]
     if not moved:
         return None
@@ -212,7 +212,7 @@ def moves_table(record: RunRecord) -> PageTable | None:
 
 
 def clients_table(record: RunRecord) -> PageTable:
-    """Return what each client did; of a large fleet, clients spread over the order of joining."""
+    """Return a table of clients; for a large fleet, a sample over the order of joining."""
     chosen = [record.clients[i] for i in spread_over(len(record.clients), _MOST_CLIENTS)]
     rows = list(_client_rows(record, chosen))
     total = len(record.clients)
@@ -233,10 +233,9 @@ def clients_table(record: RunRecord) -> PageTable:
 
 
 def costs_table(record: RunRecord) -> PageTable | None:
-    """Return what each device's updates cost, summed up; None if no device states it.
+    """Return the total cost of each device's updates; None if not stated.
 
-    Bytes are those of the arrays, as the server has counted them; seconds and energy are what
-    devices state.
+    Bytes of arrays are counted by the server; devices state seconds and energy.
     """
     updates = record.updates
     if not np.isfinite(updates.cpu_seconds).any() and not np.isfinite(updates.joules).any():
@@ -258,7 +257,7 @@ def _cost_row(name: str, record: RunRecord, own: Flags) -> tuple[Any, ...]:
 
 
 def _sum(values: Floats) -> float | None:
-    """Return the sum of what is known; None if nothing is."""
+    """Return the sum of known values; None without any."""
     known = values[np.isfinite(values)]
     return float(known.sum()) if len(known) else None
 
@@ -270,7 +269,7 @@ def _client_rows(record: RunRecord, clients: Iterable[Client]) -> Iterable[tuple
     last = found.evaluation == len(record.evaluations.time) - 1
     accuracy = dict(zip(found.client[last].tolist(), found.accuracy[last].tolist(), strict=True))
     durations = updates.time - updates.dispatched_at
-    # One pass over the updates, however many clients there are.
+    # A single pass over the updates.
     order = np.argsort(updates.client, kind="stable")
     names = updates.client[order]
     for client in clients:
@@ -293,7 +292,7 @@ def _client_rows(record: RunRecord, clients: Iterable[Client]) -> Iterable[tuple
 
 
 def _own_clusters(weights: Mapping[int, float]) -> str:
-    """Name a client's clusters, of several the weights too."""
+    """Name a client's clusters, several with weights."""
     if len(weights) < 2:
         return ", ".join(map(str, weights)) or "–"
     ranked = sorted(weights, key=lambda cluster: (-weights[cluster], cluster))
@@ -302,7 +301,7 @@ def _own_clusters(weights: Mapping[int, float]) -> str:
 
 
 # -----------------------------------------------------------------------------
-# What drift did to a run, as tables of its page: accuracy before and after it.
+# Tables of drift: accuracy before and after.
 # -----------------------------------------------------------------------------
 
 
@@ -311,10 +310,10 @@ _MOST_STEPS = 50
 
 
 def drifts_table(record: RunRecord) -> PageTable | None:
-    """Return for each moment of drift the accuracy before and after, and when it was back.
+    """Return the accuracy before and after each drift, and the time of recovery.
 
-    The accuracy is that of the clients whose data changed. None if no data changed, or at more
-    moments than a table can show; then see :func:`steps_table`.
+    Accuracy of the clients whose data changed. None without drift or with too many drifts for a
+    table; then see :func:`steps_table`.
     """
     found = drifts(record.data_changes)
     if not 0 < len(found) <= _MOST_DRIFTS:
@@ -328,7 +327,7 @@ def drifts_table(record: RunRecord) -> PageTable | None:
 
 
 def steps_table(record: RunRecord) -> PageTable | None:
-    """Return what was trained and found on each step of the data; None if no data changed."""
+    """Return updates and tests per step of the data; None without drift."""
     if not record.data_changes:
         return None
     trained, found = record.updates.step, record.client_evaluations
@@ -344,12 +343,12 @@ def steps_table(record: RunRecord) -> PageTable | None:
 
 
 def _row(record: RunRecord, drift: Drift, until: float) -> tuple[Any, ...]:
-    """Return a drift's row; the next one is at the time `until`."""
+    """Return a drift's row; the next drift is at `until`."""
     found = record.client_evaluations
     affected = np.ones(len(found.client), np.bool_)
     if drift.clients is not None:
         affected = np.isin(found.client, sorted(drift.clients))
-    # By the step and not by the time: on real devices an evaluation takes a while.
+    # By step, not by time: on real devices an evaluation takes time.
     reached = found.step >= drift.steps[0]
     count = len(record.evaluations.time)
     old = _means(found.evaluation, found.accuracy, affected & ~reached, count)
@@ -366,14 +365,14 @@ def _row(record: RunRecord, drift: Drift, until: float) -> tuple[Any, ...]:
 
 
 def _means(evaluation: Integers, accuracy: Floats, chosen: Flags, count: int) -> Floats:
-    """Return the mean accuracy of the chosen rows at each evaluation; NaN where there are none."""
+    """Return the mean accuracy of the chosen rows at each evaluation; NaN without rows."""
     tests = np.bincount(evaluation[chosen], minlength=count)
     total = np.bincount(evaluation[chosen], weights=accuracy[chosen], minlength=count)
     return np.where(tests > 0, total / np.maximum(tests, 1), np.nan)
 
 
 # -----------------------------------------------------------------------------
-# What was forgotten and learnt, as tables of the page of a run.
+# Tables of learning and forgetting.
 # -----------------------------------------------------------------------------
 
 
@@ -387,7 +386,7 @@ _MEANINGS = {
 
 
 def learnt_table(summary: Mapping[str, Any]) -> PageTable | None:
-    """Return the numbers of tests on all tasks; None of runs that made none."""
+    """Return the measures of tests on all tasks; None without such tests."""
     measure = Measure.of(summary)
     if summary.get(f"task_{measure.name}") is None:
         return None
@@ -402,7 +401,7 @@ def learnt_table(summary: Mapping[str, Any]) -> PageTable | None:
 
 
 def tasks_table(summary: Mapping[str, Any]) -> PageTable | None:
-    """Return the accuracy on each task after each step; None of runs without such tests."""
+    """Return the accuracy on each task after each step; None without such tests."""
     measure = Measure.of(summary)
     matrix = summary.get(f"task_{measure.name}")
     if matrix is None:
@@ -418,12 +417,12 @@ def tasks_table(summary: Mapping[str, Any]) -> PageTable | None:
 
 
 # -----------------------------------------------------------------------------
-# What a run's protection did with clients' updates, as tables of its page.
+# Tables of the protection's decisions.
 # -----------------------------------------------------------------------------
 
 
 _MOST_SPELLS = 4
-"""So many of a client's exclusions are listed, the last ones."""
+"""Maximum number of a client's listed exclusions, the last ones."""
 
 
 def verdicts_table(record: RunRecord) -> PageTable | None:
@@ -452,9 +451,9 @@ def verdicts_table(record: RunRecord) -> PageTable | None:
 
 
 def judged_clients_table(record: RunRecord) -> PageTable | None:
-    """Return what became of each client's updates; None if every update was accepted.
+    """Return the verdicts by client; None if every update was accepted.
 
-    Clients of which all updates were accepted are left out.
+    Clients with only accepted updates are left out.
     """
     counts: defaultdict[str, Counter[Verdict]] = defaultdict(Counter)
     for event in record.judged:
@@ -475,7 +474,7 @@ def judged_clients_table(record: RunRecord) -> PageTable | None:
 
 
 def _exclusions(record: RunRecord) -> defaultdict[str, list[tuple[float, float | None]]]:
-    """Return from when until when each client was excluded; None: until the end."""
+    """Return each client's periods of exclusion; None: until the end."""
     spells: defaultdict[str, list[tuple[float, float | None]]] = defaultdict(list)
     for event in record.judged:
         own = spells[event.client]
@@ -497,7 +496,7 @@ def _listed(spells: list[tuple[float, float | None]]) -> str:
 
 
 def _typical(values: list[float]) -> str:
-    """Return the median of those that are known."""
+    """Return the median of known values."""
     known = [float(value) for value in values if value == value]
     return f"{median(known):.3g}" if known else "–"
 
@@ -521,20 +520,20 @@ _OPTIONS = (
     "eval-every",
     "seed",
 )
-"""Keys that are shown as options of their own, in this order; the others follow --set."""
+"""Keys shown as options of their own, in order; the others follow --set."""
 _NEVER = ("out", "resume", "strategy", "dataset", "seed")
-"""Keys of the folder, and keys that are always shown."""
+"""Keys left out or handled separately."""
 
 
 def repeat_command(config: Mapping[str, Value], defaults: Mapping[str, Value]) -> str:
-    """Return the command that makes a run again, with all keys that are not the defaults.
+    """Return the command that repeats a run, with all non-default keys.
 
     Parameters
     ----------
     config : Mapping[str, Value]
         The resolved keys of the run.
     defaults : Mapping[str, Value]
-        Default of every key, against which the run's are compared.
+        Default of every key.
     """
     differing = {
         name: value
@@ -553,7 +552,7 @@ def repeat_command(config: Mapping[str, Value], defaults: Mapping[str, Value]) -
 
 
 def assignment(name: str, value: Value) -> str:
-    """Return what is typed after --set for a key to have a value."""
+    """Return the assignment of a key for --set."""
     plain = f"{name}={_plain(value)}"
     if parse_assignment(plain)[1] == value:
         return plain
@@ -565,7 +564,7 @@ def _plain(value: Value) -> str:
 
 
 # -----------------------------------------------------------------------------
-# The page of a run: everything that its folder knows, on one page that needs nothing else.
+# The page of a run: one self-contained file with all results.
 # -----------------------------------------------------------------------------
 
 
@@ -582,7 +581,7 @@ def run_page(folder: Path, links: str) -> str:
     folder : Path
         Folder of a run that `raceme run` has written.
     links : str
-        What stands before the name of a file in a link to it.
+        Prefix of links to files.
 
     Raises
     ------
@@ -657,7 +656,7 @@ def read_summary(folder: Path) -> dict[str, Any]:
     Raises
     ------
     UserError
-        The run has none yet, or it is damaged.
+        The summary is missing or damaged.
     """
     path = folder / "summary.json"
     if not path.is_file():
@@ -687,7 +686,7 @@ def _results(summary: Mapping[str, Any]) -> PageTable:
 
 
 def _traffic(summary: Mapping[str, Any]) -> PageTable | None:
-    """Return the bytes of each phase; None if none travelled, or of earlier versions."""
+    """Return the bytes per phase; None without traffic or for earlier versions."""
     phases = summary.get("bytes_by_phase") or {}
     rows = [(name, of["messages"], of["down"], of["up"]) for name, of in phases.items()]
     if not any(of["down"] or of["up"] for of in phases.values()):
@@ -750,7 +749,7 @@ def _evaluations(record: RunRecord) -> PageTable:
 
 
 def _rejections(record: RunRecord) -> PageTable | None:
-    """Return why replies were not used, the most common reasons first."""
+    """Return the reasons of unused replies, the most common first."""
     counts = Counter(str(reason) for reason in record.rejections.reason)
     if not counts:
         return None

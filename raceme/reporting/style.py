@@ -1,4 +1,4 @@
-"""How Raceme's figures look: one set of settings, colours that keep their meaning, axes of time."""
+"""Style of figures: settings, consistent colours, time axes."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ FAINT = "#e6e8eb"
 REJECTED = "#c1121f"
 NEUTRAL = "#64748b"
 
-# Okabe and Ito's colours, which people with any colour vision can tell apart. Their black is kept
-# for text, their yellow is too faint for lines on white; a brown and a plum take the two places.
+# Okabe and Ito's colour-blind-safe palette, with brown and plum instead of black (used for text)
+# and yellow (too faint on white).
 _PALETTE = (
     "#0072b2",
     "#e69f00",
@@ -42,7 +42,7 @@ _PALETTE = (
     "#d55e00",
     "#8c6d46",
     "#5e3c99",
-    # Of sixteen clusters no two have one colour.
+    # Sixteen clusters have distinct colours.
     "#c2185b",
     "#6b8e23",
     "#00838f",
@@ -56,7 +56,7 @@ _PALETTE = (
 # Solid, dashed, dotted, dash-dotted.
 _LINES = ("-", (0, (4.5, 1.6)), (0, (1.1, 1.3)), (0, (5, 1.4, 1.1, 1.4)))
 
-# Shades for true groups: apart from the clusters' colours, and from each other also in grey.
+# Shades of true groups, distinct from cluster colours and in greyscale.
 _GROUP_SHADES = ("#1b1f24", "#8d99a6", "#4e5a66", "#c9d0d6", "#333b44", "#aab4bd", "#6d7985")
 
 _SETTINGS: Any = {
@@ -77,7 +77,7 @@ _SETTINGS: Any = {
     "grid.color": FAINT,
     "grid.linewidth": 0.8,
     "text.color": INK,
-    # A label is what a person typed, and no formula.
+    # Labels are plain text, no formulas.
     "text.parse_math": False,
     "xtick.color": MUTED,
     "ytick.color": MUTED,
@@ -97,12 +97,12 @@ _SETTINGS: Any = {
 
 
 CLOCK = "virtual time"
-"""What an axis of time is called, unless stated."""
+"""Default label of a time axis."""
 
 
 @contextmanager
 def style() -> Iterator[None]:
-    """Draw with Raceme's settings, whatever the user's own are; they come back afterwards."""
+    """Apply Raceme's settings within the context, instead of the user's."""
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(_SETTINGS)
@@ -110,15 +110,15 @@ def style() -> Iterator[None]:
 
 
 _MOST_DOTS = 3000
-"""More cannot be told apart, and make large pages."""
+"""Maximum number of dots."""
 MOST_BARS = 3000
-"""A timeline with more bars than this shows only its first part: bars are to be told apart."""
+"""Maximum number of bars in a timeline, which shows only its first part otherwise."""
 MOST_ROWS = 120
-"""A timeline shows at most so many devices, spread from the fastest to the slowest."""
+"""Maximum number of devices in a timeline, spread from the fastest to the slowest."""
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Return an empty figure of a size in inches that lays itself out."""
+    """Return an empty figure of a size in inches, with automatic layout."""
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
@@ -127,7 +127,7 @@ def new_figure(width: float, height: float) -> Figure:
 def one_axes(
     width: float, height: float, title: str = "", *, x: str = "", y: str = "", grid: str = ""
 ) -> tuple[Figure, Axes]:
-    """Return an empty figure with one pair of axes: its title, labels and the axis of its grid."""
+    """Return an empty figure with one pair of axes, with title, labels and grid."""
     figure = new_figure(width, height)
     axes = figure.add_subplot()
     axes.set_title(title)
@@ -139,13 +139,13 @@ def one_axes(
 
 
 COLUMN_WIDTH = 3.3
-"""Width in inches of a figure in a column of a paper."""
+"""Width in inches of a paper's column."""
 PAPER_POINTS = 8
 """Size of the text in such a figure."""
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """Write a figure, atomically: as PNG, or for a paper as PDF or SVG, by the path's suffix.
+    """Write a figure atomically as PNG, or for a paper as PDF or SVG, by suffix.
 
     For a paper it is as wide as a column, with text of 8 points in embedded TrueType fonts; the
     figure given is changed.
@@ -166,7 +166,7 @@ def save_figure(figure: Figure, path: Path) -> None:
 def cluster_colour(cluster: int) -> str:
     """Return the colour of a cluster, the same in every figure.
 
-    The first cluster, from which all others come, is slate; the others take the palette in turn.
+    The first cluster is slate; the others cycle through the palette.
     """
     return NEUTRAL if cluster == 0 else _PALETTE[(cluster - 1) % len(_PALETTE)]
 
@@ -177,15 +177,15 @@ def series_colour(index: int) -> str:
 
 
 def series_line(index: int) -> Any:
-    """Return the line style of one of several runs: another one when the colours begin again."""
+    """Return the line style of one of several runs, which changes when colours repeat."""
     return _LINES[index // len(_PALETTE) % len(_LINES)]
 
 
 def method_looks(labels: Iterable[str]) -> dict[str, tuple[str, Any]]:
     """Return colour and line style of each method of a comparison, by label.
 
-    By the labels' alphabetical order, as on the dashboard: a method looks the same in every figure,
-    whatever the order in which the methods were named.
+    Assigned in alphabetical order of labels, as on the dashboard, so that a method looks the same
+    in every figure.
     """
     places = {label: place for place, label in enumerate(sorted(set(labels)))}
     return {label: (series_colour(place), series_line(place)) for label, place in places.items()}
@@ -197,7 +197,7 @@ def group_colour(group: int) -> str:
 
 
 def time_unit(span: float) -> tuple[float, str]:
-    """Return the number of seconds in the unit that suits a span of time, and its symbol."""
+    """Return the length in seconds and the symbol of a suitable unit of time."""
     if span > 2 * 86400:
         return 86400.0, "d"
     if span > 5 * 3600:
@@ -211,7 +211,7 @@ def time_axis(axes: Axes, start: float, end: float, label: str) -> float:
     """Label the x-axis as time from `start` to `end` and return the seconds in its unit."""
     seconds, unit = time_unit(end - start)
     axes.set_xlabel(f"{label} ({unit})")
-    # An empty run has no length, which matplotlib warns about.
+    # matplotlib warns about an empty range.
     axes.set_xlim(start / seconds, end / seconds if end > start else start / seconds + 1)
     return seconds
 
@@ -227,12 +227,12 @@ def log_time_axis(axes: Axes, start: float, end: float) -> None:
 
 
 def legend_beside(axes: Axes, **how: Any) -> None:
-    """Put the legend beside the axes, where it covers nothing."""
+    """Draw the legend beside the axes."""
     axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), **how)
 
 
 def heat_map(axes: Axes, values: Floats, low: float, high: float, **how: Any) -> Any:
-    """Draw a matrix as cells without a frame or ticks; return what a colour bar needs."""
+    """Draw a matrix as cells without frame or ticks; return the image for a colour bar."""
     look = {"cmap": "viridis", "interpolation": "nearest", **how}
     image = axes.imshow(values, vmin=low, vmax=high, **look)
     axes.grid(False)
@@ -243,19 +243,19 @@ def heat_map(axes: Axes, values: Floats, low: float, high: float, **how: Any) ->
 
 
 def say_empty(axes: Axes, text: str) -> None:
-    """Say in the middle of a figure that there is nothing to show."""
+    """Write a text in the middle of an empty figure."""
     axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color=MUTED)
 
 
 def fastest_first(typical: Mapping[str, float]) -> list[str]:
-    """Return the devices that a timeline shows: by their typical time, of very many some."""
+    """Return the devices of a timeline by typical time, a sample of very many."""
     order = sorted(typical, key=lambda client: typical[client])
     picked = np.linspace(0, len(order) - 1, min(len(order), MOST_ROWS)).round().astype(int)
     return [order[index] for index in picked]
 
 
 def first_part(end: float, whole: float, seconds: float, of: str = "") -> str:
-    """Return for a title what part of a time is drawn; nothing if it is all of it."""
+    """Return the part of a title for a truncated time; empty if complete."""
     if end >= whole:
         return ""
     return f" (the first {float(f'{end / seconds:.3g}'):,g} {time_unit(end)[1]}{of})"
@@ -271,22 +271,22 @@ def draw_spans(
     edge: str = FAINT,
     hatch: str | None = None,
 ) -> None:
-    """Draw spans of time as boxes, all at once: rows of devices, from left to right.
+    """Draw spans of time as boxes in rows of devices.
 
     Parameters
     ----------
     axes : Axes
         Axes of time, to which the boxes are added.
     rows : Mapping[str, int]
-        The row of each client that is shown.
+        Row of each shown client.
     spans : Iterable of (str, float, float)
-        Client, begin and end in seconds.
+        Client, start and end in seconds.
     end : float
-        Until when boxes are drawn, in seconds.
+        End of the drawing in seconds.
     seconds : float
-        Seconds in a unit of the axis of time.
+        Seconds per unit of the time axis.
     colours : str or Sequence[str]
-        Of all boxes, or of each span; ``"none"`` for outlines.
+        Colour of all boxes or of each span; ``"none"`` for outlines.
     edge, hatch : str, str or None
         Colour of the edges, and the pattern.
     """
@@ -303,23 +303,23 @@ def draw_spans(
 
 
 def draw_dots(axes: Axes, x: Sequence[float], y: Sequence[float], colour: str, **how: Any) -> None:
-    """Draw single values as faint dots; of very many some, evenly chosen, the last among them."""
+    """Draw single values as faint dots, an even sample of very many."""
     chosen = np.unique(np.linspace(0, len(x) - 1, _MOST_DOTS).astype(int))
     how = {"ls": "", "marker": ".", "ms": 3, "mew": 0, "alpha": 0.3, "zorder": 1, **how}
     axes.plot(np.asarray(x)[chosen], np.asarray(y)[chosen], color=colour, **how)
 
 
 # -----------------------------------------------------------------------------
-# Marks over an axis of time: when clients' data changed, and when clusters did.
+# Marks of drifts and cluster changes on a time axis.
 # -----------------------------------------------------------------------------
 
 
 _MOST_DRIFTS = 24
-"""More moments at which data changed are told in words: lines have to be told apart."""
+"""Maximum number of drift lines; more are only counted."""
 _MOST_CHANGES = 80
-"""More changes of one kind are told in words."""
+"""Maximum number of signs per kind of change; more are only counted."""
 _LETTER = 0.0088
-"""Width of a letter of a label, as a share of the axis."""
+"""Width of a letter as a share of the axis."""
 
 # Lines that part, lines that meet, a plus, a cross.
 _SHAPES = {
@@ -340,14 +340,14 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class Drift:
-    """Clients' data changed at one moment.
+    """A drift at one time.
 
     Attributes
     ----------
     time, updates : float, int
         Time in seconds, and updates applied by then.
     clients : frozenset of str or None
-        Whose data; None stands for all clients.
+        Affected clients; None for all.
     steps : tuple of (int, int)
         The lowest and the highest step from then on.
     """
@@ -359,7 +359,7 @@ class Drift:
 
     @property
     def whose(self) -> str:
-        """Whose data, in words."""
+        """The affected clients in words."""
         if self.clients is None:
             return "all clients"
         return f"{len(self.clients)} client{'' if len(self.clients) == 1 else 's'}"
@@ -372,14 +372,14 @@ class Drift:
 
     @property
     def label(self) -> str:
-        """What stands beside its mark."""
+        """Label of its mark."""
         low, high = self.steps
         step = f"step{'' if low == high else 's'} {self.step}"
         return step if self.clients is None else f"{self.whose}: {step}"
 
 
 def drifts(changes: Sequence[DataChanged]) -> list[Drift]:
-    """Put together what changed at the same moment."""
+    """Merge simultaneous changes."""
     found = []
     for time, together in groupby(changes, key=lambda change: change.time):
         group = list(together)
@@ -393,23 +393,23 @@ def drifts(changes: Sequence[DataChanged]) -> list[Drift]:
 
 
 def mark_drifts(axes: Axes, changes: Sequence[DataChanged], seconds: float, y: float) -> bool:
-    """Draw a line at each moment at which data changed, or say how many there were.
+    """Draw a line at each drift, or state their number.
 
     Parameters
     ----------
     axes : Axes
-        With its final limits of time.
+        Axes with final time limits.
     changes : Sequence[DataChanged]
         Reported changes, in order of time.
     seconds : float
-        Seconds in a unit of the axis of time.
+        Seconds per unit of the time axis.
     y : float
         Height of the labels, as a share of the axes; lines end below them.
 
     Returns
     -------
     bool
-        Whether there are lines, so that a legend can say what they are.
+        Whether there are lines to explain in a legend.
     """
     found = drifts(changes)
     across = axes.get_xaxis_transform()
@@ -445,9 +445,9 @@ def drift_line() -> Line2D:
 def mark_changes(
     axes: Axes, changes: Sequence[ClustersChanged], seconds: float, y: float
 ) -> list[Line2D]:
-    """Draw a sign at each split, merge, founding and retirement, and return the legend's entries.
+    """Draw a sign at each split, merge, new or retired cluster; return legend entries.
 
-    What a run begins with is not marked. The parameters are those of :func:`mark_drifts`.
+    Initial clusters are not marked. Parameters as in :func:`mark_drifts`.
     """
     entries = []
     for kind, shape in _SHAPES.items():

@@ -1,4 +1,4 @@
-"""The page of a simulated app: when devices worked, waited, and for which of the others."""
+"""The page of a simulated app: work and waiting times of devices."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ from raceme.reporting.style import (
 )
 
 # -----------------------------------------------------------------------------
-# What a person sees at the end of a simulation of an app.
+# Terminal output at the end of a simulated app.
 # -----------------------------------------------------------------------------
 
 
 _SHOWN = 3
-"""So many of those that others waited for are named."""
+"""Maximum number of named devices that others waited for."""
 
 
 def print_simulation(summary: Mapping[str, Any], out: Path, console: Console | None = None) -> None:
-    """Print what a simulation has shown, and where its results are."""
+    """Print the results of a simulation and their location."""
     console = console or Console(highlight=False)
     settings = summary["settings"]
     title = f"{summary['app']} on {summary['clients']:,} devices ({settings['devices']})"
@@ -86,7 +86,7 @@ def simulation_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def duration(seconds: float) -> str:
-    """Return a length of time as a person says it, with the seconds."""
+    """Format a duration, with the seconds."""
     plain = f"{seconds:,.1f} s"
     for length, unit in ((86400, "days"), (3600, "h"), (60, "min")):
         if seconds >= 2 * length:
@@ -100,7 +100,7 @@ def _time(summary: Mapping[str, Any]) -> str:
 
 
 def _shares(summary: Mapping[str, Any]) -> str:
-    """Say how devices spent their time."""
+    """Describe how devices spent their time."""
     if summary["busy_share"] is None:
         return "no time has passed"
     shares = {"at work": "busy_share", "waiting": "idle_share", "offline": "offline_share"}
@@ -127,15 +127,15 @@ def _failure_lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 # -----------------------------------------------------------------------------
-# When the devices of a simulated fleet worked, and for which of them the others waited.
+# Figures of devices' work and of the devices that others waited for.
 # -----------------------------------------------------------------------------
 
 
 WORK, AWAITED, EVALUATION = series_colour(4), series_colour(5), series_colour(2)
 _NARROW = 0.005
-"""Bars of this share of the width are narrow."""
+"""Share of the width below which bars are narrow."""
 _NAMED_ROWS = 40
-"""So many rows have room for names."""
+"""Maximum number of rows with names."""
 
 _Bars = list[tuple[str, float, float]]
 _COLOURS = {"work": WORK, "evaluation": EVALUATION, "awaited": AWAITED, "lost": REJECTED}
@@ -144,7 +144,7 @@ _COLOURS = {"work": WORK, "evaluation": EVALUATION, "awaited": AWAITED, "lost": 
 
 @style()
 def timeline_figure(fleet: Fleet, *, clock: str = CLOCK) -> Figure:
-    """Draw when devices worked, and which the others waited for: a row each, a bar per task."""
+    """Draw devices' work and those that others waited for: a row each, a bar per task."""
     order = shown(fleet)
     rows = {client: row for row, client in enumerate(order)}
     figure, axes = one_axes(7.2, _height(len(rows)))
@@ -165,7 +165,7 @@ def timeline_figure(fleet: Fleet, *, clock: str = CLOCK) -> Figure:
     kinds: defaultdict[str, _Bars] = defaultdict(list)
     for task in tasks:
         kinds[_kind(task, late)].append((task.client, task.begun, min(task.ended, fleet.end)))
-    # Lines between bars would leave nothing of narrow ones.
+    # Edges would hide narrow bars.
     lengths = [task.ended - task.begun for task in tasks]
     edge = "white" if float(np.median(lengths)) > _NARROW * end else "face"
     idle = [(client, *span) for client, spans in fleet.idle().items() for span in spans]
@@ -187,7 +187,7 @@ def timeline_figure(fleet: Fleet, *, clock: str = CLOCK) -> Figure:
 
 @style()
 def waiting_figure(fleet: Fleet, accounts: Sequence[ClientAccount]) -> Figure:
-    """Draw how devices spent their time, and how long the others waited for each of them."""
+    """Draw how devices spent their time, and how long others waited for each."""
     order = shown(fleet)
     own = {account.client: account for account in accounts}
     figure = new_figure(7.2, _height(len(order)))
@@ -219,14 +219,14 @@ def waiting_figure(fleet: Fleet, accounts: Sequence[ClientAccount]) -> Figure:
         say_empty(right, "no device waited for another")
     handles, _ = left.get_legend_handles_labels()
     if fleet.offline:
-        # What is left of the time.
+        # The remaining time.
         handles.append(Patch(facecolor="none", edgecolor=MUTED, label="offline"))
     figure.legend(handles=handles, loc="outside lower center", ncols=3)
     return figure
 
 
 def shown(fleet: Fleet) -> list[str]:
-    """Return the devices that plots show, from the fastest to the slowest."""
+    """Return the plotted devices, from the fastest to the slowest."""
     busy = fleet.busy()
     typical = {
         client: float(np.median([stop - start for start, stop in spans])) if spans else math.inf
@@ -236,14 +236,14 @@ def shown(fleet: Fleet) -> list[str]:
 
 
 def _window(fleet: Fleet, tasks: Sequence[Task]) -> float:
-    """Return until when bars are drawn."""
+    """Return the end of the drawing."""
     gone = (start for spans in fleet.offline.values() for start, _ in spans)
     starts = sorted((*(task.begun for task in tasks), *gone))
     return fleet.end if len(starts) <= MOST_BARS else starts[MOST_BARS]
 
 
 def _kind(task: Task, late: set[tuple[str, float]]) -> str:
-    """Return how the bar of a task is drawn."""
+    """Return the kind of a task's bar."""
     if task.failure is not None:
         return "lost"
     if (task.client, task.answered) in late:
@@ -252,7 +252,7 @@ def _kind(task: Task, late: set[tuple[str, float]]) -> str:
 
 
 def _height(rows: int) -> float:
-    """Return the height of a figure with so many rows, in inches."""
+    """Return the height of a figure in inches by its number of rows."""
     return min(6.5, max(2.6, 1.6 + 0.14 * rows))
 
 
@@ -273,7 +273,7 @@ def _rows_axis(axes: Axes, order: Sequence[str], clients: int) -> None:
 
 
 # -----------------------------------------------------------------------------
-# The page of a simulated app: when devices worked, waited, and for which of the others.
+# The page of a simulated app: work and waiting times of devices.
 # -----------------------------------------------------------------------------
 
 
@@ -290,7 +290,7 @@ def simulation_page(folder: Path, links: str) -> str:
     folder : Path
         Folder of a simulation that `raceme simulate` has written.
     links : str
-        What stands before the name of a file in a link to it.
+        Prefix of links to files.
 
     Raises
     ------
@@ -357,7 +357,7 @@ def _tiles(summary: Mapping[str, Any]) -> list[Tile]:
 
 
 def _failures(fleet: Fleet) -> PageTable | None:
-    """Return why replies were unusable, and how often."""
+    """Return the reasons of unusable replies with counts."""
     reasons = Counter(task.failure for task in fleet.tasks if task.failure is not None)
     if not reasons:
         return None

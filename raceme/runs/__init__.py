@@ -1,1 +1,1 @@
-"""From a configuration to a finished run: experiment, checkpoints, observers, trackers."""
+"""Runs: setup, execution, checkpoints, observers and trackers."""

@@ -1,4 +1,4 @@
-"""When checkpoints of a run are written, what is in them, and how a run is resumed from one."""
+"""Checkpoints of a run: schedule, content, and resumption."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from raceme.records.store import FILE_NAME, RunStore
 #
 # A tree consists of dicts with text keys, lists, numbers, text, bytes, booleans, None and numpy
 # arrays. Arrays and bytes are tensors of the file, everything else is JSON in one more tensor.
-# Nothing is ever unpickled: a file made to do harm can at most be refused.
+# Nothing is unpickled: a malicious file can at most be refused.
 # -----------------------------------------------------------------------------
 
 
@@ -42,7 +42,7 @@ _TREE = "tree"
 """Name of the tensor with the JSON; arrays are named by their number."""
 _HASH = "sha256"
 _MARK = "$"
-"""Begins the keys that stand for a tensor; a key of the tree that begins so gets another one."""
+"""Prefix of keys that stand for a tensor; doubled for keys of the tree that begin with it."""
 _ARRAY, _BYTES = "$array", "$bytes"
 
 _UNREADABLE = (OSError, ReadingError, SafetensorError, ValueError, TypeError, KeyError)
@@ -51,27 +51,27 @@ _Array = NDArray[np.generic]
 
 
 class DamagedError(Exception):
-    """A file does not hold what was written to it; the message says how that shows."""
+    """A file is damaged; the message says how."""
 
 
 def write_tree(path: Path, tree: Any, note: Mapping[str, str]) -> None:
-    """Write a tree durably: after this it survives a loss of power; before, nothing is there.
+    """Write a tree durably and atomically.
 
-    What occurs in the tree several times, as the same object, is written once.
+    An object that occurs several times is written once.
 
     Parameters
     ----------
     path : Path
-        The file; its folder is made if need be.
+        The file; its folder is created if necessary.
     tree : Any
         The tree of plain values and arrays.
     note : Mapping[str, str]
-        Kept beside the tree, in the header of the file.
+        Stored in the header of the file.
 
     Raises
     ------
     TypeError
-        The tree holds something else.
+        The tree holds an unsupported type.
     """
     packer = _Packer()
     text = json.dumps(packer.pack(tree)).encode("ascii")
@@ -85,17 +85,17 @@ def write_tree(path: Path, tree: Any, note: Mapping[str, str]) -> None:
 
 
 def read_tree(path: Path) -> tuple[Any, dict[str, str]]:
-    """Read what :func:`write_tree` wrote: the tree and the note.
+    """Read a tree and its note as written by :func:`write_tree`.
 
     Raises
     ------
     DamagedError
-        The file is not as it was written, or was written by something else.
+        The file is damaged or has another origin.
     """
     try:
         check_regular(path)
         check_room(path.stat().st_size, f"The checkpoint {path}")
-        # It has found that the sizes which the header states are those of the file.
+        # The reader has checked the header's sizes against the file.
         with safe_open(path, framework="numpy") as file:
             metadata = dict(file.metadata() or {})
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -104,22 +104,22 @@ def read_tree(path: Path) -> tuple[Any, dict[str, str]]:
     if metadata.get("format") != FORMAT:
         raise DamagedError(f"its format is {metadata.get('format')!r}, not {FORMAT!r}")
     if metadata.pop(_HASH, None) != _digest(metadata, tensors):
-        raise DamagedError("its content is not what was written")
+        raise DamagedError("its content does not match its checksum")
     del metadata["format"]
     try:
         return _unpack(parse_json(tensors[_TREE].tobytes()), tensors, {}), metadata
-    # The hash detects accidents; a forged file may have a valid one.
+    # The hash detects accidental damage only; a forged file may have a valid one.
     except (ReadingError, LookupError, TypeError, AttributeError) as error:
         raise DamagedError(f"its tree cannot be read: {error}") from None
 
 
 class _Packer:
-    """Takes arrays and bytes out of a tree.
+    """Extracts arrays and bytes from a tree.
 
     Attributes
     ----------
     tensors : dict[str, ndarray]
-        The arrays by their number.
+        The extracted arrays by number.
     """
 
     def __init__(self) -> None:
@@ -143,14 +143,14 @@ class _Packer:
     def _number(self, identity: object, array: _Array) -> int:
         if identity not in self._numbers:
             self._numbers[identity] = len(self.tensors)
-            # `ascontiguousarray` makes one dimension of none.
+            # `ascontiguousarray` turns zero dimensions into one.
             plain = np.ascontiguousarray(array).reshape(array.shape)
             self.tensors[str(len(self.tensors))] = plain
         return self._numbers[identity]
 
 
 def _identity(array: _Array) -> object:
-    """Return what two arrays have in common that show the same memory in the same way."""
+    """Return a key that is equal for identical views of the same memory."""
     address = array.__array_interface__["data"][0]
     return address, array.shape, array.strides, array.dtype.str
 
@@ -162,7 +162,7 @@ def _escaped(key: object) -> str:
 
 
 def _unpack(value: Any, tensors: Mapping[str, _Array], known: dict[int, bytes]) -> Any:
-    """Put arrays and bytes back; the same bytes become the same object again."""
+    """Restore arrays and bytes; shared objects are shared again."""
     if isinstance(value, list):
         return [_unpack(inner, tensors, known) for inner in value]
     if not isinstance(value, dict):
@@ -187,7 +187,7 @@ def _digest(metadata: Mapping[str, str], tensors: Mapping[str, _Array]) -> str:
 
 
 def _flush(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
+    """Flush a file or folder to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -196,19 +196,19 @@ def _flush(path: Path) -> None:
 
 
 # -----------------------------------------------------------------------------
-# A run's checkpoints: numbered files, of which the latest two are kept.
+# A run's checkpoints: numbered files, the latest two of which are kept.
 # -----------------------------------------------------------------------------
 
 
 log = logging.getLogger("raceme.checkpoints")
 
 CHECKPOINTS = "checkpoint"
-"""Name of the folder in that of the run."""
+"""Name of the folder within the run's folder."""
 _KEPT = 2
 _SUFFIX = ".safetensors"
 
 Check = Callable[[Any, Mapping[str, str]], str]
-"""Returns why a checkpoint cannot be used here; nothing if it can."""
+"""Returns why a checkpoint cannot be used, or an empty text."""
 
 
 class CheckpointFolder:
@@ -217,7 +217,7 @@ class CheckpointFolder:
     Parameters
     ----------
     run : Path
-        The run's folder; the checkpoints lie in ``checkpoint`` in it.
+        The run's folder, with the checkpoints in ``checkpoint``.
     """
 
     def __init__(self, run: Path) -> None:
@@ -225,30 +225,30 @@ class CheckpointFolder:
         self._good: list[int] = []
 
     def save(self, tree: Any, note: Mapping[str, str]) -> Path:
-        """Write the next checkpoint, and drop those before the last two."""
+        """Write the next checkpoint and drop all but the last two."""
         number = max(self._numbers(), default=0) + 1
         path = self._file(number)
         write_tree(path, tree, note)
         self._good = [*self._good, number][-_KEPT:]
         for old in self._numbers():
             if old not in self._good:
-                # What stands there may be no file, and not ours: it is left alone.
+                # It may be a foreign file or folder, which is kept.
                 with suppress(OSError):
                     self._file(old).unlink(missing_ok=True)
         return path
 
     def load(self, check: Check) -> tuple[Any, Path]:
-        """Read the newest checkpoint that can be used; say so if it is not the newest.
+        """Read the newest usable checkpoint; log if a newer one is unusable.
 
         Parameters
         ----------
         check : Check
-            Refuses checkpoints of something else.
+            Refuses unsuitable checkpoints.
 
         Raises
         ------
         UserError
-            None can be used.
+            No checkpoint is usable.
         """
         refused: list[str] = []
         for number in reversed(self._numbers()):
@@ -260,7 +260,7 @@ class CheckpointFolder:
                 reason = f"it is damaged ({error})"
             if not reason:
                 if refused:
-                    log.warning("%s The one before it is used: %s.", " ".join(refused), path.name)
+                    log.warning("%s Using the previous one: %s.", " ".join(refused), path.name)
                 self._good = [number]
                 return tree, path
             refused.append(f"The checkpoint {path} cannot be used: {reason}.")
@@ -272,7 +272,7 @@ class CheckpointFolder:
         )
 
     def _numbers(self) -> list[int]:
-        """Return the numbers of the checkpoints that are there, in order."""
+        """Return the numbers of the existing checkpoints, in order."""
         stems = [path.stem for path in self.path.glob(f"*{_SUFFIX}")]
         return sorted(int(stem) for stem in stems if stem.isdecimal())
 
@@ -281,14 +281,13 @@ class CheckpointFolder:
 
 
 # -----------------------------------------------------------------------------
-# When checkpoints of a run are written, what is in them, and how a run is resumed from one.
+# Checkpoints of a run: schedule, content, and resumption.
 # -----------------------------------------------------------------------------
 
 
 STATE = 10
-"""The format of what a checkpoint holds. A change of what the state of a strategy, a policy or the
-grid consists of, or means, raises it: a run then does not go on from an earlier one. Versions with
-the same number read each other's checkpoints."""
+"""Format number of the state. It is raised when the content or meaning of the state of a strategy,
+policy or grid changes, and older checkpoints are then refused."""
 
 _PARTS: Mapping[str, tuple[type, ...]] = {
     "config": (dict,),
@@ -309,8 +308,8 @@ CONDITIONS = (
     "track",
     "workers",
 )
-"""Keys that change no number of a run. Where data lie is not what they are: a run can move to a
-machine that has them elsewhere."""
+"""Keys that do not change results. Locations of data are among them, so that a run can move to
+another machine."""
 
 _FREE = (
     *CONDITIONS,
@@ -325,25 +324,25 @@ _FREE = (
     "target-accuracy",
     "vectorised",
 )
-"""Keys that may differ when a run is resumed: they do not change what was learned so far."""
+"""Keys that may differ on resumption, because they do not affect the past of the run."""
 
 _LEAST_SECONDS, _COSTS = 10.0, 50.0
-"""From one checkpoint to the next on real devices, if nothing else is asked for: so many seconds,
-or so many times what the last one took, so that checkpoints take at most 2 % of the time."""
+"""Default interval of checkpoints on real devices: at least so many seconds, and so many times the
+duration of the last one, so that checkpoints take at most 2 % of the time."""
 
 
 @dataclass(frozen=True)
 class Restored:
-    """What a resumed run has to know beside its strategy's and its grid's state.
+    """State of a resumed run besides that of its strategy and grid.
 
     Attributes
     ----------
     events : int
-        Events that were in the run store.
+        Number of events in the run store.
     wall_time : float
-        Seconds that the run had taken.
+        Wall time of the run so far in seconds.
     path : Path
-        The checkpoint that the run goes on from.
+        The checkpoint from which the run resumes.
     """
 
     events: int
@@ -352,36 +351,36 @@ class Restored:
 
 
 class Keeper:
-    """Writes checkpoints when they are due. It is asked between two steps of the strategy.
+    """Writes checkpoints when due, between two steps of the strategy.
 
-    They are due after ``checkpoint-every`` updates and ``checkpoint-seconds`` on the wall clock, by
-    default on real devices only, as often as takes 2 % of the time. The first one, of the
-    beginning, always is.
+    They are due after ``checkpoint-every`` updates and ``checkpoint-seconds`` of wall time; by
+    default on real devices only, at a cost of at most 2 % of the time. One at the start is always
+    written.
 
     Parameters
     ----------
     folder : CheckpointFolder
         The checkpoints of the run.
     config : RunConfig
-        The resolved configuration, which a resumed run must share.
+        The resolved configuration, which a resumed run must match.
     strategy : Method
         The strategy whose state is saved.
     grid : Grid
-        Saved with its clock and open messages, if it is a
+        Saved with clock and open messages if it is a
         :class:`~raceme.core.timeline.Resumable`.
     store : RunStore
-        The run store; everything observed so far is written to it first.
+        The run store, which is flushed first.
     wall_time : Callable
-        Returns the seconds that the run has taken.
+        Returns the wall time of the run in seconds.
     stop : Callable
-        Returns why the run is to end now; nothing if it is not.
+        Returns the reason if the run is to end now, else an empty text.
     resumed : bool
-        The run has just been resumed from a checkpoint.
+        Whether the run has just been resumed.
 
     Attributes
     ----------
     failure : str
-        Why the last checkpoint that was due could not be written; empty if it was.
+        Reason if the last due checkpoint could not be written, else empty.
     """
 
     def __init__(
@@ -407,21 +406,21 @@ class Keeper:
         self.failure = ""
 
     def stop_check(self) -> str:
-        """Write a checkpoint if one is due; return why the run is to end, if it is.
+        """Write a checkpoint if one is due; return the reason if the run is to end.
 
-        A checkpoint that cannot be written does not end a run. Events that cannot be written do:
-        afterwards there would be no way to tell what the run did.
+        An unwritable checkpoint does not end a run. Unwritable events do, as the run could not be
+        analysed.
         """
         reason = self._stop()
         if reason or self._is_due():
             path = self._saved()
             if reason and path is not None:
-                # A checkpoint lies in the run's folder, in `checkpoint`.
+                # The checkpoint's grandparent is the run's folder.
                 virtual = timeline_of(self._grid).is_virtual
                 command = f"raceme run --resume {path.parent.parent}"
                 log.info("To resume: %s", command if virtual else "the same command again")
         failure = self._store.failure
-        return reason or (f"{FILE_NAME} cannot be written any more: {failure}" if failure else "")
+        return reason or (f"{FILE_NAME} can no longer be written: {failure}" if failure else "")
 
     def _is_due(self) -> bool:
         if self._saved_updates < 0:
@@ -431,7 +430,7 @@ class Keeper:
         return bool(self._seconds) and self._wall_time() >= self._saved_at + self._seconds
 
     def _saved(self) -> Path | None:
-        """Write a checkpoint; None if that is not possible, and the ones before it are kept."""
+        """Write a checkpoint; on failure return None and keep the earlier ones."""
         try:
             path = self._save()
         except UserError as error:
@@ -440,7 +439,7 @@ class Keeper:
         except (OSError, SafetensorError) as error:
             self.failure = " ".join(str(error).split())
             log.warning("A checkpoint could not be written: %s", self.failure)
-            # The next one is tried when it is due.
+            # Try again when the next one is due.
             self._saved_updates, self._saved_at = self._progress.updates, self._wall_time()
             return None
         self.failure = ""
@@ -473,7 +472,7 @@ class Keeper:
 
 
 def restore(folder: CheckpointFolder, config: RunConfig, strategy: Method, grid: Grid) -> Restored:
-    """Bring a strategy, and a grid that can, back to where the last usable checkpoint was taken.
+    """Restore a strategy, and a resumable grid, from the last usable checkpoint.
 
     Parameters
     ----------
@@ -482,9 +481,9 @@ def restore(folder: CheckpointFolder, config: RunConfig, strategy: Method, grid:
     config : RunConfig
         Configuration of the resumed run, with every key resolved.
     strategy : Method
-        New, of the same method.
+        A new strategy of the same method.
     grid : Grid
-        New, of the same fleet.
+        A new grid of the same fleet.
 
     Raises
     ------
@@ -505,7 +504,7 @@ def restore(folder: CheckpointFolder, config: RunConfig, strategy: Method, grid:
             return reason
         try:
             strategy.load_state_dict(tree["strategy"])
-        # A forged state raises whatever exception comes first.
+        # A forged state can raise any exception.
         except Exception as error:
             return f"its state does not fit this version of Raceme ({_described(error)})"
         writer = note.get("raceme")
@@ -528,14 +527,14 @@ def restore(folder: CheckpointFolder, config: RunConfig, strategy: Method, grid:
 
 @contextmanager
 def resuming(path: Path) -> Iterator[None]:
-    """Say of what a run was resumed, should it fail: an error is logged, and becomes a UserError.
+    """Log an error of a resumed run, and raise a UserError that names the checkpoint.
 
-    A forged checkpoint may fit as far as can be told, and fail later on.
+    A forged checkpoint may pass all checks and fail later.
 
     Parameters
     ----------
     path : Path
-        The checkpoint that the run goes on from.
+        The checkpoint from which the run resumes.
     """
     try:
         yield
@@ -549,14 +548,14 @@ def resuming(path: Path) -> Iterator[None]:
 
 
 def can_resume(run: Path, config: RunConfig) -> bool:
-    """Return whether a run's folder holds a checkpoint of this configuration that can be read here.
+    """Return whether a run's folder holds a usable checkpoint of this configuration.
 
     Parameters
     ----------
     run : Path
-        The folder of a run on virtual time.
+        Folder of a run on virtual time.
     config : RunConfig
-        The resolved configuration that the run is to be of.
+        The resolved configuration to compare with.
     """
     if not (run / FILE_NAME).is_file():
         return False
@@ -568,12 +567,12 @@ def can_resume(run: Path, config: RunConfig) -> bool:
 
 
 def identity(config: RunConfig) -> dict[str, Value]:
-    """Return the keys that a run and its continuation must share."""
+    """Return the keys that a run and its resumption must share."""
     return {key: value for key, value in config.to_mapping().items() if key not in _FREE}
 
 
 def _unfit(tree: Any, note: Mapping[str, str], config: RunConfig) -> str:
-    """Say why a checkpoint is none of this run, or none that can be read; nothing if it is."""
+    """Return why a checkpoint does not belong to this run or cannot be read, or an empty text."""
     stated = note.get("state")
     if stated != str(STATE):
         return (
@@ -597,7 +596,7 @@ def _described(error: Exception) -> str:
 
 
 def _other_config(there: Mapping[str, Value], here: Mapping[str, Value]) -> str:
-    """Say how two configurations differ; nothing if they do not."""
+    """Return how two configurations differ, or an empty text."""
     differences = [
         f"{key[:80]} is {repr(there.get(key))[:200]} there and {here.get(key)!r} here"
         for key in sorted(there.keys() | here.keys(), key=lambda key: ("." in key, key))

@@ -1,4 +1,4 @@
-"""From a configuration to a finished run: the parts are built, checked and put together here."""
+"""Runs: building, checking and executing the parts of a configuration."""
 
 from __future__ import annotations
 
@@ -77,12 +77,12 @@ log = logging.getLogger("raceme.run")
 _CLIENT_APP = "raceme.client_app:app"
 _ATTACKED_APP = "raceme.simulation.attacks:app"
 _WRITER_SECONDS = 30.0
-"""A server app whose SuperLink died has left its folder to the next by then."""
+"""Time after which a server app whose SuperLink died has released its folder."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The artefacts of a run, and how it ended.
+    """The result of a run.
 
     Attributes
     ----------
@@ -91,11 +91,11 @@ class Outcome:
     summary : dict[str, Any]
         The content of its ``summary.json``.
     complete : bool
-        False if the run ended for another reason than its limits.
+        Whether the run ended by its limits.
     interrupted : bool
-        True if the user ended it.
+        Whether the user ended it.
     unwritten : dict[str, str]
-        Names of artefacts that could not be written or are not whole, and why.
+        Artefacts that could not be written or are incomplete, with reasons.
     """
 
     out: Path
@@ -106,12 +106,12 @@ class Outcome:
 
 
 def resolve(config: RunConfig) -> RunConfig:
-    """Fill in what the configuration leaves to the dataset, and make paths absolute.
+    """Fill in the dataset's defaults, and make paths absolute.
 
     Raises
     ------
     UserError
-        The dataset does not exist, or an option that is set is not read.
+        The dataset does not exist, or a given option does not apply.
     """
     config.check_options()
     chosen(config.track)
@@ -137,18 +137,18 @@ def build_strategy(config: RunConfig) -> Method:
     Raises
     ------
     UserError
-        There is no such strategy, or it works in no rounds that could be counted.
+        There is no such strategy, or a limit in rounds does not apply to it.
     """
     strategy: Method = STRATEGIES.make(config.strategy, config.parameters(), seed=config.seed)
     strategy.protection = protection_of(config)
     drift = schedule_of(config)
     if drift is not None and drift.in_rounds and strategy.scheduling.rounds is None:
         raise UserError(
-            f"drift-at counts rounds, and {config.strategy} works in none: count seconds, updates "
-            "or uploads."
+            f"drift-at counts rounds, and {config.strategy} has none: give seconds, updates or "
+            "uploads."
         )
     if config.eval_tasks and drift is None:
-        raise UserError("eval-tasks needs data that change: choose a drift.")
+        raise UserError("eval-tasks needs a drift: choose one with drift.")
     if strategy.needs.classes and datasets.data_shape(config).target is not None:
         raise UserError(
             f"The labels of {config.dataset} are quantities, and {config.strategy} has clients "
@@ -166,14 +166,14 @@ def build_strategy(config: RunConfig) -> Method:
         )
     if config.max_rounds and strategy.scheduling.rounds is None:
         raise UserError(
-            f"max-rounds counts rounds or windows, and {config.strategy} works in neither: "
-            "give max-updates or max-time."
+            f"max-rounds counts rounds or windows, and {config.strategy} has neither: give "
+            "max-updates or max-time."
         )
     return strategy
 
 
 def check_parts(config: RunConfig) -> None:
-    """Find out whether a run's data, devices and model are possible, before any work starts.
+    """Check a run's data, devices and model before any work starts.
 
     Parameters
     ----------
@@ -187,7 +187,7 @@ def check_parts(config: RunConfig) -> None:
     """
     fleet(config.devices, config.num_clients, config.seed)
     datasets.true_groups(config)
-    # A client with a single training sample has none to hold out.
+    # A client with a single training sample cannot hold one out.
     first = 0 if config.validation_fraction else config.num_clients - 1
     for client in range(first, config.num_clients):
         datasets.client_data(config, client)
@@ -203,7 +203,7 @@ def build_grid(config: RunConfig, strategy: Method | None = None) -> VirtualGrid
         Unknown profile, unusable trace, missing data, an impossible partition; too few samples for
         the strategy, if one is given.
     """
-    # Worker processes start while this one reads the data.
+    # Start worker processes while this one reads the data.
     prepare(config.workers)
     target = _CLIENT_APP if config.attack == NONE else _ATTACKED_APP
     if target is _ATTACKED_APP and (config.vectorised or config.device != "cpu"):
@@ -246,16 +246,16 @@ def simulate(config: RunConfig, *observers: Observer, stop: StopCheck = never_st
     Parameters
     ----------
     config : RunConfig
-        What to run; resolved here.
+        Configuration of the run; resolved here.
     observers : Observer
-        Called with everything that happens, e.g. a progress line.
+        Receives all events, e.g. a progress line.
     stop : Callable
-        Asked between two steps: returns why the run is to end, or nothing.
+        Called between two steps; returns the reason if the run is to end.
 
     Raises
     ------
     UserError
-        Anything that cannot work is said before any work starts.
+        The configuration is invalid; raised before any work starts.
     """
     config = resolve(config)
     if config.device_keys:
@@ -269,17 +269,17 @@ def simulate(config: RunConfig, *observers: Observer, stop: StopCheck = never_st
         return conduct(config, strategy, grid, *observers, stop=stop)
     finally:
         grid.close()
-        # The clients' samples, a copy of the whole dataset as floats, are this run's only.
+        # Free the clients' samples, a copy of the whole dataset as floats.
         forget()
 
 
 def check_fleet(config: RunConfig, strategy: Method) -> None:
-    """Find out whether a method fits a fleet of this size, and warn where it is of little use.
+    """Check that a method fits the size of the fleet, and warn where it is of little use.
 
     Raises
     ------
     UserError
-        The hyper-parameters do not fit so many clients.
+        The hyper-parameters do not fit the number of clients.
     """
     strategy.check(config.num_clients)
     if config.num_clients == 1:
@@ -289,7 +289,8 @@ def check_fleet(config: RunConfig, strategy: Method) -> None:
     attack_of(config).check(datasets.data_shape(config))
     if not attackers_of(config):
         log.warning(
-            "The attack %s never happens: of %d clients, a share of %g is none. Raise --attackers.",
+            "The attack %s never happens: of %d clients, a share of %g rounds to none. Raise "
+            "--attackers.",
             config.attack,
             config.num_clients,
             attack_of(config).options.attackers,
@@ -297,7 +298,7 @@ def check_fleet(config: RunConfig, strategy: Method) -> None:
 
 
 def _warn_of_late_changes(config: RunConfig, strategy: Method, grid: Grid) -> None:
-    """Say that data never change or clients never attack, where it is known beforehand."""
+    """Warn of drifts and attacks that are known never to happen."""
     if schedule := schedule_of(config):
         first = schedule.every or schedule.moments[0]
         drift = f"drift {config.drift}"
@@ -321,7 +322,7 @@ def _has_attacked(config: RunConfig, strategy: Method, end: float) -> bool:
 def _warn_if_late(
     what: str, key: str, first: float, unit: str, config: RunConfig, strategy: Method, grid: Grid
 ) -> None:
-    """Say that something begins after the end of the run, as far as limits and devices tell."""
+    """Warn if a change begins after the end of the run, according to limits and devices."""
     most, rounds = config.max_updates or math.inf, config.max_rounds
     # At the end a request of each other client is open. A round has one update at least.
     limit, end_of = {
@@ -353,10 +354,10 @@ def _warn_if_late(
 
 
 def _estimated_end(config: RunConfig, strategy: Method, grid: Grid) -> float:
-    """Return when a run on virtual time reaches its updates, in seconds; infinity if unknown.
+    """Estimate when a run on virtual time reaches its updates, in seconds; infinity if unknown.
 
-    Each client of an asynchronous method works all the time. How long transfers take, and when a
-    device that comes and goes is there, is not estimated.
+    Clients of an asynchronous method are assumed to work all the time; transfers and churn are
+    ignored.
     """
     if not isinstance(grid, VirtualGrid) or strategy.scheduling.rounds is not None:
         return math.inf
@@ -374,21 +375,21 @@ def _estimated_end(config: RunConfig, strategy: Method, grid: Grid) -> float:
 
 
 def _check_resumed_limit(config: RunConfig) -> None:
-    """Refuse a limit below what the run has done already: its last updates would be dropped.
+    """Refuse a limit below the updates of the run, the last of which would be dropped.
 
     Raises
     ------
     UserError
-        The run has more updates than it may have now.
+        The run has more updates than the limit.
     """
     folder = Path(config.resume).expanduser()
     try:
         done = int(json.loads((folder / "summary.json").read_text(encoding="utf-8"))["updates"])
         before = read_toml(folder / "config.toml").get("max-updates")
     except (OSError, ValueError, KeyError):
-        # What is missing or unreadable is said where it is needed; a crash leaves no summary.
+        # A missing or unreadable file is reported where it is needed; a crash leaves no summary.
         return
-    # Rounds may end beyond their limit: the same limit again is no mistake.
+    # Rounds may exceed the limit, so the same limit is valid.
     if config.max_updates and config.max_updates < done and config.max_updates != before:
         raise UserError(
             f"The run in {config.resume} has {done} updates already, more than max-updates "
@@ -404,7 +405,7 @@ def conduct(
     *observers: Observer,
     stop: StopCheck = never_stop,
 ) -> Outcome:
-    """Run a strategy on any grid, and leave the artefacts, however the run ends.
+    """Run a strategy on any grid, and write the artefacts however the run ends.
 
     With the key ``resume`` it resumes an earlier run, in its folder, from its last checkpoint.
 
@@ -413,13 +414,13 @@ def conduct(
     config : RunConfig
         Configuration of the run, with every key resolved.
     strategy : Method
-        The method, as `build_strategy` makes it.
+        The method made by `build_strategy`.
     grid : Grid
         A virtual grid, or one of Flower's.
     observers : Observer
-        Called with everything that happens.
+        Receives all events.
     stop : Callable
-        Asked between two steps: returns why the run is to end, or nothing. A checkpoint is
+        Called between two steps; returns the reason if the run is to end. A checkpoint is
         written then.
 
     Raises
@@ -442,7 +443,7 @@ def conduct(
     starts: Sequence[Vector] = ()
     trace: TraceFile | None = None
     with ExitStack() as opened:
-        # A grid that keeps a clock of its own is not Flower's: its process is the only one.
+        # A grid with a clock of its own has a single process, unlike Flower's.
         patience = 0.0 if isinstance(grid, Timeline) else _WRITER_SECONDS
         opened.enter_context(only_writer(out, patience))
         opened.enter_context(failure_recorded(out))
@@ -462,8 +463,8 @@ def conduct(
         def wall_time() -> float:
             return time.perf_counter() - started
 
-        # The server's matrices are small: threads of the linear algebra library would only compete
-        # with the clients' training for the cores.
+        # The server's matrices are small: threads of the linear algebra library would compete with
+        # training for cores.
         if restored:
             store = RunStore(out, after=restored.events)
         else:
@@ -489,7 +490,7 @@ def conduct(
                     trackers.recall(event)
             after = summary.time if restored else None
             if virtual:
-                # On real devices the run's own time is that of the wall.
+                # On real devices the run's time is wall time.
                 listening.append(WallTimes(out, wall_time, after).observe)
             if config.client_map:
                 listening.append(ClientMap(strategy, spec, out, after))
@@ -545,7 +546,7 @@ def conduct(
             result["missed_attack"] = config.attack
         if not virtual:
             result["clock"] = "wall"
-        # Only now: a run draws nothing before its end.
+        # Figures are drawn only at the end.
         from raceme.reporting.artefacts import write_all
 
         used = models_in_use(strategy) if config.client_models else ()
@@ -599,14 +600,14 @@ def plan(config: RunConfig) -> Plan:
 
 
 def training_settings(config: RunConfig, report_timing: bool = False) -> ConfigRecord:
-    """Return what every training message tells a client.
+    """Return the settings of every training message.
 
     Parameters
     ----------
     config : RunConfig
         Configuration of the run, with every key resolved.
     report_timing : bool
-        Ask for times of the machine's clock, which differ from run to run.
+        Whether to request wall times, which differ between runs.
     """
     assert config.lr is not None, "resolve() sets the learning rate"
     momentum = config.momentum if config.optimizer == "momentum" else None
@@ -627,32 +628,32 @@ def training_settings(config: RunConfig, report_timing: bool = False) -> ConfigR
 
 
 def _resolved_devices(devices: str) -> str:
-    """Make the path in a choice of devices absolute, if there is one."""
+    """Make the path in a device profile absolute, if any."""
     if devices.startswith(PREFIX):
         return PREFIX + whole_path(devices.removeprefix(PREFIX))
     return whole_path(devices) if devices.endswith(".toml") else devices
 
 
 # -----------------------------------------------------------------------------
-# The map of the clients while a run goes on: snapshots with its evaluations.
+# The client map during a run: snapshots at evaluations.
 # -----------------------------------------------------------------------------
 
 
 class ClientMap(EventHandler):
-    """Writes where the clients lie, by how alike their models are, with most evaluations.
+    """Writes the positions of clients, by similarity of their models, at most evaluations.
 
-    Every method has such a map, also those that compare no clients. It changes nothing of the run.
+    Every method has a map, even without comparing clients. It does not affect the run.
 
     Parameters
     ----------
     method : Method
         The method whose clients are drawn.
     spec : ModelSpec
-        The shapes of its models.
+        Shapes of its models.
     folder : Path
-        The folder of the run.
+        Folder of the run.
     after : float, optional
-        The run resumes at this time.
+        Time at which the run resumes.
     """
 
     def __init__(
@@ -671,7 +672,7 @@ class ClientMap(EventHandler):
             self._write(event)
 
     def on_run_ended(self, event: RunEnded) -> None:
-        """Write the snapshot of the end, unless the last evaluation has one."""
+        """Write the final snapshot unless the last evaluation has one."""
         if self._is_missing:
             self._write(event)
         self._file.bring_back(event.updates)
@@ -685,7 +686,7 @@ class ClientMap(EventHandler):
 
 
 # -----------------------------------------------------------------------------
-# Clusters' models tested on the server, each on a test set of its own distribution.
+# Tests of cluster models on the server's test sets.
 # -----------------------------------------------------------------------------
 
 
@@ -697,12 +698,12 @@ def score_clusters(
     Parameters
     ----------
     models : Mapping[int, Model]
-        The models by cluster; cluster k is taken to be of distribution k. Those beyond the last
-        distribution are not tested.
+        Models by cluster; cluster k is assumed to have distribution k. Further clusters are not
+        tested.
     tests : ModelProbe
-        The server's test sets, one for each distribution.
+        The server's test sets, one per distribution.
     time, updates : float, int
-        The moment of the models.
+        Time of the models.
 
     Returns
     -------
@@ -718,25 +719,25 @@ def score_clusters(
 
 
 # -----------------------------------------------------------------------------
-# The model that each client uses: what its accuracy was measured with.
+# The model in use at each client, with which its accuracy is measured.
 # -----------------------------------------------------------------------------
 
 
 def models_in_use(method: Method) -> Iterator[tuple[str, Vector]]:
-    """Yield each client that is online, with the model that it would be tested with now.
+    """Yield each online client with its current model.
 
-    That is its cluster's, of several clusters Σ_k α_k w_k, or one that the method has for it alone.
-    One model at a time is made: those of a fleet may not fit into memory.
+    This is its cluster's model, the mixture Σ_k α_k w_k of several, or a personal one. Models are
+    made one at a time, as those of a fleet may not fit into memory.
 
     Parameters
     ----------
     method : Method
-        A method that has run.
+        The method after its run.
 
     Yields
     ------
     tuple[str, Vector]
-        A client, and its model's weights, shape (d,).
+        A client and its model's weights, shape (d,).
     """
     clients = [client.client_id for client in method.progress.fleet.online()]
     alone = set()

@@ -1,8 +1,8 @@
-"""Experiment trackers that people use, as observers of a run: ``track=tensorboard,mlflow``.
+"""Experiment trackers as observers of a run: ``track=tensorboard,mlflow``.
 
-A tracker is told the run's parameters, what each evaluation found, what became of the clusters,
-and at the end the summary and the files. It never decides whether a run goes on: one that fails is
-left behind, with a line in the log, and named at the end.
+A tracker receives the run's parameters, evaluations and cluster changes, and at the end the summary
+and files. A failure does not affect the run: the tracker is dropped with a log line and named at
+the end.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from raceme.core.events import (
 from raceme.core.options import Value
 
 # -----------------------------------------------------------------------------
-# What trackers are told at an evaluation: one number for each name.
+# Measurements for trackers at an evaluation: named numbers.
 # -----------------------------------------------------------------------------
 
 
 _MOST_CLUSTERS = 50
-"""A curve for each cluster is of use for as many as can be told apart."""
+"""Maximum number of clusters with curves of their own."""
 
 
 class Measurements(EventHandler):
-    """Gathers from the events of a run the numbers that are reported at each evaluation."""
+    """Collects the numbers reported at each evaluation from a run's events."""
 
     def __init__(self) -> None:
         self._staleness: list[int] = []
@@ -56,7 +56,7 @@ class Measurements(EventHandler):
         self._rejected = self._bytes_up = self._bytes_down = 0
 
     def on_update_applied(self, event: UpdateApplied) -> None:
-        """Count its bytes, its staleness and its loss."""
+        """Record its bytes, staleness and loss."""
         self._staleness.append(event.staleness)
         self._losses.append(event.train_loss)
         self._bytes_up += event.bytes_up
@@ -67,19 +67,19 @@ class Measurements(EventHandler):
         self._rejected += 1
 
     def of(self, event: Evaluated) -> dict[str, float]:
-        """Return what is known at an evaluation; means of updates are over those since the last.
+        """Return the measurements at an evaluation; update means cover the time since the last.
 
         Parameters
         ----------
         event : Evaluated
-            The evaluation that is reported.
+            The evaluation to report.
 
         Returns
         -------
         dict[str, float]
             Finite numbers by name: the accuracy or the error, its mean over each cluster's clients
-            and over the worst tenth of all clients, the loss, and accounts of the updates. Bytes
-            and rejections are counted from the start of the run.
+            and over the worst tenth of all clients, the loss, and update statistics. Bytes and
+            rejections count from the start of the run.
         """
         name = event.measure.name
         found = {
@@ -110,7 +110,7 @@ class Measurements(EventHandler):
 
 
 def final(summary: object) -> dict[str, float]:
-    """Return the finite numbers of a run's summary by name; of nested ones those in the first."""
+    """Return the finite numbers of a run's summary by name, including one level of nesting."""
     if not isinstance(summary, dict):
         return {}
     return {
@@ -137,7 +137,7 @@ class Tracker(ABC):
     parameters : Mapping[str, Value]
         The keys of the run.
     resumed : int or None
-        Updates that a resumed run goes on from; None for a new run.
+        Updates before a resumption; None for a new run.
     """
 
     @abstractmethod
@@ -147,19 +147,19 @@ class Tracker(ABC):
 
     @abstractmethod
     def log(self, measured: Mapping[str, float], updates: int, time: float) -> None:
-        """Take the numbers after so many updates, at a time of the run in seconds."""
+        """Record numbers at an update count and a time of the run in seconds."""
 
     @abstractmethod
     def note(self, text: str, updates: int) -> None:
-        """Take a line on a change of the clusters."""
+        """Record a line on a change of the clusters."""
 
     @abstractmethod
     def end(self, summary: Mapping[str, Any], files: list[Path]) -> None:
-        """Take the summary and the files of a run that has ended."""
+        """Record the summary and files of a finished run."""
 
     @abstractmethod
     def close(self, failed: bool) -> None:
-        """Let go of the tracker; `failed` if the run has ended by an error."""
+        """Close the tracker; `failed` if the run ended by an error."""
 
 
 # -----------------------------------------------------------------------------
@@ -178,7 +178,7 @@ class TensorBoard(Tracker):
     ) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # After a resumption the steps that come again replace those of the lost process.
+        # After a resumption, repeated steps replace those of the lost process.
         purge = None if resumed is None else resumed + 1
         self._writer = SummaryWriter(str(out / FOLDER), purge_step=purge)
         self._parameters = parameters
@@ -187,16 +187,16 @@ class TensorBoard(Tracker):
             self._writer.add_text("parameters", f"{name}\n\n{lines}", 0)
 
     def log(self, measured: Mapping[str, float], updates: int, time: float) -> None:
-        """Take what was measured."""
+        """Record measurements."""
         for name, value in measured.items():
             self._writer.add_scalar(_grouped(name), value, updates)
 
     def note(self, text: str, updates: int) -> None:
-        """Take a line of text."""
+        """Record a line of text."""
         self._writer.add_text("clusters", text, updates)
 
     def end(self, summary: Mapping[str, Any], files: list[Path]) -> None:
-        """Take the final numbers beside the parameters, and the plots as pictures."""
+        """Record the final numbers with the parameters, and the plots as images."""
         from PIL import Image
 
         updates = int(summary["updates"])
@@ -209,12 +209,12 @@ class TensorBoard(Tracker):
         self._writer.add_hparams(dict(self._parameters), numbers, run_name="parameters")
 
     def close(self, failed: bool) -> None:
-        """Write what is left."""
+        """Flush and close."""
         self._writer.close()
 
 
 def _grouped(name: str) -> str:
-    """Return the name with its section: one for the clusters' curves, one for accounts."""
+    """Return the name with its section: one for cluster curves, one for statistics."""
     if name.startswith("cluster_"):
         return f"clusters/{name}"
     kept = ("accuracy", "error", "loss")
@@ -222,18 +222,18 @@ def _grouped(name: str) -> str:
 
 
 # -----------------------------------------------------------------------------
-# MLflow: a run of the experiment ``raceme``, where ``MLFLOW_TRACKING_URI`` says.
+# MLflow: a run of the experiment ``raceme`` at ``MLFLOW_TRACKING_URI``.
 # -----------------------------------------------------------------------------
 
 
 MLFLOW_RUN_FILE = "mlflow-run.txt"
-"""In the run's folder: which run of MLflow it is, for the time after a resumption."""
+"""File in the run's folder with the id of the MLflow run, for resumption."""
 
 _EXPERIMENT = "raceme"
 _LONGEST = 6000
 """MLflow refuses longer values of parameters."""
 _AT_ONCE = 100
-"""Parameters that MLflow takes in one call."""
+"""Maximum parameters per call of MLflow."""
 
 
 class Mlflow(Tracker):
@@ -242,7 +242,7 @@ class Mlflow(Tracker):
     def __init__(
         self, out: Path, name: str, parameters: Mapping[str, Value], resumed: int | None
     ) -> None:
-        # Trackers are extras, imported only if they are asked for.
+        # Trackers are extras, imported on demand.
         from mlflow import MlflowClient
         from mlflow.entities import Param, RunStatus
 
@@ -263,7 +263,7 @@ class Mlflow(Tracker):
             self._client.log_batch(self._run, params=listed[start : start + _AT_ONCE])
 
     def log(self, measured: Mapping[str, float], updates: int, time: float) -> None:
-        """Take what was measured."""
+        """Record measurements."""
         from mlflow.entities import Metric
 
         now = int(clock.time() * 1000)
@@ -271,11 +271,11 @@ class Mlflow(Tracker):
         self._client.log_batch(self._run, metrics=metrics)
 
     def note(self, text: str, updates: int) -> None:
-        """Take a line of text; they are one file at the end."""
+        """Record a line of text; the lines become one file."""
         self._notes.append(text)
 
     def end(self, summary: Mapping[str, Any], files: list[Path]) -> None:
-        """Take the final numbers and the files."""
+        """Record the final numbers and the files."""
         numbers = {f"final_{name}": value for name, value in final(summary).items()}
         self.log(numbers, int(summary["updates"]), float(summary["virtual_time"]))
         if self._notes:
@@ -285,7 +285,7 @@ class Mlflow(Tracker):
             self._client.log_artifact(self._run, str(path), folder)
 
     def close(self, failed: bool) -> None:
-        """Say how the run has ended."""
+        """Record how the run ended."""
         from mlflow.entities import RunStatus
 
         status = RunStatus.FAILED if failed else RunStatus.FINISHED
@@ -294,10 +294,10 @@ class Mlflow(Tracker):
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Keep the user's other processes on this machine out.
+    """Lock out the user's other processes on this machine.
 
-    MLflow makes the tables of a new database when it is first asked for something, and two that do
-    so at once fail: a comparison starts several runs.
+    MLflow creates a database's tables on first use, which fails when parallel runs of a comparison
+    do so simultaneously.
     """
     path = Path(tempfile.gettempdir()) / f"raceme-mlflow-{os.getuid()}.lock"
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
@@ -309,7 +309,7 @@ def _alone() -> Iterator[None]:
 
 
 def _experiment(client: Any) -> str:
-    """Return the number of the experiment, which is made if there is none."""
+    """Return the experiment's id; create it if necessary."""
     name = os.environ.get("MLFLOW_EXPERIMENT_NAME", _EXPERIMENT)
     found = client.get_experiment_by_name(name)
     number: str = client.create_experiment(name) if found is None else found.experiment_id
@@ -317,12 +317,12 @@ def _experiment(client: Any) -> str:
 
 
 # -----------------------------------------------------------------------------
-# Weights & Biases: on disk, unless ``WANDB_MODE`` says otherwise; ``wandb sync`` uploads it.
+# Weights & Biases: on disk unless ``WANDB_MODE`` is set; ``wandb sync`` uploads it.
 # -----------------------------------------------------------------------------
 
 
 WANDB_RUN_FILE = "wandb-run.txt"
-"""In the run's folder: which run of Weights & Biases it is, for the time after a resumption."""
+"""File in the run's folder with the id of the Weights & Biases run, for resumption."""
 
 
 class Wandb(Tracker):
@@ -337,7 +337,7 @@ class Wandb(Tracker):
         known = kept.read_text(encoding="utf-8").strip() if kept.is_file() else None
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "raceme"),
-            # Nothing leaves the machine unless its owner has said so.
+            # Offline by default: nothing leaves the machine unasked.
             mode=os.environ.get("WANDB_MODE", "offline"),  # type: ignore[arg-type]
             dir=str(out),
             name=name,
@@ -351,18 +351,18 @@ class Wandb(Tracker):
         self._notes: list[str] = []
 
     def log(self, measured: Mapping[str, float], updates: int, time: float) -> None:
-        """Take what was measured."""
+        """Record measurements."""
         self._run.log(dict(measured), step=updates)
 
     def note(self, text: str, updates: int) -> None:
-        """Take a line of text; they are one table at the end."""
+        """Record a line of text; the lines become one table."""
         self._notes.append(text)
 
     def end(self, summary: Mapping[str, Any], files: list[Path]) -> None:
-        """Take the final numbers, the plots and the files."""
+        """Record the final numbers, plots and files."""
         import wandb
 
-        # accuracy.png must not take the place of the accuracy.
+        # accuracy.png must not overwrite the accuracy.
         plots = {
             f"plots/{path.stem}": wandb.Image(str(path)) for path in files if path.suffix == ".png"
         }
@@ -376,12 +376,12 @@ class Wandb(Tracker):
         self._run.log_artifact(artefact)
 
     def close(self, failed: bool) -> None:
-        """Say how the run has ended, and write what is left."""
+        """Record how the run ended, and flush."""
         self._run.finish(exit_code=int(failed))
 
 
 # -----------------------------------------------------------------------------
-# Experiment trackers that people use, as observers of a run: ``track=tensorboard,mlflow``.
+# Experiment trackers as observers of a run: ``track=tensorboard,mlflow``.
 # -----------------------------------------------------------------------------
 
 
@@ -392,8 +392,8 @@ TRACKERS: Mapping[str, tuple[str, type[Tracker]]] = {
     "mlflow": ("mlflow", Mlflow),
     "wandb": ("wandb", Wandb),
 }
-"""Name of each tracker, as in the key ``track`` and the extra of the same name, to the module that
-it needs and its class."""
+"""Trackers by name, as in the key ``track`` and the extra of that name: required module and
+class."""
 
 
 def chosen(track: str) -> list[str]:
@@ -419,12 +419,12 @@ def chosen(track: str) -> list[str]:
 
 
 def run_name(out: Path) -> str:
-    """Return what a run is called: its folder; in a comparison the method's and the seed's."""
+    """Return a run's name: its folder, or in a comparison method and seed."""
     return "/".join(out.parts[-2:]) if out.name.startswith("seed-") else out.name
 
 
 class TrackerObserver(EventHandler):
-    """The trackers of a run, if it has any: an observer of it, and a context manager around it.
+    """A run's trackers, as observer and context manager.
 
     Parameters
     ----------
@@ -433,7 +433,7 @@ class TrackerObserver(EventHandler):
     out : Path
         Folder of the run, with its artefacts.
     resumed : int or None
-        Updates that a resumed run goes on from; None for a new run.
+        Updates before a resumption; None for a new run.
     """
 
     def __init__(self, config: RunConfig, out: Path, resumed: int | None) -> None:
@@ -452,7 +452,7 @@ class TrackerObserver(EventHandler):
         self._each(lambda tracker: tracker.close(failed=not self._ended))
 
     def recall(self, event: Event) -> None:
-        """Take note of an event from before the run was resumed: trackers have it already."""
+        """Process an event from before the resumption, which trackers have already."""
         self._measurements(event)
 
     def __call__(self, event: Event) -> None:
@@ -462,7 +462,7 @@ class TrackerObserver(EventHandler):
             super().__call__(event)
 
     def on_evaluated(self, event: Evaluated) -> None:
-        """Report its numbers, and those of the updates since the last."""
+        """Report its numbers and those of the updates since the last."""
         measured = self._measurements.of(event)
         self._each(lambda tracker: tracker.log(measured, event.updates, event.time))
 
@@ -473,7 +473,7 @@ class TrackerObserver(EventHandler):
             self._each(lambda tracker: tracker.note(line, event.updates))
 
     def end(self, summary: Mapping[str, Any], out: Path) -> None:
-        """Hand over the summary and the artefacts of a run."""
+        """Report the summary and artefacts of a run."""
         files = [
             path
             for pattern in ("summary.json", "config.toml", "*.png", "clusters/*.safetensors")
@@ -493,10 +493,10 @@ class TrackerObserver(EventHandler):
             self._try(name, partial(tell, tracker))
 
     def _try(self, name: str, act: Callable[[], None]) -> None:
-        """Do something with a tracker; leave it behind if it fails."""
+        """Call a tracker; drop it on failure."""
         try:
             act()
-        # Another project's code, a disk or a network: what it raises is not known beforehand.
+        # External code, disks and networks can raise anything.
         except Exception as error:
             self._trackers.pop(name, None)
             reason = " ".join(str(error).split()) or type(error).__name__

@@ -1,4 +1,4 @@
-"""Virtual time: a Flower Grid that simulates a fleet of devices, event by event."""
+"""Simulation on virtual time: a Flower Grid driven by discrete events."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from raceme.simulation.executor import Executor, InProcess, Pool, load, prepare_
 from raceme.simulation.virtual_grid import Node, VirtualGrid, communication_of, nodes_of
 
 # -----------------------------------------------------------------------------
-# Which executor a run gets: one process, several, a Ray cluster, or all clients stacked.
+# Choice of the executor: one process, several, a Ray cluster, or all clients stacked.
 # -----------------------------------------------------------------------------
 
 
@@ -25,10 +25,9 @@ _RAY = "ray"
 _RAY_ADDRESS = "ray://"
 _MOST_WORKERS = 1024
 _WORTHWHILE_SECONDS = 6.0
-"""Local training from which on ``auto`` starts worker processes.
+"""Least local training for which ``auto`` starts worker processes.
 
-They take 1.5 s to start, measured on 2 cores, and then share the work: with two of them, 4 s of it
-take as long as without.
+They take 1.5 s to start, measured on 2 cores; two workers break even at 4 s of training.
 """
 _TIMED_STEPS = 3
 
@@ -49,23 +48,22 @@ def executor_for(
     target : str
         Import path of the ClientApp, as ``module:attribute``.
     workers : str or int
-        Number of worker processes; 0 does all work in this process. ``"auto"`` starts one per
-        core where there are several, if the run has enough work for that to pay and is not itself
-        one of several that run side by side in processes of their own. ``"ray"`` or
-        ``"ray://HEAD:PORT"`` takes the CPUs of a Ray cluster; see
+        Number of worker processes; 0 does all work in this process. ``"auto"`` starts one per core
+        on several cores, if the run has enough work to profit and is not itself one of several
+        parallel runs. ``"ray"`` or ``"ray://HEAD:PORT"`` uses the CPUs of a Ray cluster; see
         :class:`~raceme.simulation.ray_cluster.Cluster`.
     device : str
         ``"cpu"`` or ``"cuda"``. On the latter all clients train together, in this process.
     vectorised : bool
         Train all clients together on a CPU too.
     seconds : Callable, optional
-        Estimates how long one process would take for all local training; asked for ``"auto"``
-        only. Without it there is enough work.
+        Estimates the seconds of all local training in one process; called for ``"auto"`` only. None
+        means enough work.
     seed : int, optional
-        Of apps that draw from the process's own random numbers; see
+        Seed of apps that draw from the process's own random numbers; see
         :func:`~raceme.simulation.executor.answer`.
     config : RunConfig, optional
-        Of a run whose data all machines need.
+        Configuration of a run whose data all machines need.
 
     Raises
     ------
@@ -90,7 +88,7 @@ def executor_for(
 
 
 def prepare(workers: str | int) -> None:
-    """Begin to start worker processes if a run is certain to have some."""
+    """Start the fork server if a run is certain to need worker processes."""
     if workers != AUTO and not is_ray(str(workers)) and _count(workers, None):
         prepare_processes()
 
@@ -162,7 +160,7 @@ def _count(workers: str | int, seconds: Callable[[], float] | None) -> int:
 
 
 def _cores() -> int:
-    """Return the number of cores that this process may use."""
+    """Return the number of available cores."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

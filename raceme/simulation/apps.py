@@ -1,4 +1,4 @@
-"""Any Flower app on virtual time: its parts are loaded, run, and what happened is written down."""
+"""Simulation of any Flower app on virtual time: loading, running and recording it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ from raceme.simulation.executor import Executor, Packed, own_randomness, pack, s
 from raceme.simulation.virtual_grid import Node, VirtualGrid, nodes_of
 
 # -----------------------------------------------------------------------------
-# A Flower app in its folder: what its ``pyproject.toml`` says, and its two parts.
+# A Flower app in its folder: its ``pyproject.toml``, ServerApp and ClientApp.
 # -----------------------------------------------------------------------------
 
 
@@ -68,20 +68,20 @@ _DISTRIBUTION = re.compile(r"[A-Za-z0-9._-]+")
 
 @dataclass(frozen=True)
 class FlowerApp:
-    """A Flower app that has been read, and not yet imported.
+    """A Flower app that is read but not yet imported.
 
     Attributes
     ----------
     folder : Path
-        Where its ``pyproject.toml`` is; absolute.
+        Absolute path of the folder with its ``pyproject.toml``.
     name : str
         Name of the project in ``pyproject.toml``.
     server, client : str
         The ServerApp and the ClientApp, as ``module:attribute``.
     run_config : Mapping[str, Value]
-        Flower's run config, with what overrides it.
+        Flower's run config, overrides included.
     dependencies : tuple[str, ...]
-        The distributions that it asks for, as its ``pyproject.toml`` states them.
+        Distributions that its ``pyproject.toml`` requires.
     """
 
     folder: Path
@@ -102,8 +102,8 @@ class FlowerApp:
         app = self._load(self.server, ServerApp)
         if not compat.takes_a_grid(app):
             raise UserError(
-                f"The ServerApp of {self.folder} is made with server_fn, Flower's older interface, "
-                "which waits on the wall clock. Give it an @app.main() function that calls "
+                f"The ServerApp of {self.folder} uses server_fn, Flower's older interface, which "
+                "waits on the wall clock. Give it an @app.main() function that calls "
                 "strategy.start(grid, …); Flower's guide 'Upgrade to Message API' shows how."
             )
         return app
@@ -134,7 +134,7 @@ class FlowerApp:
             ) from None
 
     def missing(self, error: ModuleNotFoundError, reference: str = "") -> UserError:
-        """Say which module is missing, and what to type."""
+        """Return the error for a missing module, with the command that installs it."""
         module = error.name or str(error)
         own = reference.partition(":")[0]
         if own and (own == module or own.startswith(f"{module}.")):
@@ -145,7 +145,7 @@ class FlowerApp:
         first = module.partition(".")[0]
         if (self.folder / first).is_dir() or (self.folder / f"{first}.py").is_file():
             return UserError(
-                f"The app in {self.folder} imports '{module}', and has no such module."
+                f"The app in {self.folder} imports '{module}', which it does not contain."
             )
         top = _plain(first)
         # sklearn is in scikit-learn.
@@ -171,7 +171,7 @@ def read_app(folder: Path, overrides: Sequence[str] = ()) -> FlowerApp:
     folder : Path
         Folder of the app, with its ``pyproject.toml``.
     overrides : Sequence[str]
-        What changes its run config, as ``flwr run`` takes it after ``--run-config``:
+        Overrides of its run config in the syntax of ``flwr run --run-config``:
         ``"key=1 other='text'"``, or a TOML file.
 
     Raises
@@ -197,7 +197,7 @@ def read_app(folder: Path, overrides: Sequence[str] = ()) -> FlowerApp:
     if not all(isinstance(components.get(name), str) for name in ("serverapp", "clientapp")):
         raise UserError(
             f"{folder}/pyproject.toml names no serverapp and clientapp in "
-            "[tool.flwr.app.components]; other apps have nothing to simulate."
+            "[tool.flwr.app.components]: add them."
         )
     listed = project["project"].get("dependencies")
     return FlowerApp(
@@ -211,7 +211,7 @@ def read_app(folder: Path, overrides: Sequence[str] = ()) -> FlowerApp:
 
 
 def _pairs(option: str, texts: Sequence[str]) -> dict[str, Value]:
-    """Read what is typed after ``--run-config`` or ``--node-config``."""
+    """Parse the value of ``--run-config`` or ``--node-config``."""
     try:
         given = compat.parse_pairs(list(texts))
     except (ValueError, OSError) as error:
@@ -226,7 +226,7 @@ def _pairs(option: str, texts: Sequence[str]) -> dict[str, Value]:
 
 
 def _overrides(texts: Sequence[str], known: Mapping[str, Value]) -> dict[str, Value]:
-    """Read what is typed after ``--run-config``; keys must be the app's, as Flower has it."""
+    """Parse the overrides of ``--run-config``; as in Flower, keys must be the app's."""
     given = _pairs("--run-config", texts)
     for name in given:
         if name not in known:
@@ -239,7 +239,7 @@ def _plain(name: str) -> str:
 
 
 def _place(error: BaseException, folder: Path) -> str:
-    """Return where in an app an error came up: file and line."""
+    """Return the file and line in an app where an error occurred."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
@@ -249,7 +249,7 @@ def _place(error: BaseException, folder: Path) -> str:
 
 
 # -----------------------------------------------------------------------------
-# One of Raceme's methods in the place of the strategy that a Flower app starts.
+# Replacement of a Flower app's strategy by one of Raceme's methods.
 # -----------------------------------------------------------------------------
 
 
@@ -263,9 +263,10 @@ def build_method(name: str, parameters: Mapping[str, Value], seed: int, **argume
     parameters : Mapping[str, Value]
         Hyper-parameters by dotted key, e.g. ``casa.gamma``.
     seed : int
-        Decides whatever the method leaves to chance.
+        Seed of the method's random choices.
     **arguments : Any
-        What Flower's strategies take, as ``fraction_train=0.5``; `parameters` take precedence.
+        Arguments of Flower's strategies, such as ``fraction_train=0.5``; `parameters` take
+        precedence.
 
     Raises
     ------
@@ -288,26 +289,25 @@ def build_method(name: str, parameters: Mapping[str, Value], seed: int, **argume
 
 
 def arguments_of(strategy: Strategy) -> dict[str, Any]:
-    """Return the arguments of an app's strategy that a method in its place keeps.
+    """Return the arguments of an app's strategy that its replacement keeps.
 
-    They are those that all of Flower's strategies share, where they are not the default.
+    These are the non-default values of arguments that all of Flower's strategies share.
 
     Raises
     ------
     UserError
-        The strategy decides in code of its own what clients are asked for, which would be lost.
+        The strategy configures requests in its own code, which would be lost.
     """
     kind, held = type(strategy), vars(strategy)
     own = [name for name in _CONFIGURES if not compat.is_flowers(getattr(kind, name))]
     reason = f"it has its own {' and '.join(own)}" if own else ""
     for value in held.values():
         if isinstance(value, Strategy):
-            reason = f"it is a wrapper around {type(value).__name__}"
+            reason = f"it wraps {type(value).__name__}"
     if reason:
         raise UserError(
-            f"--strategy cannot take the place of the app's {kind.__name__}: {reason}, which a "
-            "method of Raceme's does not call, so that clients would be asked for something else. "
-            "Leave --strategy out, or start a strategy in the app that has none."
+            f"--strategy cannot replace the app's {kind.__name__}: {reason}, which Raceme's "
+            "methods do not call. Leave --strategy out, or use a strategy without it in the app."
         )
     return {
         item.name: value
@@ -318,7 +318,7 @@ def arguments_of(strategy: Strategy) -> dict[str, Any]:
 
 
 def _not_kept(strategy: Strategy) -> list[str]:
-    """Return what of an app's strategy a method in its place does not use."""
+    """Return the settings of an app's strategy that its replacement ignores."""
     kind, shared = type(strategy), {item.name for item in fields(FlowerArguments)}
     arguments = [name for name in inspect.signature(kind).parameters if name in vars(strategy)]
     own = [name for name in _AGGREGATES if not compat.is_flowers(getattr(kind, name))]
@@ -327,21 +327,21 @@ def _not_kept(strategy: Strategy) -> list[str]:
 
 @contextmanager
 def replaced(name: str, make: Callable[..., Method], observe: Observer) -> Iterator[list[Method]]:
-    """Start a method in the place of every strategy that is started meanwhile, the app's own too.
+    """Replace every strategy that the app starts within the context by a method.
 
     Parameters
     ----------
     name : str
         Name of the method, for messages.
     make : Callable
-        Makes the method, given the arguments of the strategy that is started.
+        Makes the method from the arguments of the strategy.
     observe : Observer
-        Called with everything that happens to the first of them.
+        Receives the events of the first method.
 
     Returns
     -------
     list[Method]
-        Those that were started; grows.
+        Methods started so far; grows during the run.
     """
     methods: list[Method] = []
 
@@ -354,16 +354,16 @@ def replaced(name: str, make: Callable[..., Method], observe: Observer) -> Itera
             try:
                 method = make(**kept)
             except UserError as error:
-                raise UserError(f"{name} cannot take the place of {kind}: {error}") from None
+                raise UserError(f"{name} cannot replace {kind}: {error}") from None
             methods.append(method)
             logging.getLogger("flwr").info(
-                "%s takes the place of %s. It keeps of it: %s. Not used: %s.",
+                "%s replaces %s. Kept settings: %s. Unused settings: %s.",
                 name,
                 kind,
                 ", ".join(f"{key}={value}" for key, value in kept.items()) or "nothing",
                 ", ".join(lost) or "nothing",
             )
-            # An app's own start may have names for Flower's arguments in another order, and more.
+            # An app may override `start` with other argument names, order and extra arguments.
             given = dict(inspect.signature(start).bind_partial(strategy, *arguments).arguments)
             given = {**dict(list(given.items())[1:]), **named}
             known = inspect.signature(method.start).parameters
@@ -379,7 +379,7 @@ def replaced(name: str, make: Callable[..., Method], observe: Observer) -> Itera
 
 
 def _kinds(kind: type[Any]) -> Iterator[type[Any]]:
-    """Yield a class and those that derive from it, where they have a `start` of their own."""
+    """Yield a class and its subclasses that define `start`."""
     if "start" in kind.__dict__:
         yield kind
     for derived in kind.__subclasses__():
@@ -387,19 +387,19 @@ def _kinds(kind: type[Any]) -> Iterator[type[Any]]:
 
 
 # -----------------------------------------------------------------------------
-# The grid as the ServerApp of any Flower app finds it: it may poll, pause and never return.
+# The grid of a Flower app's ServerApp, which may poll, pause and never return.
 # -----------------------------------------------------------------------------
 
 
 class Halted(BaseException):
-    """The ServerApp is ended: it would never return, or a limit is reached.
+    """Ends a ServerApp that would never return or has reached a limit.
 
-    It is no `Exception`, so that an app that catches those is ended too.
+    Not an `Exception`, so that an app's ``except Exception`` does not catch it.
     """
 
 
 class OtherThreadError(UserError, RunNotRunningException):
-    """The grid is called from another thread than the ServerApp's.
+    """Raised when another thread than the ServerApp's uses the grid.
 
     Flower's older driver API looks for nodes in a thread of its own, which ends at the second of
     these exceptions. It looks for them before each use as well, in the thread of the ServerApp.
@@ -407,20 +407,19 @@ class OtherThreadError(UserError, RunNotRunningException):
 
 
 _MOST_ASKS, _MOST_ASKS_OF_CHANGING = 1_000, 100_000
-"""So often in a row a ServerApp may ask for what cannot come: of a fleet that stays as it is, and
-of one whose clients come and go."""
+"""Limits of consecutive futile queries by a ServerApp: with a fixed fleet, and with churn."""
 _SAME_MOMENT = 100
 """A ServerApp that asks for the nodes more often than this without a pause waits for a change."""
 
 
 class AppGrid(VirtualGrid):
-    """A virtual grid for ServerApps that were written for the wall clock.
+    """A virtual grid for ServerApps written for the wall clock.
 
-    `send_and_receive` moves the clock to the last reply. `pull_messages` returns what is there and
-    leaves the clock alone, so that an app that pauses between two looks sees what it would see on
-    real devices; asked again at the same moment, it moves the clock to the next reply, so that
-    an app that looks without a pause gets on. A client that goes offline is missed after a minute,
-    as by Flower's SuperLink.
+    `send_and_receive` moves the clock to the last reply. `pull_messages` returns the replies
+    present and leaves the clock unchanged, so that an app that pauses between polls behaves as on
+    real devices; a second poll at the same time moves the clock to the next reply, so that an app
+    that polls without pausing progresses. A client that goes offline is noticed after a minute, as
+    by Flower's SuperLink.
 
     Parameters
     ----------
@@ -434,9 +433,9 @@ class AppGrid(VirtualGrid):
     Attributes
     ----------
     is_working : bool
-        Whether a call of this grid is under way: what happens in it is not the ServerApp's.
+        Whether a call of this grid is in progress, during which code is not the ServerApp's.
     check_training : Callable or None
-        Called before training messages are sent; raises if they are not to be.
+        Called before training messages are sent; raises to prevent it.
     """
 
     def __init__(
@@ -454,7 +453,8 @@ class AppGrid(VirtualGrid):
         self.check_training: Callable[[], None] | None = None
         self.thread = threading.get_ident()
         self._depth = 0
-        # When replies were last asked for in vain; how often in a row, and the nodes likewise.
+        # Time of the last futile poll, and the numbers of consecutive futile polls and node
+        # queries.
         self._looked_at = -math.inf
         self._vain, self._same_moment = 0, 0
 
@@ -465,12 +465,12 @@ class AppGrid(VirtualGrid):
 
     @property
     def is_still(self) -> bool:
-        """Whether nothing will ever happen again unless messages are sent."""
+        """Whether nothing more happens unless messages are sent."""
         return not self._queue
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Send messages; each starts its way to its node at the present time."""
-        # The app makes them while they are gone through: that is not this grid's work.
+        """Send messages to their nodes at the current time."""
+        # A generator of the app makes them lazily, which is the app's work.
         messages = list(messages)
         with self._work():
             if messages:
@@ -481,10 +481,10 @@ class AppGrid(VirtualGrid):
             return super().push_messages(messages)
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Return the replies that are there; asked twice at one moment, wait for the next ones."""
+        """Return the replies present; on a second call at the same time, wait for the next ones."""
         wanted = set(message_ids)
         with self._work():
-            # What takes no time is there at once.
+            # Replies that take no time arrive immediately.
             self.pass_time(0.0)
             coming = any(self._is_coming(key) for key in wanted)
             if coming and self._looked_at == self.now() and not self._ready(wanted):
@@ -533,22 +533,22 @@ class AppGrid(VirtualGrid):
             return super().get_node_ids()
 
     def pause(self, seconds: float) -> None:
-        """Let the ServerApp pause: the clock moves on."""
+        """Advance the clock by a pause of the ServerApp."""
         with self._work():
             self._same_moment = 0
-            # The limit, not what lies beyond it, is where the run ends.
+            # The run ends at the limit, not after it.
             self.pass_time(min(max(0.0, seconds), max(0.0, self.max_time - self.now())))
             if self.now() >= self.max_time:
                 raise self._out_of_time()
 
     def _get_on(self) -> None:
-        """Note that the ServerApp does something that may bring it on."""
+        """Record progress of the ServerApp."""
         self._looked_at = -math.inf
         self._vain = self._same_moment = 0
 
     @contextmanager
     def _work(self) -> Iterator[None]:
-        """Do a call of the ServerApp's, which is over at the limit of time at the latest."""
+        """Run a call of the ServerApp, up to the time limit at most."""
         if threading.get_ident() != self.thread:
             raise OtherThreadError(
                 "The ServerApp uses its grid from several threads: on virtual time it can only "
@@ -562,11 +562,11 @@ class AppGrid(VirtualGrid):
 
     def _out_of_time(self) -> Halted:
         return Halted(
-            f"the ServerApp had not returned at {self.max_time:g} s of virtual time (--max-time)"
+            f"the ServerApp had not returned by {self.max_time:g} s of virtual time (--max-time)"
         )
 
     def _move_to_reply(self, wanted: set[str]) -> None:
-        """Move the clock to the next of some replies, and to all that come with it."""
+        """Move the clock to the next of some replies and all simultaneous ones."""
         found = self._advance(wanted, self.max_time, stop_on_switch=False)
         if not found:
             raise self._out_of_time()
@@ -575,12 +575,12 @@ class AppGrid(VirtualGrid):
         self.pass_time(0.0)
 
     def _ask_in_vain(self, what: str) -> None:
-        """Count how often in a row the ServerApp has asked for what cannot come.
+        """Count consecutive futile queries of the ServerApp.
 
         Raises
         ------
         Halted
-            It has done so too often.
+            Too many.
         """
         self._vain += 1
         most = _MOST_ASKS if self.is_still else _MOST_ASKS_OF_CHANGING
@@ -601,11 +601,11 @@ class AppGrid(VirtualGrid):
 
 
 EPOCH = 1_767_225_600.0
-"""What `time.time()` says when the simulation begins: 2026-01-01, 00:00 UTC, in every run."""
+"""`time.time()` at the start of every simulation: 2026-01-01, 00:00 UTC."""
 
 _NANOSECONDS = 1_000_000_000
 _CLOCKS = {"time": EPOCH, "monotonic": 0.0, "perf_counter": 0.0}
-"""Functions that tell the time, and what they say at the beginning."""
+"""Clock functions and their values at the start."""
 
 
 class AppClock:
@@ -619,7 +619,7 @@ class AppClock:
     Attributes
     ----------
     grid : AppGrid or None
-        Keeps the virtual clock; until there is one, all code has the machine's.
+        Source of the virtual clock; until it is set, all code reads the machine's clock.
     """
 
     def __init__(self, folders: Sequence[Path]) -> None:
@@ -629,9 +629,9 @@ class AppClock:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Put the functions in the place of Python's.
+        """Replace Python's functions within the context.
 
-        What imports them meanwhile by name keeps them; afterwards they do what Python's do.
+        Code that imports them by name keeps them; afterwards they behave like Python's.
         """
         replaced: dict[str, Callable[..., Any]] = {"sleep": self._sleep(time.sleep)}
         for name, start in _CLOCKS.items():
@@ -649,7 +649,7 @@ class AppClock:
             self._is_running = False
 
     def _clock(self, real: Callable[[], Any], start: float, nanoseconds: bool) -> Callable[[], Any]:
-        """Make a function that tells the virtual time to the app, and the real one to others."""
+        """Make a clock function: virtual time for the app, real time for other code."""
 
         def virtual() -> Any:
             grid = self._asked_by_app()
@@ -673,9 +673,9 @@ class AppClock:
         return sleep
 
     def _wait_for(self, real: Callable[..., bool]) -> Callable[..., bool]:
-        """Make the function by which Flower's older driver API waits for clients to connect.
+        """Make the function with which Flower's older driver API waits for clients.
 
-        Flower's own waits for a day of the machine's clock, on which no simulated client connects.
+        Flower's own would wait for a day of real time, in which no simulated client connects.
         """
 
         def wait_for(manager: Any, num_clients: int, timeout: int = 86400) -> bool:
@@ -683,7 +683,7 @@ class AppClock:
             if grid is None or threading.get_ident() != grid.thread:
                 return real(manager, num_clients, timeout)
             end = grid.now() + timeout
-            # Asking for the number also registers the clients that are online now.
+            # Querying the number also registers the clients that are online.
             while manager.num_available() < num_clients and grid.now() < end:
                 self._pause_for_nodes(1.0)
             return bool(manager.num_available() >= num_clients)
@@ -691,9 +691,9 @@ class AppClock:
         return wait_for
 
     def _asked_by_app(self) -> AppGrid | None:
-        """Return the grid if the ServerApp has called the function that calls this.
+        """Return the grid if the caller's caller is the ServerApp.
 
-        A ClientApp has the same folder, but is called by the grid.
+        ClientApp code lies in the same folder but runs inside the grid.
         """
         grid = self.grid
         if grid is None or not self._is_running:
@@ -708,7 +708,7 @@ class AppClock:
         Raises
         ------
         Halted
-            None ever will.
+            No further node will connect.
         """
         grid = self.grid
         assert grid is not None, "a strategy has been given one"
@@ -725,7 +725,7 @@ class AppClock:
 
 @contextmanager
 def _patched(owner: Any, functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Put functions in the place of those of a module or a class meanwhile."""
+    """Patch functions of a module or class within the context."""
     before = {name: getattr(owner, name) for name in functions}
     try:
         for name, function in functions.items():
@@ -737,19 +737,19 @@ def _patched(owner: Any, functions: Mapping[str, Callable[..., Any]]) -> Iterato
 
 
 # -----------------------------------------------------------------------------
-# What the messages of an app cost devices, learned from its replies.
+# The cost of an app's messages on devices, learned from its replies.
 # -----------------------------------------------------------------------------
 
 
 NUM_EXAMPLES = ("num-examples", "num_examples")
-"""What Flower's apps call the number of examples in the metrics of a reply."""
+"""Metric names of the number of examples in replies of Flower's apps."""
 LOCAL_EPOCHS = ("local-epochs", "local_epochs")
-"""What they call the number of passes over them in the run config or in a message's."""
+"""Their names of the number of epochs in a run config or message."""
 
 
 @dataclass(frozen=True)
 class _Early:
-    """A reply that was made before it is due, on a copy of the client's state."""
+    """A reply computed ahead of time on a copy of the client's state."""
 
     before: Packed
     reply: Message
@@ -757,23 +757,23 @@ class _Early:
 
 
 class Learned:
-    """An executor that learns from replies what work costs, and says so of messages.
+    """An executor that learns the cost of messages from replies.
 
-    A training message takes what the device's profile says, with the transfers of what is sent and
-    of a reply as large as the client's last one (of the first: as large as what was sent). Where
-    the time depends on the number of examples, that is what the client's last reply stated; its
-    first task is done at once, for what it tells, and answered when its time is over.
+    A training message takes the time given by the device profile plus the transfer of the message
+    and of a reply of the size of the client's last one (at first: of the message). If the time
+    depends on the number of examples, the client's last reply states it; its first task is computed
+    immediately to learn it, and answered when due.
 
     Parameters
     ----------
     executor : Executor
-        Executor that does the work itself.
+        Underlying executor.
     nodes : Sequence[Node]
         All nodes of the simulated fleet, with their devices.
     examples : int or None
-        Training examples of a client, if that is not to be learned.
+        Training examples per client; None to learn them.
     evaluation_share : float or None
-        What an evaluation computes, as a share of a training task; None if it takes no time at all.
+        Compute time of an evaluation as a share of a training task; None if it takes no time.
     """
 
     def __init__(
@@ -786,8 +786,8 @@ class Learned:
         self._executor, self._examples = executor, examples
         self._per_sample = {node.node_id: node.device.is_per_sample for node in nodes}
         self._evaluation_share = evaluation_share
-        # What each client's replies have told: its number of examples, and the size of its last
-        # reply by type of message and stage.
+        # Learned per client: number of examples, and size of the last reply by message type and
+        # stage.
         self._stated: dict[int, int] = {}
         self._bytes_up: dict[tuple[int, str, str], int] = {}
         self._early: dict[str, _Early] = {}
@@ -799,7 +799,7 @@ class Learned:
         Raises
         ------
         UserError
-            That depends on the number of examples, and the client's reply does not state it.
+            The cost depends on the number of examples, which the client's reply lacks.
         """
         kind = category(message)
         share = {MessageType.TRAIN: 1.0, MessageType.EVALUATE: self._evaluation_share}.get(kind)
@@ -818,7 +818,7 @@ class Learned:
                 return self._without_examples(message)
         count = self._stated.get(node, 0) if self._examples is None else self._examples
         if KIND in message.content.config_records.get(CONFIG, ()):
-            # It is a method of Raceme's that asks, and says what that costs.
+            # Requests of Raceme's methods state their cost.
             own = training_cost(message, context, count)
             return None if own is None else own._replace(examples=count)
         return Workload(
@@ -830,7 +830,7 @@ class Learned:
         )
 
     def submit(self, message: Message, context: Context, due: float) -> None:
-        """Take on the work of a message, unless it is done already."""
+        """Submit a message unless its reply is computed already."""
         message_id = message.metadata.message_id
         self._open[message_id] = message, context, due
         if message_id not in self._early:
@@ -852,7 +852,7 @@ class Learned:
         return reply
 
     def cancel(self, message_id: str) -> None:
-        """Drop a message, and what was made of it."""
+        """Drop a message and its result."""
         self._open.pop(message_id, None)
         if self._early.pop(message_id, None) is None:
             self._executor.cancel(message_id)
@@ -862,19 +862,19 @@ class Learned:
         self._executor.close()
 
     def _do_early(self, message: Message, context: Context) -> None:
-        """Do the work of a message before its time, on a copy of its client's state."""
+        """Compute a message's reply ahead of time on a copy of its client's state."""
         before, early = pack(context.state), copy(context)
         early.state = unpack(before)
         message_id, content = message.metadata.message_id, copy_of(message.content)
         self._executor.submit(message, early, 0.0)
         reply = self._executor.result(message_id)
-        # The client may have changed what it was sent, and may have to do it again.
+        # The client may have modified its message and may have to repeat the work.
         message.content = content
         self._early[message_id] = _Early(before, reply, early.state)
         self._learn(message, reply)
 
     def _learn(self, message: Message, reply: Message) -> None:
-        """Note what a reply tells of its client."""
+        """Learn from a client's reply."""
         if reply.has_error():
             return
         node, kind = message.metadata.dst_node_id, category(message)
@@ -884,19 +884,20 @@ class Learned:
             self._stated[node] = stated
 
     def _without_examples(self, message: Message) -> Workload | None:
-        """Return what a task costs that was to tell the number of examples, and has not."""
+        """Return the cost of a task whose reply lacks the number of examples."""
         reply = self._early[message.metadata.message_id].reply
         if reply.has_error():
-            # It takes no longer than its transfers and what is fixed.
+            # Only the fixed time and the transfers are known.
             return Workload(bytes_down=bytes_of(message.content), examples=0)
         raise UserError(
-            "The device profile has times per sample, and the ClientApp's replies do not state "
-            f"'{NUM_EXAMPLES[0]}' in their metrics: say how many there are with --examples N."
+            "The device profile has times per sample, but the ClientApp's replies lack "
+            f"'{NUM_EXAMPLES[0]}' in their metrics: give the number of training samples with "
+            "--examples N."
         )
 
 
 def _epochs(message: Message, context: Context) -> float:
-    """Return the passes over a client's samples that a task takes, where that can be known."""
+    """Return the epochs of a task, if known."""
     settings: list[Mapping[str, object]] = [*message.content.config_records.values()]
     for values in (*settings, context.run_config):
         for name in LOCAL_EPOCHS:
@@ -917,17 +918,17 @@ def _stated_examples(content: RecordDict) -> int | None:
 
 
 # -----------------------------------------------------------------------------
-# Any Flower app on virtual time: its parts are loaded, run, and what happened is written down.
+# Simulation of any Flower app on virtual time: loading, running and recording it.
 # -----------------------------------------------------------------------------
 
 
 _SERVER = 0
-"""Stands for the ServerApp where a seed is derived."""
+"""The ServerApp's number in derived seeds."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What to simulate.
+    """Settings of a simulation.
 
     Attributes
     ----------
@@ -938,27 +939,27 @@ class Settings:
     devices : str
         Device profile: a name, a TOML file, ``module:function`` or ``trace:FOLDER``.
     run_config : tuple[str, ...]
-        What changes the app's run config, as it was typed.
+        Overrides of the app's run config, as typed.
     strategy : str or None
-        Method that takes the place of the app's strategy.
+        Method that replaces the app's strategy.
     parameters : Mapping[str, Value]
         Hyper-parameters of that method by dotted key, e.g. ``casa.gamma``.
     workers : str or int
         Number of worker processes; see :func:`~raceme.simulation.executor_for`.
     seed : int
-        Decides devices, losses, and all that the app draws without a seed of its own.
+        Seed of devices, losses and the app's unseeded random numbers.
     out : Path or None
-        Folder for what the simulation leaves; by default a new one.
+        Output folder; by default a new one.
     max_time : float
         Virtual time in seconds at which the ServerApp is ended.
     max_wall_time : float
-        The same by the machine's clock.
+        Wall time in seconds at which the ServerApp is ended.
     examples : int or None
         Training examples of each client, for profiles with times per sample; None: from replies.
     evaluation_share : float or None
-        What an evaluation computes, as a share of a training task; None: it takes no time.
+        Compute time of an evaluation as a share of a training task; None: it takes no time.
     node_config : tuple[str, ...]
-        What every node's config has besides its partition, as it was typed.
+        Additions to every node's config, as typed.
     """
 
     folder: Path
@@ -992,20 +993,20 @@ class AppEnding(StrEnum):
 
 @dataclass(frozen=True)
 class Simulated:
-    """What a simulation has shown.
+    """Outcome of a simulation.
 
     Attributes
     ----------
     out : Path
-        The folder with all that it left.
+        Output folder.
     fleet : Fleet
-        The tasks of every client, and when each was sent, begun, ended and answered.
+        Tasks of every client with the times of sending, start, end and reply.
     ending : AppEnding
         Whether the ServerApp returned, raised, or was ended.
     reason : str
         Why it did not return; empty if it did.
     wall_time : float
-        Seconds that the simulation took on this machine.
+        Duration in seconds on this machine.
     """
 
     app: FlowerApp
@@ -1023,7 +1024,7 @@ def simulate(settings: Settings) -> Simulated:
     Raises
     ------
     UserError
-        Anything that cannot work is said before the ServerApp is called, as far as it can be known.
+        The settings are invalid; checked before the ServerApp is called as far as possible.
     """
     app = read_app(settings.folder, settings.run_config)
     make = None
@@ -1036,7 +1037,7 @@ def simulate(settings: Settings) -> Simulated:
     own = _pairs("--node-config", settings.node_config)
     for key in own:
         if key in nodes[0].config:
-            raise UserError(f"--node-config {key}: the simulation itself decides it.")
+            raise UserError(f"--node-config {key}: the simulation sets it.")
     nodes = [replace(node, config={**node.config, **own}) for node in nodes]
     prepare(settings.workers)
     started = time.perf_counter()
@@ -1047,7 +1048,7 @@ def simulate(settings: Settings) -> Simulated:
         server_app = app.load_server()
         client_app = app.load_client()
         if "torch" in sys.modules:
-            # As in worker processes: numbers would otherwise depend on how many of them there are.
+            # As in worker processes, so that results do not depend on their number.
             sys.modules["torch"].set_num_threads(1)
         executor = executor_for(app.client, settings.workers, seed=settings.seed)
         learned = Learned(executor, nodes, settings.examples, settings.evaluation_share)
@@ -1071,7 +1072,7 @@ def simulate(settings: Settings) -> Simulated:
             observe = stack.enter_context(method_store(out)).observe
             methods = stack.enter_context(replaced(str(settings.strategy), make, observe))
             grid.check_training = partial(check_replaced, methods, app, settings.strategy)
-        # What importing drew is not part of what the ServerApp draws.
+        # Random numbers drawn while importing do not count.
         seed_process([settings.seed, _SERVER])
         context = compat.server_context(grid.run.run_id, app.run_config)
         with _wall_limit(settings.max_wall_time):
@@ -1087,17 +1088,17 @@ def simulate(settings: Settings) -> Simulated:
 
 
 def check_replaced(methods: Sequence[Method], app: FlowerApp, strategy: str | None) -> None:
-    """Raise UserError if a method takes the place of no strategy."""
+    """Raise UserError if a method replaced no strategy."""
     if not methods:
         raise UserError(
             f"The ServerApp of {app.folder} starts no strategy of Flower's (Strategy.start): "
-            f"{strategy} cannot take its place. Leave --strategy out."
+            f"{strategy} cannot replace it. Leave --strategy out."
         )
 
 
 @contextmanager
 def method_store(out: Path) -> Iterator[RunStore]:
-    """Open the run store of a method; an error of the user's leaves none."""
+    """Open the run store of a method; a UserError removes it."""
     try:
         with RunStore(out) as store:
             yield store
@@ -1107,7 +1108,7 @@ def method_store(out: Path) -> Iterator[RunStore]:
 
 
 def call_server(app: FlowerApp, server_app: Callable[[], object]) -> tuple[AppEnding, str]:
-    """Call the ServerApp and say how it ended, and why if it did not return."""
+    """Call the ServerApp; return how it ended, and the reason if it did not return."""
     try:
         server_app()
     except Halted as halted:
@@ -1130,7 +1131,7 @@ def call_server(app: FlowerApp, server_app: Callable[[], object]) -> tuple[AppEn
 
 
 def _show(error: Exception, folder: Path) -> None:
-    """Print where in the app an exception came up, without the frames above the app."""
+    """Print an exception's traceback without the frames above the app."""
     frames = error.__traceback__
     own = frames
     while own is not None and not own.tb_frame.f_code.co_filename.startswith(str(folder)):
@@ -1141,7 +1142,7 @@ def _show(error: Exception, folder: Path) -> None:
 
 @contextmanager
 def _wall_limit(seconds: float) -> Iterator[None]:
-    """Halt what happens meanwhile after some seconds of the machine's clock."""
+    """Halt the body after some seconds of wall time."""
     if seconds == math.inf:
         yield
         return
@@ -1161,7 +1162,7 @@ def _wall_limit(seconds: float) -> Iterator[None]:
 
 
 # -----------------------------------------------------------------------------
-# What a simulation of an app leaves besides its messages: a summary, an account, plots.
+# Artefacts of a simulated app besides its messages: summary, accounts, plots.
 # -----------------------------------------------------------------------------
 
 
@@ -1174,7 +1175,7 @@ def write_results(simulated: Simulated) -> tuple[dict[str, Any], list[str]]:
     Returns
     -------
     tuple[dict[str, Any], list[str]]
-        The content of ``summary.json``, and the names of what could not be written.
+        The content of ``summary.json``, and the names of files that could not be written.
     """
     out, fleet = simulated.out, simulated.fleet
     accounts = fleet.accounts()
@@ -1202,7 +1203,7 @@ def write_results(simulated: Simulated) -> tuple[dict[str, Any], list[str]]:
 
 
 def _summary(simulated: Simulated, accounts: list[exchanges.ClientAccount]) -> dict[str, Any]:
-    """Return all numbers of a simulation, ready for JSON."""
+    """Return the summary of a simulation as JSON values."""
     fleet, settings = simulated.fleet, simulated.settings
     busy, idle, offline = (
         math.fsum(getattr(account, name) for account in accounts)
@@ -1259,7 +1260,7 @@ def _summary(simulated: Simulated, accounts: list[exchanges.ClientAccount]) -> d
 
 
 def _command(simulated: Simulated) -> str:
-    """Return what to type for the same simulation again."""
+    """Return the command that repeats the simulation."""
     settings = simulated.settings
     options: dict[str, object] = {
         "--clients": settings.clients,
@@ -1284,7 +1285,7 @@ def _command(simulated: Simulated) -> str:
 
 
 def _trains_in_vain(fleet: exchanges.Fleet) -> bool:
-    """Return whether there was training, and no usable reply to it at all."""
+    """Return whether all training messages failed."""
     tasks = [task for task in fleet.tasks if task.kind.startswith(MessageType.TRAIN)]
     failed = [task for task in tasks if task.failure is not None]
     usable = [task for task in tasks if task.failure is None and task.answered < math.inf]
@@ -1292,7 +1293,7 @@ def _trains_in_vain(fleet: exchanges.Fleet) -> bool:
 
 
 def _first_failure(fleet: exchanges.Fleet) -> str | None:
-    """Return what went wrong first, in one line."""
+    """Return the first failure in one line."""
     for task in fleet.tasks:
         if task.failure is not None:
             reason = task.failure.strip().partition("\n")[0]

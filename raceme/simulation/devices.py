@@ -1,7 +1,7 @@
-"""Devices: how long work and transfers take, and when a device is online.
+"""Devices: compute and transfer times, and availability.
 
-A profile describes a fleet in TOML. ``[device]`` holds what is common to all, each ``[[group]]``
-what is special to a share of them (``share = 0.3``) or to named ones (``clients = [0, 3]``)::
+A profile describes a fleet in TOML. ``[device]`` holds the common values, each ``[[group]]`` those
+of a share of the devices (``share = 0.3``) or of named ones (``clients = [0, 3]``)::
 
     description = "30 % of the devices compute 5 times slower"
 
@@ -46,25 +46,25 @@ from raceme.core.registry import DEVICES
 from raceme.records.record import RunRecord, read_run
 
 # -----------------------------------------------------------------------------
-# The radio uplink of a device under frequency division (FDMA): how fast it sends.
+# The rate of a device's radio uplink under frequency division (FDMA).
 #
 # Every device has a band of its own. Shannon's rate of a band of B hertz is B log2(1 + SNR) bit/s
 # with SNR = p g(d) / σ²: transmit power, path gain over the distance d, noise in the band. The path
 # loss is that of 3GPP's urban macro cell, PL(d) = 128.1 + 37.6 log10(d / km) dB.
 #
 # Source: Zhang et al., "CSAFL: A Clustered Semi-Asynchronous Federated Learning Framework", IJCNN
-# 2021, section on latency. The downlink is ignored there, as the base station has power enough.
+# 2021, section on latency. The paper neglects the downlink.
 # -----------------------------------------------------------------------------
 
 
 _BITS_PER_BYTE = 8
 _MOST_DB = 3000.0
-"""A ratio beyond it is no floating-point number any more."""
+"""A larger ratio overflows a float."""
 
 
 @dataclass(frozen=True)
 class Uplink:
-    """A radio link to the base station. All four are to be given.
+    """A radio link to the base station; all four attributes are required.
 
     Attributes
     ----------
@@ -118,12 +118,12 @@ def path_loss(distance_km: float) -> float:
 
 
 # -----------------------------------------------------------------------------
-# Devices: how long work and transfers take, and when a device is online.
+# Devices: compute and transfer times, and availability.
 # -----------------------------------------------------------------------------
 
 
 class Workload(NamedTuple):
-    """What a task costs a device.
+    """The cost of a task for a device.
 
     Attributes
     ----------
@@ -134,9 +134,9 @@ class Workload(NamedTuple):
     scale : float
         Factor on the compute time, e.g. the share of a model that is trained.
     examples : int or None
-        Number of the training examples; None stands for as many as the device has.
+        Number of training examples; None: all of the device's.
     share : float
-        Mini-batches, of those of an ordinary task: a factor on what any task takes.
+        Share of an ordinary task's mini-batches: a factor on the fixed time.
     """
 
     epochs: float = 1.0
@@ -149,7 +149,7 @@ class Workload(NamedTuple):
 
 @dataclass(frozen=True)
 class Device:
-    """What the simulator knows of one device. Times are in seconds of virtual time.
+    """Speed and availability of a device. Times are in seconds of virtual time.
 
     Attributes
     ----------
@@ -158,10 +158,10 @@ class Device:
     seconds_per_sample : float
         Compute time per training example and local epoch, added to it.
     exponential_rate : float
-        Training examples per second of a random part, added too, which every task draws anew: of
-        D examples (times epochs) it is exponential with mean D / `exponential_rate`; 0 means none.
-        With `seconds_per_sample` it is the shifted exponential of CSAFL (Zhang et al. 2021),
-        P[T <= t] = 1 - exp(-(μ/D)(t - aD)) for t >= aD.
+        Rate of an additional random part, drawn per task: for D examples (times epochs) it is
+        exponential with mean D / `exponential_rate`; 0 means none. With `seconds_per_sample` it is
+        the shifted exponential of CSAFL (Zhang et al. 2021), P[T <= t] = 1 - exp(-(μ/D)(t - aD))
+        for t >= aD.
     bandwidth_down, bandwidth_up : float
         Bytes per second; 0 means that transfers take no time.
     jitter : float
@@ -171,7 +171,7 @@ class Device:
     online : tuple[tuple[float, float], ...]
         Periods in which the device is online; empty means always. The last may end at infinity.
     mean_online, mean_offline : float
-        Mean lengths of exponential periods for devices that come and go at random; 0 means never.
+        Mean lengths of exponentially distributed online and offline periods; 0 means no churn.
     """
 
     seconds_per_round: float = 1.0
@@ -190,7 +190,7 @@ class Device:
             value = getattr(self, item.name)
             if item.name != "online" and not 0 <= value < math.inf:
                 raise UserError(
-                    f"Device: {_kebab(item.name)} must be a number from 0 on, got {value:g}."
+                    f"Device: {_kebab(item.name)} must be a number of at least 0, got {value:g}."
                 )
         if self.jitter > 1 or self.drop > 1:
             raise UserError("Device: jitter and drop must be between 0 and 1.")
@@ -200,20 +200,20 @@ class Device:
         ):
             raise UserError(f"Device: online periods must be in order, got {list(self.online)}.")
         if (self.mean_online > 0) != (self.mean_offline > 0):
-            raise UserError("Device: mean-online and mean-offline go together.")
+            raise UserError("Device: mean-online and mean-offline must be given together.")
 
     def duration(self, load: Workload, rng: np.random.Generator, task: int = 0) -> float:
-        """Return the seconds from sending a training task to having its reply.
+        """Return the seconds from sending a training task to receiving its reply.
 
         Parameters
         ----------
         load : Workload
             Bytes, passes and samples of the task.
         rng : numpy.random.Generator
-            The device's own; one number is drawn, so that jitter does not change later draws, and
-            a second one by a device with a random part.
+            The device's generator. One number is always drawn, so that jitter does not change later
+            draws; a device with a random part draws a second one.
         task : int
-            Number of the task among those that the device was given, from 0.
+            Index of the task among the device's, from 0.
         """
         jitter = rng.uniform(-1.0, 1.0)
         drawn = rng.standard_exponential() if self.exponential_rate else 0.0
@@ -224,7 +224,7 @@ class Device:
         return self._seconds(load, 1.0, 1.0)
 
     def communication(self, bytes_down: int, bytes_up: int) -> float:
-        """Return the seconds of a task that go into its transfers."""
+        """Return the transfer time of a task in seconds."""
         return self._seconds(Workload(0.0, bytes_down, bytes_up, scale=0.0), 0.0, 0.0)
 
     def _seconds(self, load: Workload, drawn: float, jitter: float) -> float:
@@ -239,7 +239,7 @@ class Device:
         return down + compute * (load.scale * jitter) + up
 
     def failure(self, task: int) -> str | None:
-        """Return why the reply to a task of this number is an error; None if it is none."""
+        """Return the reason if the reply to the task of this index is an error, else None."""
         return None
 
     @property
@@ -249,7 +249,7 @@ class Device:
 
     @property
     def comes_and_goes(self) -> bool:
-        """Whether the device may ever go offline, or come online."""
+        """Whether the device ever goes offline or comes online."""
         return bool(self.online) or self.mean_online > 0
 
     def starts_online(self) -> bool:
@@ -257,15 +257,15 @@ class Device:
         return not self.online or self.online[0][0] <= 0
 
     def was_online(self, time: float) -> bool:
-        """Return whether the device has been online before some time at which it is offline."""
+        """Return whether a device that is offline at `time` was online before."""
         return self.starts_online() or self.online[0][0] < time
 
     def comes_after(self, time: float) -> bool:
-        """Return whether the device will come online if it is offline at some time."""
+        """Return whether a device that is offline at `time` will come online later."""
         return self.mean_online > 0 or any(start >= time for start, _ in self.online)
 
     def switches(self, rng: np.random.Generator) -> Iterator[float]:
-        """Yield the times at which the device goes offline and online in turn, in order."""
+        """Yield the times at which the device alternately goes offline and online, in order."""
         if self.online:
             ends = (time for period in self.online for time in period)
             yield from (time for time in ends if 0 < time < math.inf)
@@ -286,7 +286,7 @@ def fleet(profile: str, clients: int, seed: int) -> list[Device]:
         Name of a built-in profile, path of a TOML file, or ``module:function``: a function of
         `clients` and `seed` that returns the devices.
     seed : int
-        Decides which devices are the slow ones, and draws from ranges.
+        Seed of the choice of stragglers and of draws from ranges.
 
     Raises
     ------
@@ -310,7 +310,7 @@ def fleet(profile: str, clients: int, seed: int) -> list[Device]:
 
 
 def _made(profile: str, clients: int, seed: int) -> list[Device]:
-    """Return the devices that a user's function makes."""
+    """Return the devices made by a user's function."""
     made: object = DEVICES.make(profile, clients, seed)
     devices = list(made) if isinstance(made, Sequence) else []
     if len(devices) != clients or not all(isinstance(item, Device) for item in devices):
@@ -322,12 +322,12 @@ def _made(profile: str, clients: int, seed: int) -> list[Device]:
 
 
 class _Profile:
-    """A profile as it is read: its mistakes are told with its name.
+    """Reader of a profile, whose errors contain the profile's name.
 
     Parameters
     ----------
     name : str
-        The profile as the user typed it, for error messages.
+        The profile as typed, for error messages.
     rng : numpy.random.Generator
         Draws which devices a group has, and from ranges.
     """
@@ -352,12 +352,12 @@ class _Profile:
                 count = next(counts)
                 chosen, free = free[:count], free[count:]
             else:
-                # A profile may name more clients than a run has.
+                # A profile may list more clients than the run has.
                 chosen = [c for c in self._clients(group["clients"]) if c < clients]
             special = self._section(
                 {key: value for key, value in group.items() if key not in ("share", "clients")}
             )
-            # A mistake is reported even where the group is too small to have a client in this run.
+            # Errors are reported even for a group without a client in this run.
             _Profile(self._name, np.random.default_rng(0))._device({**common, **special})
             for client in chosen:
                 settings[client].update(special)
@@ -370,7 +370,7 @@ class _Profile:
         return unknown_name(f"key in device profile {self._name}:", key, known)
 
     def _shares(self, groups: Sequence[Mapping[str, Any]]) -> list[float]:
-        """Return the shares of the groups that have one, which are at most 1 together."""
+        """Return the groups' shares, whose sum is at most 1."""
         if any(("share" in group) == ("clients" in group) for group in groups):
             raise self._wrong("a [[group]] takes either share or clients")
         shares = [self._number("share", group["share"]) for group in groups if "share" in group]
@@ -380,17 +380,17 @@ class _Profile:
         # The tolerance is for sums such as 0.1 + 0.2 + 0.7.
         if sum(shares) > 1 + 1e-9:
             raise self._wrong(
-                f"the shares of the groups must not exceed 1 together, got {sum(shares):g}"
+                f"the shares of the groups must sum to at most 1, got {sum(shares):g}"
             )
         return shares
 
     def _clients(self, value: Any) -> list[int]:
         if not isinstance(value, list) or any(type(c) is not int or c < 0 for c in value):
-            raise self._wrong(f"clients takes a list of numbers from 0 on, got {value!r}")
+            raise self._wrong(f"clients takes a list of client numbers from 0, got {value!r}")
         return value
 
     def _section(self, section: Any) -> dict[str, Any]:
-        """Return a table of a profile under the names of attributes."""
+        """Return a table of a profile by attribute name."""
         if not isinstance(section, Mapping):
             raise self._wrong(f"device must be a table, got {section!r}")
         known = {_kebab(item.name): item.name for item in (*fields(Device), *fields(Uplink))}
@@ -400,7 +400,7 @@ class _Profile:
         return {known[name]: value for name, value in section.items()}
 
     def _device(self, values: Mapping[str, Any]) -> Device:
-        """Make one device; what describes a radio uplink becomes its bandwidth."""
+        """Make one device; radio keys are converted to bandwidth."""
         drawn = {name: self._drawn(name, value) for name, value in values.items()}
         names = [item.name for item in fields(Uplink)]
         given = {name: drawn.pop(name) for name in names if name in drawn}
@@ -412,7 +412,7 @@ class _Profile:
         return Device(**drawn, bandwidth_up=Uplink(**given).bytes_per_second)
 
     def _drawn(self, name: str, value: Any) -> Any:
-        """Return the value of a key: of a range a number drawn from it."""
+        """Return a key's value, drawn if it is a range."""
         if name == "online":
             return self._periods(value)
         if not isinstance(value, list):
@@ -438,13 +438,13 @@ class _Profile:
 
 
 def _shared_out(shares: Sequence[float], clients: int) -> list[int]:
-    """Return how many clients each share is, by largest remainder.
+    """Return the number of clients of each share, by largest remainder.
 
-    Each share gets the whole part of what it is due; the clients that are left go one each to the
-    largest fractions, at a tie to the earlier share. What the shares leave of 1 takes part as the
-    last one. So no count is off by a whole client, and shares that add up to 1 leave no client out.
+    Each share gets the integer part of its quota; the remaining clients go to the largest
+    fractions, earlier shares first at a tie. The unassigned rest counts as the last share. No count
+    is off by a whole client, and shares that sum to 1 cover all clients.
     """
-    # Rounded, so that 0.3 · 10 is 3, and ties are ties whatever the binary fractions are.
+    # Rounded, so that 0.3 · 10 is 3 and ties do not depend on binary fractions.
     quotas = [round(share * clients, 6) for share in shares]
     quotas.append(max(0.0, round(clients - sum(quotas), 6)))
     counts = [math.floor(quota) for quota in quotas]
@@ -459,7 +459,7 @@ def _kebab(name: str) -> str:
 
 
 # -----------------------------------------------------------------------------
-# One simulated device over time: when its tasks end, which are lost, when it comes and goes.
+# One simulated device over time: task durations, losses and churn.
 # -----------------------------------------------------------------------------
 
 
@@ -469,16 +469,16 @@ LOST_BEFORE = "the reply was unusable in the recorded run too"
 AWAY_BEFORE = "the client was away in the recorded run too"
 WENT_OFFLINE, IS_OFFLINE = "the device went offline", "the device is offline"
 AWAY = frozenset({AWAY_BEFORE, WENT_OFFLINE, IS_OFFLINE})
-"""What is lost because its device is not there, which is no failure of the device's."""
+"""Losses caused by an absent device, which are no failures."""
 
 
 class Outcome(NamedTuple):
-    """How a task ends.
+    """The end of a task.
 
     Attributes
     ----------
     due : float
-        When its reply comes, in seconds of virtual time.
+        Arrival of its reply, in seconds of virtual time.
     lost : str or None
         Why the reply is an error; None if it is not.
     """
@@ -488,15 +488,14 @@ class Outcome(NamedTuple):
 
 
 _TASKS, _ABSENCES = 0, 1
-"""What a device draws random numbers for, each from a stream of its own."""
+"""Purposes of a device's random numbers, one stream each."""
 _DRAWS = np.random.Generator(np.random.PCG64(0))
-"""Lent to one device after the other: a generator of its own takes ten times the memory of a
-state."""
+"""One generator shared by all devices, whose states take a tenth of the memory."""
 
 
 @dataclass(eq=False, slots=True)
 class DeviceModel:
-    """A device with its random numbers and what it is busy with. It works on one task at a time.
+    """A device with its random numbers and current work, one task at a time.
 
     Attributes
     ----------
@@ -505,16 +504,16 @@ class DeviceModel:
     examples : int
         Number of training examples that it has.
     entropy : tuple[int, ...]
-        Decides jitter, lost tasks and random absences.
+        Seed of jitter, lost tasks and random absences.
     busy_until : float
-        When the last of its tasks ends; it is free if that is over.
+        End of its last task; the device is free after it.
     """
 
     device: Device
     examples: int
     entropy: tuple[int, ...]
     busy_until: float = 0.0
-    # Of its generator, once it has drawn.
+    # State of its generator after the first draw.
     _state: Mapping[str, Any] | None = None
     _tasks: int = 0
     _switches: Iterator[float] | None = None
@@ -522,7 +521,7 @@ class DeviceModel:
 
     @property
     def is_new(self) -> bool:
-        """Whether it is as it was made."""
+        """Whether it is unused."""
         return not self._tasks and not self._switched
 
     def _seed(self, purpose: int) -> np.random.SeedSequence:
@@ -533,16 +532,16 @@ class DeviceModel:
         return self._state or np.random.PCG64(self._seed(_TASKS)).state
 
     def begin(self, load: Workload, now: float, expires: float) -> Outcome:
-        """Take on a task, after those that the device is busy with, and return how it ends.
+        """Queue a task behind the device's current ones, and return how it ends.
 
         Parameters
         ----------
         load : Workload
             Bytes, passes and samples of the task.
         now : float
-            Virtual time at which the task is sent, in seconds.
+            Time of sending, in seconds of virtual time.
         expires : float
-            When its time to live ends: a lost task is answered by then.
+            End of its time to live, when a lost task is answered.
         """
         number, rng = self._tasks, _DRAWS
         rng.bit_generator.state = self._generator_state()
@@ -550,7 +549,7 @@ class DeviceModel:
         if load.examples is None:
             load = load._replace(examples=self.examples)
         duration = self.device.duration(load, rng, number)
-        # Drawn whether it can happen or not, so that one setting does not change other draws.
+        # Always drawn, so that a setting does not change other draws.
         dropped = rng.uniform() < self.device.drop
         self._state = rng.bit_generator.state
         due = self.busy_until = max(now, self.busy_until) + duration
@@ -561,7 +560,7 @@ class DeviceModel:
         return Outcome(due, self.device.failure(number))
 
     def mean_duration(self, load: Workload) -> float:
-        """Return the mean time of a task in seconds; None for its examples: all of the device."""
+        """Return the mean time of a task in seconds; examples None: all of the device's."""
         examples = self.examples if load.examples is None else load.examples
         return self.device.mean_duration(load._replace(examples=examples))
 
@@ -570,14 +569,14 @@ class DeviceModel:
         self.busy_until = 0.0
 
     def next_switch(self) -> float | None:
-        """Return when the device next goes offline, or comes back; None if it never does."""
+        """Return the time at which the device next goes offline or online; None if never."""
         self._switched += 1
         if self._switches is None:
             self._switches = self.device.switches(np.random.default_rng(self._seed(_ABSENCES)))
         return next(self._switches, None)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what has changed since the beginning, as a tree of plain values."""
+        """Return the state that has changed since the start, as a tree of plain values."""
         return {
             "busy-until": self.busy_until,
             "rng": self._generator_state(),
@@ -594,13 +593,13 @@ class DeviceModel:
 
 
 # -----------------------------------------------------------------------------
-# What messages cost the devices that they are sent to.
+# The cost of messages for their devices.
 # -----------------------------------------------------------------------------
 
 
 Cost = Callable[[Message, Context, int], Workload | None]
-"""Says what a message costs: of the message, its client's context, and the client's number of
-training examples. None stands for no time at all."""
+"""Maps a message, its client's context and number of training examples to the message's cost; None
+means no time."""
 
 
 def category(message: Message) -> str:
@@ -609,11 +608,11 @@ def category(message: Message) -> str:
 
 
 def training_cost(message: Message, context: Context, examples: int) -> Workload | None:
-    """Return what a training message costs; queries and evaluation cost nothing.
+    """Return the cost of a training message; queries and evaluation cost nothing.
 
-    All arrays go down. What comes back of training is one model, as large as the first one that
-    went; the numbers that answer other work are small, and take no time. To train a model of the
-    client's own too takes as much again.
+    All arrays are sent down. Training returns one model of the size of the first one sent; answers
+    to other work are small and take no time. To train a model of the client's own too takes as much
+    again.
     """
     if category(message) != MessageType.TRAIN:
         return None
@@ -639,7 +638,7 @@ def bytes_of(content: RecordDict) -> int:
 
 
 def _config_bytes(record: ConfigRecord) -> int:
-    """Return what `ConfigRecord.count_bytes` does, which raises on empty texts and lists."""
+    """Return `ConfigRecord.count_bytes`, which itself raises on empty texts and lists."""
     size = sum(map(len, record))
     for value in record.values():
         for part in value if isinstance(value, list) else [value]:
@@ -651,43 +650,43 @@ def _config_bytes(record: ConfigRecord) -> int:
 
 
 def copy_of(content: RecordDict) -> RecordDict:
-    """Copy records, not the arrays in them, as sending does: messages may share their content.
+    """Copy records but not their arrays, as sending does: messages may share content.
 
-    Without it what a client writes into its message would show in the others', and what the
-    server writes later would show in work that is not done yet.
+    Otherwise changes by a client would appear in other messages, and later changes by the server in
+    pending work.
     """
     return RecordDict({name: record.copy() for name, record in content.items()})
 
 
 # -----------------------------------------------------------------------------
-# Traces: what an earlier run has recorded of its devices, played again on virtual time.
+# Traces: replay of a recorded run's devices on virtual time.
 #
-# Each client takes for its tasks as long as it took then, one after the other, from sending to
-# reply, and is online when it was online then. What is sent and what is learned from it may be
-# something else entirely: so another method can be tried on the fleet that one has.
+# Each client takes the recorded time for each of its tasks in order, from sending to reply, and is
+# online at the recorded times. Messages and method may differ, so that another method can be tried
+# on a recorded fleet.
 # -----------------------------------------------------------------------------
 
 
 PREFIX = "trace:"
-"""Begins the name of a device profile that is the folder of a run."""
+"""Prefix of a device profile that names the folder of a run."""
 
 
 _LEFT = "went offline"
-"""What a server says of work whose device has left."""
+"""A server's reason for work whose device left."""
 _SERVER_SECONDS = 1.0
-"""A longer time between a reply and the next task is not the server's work."""
+"""A longer time between a reply and the next task is idle time, not the server's work."""
 _MOMENT = 1e-3
 
 
 class Leg(NamedTuple):
-    """How one task went.
+    """A recorded task.
 
     Attributes
     ----------
     seconds : float
-        From sending it to having its reply.
+        Time from sending to reply.
     failure : str or None
-        Why the reply was unusable.
+        Reason of an unusable reply.
     """
 
     seconds: float
@@ -696,18 +695,18 @@ class Leg(NamedTuple):
 
 @dataclass(frozen=True)
 class TracedDevice(Device):
-    """A device that takes for its tasks as long as one did before.
+    """A device that replays recorded task times.
 
     Attributes
     ----------
     legs : tuple[Leg, ...]
-        Its tasks in order; after the last one it begins again.
+        Its tasks in order, repeated after the last.
     """
 
     legs: tuple[Leg, ...] = ()
 
     def duration(self, load: Workload, rng: np.random.Generator, task: int = 0) -> float:
-        """Return the recorded time of a task, whatever its size."""
+        """Return the recorded time of a task; its size is ignored."""
         return self.legs[task % len(self.legs)].seconds
 
     def mean_duration(self, load: Workload) -> float:
@@ -715,7 +714,7 @@ class TracedDevice(Device):
         return fmean(leg.seconds for leg in self.legs)
 
     def failure(self, task: int) -> str | None:
-        """Return why the recorded task was lost, if it was."""
+        """Return the reason if the recorded task was lost."""
         return self.legs[task % len(self.legs)].failure
 
 
@@ -727,18 +726,18 @@ def traced_fleet(folder: str, clients: int) -> tuple[list[Device], list[str]]:
     folder : str
         Folder of the recorded run, with its ``run.sqlite``.
     clients : int
-        Number of devices, which must be that of the recording.
+        Number of devices, which must equal the recording's.
 
     Returns
     -------
     tuple[list[Device], list[str]]
-        Devices and their recorded ids. ``client-3`` is the fourth; ids of another form follow the
-        order of the text.
+        Devices and their recorded ids. ``client-3`` is the fourth; other ids are ordered
+        alphabetically.
 
     Raises
     ------
     UserError
-        There is no such run, it has no updates, or its clients are not as many.
+        There is no such run, it has no updates, or its number of clients differs.
     """
     if not folder:
         raise UserError("--devices trace: needs the folder of a run, as in trace:runs/mine.")
@@ -772,8 +771,8 @@ def _recorded_clients(folder: str, record: RunRecord, clients: int) -> list[str]
 def _in_rounds(record: RunRecord) -> bool:
     """Return whether clients waited for each other.
 
-    Without rounds a client is given work, after a reply of its own or another's, while an older
-    task is open. Staleness does not tell: clients with a cluster each have none.
+    Without rounds, some client gets work after a reply while an older task is open. Staleness is no
+    criterion: clients with clusters of their own have none.
     """
     sent, came = record.updates.dispatched_at, record.updates.time
     replies, sends = np.sort(came), np.append(np.sort(sent), math.inf)
@@ -783,7 +782,7 @@ def _in_rounds(record: RunRecord) -> bool:
 
 
 def _legs(record: RunRecord, name: str, in_rounds: bool) -> tuple[Leg, ...]:
-    """Return a client's tasks in the order in which it was given them."""
+    """Return a client's tasks in the order of sending."""
     updates, rejections = record.updates, record.rejections
     failures = [
         AWAY_BEFORE if any(away in reason for away in (*AWAY, _LEFT)) else LOST_BEFORE
@@ -800,15 +799,15 @@ def _legs(record: RunRecord, name: str, in_rounds: bool) -> tuple[Leg, ...]:
     joined = {client.client: client.joined_at for client in record.clients}
     legs, before = [], joined.get(name, -math.inf)
     for sent, returned, failure in tasks:
-        # What the server took to hand out the next task belongs to the recorded rhythm. In rounds
-        # a client waits for the others, which is not its own time.
+        # The server's time until the next task is part of the recorded rhythm. In rounds, a client
+        # also waits for others, which is not its own time.
         gap = 0.0 if in_rounds else sent - before
         seconds = returned - sent + (gap if 0 < gap < _SERVER_SECONDS else 0.0)
         legs.append(Leg(seconds, failure or None))
-        # After an unusable reply a method lets the client rest: a replay does so by itself.
+        # After an unusable reply the method pauses the client, which a replay does by itself.
         before = -math.inf if failure else returned
-    # What it was at when the run ended took longer than until then: a replay in which it would
-    # come back earlier could not be the recorded run.
+    # The task open at the end of the run took longer than the recording: a replay must not finish
+    # it earlier.
     open_for = record.end - max(returned for _, returned, _ in tasks)
     if legs[0].seconds <= open_for:
         legs.append(Leg(open_for + _MOMENT))
@@ -816,12 +815,12 @@ def _legs(record: RunRecord, name: str, in_rounds: bool) -> tuple[Leg, ...]:
 
 
 def _online(periods: Sequence[tuple[float, float | None]]) -> tuple[tuple[float, float], ...]:
-    """Return when a client was online; empty if it always was."""
+    """Return a client's online periods; empty if it was always online."""
     spans: list[tuple[float, float]] = []
     for start, stop in periods:
         end = math.inf if stop is None else stop
         if end > start:
-            # Two periods that touch are one.
+            # Merge adjacent periods.
             if spans and start <= spans[-1][1]:
                 start = spans.pop()[0]
             spans.append((start, end))

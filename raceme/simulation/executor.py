@@ -1,7 +1,7 @@
-"""Where simulated clients' work is done: the contract, one process, and worker processes.
+"""Executors of simulated clients' work: the interface, in-process and worker processes.
 
-A message's result depends only on its content and on its client's state, so an executor may work
-early, in any order, and side by side; the outcome of a run does not change.
+A result depends only on the message and the client's state, so an executor may work early, in any
+order and in parallel without changing the outcome of a run.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from raceme.flower import messages as flower
 
 
 class Executor(Protocol):
-    """Does the work that messages ask for, some time between `submit` and `result`."""
+    """Computes the replies to messages, some time between `submit` and `result`."""
 
     def submit(self, message: Message, context: Context, due: float) -> None:
         """Take on the work of a message.
@@ -57,21 +57,21 @@ class Executor(Protocol):
         Parameters
         ----------
         message : Message
-            What is asked; it is known by its message id from here on, and does not change.
+            The request, identified by its message id; it must not change.
         context : Context
-            Of the client that is asked. The ClientApp finds its state as it is when the result is
-            asked for: work that was done early, on another state, is done again.
+            The client's context. Its state at the call of `result` applies: work done early on
+            another state is repeated.
         due : float
-            When the result will be asked for, on any clock: work that is due first comes first.
+            Time at which the result is needed, on any clock; decides the order of work.
         """
         ...
 
     def result(self, message_id: str) -> Message:
-        """Return the reply to a submitted message, once; wait for it if need be."""
+        """Return the reply to a submitted message, once; wait for it if necessary."""
         ...
 
     def cancel(self, message_id: str) -> None:
-        """Drop a submitted message: its device went offline, or its reply is not wanted."""
+        """Drop a submitted message whose reply is no longer needed."""
         ...
 
     def close(self) -> None:
@@ -81,20 +81,20 @@ class Executor(Protocol):
 
 @dataclass(eq=False)
 class Job:
-    """A message whose reply has not been asked for.
+    """A message with an outstanding reply.
 
     Attributes
     ----------
     due : float
-        When it will be asked for.
+        Time at which the reply is needed.
     order : int
-        Its place among those of the same time.
+        Order among messages of the same time.
     queued : bool
-        It waits to be handed to a worker.
+        Whether it waits for a worker.
     state : RecordDict or None
-        The client's state that it was last handed out with.
+        The client's state at the last hand-out.
     deaths : int
-        Workers that died at it.
+        Number of workers that died at it.
     """
 
     message: Message
@@ -118,7 +118,7 @@ class Job:
 
 
 class InProcess:
-    """Runs the ClientApp in this process at the moment when the reply is needed.
+    """Runs the ClientApp in this process when the reply is needed.
 
     Parameters
     ----------
@@ -134,7 +134,7 @@ class InProcess:
         self._waiting: dict[str, tuple[Message, Context]] = {}
 
     def submit(self, message: Message, context: Context, due: float) -> None:
-        """Keep the message until its reply is asked for."""
+        """Keep the message until its reply is needed."""
         self._waiting[message.metadata.message_id] = (message, context)
 
     def result(self, message_id: str) -> Message:
@@ -154,17 +154,17 @@ class InProcess:
 def answer(
     client_app: ClientApp, message: Message, context: Context, seed: int | None = None
 ) -> Message:
-    """Let a ClientApp answer a message, as a SuperNode would: its exceptions are error replies.
+    """Answer a message with a ClientApp, as a SuperNode does: exceptions become error replies.
 
     Parameters
     ----------
     message : Message
-        What is asked; its id is the number of the message.
+        The request; its id is the number of the message.
     context : Context
         Of the client that is asked.
     seed : int, optional
-        Decides, with the client and the message, what the app draws from the process's own random
-        numbers, for apps that are not known to leave them alone.
+        Seeds, with client and message, the process's random numbers, for apps that may draw from
+        them.
     """
     flower.start_now(message)
     try:
@@ -174,7 +174,7 @@ def answer(
                 stack.enter_context(own_randomness(drawn))
             reply = client_app(message, context)
         if not isinstance(reply, Message):
-            raise TypeError(f"the ClientApp returned no Message but {reply!r}")
+            raise TypeError(f"the ClientApp must return a Message, got {reply!r}")
         if reply.metadata.reply_to_message_id != message.metadata.message_id:
             raise ValueError("the ClientApp returned a Message that is no reply to its own")
         return reply
@@ -184,11 +184,10 @@ def answer(
 
 
 # -----------------------------------------------------------------------------
-# The process's own random numbers, for ClientApps that draw from them: one seed decides all.
+# Reproducible process-wide random numbers, for ClientApps that draw from them.
 #
-# An app may draw from Python's, numpy's and torch's generators, which are one each for a process.
-# In a simulation several clients and the server share a process, or clients are spread over
-# several; what one of them draws must not depend on which others are there.
+# An app may draw from the process-wide generators of Python, numpy and torch. Simulated clients and
+# the server share processes; the draws of one must not depend on the others.
 # -----------------------------------------------------------------------------
 
 
@@ -199,7 +198,8 @@ def seed_process(entropy: Sequence[int]) -> None:
     np.random.seed(words[1])
     torch = sys.modules.get("torch")
     if torch is not None:
-        # `torch.manual_seed` takes a millisecond where there is no GPU: it keeps the call's trace.
+        # `torch.manual_seed` takes a millisecond where there is no GPU: it records the call's
+        # trace.
         torch.default_generator.manual_seed(words[2])
         if torch.cuda.is_initialized():
             torch.cuda.manual_seed_all(words[2])
@@ -207,7 +207,7 @@ def seed_process(entropy: Sequence[int]) -> None:
 
 @contextmanager
 def own_randomness(entropy: Sequence[int]) -> Iterator[None]:
-    """Give what happens meanwhile random numbers of its own, and bring back those from before."""
+    """Seed the process's generators within the context, and restore their states afterwards."""
     torch = sys.modules.get("torch")
     states = random.getstate(), np.random.get_state()
     drawn = torch.get_rng_state() if torch is not None else None
@@ -222,7 +222,7 @@ def own_randomness(entropy: Sequence[int]) -> Iterator[None]:
 
 
 # -----------------------------------------------------------------------------
-# Messages and records as plain values: for workers, for checkpoints, and for comparing them.
+# Messages and records as plain values, for workers, checkpoints and comparison.
 # -----------------------------------------------------------------------------
 
 
@@ -234,14 +234,14 @@ _RECORDS = {_METRICS: MetricRecord, _CONFIG: ConfigRecord}
 
 
 class Packed(NamedTuple):
-    """Records, and the data of their arrays one after the other."""
+    """Records and the concatenated data of their arrays."""
 
     records: Records
     data: list[bytes]
 
 
 def pack(records: RecordDict) -> Packed:
-    """Take records apart. Arrays' data are not copied."""
+    """Convert records to plain values, without copying array data."""
     packed = Packed([], [])
     for name, record in records.items():
         if isinstance(record, ArrayRecord):
@@ -255,11 +255,11 @@ def pack(records: RecordDict) -> Packed:
 
 
 def unpack(packed: Packed) -> RecordDict:
-    """Put records together again. Arrays' data are not copied."""
+    """Restore records from plain values, without copying array data."""
     data, records = iter(packed.data), RecordDict()
     for name, kind, content in packed.records:
         if kind == _ARRAYS:
-            # A checkpoint brings lists back.
+            # Checkpoints turn tuples into lists.
             records[name] = flower.array_record(
                 {
                     key: flower.array(dtype, tuple(shape), stype, next(data))
@@ -277,7 +277,7 @@ def sizes(records: Records) -> list[int]:
 
 
 def head_of(message: Message) -> dict[str, Any]:
-    """Return all of a message but its content."""
+    """Return a message's metadata."""
     metadata = message.metadata
     return {
         "id": metadata.message_id,
@@ -289,19 +289,19 @@ def head_of(message: Message) -> dict[str, Any]:
 
 
 def message_of(head: Mapping[str, Any], content: RecordDict) -> Message:
-    """Put a message together again, with its id."""
+    """Restore a message from metadata and content."""
     message = Message(content, head["node"], head["type"], ttl=head["ttl"], group_id=head["group"])
     flower.set_message_id(message, head["id"])
     return message
 
 
 # -----------------------------------------------------------------------------
-# A worker's side: it answers requests with a ClientApp, in another process or on another machine.
+# The worker's side: answers requests with a ClientApp in another process or machine.
 # -----------------------------------------------------------------------------
 
 
 class NodeSettings(NamedTuple):
-    """What a worker has to know of a client: its context but for the state."""
+    """A client's context without its state."""
 
     run_id: int
     node_config: Mapping[str, Value]
@@ -314,7 +314,7 @@ class Request(NamedTuple):
     Attributes
     ----------
     slot : int
-        Of the shared memory, if there is any; the response uses the same one.
+        Slot of the shared memory, if any; the response uses the same one.
     sender : tuple[int, int]
         Run and node on whose behalf the message was made.
     data : list[bytes] or None
@@ -355,7 +355,7 @@ class Response(NamedTuple):
 
 
 class Desk:
-    """Where requests become messages, and replies responses.
+    """Converts requests to messages, and replies to responses.
 
     Parameters
     ----------
@@ -370,7 +370,7 @@ class Desk:
         self._nodes: dict[int, NodeSettings] = {}
 
     def respond(self, request: Request, data: list[bytes]) -> Response:
-        """Answer a request whose arrays have these data."""
+        """Answer a request with these array data."""
         node_id = request.head["node"]
         if request.node is not None:
             self._nodes[node_id] = request.node
@@ -412,7 +412,7 @@ def load(target: str) -> ClientApp:
 
 
 def open_desk(target: str, seed: int | None, log_level: int) -> Desk | str:
-    """Make ready to answer requests in this process; return why it cannot be, if so.
+    """Prepare to answer requests in this process; return the reason on failure.
 
     Parameters
     ----------
@@ -435,30 +435,30 @@ def open_desk(target: str, seed: int | None, log_level: int) -> Desk | str:
 
 
 # -----------------------------------------------------------------------------
-# The simulator's side: work is handed out ahead of when its result is needed.
+# The simulator's side: hands out work before its result is needed.
 # -----------------------------------------------------------------------------
 
 
 QUEUED = 2
-"""Tasks that a worker has at a time: one that it works on, and one so that it need not wait."""
+"""Tasks per worker: one in progress and one waiting."""
 _MOST_DEATHS = 3
-"""Workers that may die at the same task, or one after the other before they are ready."""
+"""Maximum number of workers that die at the same task, or consecutively before they are ready."""
 _AHEAD, _AHEAD_PER_WORKER = 64, 8
-"""Results that may wait to be asked for: so many, or so many per worker if that is more."""
+"""Maximum number of results held in advance: the larger of a total and a number per worker."""
 
 
 @dataclass(eq=False)
 class Worker:
-    """A worker as the simulator sees it.
+    """The simulator's view of a worker.
 
     Attributes
     ----------
     ready : bool
-        It has loaded the ClientApp.
+        Whether it has loaded the ClientApp.
     jobs : dict[str, Job]
-        What it has to do, by message id, in its order.
+        Its jobs in order, by message id.
     nodes : dict[int, NodeSettings]
-        The clients that it knows.
+        Clients known to it.
     """
 
     ready: bool = False
@@ -470,10 +470,10 @@ W = TypeVar("W", bound=Worker)
 
 
 class WorkingAhead(ABC, Generic[W]):
-    """An executor whose workers begin as soon as work is submitted; what is due first comes first.
+    """An executor whose workers start on submitted work at once, in order of due time.
 
-    Replies are those of :class:`InProcess`: work that was done on another state than its client
-    then has is done again, and so is what a worker died at, after another has taken its place.
+    Replies equal those of :class:`InProcess`: work done on an outdated client state is repeated,
+    and so is the work of a worker that died, by its replacement.
 
     Parameters
     ----------
@@ -483,25 +483,25 @@ class WorkingAhead(ABC, Generic[W]):
         Seed of apps that draw from the process's own random numbers; see :func:`answer`.
     """
 
-    never_ready = "Workers end before they have loaded the ClientApp {target}: {how}"
+    never_ready = "Workers ended before they loaded the ClientApp {target}: {how}"
     deadly = "{deaths} workers died at the same task: {job}. {how}"
-    """What a person is told if workers cannot start, or die again and again at the same task."""
+    """Error messages for workers that cannot start, or die repeatedly at the same task."""
 
     def __init__(self, target: str, workers: int, seed: int | None) -> None:
         self._target, self._seed = target, seed
         self._workers: list[W] = []
         self._failed_starts = 0
         self._jobs: dict[str, Job] = {}
-        # Reply, and the client's state if it has changed.
+        # Reply, and the client's state if changed.
         self._results: dict[str, tuple[Message, RecordDict | None]] = {}
-        # Heap of (due, order, message id); an entry counts only while it states the task's due
-        # time, so that a task can be put first without a search.
+        # Heap of (due, order, message id). Entries with an outdated due time are ignored, so that a
+        # task can be moved forward without a search.
         self._waiting: list[tuple[float, int, str]] = []
         self._order = 0
         self._bound = max(_AHEAD, _AHEAD_PER_WORKER * workers)
 
     def submit(self, message: Message, context: Context, due: float) -> None:
-        """Take on the work of a message, and start it if a worker is free."""
+        """Submit a message, and start its work if a worker is free."""
         self._order += 1
         job = Job(message, context, due, self._order)
         self._jobs[job.message_id] = job
@@ -510,7 +510,7 @@ class WorkingAhead(ABC, Generic[W]):
         self._hand_out()
 
     def result(self, message_id: str) -> Message:
-        """Return the reply to a submitted message; wait for it if need be."""
+        """Return the reply to a submitted message; wait for it if necessary."""
         job = self._jobs[message_id]
         self._receive(wait=False)
         while not self._is_done(job):
@@ -528,12 +528,12 @@ class WorkingAhead(ABC, Generic[W]):
         return reply
 
     def cancel(self, message_id: str) -> None:
-        """Drop a submitted message; if a worker is at it, what it makes of it is thrown away."""
+        """Drop a submitted message; the result of work in progress is discarded."""
         self._jobs.pop(message_id, None)
         self._results.pop(message_id, None)
 
     def close(self) -> None:
-        """End all workers, and drop what they have not done."""
+        """End all workers and drop unfinished work."""
         self._end_workers()
         self._workers = []
         self._jobs, self._results, self._waiting = {}, {}, []
@@ -551,12 +551,12 @@ class WorkingAhead(ABC, Generic[W]):
 
     @abstractmethod
     def _receive(self, wait: bool) -> None:
-        """Take in what has come from the workers; with `wait`, at least one thing.
+        """Process results of the workers; with `wait`, at least one.
 
         Raises
         ------
         UserError
-            Workers cannot start, or die again and again at the same task.
+            Workers cannot start, or die repeatedly at the same task.
         """
 
     @abstractmethod
@@ -566,12 +566,12 @@ class WorkingAhead(ABC, Generic[W]):
     # Handing work out.
 
     def _queue(self, job: Job) -> None:
-        """Let a task wait for a worker; if it does already, its new due time counts."""
+        """Queue a task for a worker, or update the due time of a queued one."""
         job.queued = True
         heapq.heappush(self._waiting, (job.due, job.order, job.message_id))
 
     def _hand_out(self, urgent: Job | None = None) -> None:
-        """Give waiting tasks to workers that have room, but not too far ahead of the results."""
+        """Hand waiting tasks to workers with room, within the bound on results held in advance."""
         while self._waiting:
             due, _, message_id = self._waiting[0]
             job = self._jobs.get(message_id)
@@ -589,7 +589,7 @@ class WorkingAhead(ABC, Generic[W]):
     def _request(
         self, worker: W, job: Job, content: Records, data: list[bytes] | None, slot: int = 0
     ) -> Request:
-        """Make the request of a task, of its message and what the worker does not know."""
+        """Make a task's request: its message and whatever the worker lacks."""
         context, metadata = job.context, job.message.metadata
         node = NodeSettings(context.run_id, dict(context.node_config), dict(context.run_config))
         return Request(
@@ -603,7 +603,7 @@ class WorkingAhead(ABC, Generic[W]):
         )
 
     def _begin(self, worker: W, job: Job, request: Request) -> None:
-        """Note that a worker has a task."""
+        """Record that a worker has a task."""
         if request.node is not None:
             worker.nodes[job.context.node_id] = request.node
         worker.jobs[job.message_id] = job
@@ -612,7 +612,7 @@ class WorkingAhead(ABC, Generic[W]):
     # Taking results in.
 
     def _finish(self, worker: W, response: Response, data: Sequence[bytes]) -> None:
-        """Keep what a worker has made of a task, if it is still wanted."""
+        """Keep a worker's result if it is still wanted."""
         job = worker.jobs.pop(response.message_id)
         if self._jobs.get(job.message_id) is not job:
             return
@@ -626,10 +626,9 @@ class WorkingAhead(ABC, Generic[W]):
         self._results[job.message_id] = reply, state
 
     def _is_done(self, job: Job) -> bool:
-        """Return whether a task's result can be given out.
+        """Return whether a task's result is available and valid.
 
-        One that started from another state than its client now has is done again: an earlier
-        message has changed it since.
+        A result computed from an outdated client state is discarded and the task repeated.
         """
         if job.message_id not in self._results:
             return False
@@ -642,18 +641,18 @@ class WorkingAhead(ABC, Generic[W]):
     # Workers' lives.
 
     def _welcome(self, worker: W) -> None:
-        """Note that a worker is ready."""
+        """Record that a worker is ready."""
         worker.ready, self._failed_starts = True, 0
 
     def _replace(self, worker: W, **told: str) -> None:
-        """Start a worker in the place of one that has died, and let its tasks wait again.
+        """Replace a dead worker and queue its tasks again.
 
         Parameters
         ----------
         worker : Worker
             The worker that died.
         told : str
-            How it died, and what else the messages of this class tell.
+            Cause of death and other fields of this class's messages.
         """
         index = self._workers.index(worker)
         del self._workers[index]
@@ -662,7 +661,7 @@ class WorkingAhead(ABC, Generic[W]):
             raise UserError(self.never_ready.format(target=self._target, **told))
         fatal = None
         for position, job in enumerate(worker.jobs.values()):
-            # It died at the first one.
+            # It died at its first task.
             job.deaths += position == 0
             fatal = job if job.deaths >= _MOST_DEATHS else fatal
             self._queue(job)
@@ -672,18 +671,18 @@ class WorkingAhead(ABC, Generic[W]):
 
 
 # -----------------------------------------------------------------------------
-# Memory that both processes see: arrays' data are written there, and are never pickled, unless
-# there is more than fits. What is small goes through a pipe.
+# Shared memory for array data, which are pickled only if they do not fit. Everything small goes
+# through a pipe.
 # -----------------------------------------------------------------------------
 
 
 _FOLDERS = ("/dev/shm", tempfile.gettempdir())
-"""Where shared memory is looked for; what lies in the first is never written to a disk."""
+"""Candidate folders of shared memory; the first is never written to disk."""
 _MEGABYTE = 1e6
 
 
 class SharedMemory:
-    """Memory that two processes see, divided into slots of equal size.
+    """Memory shared by two processes, divided into slots of equal size.
 
     Parameters
     ----------
@@ -701,12 +700,12 @@ class SharedMemory:
 
     @classmethod
     def create(cls, slots: int, slot_bytes: int) -> SharedMemory:
-        """Set memory aside.
+        """Reserve memory.
 
         Raises
         ------
         UserError
-            There is not so much.
+            There is too little.
         """
         size = slots * slot_bytes
         for folder in _FOLDERS:
@@ -716,8 +715,7 @@ class SharedMemory:
         free = ", ".join(f"{folder} {_free(folder) / _MEGABYTE:,.0f} MB" for folder in _FOLDERS)
         raise UserError(
             f"Each worker process needs {size / _MEGABYTE:,.0f} MB of shared memory to exchange "
-            f"models, and there is less (free: {free}). Make room, or run with --workers 0, which "
-            "needs none."
+            f"models, more than is free ({free}). Free some, or use --workers 0, which needs none."
         )
 
     def write(self, slot: int, data: Sequence[bytes]) -> bool:
@@ -731,7 +729,7 @@ class SharedMemory:
         return True
 
     def read(self, slot: int, lengths: Sequence[int]) -> list[bytes]:
-        """Copy what was written into a slot, by the length of each part."""
+        """Copy the parts written into a slot, given their lengths."""
         start, data = slot * self.slot_bytes, []
         for length in lengths:
             data.append(self._memory[start : start + length])
@@ -739,17 +737,17 @@ class SharedMemory:
         return data
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         self._memory.close()
         os.close(self.handle)
 
 
 def _reserve(folder: str, size: int) -> int:
-    """Return the descriptor of a new file without a name: it is gone when it is closed."""
+    """Return the descriptor of a new unnamed file, which disappears when closed."""
     with tempfile.TemporaryFile(prefix="raceme-", dir=folder) as file:
         os.ftruncate(file.fileno(), size)
         if hasattr(os, "posix_fallocate"):
-            # Without it, room that is missing is found out when it is written to, and that kills.
+            # Without it, a write beyond the free space would kill the process.
             os.posix_fallocate(file.fileno(), 0, size)
         return os.dup(file.fileno())
 
@@ -760,14 +758,14 @@ def _free(folder: str) -> int:
 
 
 # -----------------------------------------------------------------------------
-# What a worker process does: it answers messages with a ClientApp until it is told to stop.
+# The worker process: answers messages with a ClientApp until it is told to stop.
 # -----------------------------------------------------------------------------
 
 
 _SENT_TO_ALL = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
-"""Signals that all processes of a terminal or service get: Ctrl-C, its end, `timeout`, systemd."""
+"""Signals sent to all processes of a terminal or service: Ctrl-C, hang-up, `timeout`, systemd."""
 _END = signal.SIGUSR1
-"""The simulator's own, which ends a worker."""
+"""Signal with which the simulator ends a worker."""
 
 
 def work(
@@ -782,26 +780,26 @@ def work(
     Parameters
     ----------
     connection : Connection
-        To the simulator. What comes first from here is None, or else why there will be nothing
-        more. Then there is one :class:`Response` for every :class:`Request`, in the same order.
-        A pair of numbers announces shared memory: slots, and bytes per slot.
+        Connection to the simulator. The first value sent is None, or the reason of a failed start.
+        Then each :class:`Request` is answered by one :class:`Response`, in order. A pair of numbers
+        announces shared memory: slots and bytes per slot.
     target, log_level, seed
         See :func:`~raceme.simulation.executor.open_desk`.
     pickled : Mapping[str, bytes], optional
         See :func:`~raceme.core.registry.define`.
     """
-    # The simulator decides what becomes of its processes; processes of the app's end as usual.
+    # The simulator ends its workers; processes of the app end as usual.
     worker = os.getpid()
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: None if os.getpid() == worker else sys.exit(0))
-    # By default it would leave behind what the app has made: locks, temporary folders.
+    # The default action would leave locks and temporary folders of the app behind.
     signal.signal(_END, lambda *_: sys.exit(0))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SENT_TO_ALL)
     define(pickled or {})
-    # A daemon may not have processes of its own, which an app's DataLoader(num_workers=…) has.
+    # Daemons may not start processes, which an app's DataLoader(num_workers=…) does.
     multiprocessing.current_process().daemon = False
-    # They start as everywhere else, not as this one, which would import the app once more.
+    # They use the default start method; this process's own would import the app again.
     multiprocessing.set_start_method(None, force=True)
     memory: SharedMemory | None = None
     try:
@@ -828,20 +826,20 @@ def work(
 
 
 # -----------------------------------------------------------------------------
-# Worker processes, started once, that keep models and data.
+# Persistent worker processes, which keep models and data.
 # -----------------------------------------------------------------------------
 
 
 _ROOM = 1.5
-"""Size of a slot of shared memory, in sizes of the first model that is sent."""
+"""Size of a slot of shared memory relative to the first model sent."""
 _PIPE_BYTES = 32_768
-"""What certainly goes into a pipe at once. More is sent only to a worker that has nothing to do:
-another might itself be sending something large, and both would wait for ever."""
+"""Size that certainly fits into a pipe. More is sent only to an idle worker: a busy one might be
+sending a large message itself, which would deadlock."""
 _PRELOADED = ["raceme.client_app"]
-"""What a process is forked from has imported already. Nothing that a user names: what raises on
-import would end that process."""
+"""Modules that the fork server imports. No module of a user: an exception on import would end that
+process."""
 _GRACE_SECONDS = 2.0
-"""Time for a process to end before it is made to."""
+"""Time for a process to end before it is killed."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -851,7 +849,7 @@ class _Process(Worker):
     Attributes
     ----------
     memory : SharedMemory or None
-        What it shares with this process, once it has been told.
+        Memory shared with this process, once announced.
     slots : dict[str, int]
         Slots of the shared memory that are in use, by message id.
     """
@@ -863,7 +861,7 @@ class _Process(Worker):
 
 
 class Pool(WorkingAhead[_Process]):
-    """An executor of worker processes, which train while the server does its own part.
+    """An executor of worker processes, which train in parallel with the server.
 
     Parameters
     ----------
@@ -871,16 +869,16 @@ class Pool(WorkingAhead[_Process]):
         See :class:`~raceme.simulation.executor.WorkingAhead`.
     slot_bytes : int, optional
         Shared memory for one message's arrays; larger ones go through a pipe, which is slower. By
-        default it is what the first message with arrays needs, and half as much again.
+        default 1.5 times the size of the first message with arrays.
     """
 
     never_ready = (
-        "Worker processes end before they have loaded the ClientApp {target} ({how}); what they "
-        "print says why. With --workers 0 there are none."
+        "Worker processes ended before they loaded the ClientApp {target} ({how}); their output "
+        "says why. --workers 0 starts none."
     )
     deadly = (
-        "{deaths} worker processes died ({how}) at the same task: {job}. Signal 9 means that "
-        "memory ran out, as a rule: try fewer --workers; --workers 0 does all work in one process."
+        "{deaths} worker processes died ({how}) at the same task: {job}. Signal 9 usually means "
+        "that memory ran out: try fewer --workers; --workers 0 does all work in one process."
     )
 
     def __init__(
@@ -919,7 +917,7 @@ class Pool(WorkingAhead[_Process]):
                 return False
             worker.connection.send_bytes(pickled)
         except OSError:
-            # It has died; the next look at the workers finds out.
+            # The worker has died, which the next `_receive` detects.
             return False
         worker.slots[job.message_id] = slot
         self._begin(worker, job, request)
@@ -939,7 +937,7 @@ class Pool(WorkingAhead[_Process]):
         send_handle(worker.connection, worker.memory.handle, worker.process.pid)
 
     def _receive(self, wait: bool) -> None:
-        """Take in what has come from the workers; with `wait`, at least one thing."""
+        """Process results of the workers; with `wait`, at least one."""
         events = self._selector.select(None if wait else 0)
         while events:
             for worker in {key.data: None for key, _ in events}:
@@ -953,11 +951,11 @@ class Pool(WorkingAhead[_Process]):
             events = self._selector.select(0)
 
     def _take(self, worker: _Process, received: Response | str | None) -> None:
-        """Take in what a worker sends."""
+        """Process a worker's result."""
         if isinstance(received, str):
             raise UserError(
                 f"A worker process cannot load the ClientApp {self._target}: {received}. "
-                "With --workers 0 there are none."
+                "--workers 0 starts none."
             )
         if received is None:
             self._welcome(worker)
@@ -969,13 +967,13 @@ class Pool(WorkingAhead[_Process]):
         self._finish(worker, received, data)
 
     def _lose(self, worker: _Process) -> None:
-        """Take in that a worker has died."""
+        """Handle the death of a worker."""
         self._selector.unregister(worker.connection)
         self._selector.unregister(worker.process.sentinel)
         self._replace(worker, how=_bury(worker))
 
     def _start(self) -> _Process:
-        """Start a worker process; it is ready when it says so."""
+        """Start a worker process, which reports when it is ready."""
         context = _pool_context()
         own, other = context.Pipe()
         level = logging.getLogger("flwr").level
@@ -1002,7 +1000,7 @@ class Pool(WorkingAhead[_Process]):
 
 
 def _bury(worker: _Process) -> str:
-    """Wait for the end of a worker that has nothing more to do, and say how it ended."""
+    """Wait for a worker to end, and return how it ended."""
     worker.connection.close()
     worker.process.join(_GRACE_SECONDS)
     worker.process.kill()
@@ -1016,11 +1014,11 @@ def _bury(worker: _Process) -> str:
 
 @contextmanager
 def _held_back() -> Iterator[None]:
-    """Let what all processes get at once wait; one that starts meanwhile is deaf to it.
+    """Block signals sent to all processes, so that a process started meanwhile ignores them.
 
-    This process has it afterwards: none is lost, as it would be if it were ignored meanwhile.
+    This process receives them afterwards; ignoring them meanwhile would lose them.
     """
-    # It would let them through in the middle, were it not running.
+    # Starting the resource tracker later would unblock them.
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SENT_TO_ALL)
     try:
@@ -1030,9 +1028,9 @@ def _held_back() -> Iterator[None]:
 
 
 def prepare_processes() -> None:
-    """Let what processes are forked from begin to import, which takes a second or two.
+    """Start the fork server, whose imports take one or two seconds.
 
-    Pools do it themselves; before other work that takes time, it is done meanwhile.
+    Pools do so themselves; calling it before other work saves the wait.
     """
     if _pool_context().get_start_method() == "forkserver":
         with _held_back():
@@ -1040,11 +1038,10 @@ def prepare_processes() -> None:
 
 
 def _pool_context() -> Any:
-    """Return how processes are made: forked from one that has imported torch, where that is safe.
+    """Return the process context: forking from a server that has imported torch, where safe.
 
-    It saves each worker's import, and workers share what was imported. The process that they are
-    forked from has done nothing but import: forking this one, which may have threads, would not be
-    safe. Apple's libraries are not safe to fork even so.
+    Workers then share the imported modules. The fork server only imports; forking this process,
+    which may have threads, would be unsafe. Apple's libraries are unsafe even so.
     """
     if sys.platform != "linux":
         return multiprocessing.get_context("spawn")
@@ -1055,10 +1052,10 @@ def _pool_context() -> Any:
 
 @contextmanager
 def script_hidden(target: str = "") -> Iterator[None]:
-    """Let a process that is started here not run the user's script again, as Python has it do.
+    """Prevent processes started in the context from running the user's script again.
 
-    A worker does not need it, it costs the script's imports, and a script that does not guard
-    what it does by ``if __name__ == "__main__"`` would start the run again.
+    Workers do not need the script, and one without ``if __name__ == "__main__"`` would start the
+    run again.
     """
     if target.partition(":")[0] == "__main__":
         yield

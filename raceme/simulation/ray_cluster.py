@@ -1,4 +1,4 @@
-"""A Ray cluster that a run's work is spread over: found or started, checked, and left again."""
+"""Execution of a run on a Ray cluster: connecting, checking nodes, and actors."""
 
 from __future__ import annotations
 
@@ -37,33 +37,33 @@ from raceme.simulation.executor import (
 
 NAME = "ray"
 ADDRESS = "ray://"
-"""What the address of Ray's own client begins with."""
+"""Prefix of addresses of Ray's client."""
 
 INSTALL = "python3 -m pip install 'raceme[simulation]'"
 _CONNECT_SECONDS = 20.0
 _NODE_SECONDS = 60.0
-"""Time for a node to say what is installed there: it starts a process for it."""
+"""Time limit for a node to report its installation, for which it starts a process."""
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    # What a raylet says about workers that have ended would stand in the run's output.
+    # Keeps a raylet's messages about ended workers out of the run's output.
     "RAY_DEDUP_LOGS_SKIP_REGEX": ".",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
-"""Ray reports no usage, and prints nothing; variables that are set already stay."""
+"""Turn off Ray's usage reports and output; variables that are set already are kept."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals whose handlers are put back: Ray sets its own for SIGTERM."""
+"""Signals whose handlers are restored: Ray replaces that of SIGTERM."""
 
 
 class Cluster:
     """A connection to a Ray cluster.
 
-    If this process is connected to one already, that one is used, and stays connected.
+    An existing connection of this process is used and left open.
 
     Parameters
     ----------
     workers : str
-        ``"ray"``: the cluster that this machine is a node of, or else a new one on this machine
-        alone. ``"ray://HEAD:PORT"``: the cluster with this address of Ray's client.
+        ``"ray"``: this machine's cluster, or else a new local one. ``"ray://HEAD:PORT"``: the
+        cluster at this address of Ray's client.
     cores : int
         CPUs of a new cluster.
 
@@ -82,7 +82,7 @@ class Cluster:
 
         self._connected = False
         if ray.is_initialized():
-            # The caller's own: a process can be in one cluster only.
+            # The caller's connection: a process can join one cluster only.
             if workers != NAME:
                 _check_listens(workers)
         else:
@@ -100,7 +100,7 @@ class Cluster:
             raise
 
     def name(self, node_id: str) -> str:
-        """Return what a node is called in messages; it may have come later than the run began."""
+        """Return a node's name for messages; it may have joined after the start of the run."""
         import ray
 
         if node_id not in self.nodes:
@@ -108,7 +108,7 @@ class Cluster:
         return self.nodes.get(node_id, node_id[:8])
 
     def close(self) -> None:
-        """Leave the cluster if it was joined here; it ends if it was started here."""
+        """Leave the cluster if it was joined here, and end it if it was started here."""
         if self._connected:
             import ray
 
@@ -137,8 +137,8 @@ def _connect(workers: str, cores: int) -> None:
         try:
             ray.init(num_cpus=cores, include_dashboard=False, **quiet)
         except ValueError:
-            # `ray start` has started one, whose CPUs are what they are. Not ``"auto"``, which
-            # joins a cluster that another run has started for itself, and ends with that run.
+            # A cluster of `ray start`, with its own number of CPUs. ``"auto"`` would also join the
+            # private cluster of another run, which ends with that run.
             ray.init(**quiet)
     except UserError:
         raise
@@ -149,23 +149,23 @@ def _connect(workers: str, cores: int) -> None:
 
 
 def _check_listens(address: str) -> None:
-    """Raise UserError if nothing at an address speaks Ray's protocol; Ray would try for minutes."""
+    """Raise UserError if no Ray server answers at an address; Ray would retry for minutes."""
     if os.environ.get("RAY_USE_TLS", "0") == "1":
-        # Ray's own keys are needed to find out.
+        # This needs Ray's own keys.
         return
     with grpc.insecure_channel(address.removeprefix(ADDRESS)) as channel:
         try:
             grpc.channel_ready_future(channel).result(_CONNECT_SECONDS)
         except grpc.FutureTimeoutError:
             raise UserError(
-                f"There is no Ray cluster at {address}: nothing answers there within "
-                f"{_CONNECT_SECONDS:g} s. `ray start --head` starts one, on port 6379, and on port "
-                f"10001 for {ADDRESS} addresses."
+                f"There is no Ray cluster at {address}: no answer within {_CONNECT_SECONDS:g} s. "
+                f"`ray start --head` starts one, on port 6379, and on port 10001 for {ADDRESS} "
+                "addresses."
             ) from None
 
 
 def check_nodes(nodes: Mapping[str, str]) -> None:
-    """Check that all nodes have what is installed here.
+    """Check that all nodes have this machine's installation.
 
     Parameters
     ----------
@@ -175,7 +175,7 @@ def check_nodes(nodes: Mapping[str, str]) -> None:
     Raises
     ------
     UserError
-        Some have not; each is named.
+        Some differ; the message names each.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -195,12 +195,12 @@ def check_nodes(nodes: Mapping[str, str]) -> None:
         try:
             there = ray.get(answer, timeout=0)
         except ray.exceptions.GetTimeoutError:
-            wrong.append(f"{nodes[node_id]} says nothing within {_NODE_SECONDS:g} s")
+            wrong.append(f"{nodes[node_id]} did not answer within {_NODE_SECONDS:g} s")
             continue
         except ray.exceptions.RayError as error:
-            # A node that has just died may have been listed; it will get no work.
+            # A listed node may just have died; it gets no work.
             if node_id in alive:
-                wrong.append(f"{nodes[node_id]} cannot be asked ({first_line(error)})")
+                wrong.append(f"{nodes[node_id]} cannot be queried ({first_line(error)})")
             continue
         other = ", ".join(
             f"{name} {there[name]}" for name, version in here.items() if there[name] != version
@@ -210,21 +210,21 @@ def check_nodes(nodes: Mapping[str, str]) -> None:
     if wrong:
         own = ", ".join(f"{name} {version}" for name, version in here.items())
         raise UserError(
-            "All nodes of the Ray cluster must have what this machine has, and do not: "
-            f"{'; '.join(wrong)}; here there are {own}."
+            "All nodes of the Ray cluster must have the versions of this machine: "
+            f"{'; '.join(wrong)}; this machine has {own}."
         )
 
 
 def first_line(error: BaseException) -> str:
-    """Return what an error says in one line: Ray's have many."""
+    """Return an error's first line; Ray's have many."""
     text = str(error).strip().partition("\n")[0].rstrip(".:")
     return text or type(error).__name__
 
 
 def _installed() -> Any:
-    """Return the function that says what is installed where it is called.
+    """Return a function that reports the installation of the machine that calls it.
 
-    It is made here so that it travels to nodes as code: there Raceme may be missing, or another.
+    A nested function is sent as code, which matters where Raceme is missing or differs.
     """
 
     def installed() -> dict[str, str]:
@@ -245,7 +245,7 @@ def _installed() -> Any:
         if spec is None or not spec.submodule_search_locations:
             found["Raceme"] = "missing"
         else:
-            # Two checkouts state the same version, and need not be the same.
+            # Two checkouts of the same version may differ.
             digest, folder = hashlib.sha256(), Path(spec.submodule_search_locations[0])
             for path in sorted(folder.rglob("*.py")):
                 digest.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes())
@@ -256,40 +256,40 @@ def _installed() -> Any:
 
 
 def _alive() -> dict[str, str]:
-    """Return the names of the nodes that are there, by node id."""
+    """Return the names of the live nodes, by node id."""
     import ray
 
     return {node["NodeID"]: _name(node) for node in ray.nodes() if node["Alive"]}
 
 
 def _name(node: Mapping[str, Any]) -> str:
-    """Return what a node is called: its address, and which of several with the same one."""
+    """Return a node's name: its address, numbered if several share it."""
     return f"{node['NodeManagerAddress']} ({node['NodeID'][:8]})"
 
 
 # -----------------------------------------------------------------------------
-# Arrays that many messages carry, once in Ray's object store.
+# Ray's object store: one copy of arrays that many messages share.
 # -----------------------------------------------------------------------------
 
 
 Key = tuple[int, ...]
 
 _BY_VALUE = 100_000
-"""Bytes up to which a record travels with its message: Ray keeps less than that in no store."""
+"""Maximum size in bytes of records sent by value: Ray does not store smaller objects."""
 _IDLE = 8
-"""Versions that are kept although no task has them: the next message may."""
+"""Number of unused versions kept for coming messages."""
 
 
 @dataclass
 class _Version:
-    """What is in the store.
+    """An entry of the store.
 
     Attributes
     ----------
     reference : ObjectRef
-        Ray's; the store keeps the object as long as there is one.
+        Ray's reference, which keeps the object in the store.
     data : list[bytes]
-        The same here: as long as they are, nothing else has their ids.
+        Local arrays; keeping them reserves their ids.
     users : int
         Number of open tasks that refer to it.
     """
@@ -300,10 +300,10 @@ class _Version:
 
 
 class Versions:
-    """Models' data in Ray's object store: each version once, however many clients are sent it.
+    """Model arrays in Ray's object store, one copy per version.
 
-    Messages with the same version have the very same arrays, by which it is known. A node that has
-    fetched it for one of its actors has it for all.
+    A version is identified by its array objects, which its messages share. A node fetches it once
+    for all of its actors.
     """
 
     def __init__(self) -> None:
@@ -311,7 +311,7 @@ class Versions:
         self.puts = 0
 
     def hold(self, record: ArrayRecord) -> tuple[Key | None, Any]:
-        """Return what to send for a record, and its key to release it by, if it has one."""
+        """Return the value to send for a record, and the key that releases it, if any."""
         data = [array.data for array in record.values()]
         if sum(map(len, data)) < _BY_VALUE:
             return None, data
@@ -327,35 +327,35 @@ class Versions:
         return key, version.reference
 
     def release(self, key: Key) -> None:
-        """Note that a task is over that had a version."""
+        """Release a version at the end of a task."""
         self._versions[key].users -= 1
         idle = [key for key, version in self._versions.items() if not version.users]
         for key in idle[: max(0, len(idle) - _IDLE)]:
             del self._versions[key]
 
     def clear(self) -> None:
-        """Let go of all."""
+        """Release all versions."""
         self._versions.clear()
 
 
 # -----------------------------------------------------------------------------
-# What an actor on a Ray node does: it answers messages with a ClientApp.
+# The actor on a Ray node: answers messages with a ClientApp.
 # -----------------------------------------------------------------------------
 
 
 class Started(NamedTuple):
-    """How the start of an actor went.
+    """Outcome of an actor's start.
 
     Attributes
     ----------
     node_id : str
-        Ray's id of the node that it is on.
+        Ray's id of its node.
     failure : str
-        Why there will be nothing from it; empty if all is well.
+        Reason of a failed start; empty on success.
     instructions : str
-        What of the processor torch uses; sums may differ by it in their last digits.
+        CPU capability that torch uses, which can change the last digits of sums.
     data : str
-        Fingerprint of the data there; empty if none was asked for.
+        Fingerprint of the node's data; empty if not requested.
     """
 
     node_id: str
@@ -365,7 +365,7 @@ class Started(NamedTuple):
 
 
 class RayWorker:
-    """An actor: it keeps the ClientApp, its clients and their data from message to message."""
+    """An actor, which keeps the ClientApp, its clients and their data between messages."""
 
     def start(
         self,
@@ -383,9 +383,9 @@ class RayWorker:
         target, seed, log_level
             See :func:`~raceme.simulation.executor.open_desk`.
         path : Sequence[str]
-            Where the simulator finds modules, the ClientApp's among them; looked at here, too.
+            The simulator's module search path, added to the actor's.
         run : Mapping[str, Value], optional
-            Configuration of a run whose data are needed here.
+            Configuration of a run whose data the actor needs.
         pickled : Mapping[str, bytes]
             See :func:`~raceme.core.registry.define`.
         """
@@ -407,26 +407,26 @@ class RayWorker:
         return Started(node_id, "", instructions, data)
 
     def respond(self, request: Request, *data: list[bytes]) -> Response:
-        """Answer a request whose arrays' data come beside it, one record's after another's."""
+        """Answer a request; the data of its arrays follow it, record by record."""
         return self._desk.respond(request, [part for record in data for part in record])
 
 
 def _data_here(config: RunConfig) -> str:
-    """Return the fingerprint of the data on this node, and fetch none: each actor would."""
+    """Return the fingerprint of the node's data, without downloading in each actor."""
     found = fingerprint(config.with_values(download=False))
     if config.download:
-        # What clients will load counts as something else, and need not be there twice.
+        # Free the memory: clients load the data themselves.
         datasets.forget()
     return found
 
 
 def fingerprint(config: RunConfig) -> str:
-    """Return what tells the first client's data from others.
+    """Return a fingerprint of the first client's data.
 
     Raises
     ------
     UserError
-        They cannot be loaded.
+        The data cannot be loaded.
     """
     data = datasets.client_data(config, 0)
     digest = hashlib.sha256()
@@ -436,7 +436,7 @@ def fingerprint(config: RunConfig) -> str:
 
 
 # -----------------------------------------------------------------------------
-# Actors on a Ray cluster, one per CPU, that keep models and data.
+# Actors on a Ray cluster, one per CPU, which keep models and data.
 # -----------------------------------------------------------------------------
 
 
@@ -444,7 +444,7 @@ log = logging.getLogger("raceme.workers")
 
 _MOST_ACTORS = 1024
 _READY_SECONDS = 300.0
-"""Time for the cluster to have room for any actor at all, and for that to load app and data."""
+"""Time limit for the first actor to be placed and to load app and data."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -456,9 +456,9 @@ class _Actor(Worker):
     actor : ActorHandle
         Ray's handle, by which the actor is called.
     node_id : str
-        Ray's id of the node that it is on; empty until it is ready.
+        Ray's id of its node; empty until the actor is ready.
     versions : dict[str, list[Key]]
-        What its tasks hold of the object store, by message id.
+        Object-store entries of its tasks, by message id.
     """
 
     actor: Any
@@ -467,13 +467,13 @@ class _Actor(Worker):
 
 
 Arrival = tuple[_Actor, Callable[[], "Started | Response"]]
-"""An actor, and what returns what has come from it, or raises how it was lost."""
+"""An actor and a function that returns its result, or raises if the actor was lost."""
 
 
 class RayActors(WorkingAhead[_Actor]):
     """An executor of actors on a Ray cluster.
 
-    An actor that is lost, with its node or alone, is replaced where there is room.
+    Lost actors are replaced where CPUs are free.
 
     Parameters
     ----------
@@ -484,21 +484,22 @@ class RayActors(WorkingAhead[_Actor]):
     cores : int
         CPUs of a cluster that is started here.
     config : RunConfig, optional
-        Of a run whose data all nodes need; it is checked that they have the same.
+        Configuration of a run whose data all nodes need; they are checked to be the same.
 
     Raises
     ------
     UserError
-        There is no such cluster, or its nodes do not fit.
+        There is no such cluster, or its nodes differ.
     """
 
     never_ready = (
-        "Ray's actors end before they have loaded the ClientApp {target}: {how}. With --workers 0 "
-        "there are none."
+        "Ray's actors ended before they loaded the ClientApp {target}: {how}. --workers 0 starts "
+        "none."
     )
     deadly = (
-        "{deaths} of Ray's actors died at the same task, the last on node {node}: {job}. As a "
-        "rule memory ran out: start nodes with fewer CPUs (ray start --num-cpus). Ray says: {how}."
+        "{deaths} of Ray's actors died at the same task, the last on node {node}: {job}. The "
+        "usual reason is a lack of memory: start nodes with fewer CPUs (ray start --num-cpus). "
+        "Ray says: {how}."
     )
 
     def __init__(
@@ -525,7 +526,7 @@ class RayActors(WorkingAhead[_Actor]):
             raise
 
     def _start(self) -> _Actor:
-        """Start an actor; Ray places it where a CPU is free, now or later."""
+        """Start an actor; Ray places it when a CPU is free."""
         import ray
 
         made = ray.remote(num_cpus=1, max_restarts=0, max_task_retries=0)(RayWorker)
@@ -556,12 +557,12 @@ class RayActors(WorkingAhead[_Actor]):
         return True
 
     def _expect(self, worker: _Actor, coming: Any) -> None:
-        """Let what an actor returns be taken in when it is there; another thread says so."""
+        """Queue an actor's result on completion, from another thread."""
         coming.future().add_done_callback(lambda done: self._arrivals.put((worker, done.result)))
 
     def _receive(self, wait: bool) -> None:
-        """Take in what has come from the actors; with `wait`, at least one thing."""
-        # For work it is waited as long as it takes.
+        """Process results of the actors; with `wait`, at least one."""
+        # Waiting for work has no time limit.
         at_work = any(worker.ready for worker in self._workers)
         patience = None if at_work else _READY_SECONDS
         while True:
@@ -575,18 +576,18 @@ class RayActors(WorkingAhead[_Actor]):
                     "CPUs are taken, or its nodes are gone. `ray status` shows both."
                 ) from None
             wait = False
-            # One that is not there any more is done with, whatever still comes from it.
+            # Ignore results of actors that were dropped.
             if worker in self._workers:
                 self._take(worker, value)
 
     def _take(self, worker: _Actor, value: Callable[[], Started | Response]) -> None:
-        """Take in what has come from an actor, or that it is lost."""
+        """Process an actor's result or loss."""
         from ray.exceptions import RayError, RayTaskError
 
         try:
             came = value()
         except RayTaskError:
-            # Nothing that an actor's end explains.
+            # Not explained by the end of an actor.
             raise
         except RayError as error:
             self._lose(worker, first_line(error))
@@ -599,20 +600,20 @@ class RayActors(WorkingAhead[_Actor]):
         self._finish(worker, came, came.data)
 
     def _admit(self, worker: _Actor, started: Started) -> None:
-        """Take in that an actor is ready.
+        """Record that an actor is ready.
 
         Raises
         ------
         UserError
-            It never will be.
+            Its start failed.
         """
         name = self._cluster.name(started.node_id)
         if started.failure:
             raise UserError(f"Node {name} of the Ray cluster {started.failure}")
         if started.data != self._data:
             raise UserError(
-                f"Node {name} of the Ray cluster has other data than this machine: the folders "
-                "and files must hold the same everywhere."
+                f"Node {name} of the Ray cluster has data that differ from this machine's: "
+                "folders and files must be the same on all nodes."
             )
         known = self._instructions or started.instructions
         if started.instructions != known:
@@ -630,22 +631,20 @@ class RayActors(WorkingAhead[_Actor]):
             self._versions.release(key)
 
     def _lose(self, worker: _Actor, how: str) -> None:
-        """Take in that an actor is lost."""
-        # It may be there still, and only not be reached.
+        """Handle the loss of an actor."""
+        # It may still run but be unreachable.
         _kill(worker)
         for message_id in list(worker.versions):
             self._release(worker, message_id)
         node = self._cluster.name(worker.node_id) if worker.ready else "not known yet"
         if worker.ready and worker.node_id not in self._troubled:
             self._troubled.add(worker.node_id)
-            log.warning(
-                "Ray has lost work on node %s, which is done again elsewhere: %s.", node, how
-            )
+            log.warning("Ray lost work on node %s and repeats it elsewhere: %s.", node, how)
         self._replace(worker, how=how, node=node)
 
 
 def _kill(worker: _Actor) -> None:
-    """End an actor, if it can be reached."""
+    """End an actor, if reachable."""
     import ray
 
     with suppress(ray.exceptions.RayError, ConnectionError):

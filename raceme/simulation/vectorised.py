@@ -1,8 +1,8 @@
-"""Many clients' training as one computation: a tool for GPUs, and correct on CPUs too.
+"""Vectorised training of many clients, for GPUs and CPUs.
 
-The weights of all clients are stacked, and ``torch.func`` takes the gradients of all of them at
-once. Every client takes exactly its own steps on its own mini-batches, those that it would take
-alone: results differ from :class:`~raceme.simulation.executor.InProcess` by rounding only.
+The weights of all clients are stacked, and ``torch.func`` computes all gradients at once. Every
+client takes the same steps on the same mini-batches as alone: results differ from
+:class:`~raceme.simulation.executor.InProcess` by rounding only.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from raceme.training.models import Network, Samples
 from raceme.training.work import ClientWork, evaluation_answer, training_answer
 
 # -----------------------------------------------------------------------------
-# Samples of many clients on one device, for clients that are stacked.
+# Samples of stacked clients on one device.
 # -----------------------------------------------------------------------------
 
 
 class SampleStore:
-    """Samples of many clients on one device, one client's after another's.
+    """Concatenated samples of many clients on one device.
 
     Parameters
     ----------
     device : torch.device
-        Device of torch in whose memory the samples are kept.
+        Device that holds the samples.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -51,9 +51,9 @@ class SampleStore:
         self._y = torch.empty(0)
 
     def hold(self, samples: Mapping[str, Samples]) -> None:
-        """Hold the samples of clients, by name, besides those of other clients that are there.
+        """Add the samples of clients, by name.
 
-        Other samples of a client, as it has after its data have changed, replace its former ones.
+        Changed samples of a client replace its former ones.
         """
         new = {name: own for name, own in samples.items() if self._held.get(name) is not own}
         if not new:
@@ -67,13 +67,13 @@ class SampleStore:
             self._place({**self._held, **new})
 
     def _write(self, name: str) -> None:
-        """Write a client's samples over its former ones, of which there were as many."""
+        """Overwrite a client's samples by as many new ones."""
         own, start = self._held[name], self._offsets[name]
         self._x[start : start + len(own)] = own.x
         self._y[start : start + len(own)] = own.y
 
     def _place(self, samples: dict[str, Samples]) -> None:
-        """Put all samples one after another; what stays in its place is not sent again."""
+        """Concatenate all samples; an unchanged prefix is not sent again."""
         kept = 0
         for name, own in self._held.items():
             if samples[name] is not own:
@@ -91,18 +91,18 @@ class SampleStore:
         self._x, self._y = torch.cat(xs), torch.cat(ys)
 
     def offset(self, client: str) -> int:
-        """Return where a client's samples begin."""
+        """Return the index of a client's first sample."""
         return self._offsets[client]
 
     def select(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Return samples, in the shape of their indices, as a network takes them."""
+        """Return the samples at some indices, in the indices' shape, as inputs of a network."""
         flat = indices.reshape(-1)
         x, y = self._shaped(self._x.index_select(0, flat)), self._y.index_select(0, flat)
         return x.view(*indices.shape, *x.shape[1:]), y.view(indices.shape)
 
 
 # -----------------------------------------------------------------------------
-# Many clients' training as one computation: a tool for GPUs, and correct on CPUs too.
+# Vectorised training of many clients, for GPUs and CPUs.
 # -----------------------------------------------------------------------------
 
 
@@ -110,11 +110,11 @@ log = logging.getLogger("raceme")
 
 _CPU_BYTES = 2**30
 _GPU_SHARE = 0.5
-"""Memory for what is trained at a time: on a GPU, this share of what is free."""
+"""Share of a GPU's free memory for one computation."""
 _WEIGHT_COPIES = 6
-"""Weights, received weights, gradients, and what is made on the way."""
+"""Copies of the weights: current, received, gradients and temporaries."""
 _ACTIVATIONS = 64
-"""Memory that a network takes for one sample, in sizes of its input: a generous guess."""
+"""Memory of a network per sample, relative to the input: a generous estimate."""
 _TEST_BATCH = 2048
 
 _PLACE = {keys.KIND, keys.STEP, keys.TASK, keys.VERSION, keys.ROUND}
@@ -124,8 +124,8 @@ _STACKED = {
     keys.TRAIN: ({keys.ARRAYS, keys.MASK}, _PLACE | _COST | _SGD),
     keys.EVALUATE: ({keys.ARRAYS}, _PLACE),
 }
-"""Kinds of work that can be stacked, with the array records and the settings that are known here.
-A message with anything else is the ClientApp's."""
+"""Kinds of work that can be stacked, with their known array records and settings. The ClientApp
+answers all other messages."""
 
 _Gradients = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -139,11 +139,11 @@ class _Training:
     start : Tensor
         The received weights, shape (d,).
     mask : Tensor or None
-        Shape (d,), bool: False where weights stay as they are.
+        Shape (d,), bool: False where weights are frozen.
     indices : NDArray
-        Samples of each step, shape (steps, batch), filled up with samples of the same step.
+        Samples of each step, shape (steps, batch), padded with samples of the same step.
     shares : NDArray
-        What a sample counts in the mean of its step, shape (steps, batch); 0 for filling.
+        Weight of each sample in the mean of its step, shape (steps, batch); 0 for padding.
     """
 
     message: Message
@@ -157,19 +157,19 @@ class _Training:
 
 
 class Vectorised:
-    """An executor that trains all clients whose work is pending together, on one device.
+    """An executor that trains all clients with pending work together on one device.
 
-    What it cannot stack is answered by Raceme's ClientApp in this process, one by one: networks
-    with batch normalisation, buffers or random numbers, optimisers other than plain SGD, and work
-    of other kinds than plain training and evaluation.
+    Raceme's ClientApp answers in this process, one by one, what cannot be stacked: networks with
+    batch normalisation, buffers or random numbers, optimisers other than plain SGD, and kinds of
+    work other than plain training and evaluation.
 
     Parameters
     ----------
     device : str
         ``"cpu"`` or ``"cuda"``. All clients' samples are kept there.
     memory : int, optional
-        Bytes that one computation may take, by estimate; by default 1 GiB on a CPU and half of
-        what is free on a GPU.
+        Estimated bytes of one computation; by default 1 GiB on a CPU and half of the free memory on
+        a GPU.
 
     Raises
     ------
@@ -192,18 +192,18 @@ class Vectorised:
         self._gradients: dict[Network, _Gradients | None] = {}
 
     def submit(self, message: Message, context: Context, due: float) -> None:
-        """Keep the message until a reply is asked for."""
+        """Keep the message until a reply is needed."""
         self._jobs[message.metadata.message_id] = Job(message, context, due)
 
     def result(self, message_id: str) -> Message:
-        """Return a reply; all work of the same kind that is pending is done with it."""
+        """Return a reply, and compute all pending work of the same kind with it."""
         if message_id not in self._replies:
             with self._exactness():
                 self._work(message_id)
         return self._replies.pop(message_id)
 
     def cancel(self, message_id: str) -> None:
-        """Forget the message, and its reply if it is there."""
+        """Drop the message and its reply."""
         self._jobs.pop(message_id, None)
         self._replies.pop(message_id, None)
 
@@ -213,7 +213,7 @@ class Vectorised:
         self._train_data, self._test_data = SampleStore(self._device), SampleStore(self._device)
 
     def _exactness(self) -> AbstractContextManager[None]:
-        """Let a GPU calculate as exactly as a CPU: convolutions would round inputs to 10 bits."""
+        """Disable TF32 on a GPU, whose convolutions would round inputs to 10 bits."""
         exact: AbstractContextManager[None] = nullcontext()
         if self._device.type == "cuda":
             exact = torch.backends.cudnn.flags(
@@ -222,7 +222,7 @@ class Vectorised:
         return exact
 
     def _work(self, message_id: str) -> None:
-        """Do the work of a message, and with it whatever can be done at once."""
+        """Do the work of a message together with all that can be stacked with it."""
         asked = self._jobs[message_id]
         kind = _stacked_kind(asked.message)
         work = None if kind is None else _work(asked)
@@ -246,22 +246,22 @@ class Vectorised:
         self._replies[message_id] = answer(client_app.app, job.message, job.context)
 
     def _can_stack(self, client: Client) -> bool:
-        """Return whether a client can be worked on together with others."""
+        """Return whether a client's work can be stacked with others'."""
         if client.network not in self._gradients:
             self._gradients[client.network] = self._gradients_of(client)
         return self._gradients[client.network] is not None
 
     def _gradients_of(self, client: Client) -> _Gradients | None:
-        """Return the function for the gradients of many clients, None if there cannot be one."""
+        """Return the function for the gradients of many clients; None if impossible."""
         network = client.network
         gradients = _stacked_gradients(network)
-        # As it will train: a network that was tested last would hide that it drops units at random.
+        # In training mode, since evaluation mode hides dropout.
         network.module.train()
         try:
             if client.config.upload != "float32":
                 raise ValueError(f"upload={client.config.upload} is encoded client by client")
             if network.needs_pairs or any(True for _ in network.module.buffers()):
-                raise ValueError("it has buffers, which are no weights but change in training")
+                raise ValueError("it has buffers, which training changes")
             weights = network.weights.to(self._device).repeat(2, 1)
             x = torch.stack([client.train.shaped(client.train.x[:1]).to(self._device)] * 2)
             y = torch.stack([client.train.y[:1].to(self._device)] * 2)
@@ -269,7 +269,7 @@ class Vectorised:
         except Exception as error:
             reason = str(error).strip().partition("\n")[0]
             log.warning(
-                "Clients are trained one by one, this network cannot be stacked: %s", reason
+                "Clients are trained one by one because this network cannot be stacked: %s", reason
             )
             return None
         return gradients
@@ -277,9 +277,9 @@ class Vectorised:
     # Training.
 
     def _train(self, message_ids: Sequence[str], network: Network) -> None:
-        """Train the clients of messages, as many of the first as memory allows."""
+        """Train the clients of messages, in order, as far as memory allows."""
         chosen: dict[str, _Training] = {}
-        # A client whose data have changed between two messages does not train on both at once.
+        # A client whose data changed between two messages trains on one version at a time.
         rows: dict[str, Client] = {}
         needed = 0
         budget = self._budget()
@@ -321,7 +321,7 @@ class Vectorised:
             del self._jobs[message_id]
 
     def _budget(self) -> int:
-        """Return the bytes that one computation may take."""
+        """Return the bytes available to one computation."""
         if self._memory is not None:
             return self._memory
         if self._device.type == "cuda":
@@ -332,8 +332,8 @@ class Vectorised:
         self, trainings: Sequence[_Training], network: Network
     ) -> list[tuple[Tensor, float]]:
         """Return each client's weights after training, and its mean loss."""
-        # Clients with the most steps come first, so that at any step the first rows are those still
-        # training, and nothing is calculated for the others.
+        # Clients are sorted by decreasing number of steps, so that the first rows are those still
+        # training and the others cost nothing.
         order = sorted(range(len(trainings)), key=lambda i: -len(trainings[i].indices))
         sorted_ = [trainings[i] for i in order]
         steps = np.array([len(training.indices) for training in sorted_])
@@ -379,7 +379,7 @@ class Vectorised:
         for client, training in enumerate(trainings):
             steps, width = training.indices.shape
             offset = self._train_data.offset(training.work.client.id)
-            # Filling is a sample of the same step, so that it is finite whenever the step is.
+            # Padding repeats a sample of the step, so that it is finite whenever the step is.
             indices[:steps, client] = training.indices[:, :1] + offset
             indices[:steps, client, :width] = training.indices + offset
             shares[:steps, client, :width] = training.shares
@@ -397,7 +397,7 @@ class Vectorised:
     # Evaluation.
 
     def _evaluate(self, message_ids: Sequence[str], network: Network) -> None:
-        """Test one model, which the network holds, on the samples of many clients."""
+        """Test the network's model on the samples of many clients."""
         works: dict[str, ClientWork] = {}
         clients: dict[str, Client] = {}
         for message_id in message_ids:
@@ -437,9 +437,9 @@ class Vectorised:
 
 
 def _work(job: Job) -> ClientWork | None:
-    """Return the work of a message, its client's network holding the model; None if that fails.
+    """Return the work of a message, with the model loaded; None on failure.
 
-    What is wrong is for the ClientApp to say, when it is asked to answer.
+    The ClientApp reports the error when it answers.
     """
     try:
         work = client_app.work_of(job.message, job.context)
@@ -450,17 +450,17 @@ def _work(job: Job) -> ClientWork | None:
 
 
 def _prepare(message: Message, context: Context) -> _Training:
-    """Read a training message, and draw its mini-batches.
+    """Parse a training message and draw its mini-batches.
 
     Raises
     ------
     ValueError
-        It asks for something that cannot be stacked.
+        The message cannot be stacked.
     """
     work = client_app.work_of(message, context)
     settings, network = work.training_settings(), work.client.network
     if settings.optimizer != "sgd" or settings.weight_decay or client_app.is_private(context):
-        raise ValueError("only plain stochastic gradient descent is stacked")
+        raise ValueError("only plain SGD can be stacked")
     spec = work.receive(work.model)
     indices, shares = _mini_batches(work, settings)
     return _Training(
@@ -514,7 +514,7 @@ def _parameters(network: Network, weights: Tensor) -> dict[str, Tensor]:
 
 
 def _stacked_kind(message: Message) -> str | None:
-    """Return which kind of work a message asks for, if it is one that can be stacked."""
+    """Return a message's kind of work if it can be stacked."""
     content = message.content
     asked, _, action = message.metadata.message_type.partition(".")
     if action not in ("", "default") or not {keys.CONFIG} >= set(content.config_records):
@@ -528,6 +528,6 @@ def _stacked_kind(message: Message) -> str | None:
 
 
 def _models_identity(message: Message) -> tuple[int, ...]:
-    """Return what only messages with the very same model have in common."""
+    """Return a key that is equal for messages with the same model only."""
     record = message.content.array_records.get(keys.ARRAYS)
     return () if record is None else tuple(id(array) for array in record.values())

@@ -1,4 +1,4 @@
-"""A Flower Grid on virtual time: messages between the event queue, the devices and the executor."""
+"""A Flower Grid on virtual time: connects event queue, devices and executor."""
 
 from __future__ import annotations
 
@@ -42,27 +42,27 @@ from raceme.simulation.executor import (
 )
 
 # -----------------------------------------------------------------------------
-# An event queue on virtual time. It knows nothing of what is simulated.
+# An event queue on virtual time, independent of what is simulated.
 # -----------------------------------------------------------------------------
 
 
 class EventQueue:
-    """A clock, and the events to come in order of time.
+    """A clock and its pending events in order of time.
 
     Events are plain values, not callbacks, so that the queue can be saved. Equal times are ordered
-    by priority (the lower number first), then by the order of scheduling: one order of calls has
-    one order of events.
+    by priority (the lower number first), then by the order of scheduling, so that the order is
+    deterministic.
 
     Attributes
     ----------
     now : float
-        The time in seconds: that of the last event popped, or of the last :meth:`advance`.
+        Time in seconds of the last popped event or :meth:`advance`.
     """
 
     def __init__(self) -> None:
         self.now = 0.0
-        # Heap of (time, priority, number, key). A cancelled event stays in it until it is the
-        # first one: to search the heap for it would take longer.
+        # Heap of (time, priority, number, key). Cancelled events stay until they come first, which
+        # is faster than searching the heap.
         self._heap: list[tuple[float, int, int, str | int]] = []
         self._cancelled: set[int] = set()
         self._scheduled = 0
@@ -73,11 +73,11 @@ class EventQueue:
         Parameters
         ----------
         time : float
-            When it happens, in seconds.
+            Time of the event in seconds.
         priority : int
-            Its place among events of the same time.
+            Order among events of the same time.
         key : str or int
-            What the event is about; :meth:`pop` returns it.
+            Identifies the event; :meth:`pop` returns it.
 
         Returns
         -------
@@ -90,11 +90,11 @@ class EventQueue:
         return number
 
     def cancel(self, number: int) -> None:
-        """Cancel an event that has not happened yet: it neither happens nor moves the clock."""
+        """Cancel a pending event: it neither happens nor moves the clock."""
         self._cancelled.add(number)
 
     def __len__(self) -> int:
-        """Return the number of events to come."""
+        """Return the number of pending events."""
         return len(self._heap) - len(self._cancelled)
 
     def next_time(self) -> float:
@@ -110,7 +110,7 @@ class EventQueue:
         return self._heap[0][0]
 
     def pop(self) -> tuple[int, str | int]:
-        """Move the clock to the next event, and return its priority and its key.
+        """Move the clock to the next event, and return its priority and key.
 
         Raises
         ------
@@ -123,7 +123,7 @@ class EventQueue:
         return priority, key
 
     def advance(self, time: float) -> None:
-        """Move the clock to a time, never back."""
+        """Move the clock forward to a time."""
         self.now = max(self.now, time)
 
     def state_dict(self) -> dict[str, Any]:
@@ -143,22 +143,22 @@ class EventQueue:
 
 
 # -----------------------------------------------------------------------------
-# What the virtual grid keeps of its clients, and of messages without a reply yet.
+# The virtual grid's state of clients and pending messages.
 # -----------------------------------------------------------------------------
 
 
 @dataclass(eq=False, slots=True)
 class NodeState:
-    """A node as the grid keeps it.
+    """The grid's state of a node.
 
     Attributes
     ----------
     device : DeviceModel
-        How long its work takes, and when it is online.
+        Duration of its work, and its availability.
     context : Context
-        Flower's, with the state that the ClientApp keeps.
+        Flower's context, with the ClientApp's state.
     at_work : dict[str, None]
-        Ids of the messages that the executor has for it, in order of sending.
+        Ids of its messages in the executor, in order of sending.
     """
 
     device: DeviceModel
@@ -168,24 +168,24 @@ class NodeState:
 
 @dataclass(slots=True)
 class Pending:
-    """A message without a reply yet.
+    """A message without a reply so far.
 
     Attributes
     ----------
     client : NodeState or None
-        Node that it was sent to; None if there is no such node.
+        Receiving node; None if there is no such node.
     expires : float
-        When its time to live ends.
+        End of its time to live.
     due : float
         Virtual time of the reply, in seconds.
     lost : str or None
-        Why it is answered by an error; None if it is not.
+        Reason of an error reply, else None.
     event : int
         Number of the event of its reply.
     is_wanted : bool
-        False if the reply will not be asked for.
+        Whether the reply is wanted.
     sent, begun, ended : float
-        When it was sent, and when its device is at work for it; for observers of the grid.
+        Time of sending, and start and end of its work; for observers of the grid.
     bytes_down : int
         Bytes of the message; for observers of the grid.
     """
@@ -204,11 +204,11 @@ class Pending:
 
 
 _SAVED = ("expires", "due", "lost", "event", "is_wanted")
-"""What a checkpoint keeps of a pending message besides the message itself."""
+"""Fields of a pending message in a checkpoint."""
 
 
 def exchange_of(pending: Pending, answered: float, reply: Message | None) -> Exchange:
-    """Say what became of a message."""
+    """Return the exchange record of a message."""
     message, failure, bytes_up = pending.message, pending.lost, 0
     if reply is not None and reply.has_error():
         failure = reply.error.reason
@@ -237,7 +237,7 @@ Tree = dict[str, Any]
 
 
 def _reply_tree(reply: Message) -> Tree:
-    """Take a reply apart; the head is that of the message that it answers."""
+    """Convert a reply to plain values, with the metadata of its request."""
     metadata, failed = reply.metadata, reply.has_error()
     return {
         **head_of(reply),
@@ -249,7 +249,7 @@ def _reply_tree(reply: Message) -> Tree:
 
 
 def _reply_from(tree: Tree) -> Message:
-    """Put a reply together again."""
+    """Restore a reply."""
     asked = message_of(tree, RecordDict())
     if tree["error"] is not None:
         return Message(Error(*tree["error"]), reply_to=asked, ttl=tree["ttl"])
@@ -257,7 +257,7 @@ def _reply_from(tree: Tree) -> Message:
 
 
 # -----------------------------------------------------------------------------
-# A Flower Grid on virtual time: messages between the event queue, the devices and the executor.
+# A Flower Grid on virtual time: connects event queue, devices and executor.
 # -----------------------------------------------------------------------------
 
 
@@ -270,11 +270,11 @@ class Node:
     node_id : int
         Flower's id of the node.
     device : Device
-        How fast it is, and when it is online.
+        Speed and availability.
     config : Mapping[str, Value]
         Flower's node config, e.g. ``{"partition-id": 3, "num-partitions": 40}``.
     examples : int
-        Training examples, for devices whose speed is per sample.
+        Training examples, for devices with times per sample.
     """
 
     node_id: int
@@ -284,26 +284,25 @@ class Node:
 
     @property
     def client_id(self) -> str:
-        """Stable id of the client: the one of a trace, or else ``client-`` and its number."""
+        """Stable id of the client: the trace's, or else ``client-`` and its number."""
         return str(self.config.get("device-id", f"client-{self.config['partition-id']}"))
 
 
-# At equal times, online changes precede replies: whatever is sent at that moment then meets the
-# fleet as it is afterwards.
+# At equal times, online changes precede replies, so that messages sent then meet the changed fleet.
 _SWITCH, _REPLY = 0, 1
 
 
 class VirtualGrid(PatientGrid):
-    """Simulates devices behind Flower's own Grid interface, on a clock of its own.
+    """Simulates devices behind Flower's Grid interface on virtual time.
 
-    A training message is answered after the time that its device needs for download, computation
-    and upload; a device works on one at a time. Queries and evaluation cost no virtual time, unless
-    `cost` says otherwise. The clock moves only inside `wait`, `pull_messages` and
-    `send_and_receive`, to the next arrival, and inside `pass_time`.
-    A task that gets lost (dropped, or its device went offline) is answered by Flower's error reply
-    when its time to live ends, or when the device is missed. The seed alone decides what happens.
+    A training message takes its device's time for download, computation and upload; a device works
+    on one message at a time. Queries and evaluation take no virtual time unless `cost` states one.
+    The clock moves only inside `wait`, `pull_messages` and `send_and_receive`, to the next arrival,
+    and inside `pass_time`. A lost task (dropped, or its device went offline) is answered by
+    Flower's error reply at the end of its time to live, or when the device's absence is noticed.
+    The seed alone determines all events.
 
-    Time is kept by an :class:`EventQueue`, a :class:`DeviceModel` says how long work takes, and an
+    An :class:`EventQueue` keeps the time, a :class:`DeviceModel` gives the duration of work, and an
     :class:`Executor` does it; the grid itself only moves messages.
 
     Parameters
@@ -315,16 +314,16 @@ class VirtualGrid(PatientGrid):
     run_config : Mapping[str, Value]
         Flower's run config, handed to the ClientApp.
     seed : int
-        Decides jitter, lost tasks and random absences.
+        Seed of jitter, lost tasks and random absences.
     executor : Executor, optional
-        Where the work is done; in this process if not given.
+        Executor of the work; by default in this process.
     cost : Cost
         Work that each message costs a device: bytes, passes, samples.
     observe : ExchangeObserver, optional
-        Told of every message that is over, and of devices that come and go.
+        Receives every completed exchange and every online change.
     notice : float
-        Seconds after which a device that went offline is missed: what it was working on is then
-        answered by errors, if its time to live has not ended before.
+        Seconds until a device's absence is noticed: its pending work is then answered by errors,
+        unless its time to live ended before.
     """
 
     is_virtual = True
@@ -350,12 +349,12 @@ class VirtualGrid(PatientGrid):
         self._queue = EventQueue()
         self._pushed = 0
         self._pending: dict[str, Pending] = {}
-        # Replies that have not been fetched, with their place in the order of arrival.
+        # Replies not fetched so far, with their order of arrival.
         self._arrived: dict[str, tuple[int, Message]] = {}
         self._arrivals = 0
         self._seed, self._run_config = seed, dict(run_config or {})
         self._by_id = {node.node_id: node for node in self.nodes}
-        # Those that have worked or have a state, or come and go: the others are as they were made.
+        # Nodes that have worked, have a state or switch; all others are in their initial state.
         self._clients: dict[int, NodeState] = {}
         self._online: dict[int, None] = {}
         for node in self.nodes:
@@ -366,7 +365,7 @@ class VirtualGrid(PatientGrid):
         flower.identify_process(self._run.run_id)
 
     def _client(self, node_id: int) -> NodeState:
-        """Return what is kept of a node, from the first time on that it is asked for."""
+        """Return the state of a node, created on first use."""
         client = self._clients.get(node_id)
         if client is None:
             node = self._by_id[node_id]
@@ -391,19 +390,18 @@ class VirtualGrid(PatientGrid):
         return self._queue.now
 
     def wait(self, message_ids: Collection[str], until: float | None = None) -> list[Message]:
-        """Move the clock to the next reply among `message_ids`, and return it.
+        """Move the clock to the next reply among `message_ids` and return it.
 
-        Returns nothing if `until` comes first, or if a device comes or goes first (the clock is
-        then at that moment), or if nothing will ever happen again (the clock stays).
+        Returns nothing if `until` or an online change comes first (the clock then shows that time),
+        or if no event is left (the clock stays).
         """
         return self._advance(message_ids, until, stop_on_switch=True)
 
     def forget(self, message_ids: Iterable[str]) -> None:
-        """Drop the replies to messages, also those still to come: they will not be asked for.
+        """Drop the present and future replies to messages.
 
-        The devices are not told: they stay busy for as long as they would have been. If clients
-        keep a state (any of them does by now) the work is still done, for what it changes there;
-        otherwise it is skipped.
+        The devices are not informed and stay busy. If any client keeps a state, the work is still
+        done for its effect on the state; otherwise it is skipped.
         """
         coming = []
         for message_id in message_ids:
@@ -418,7 +416,7 @@ class VirtualGrid(PatientGrid):
                 self._drop(message_id)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Send messages; each starts its way to its node at the present time."""
+        """Send messages to their nodes at the current time."""
         message_ids = []
         for message in messages:
             message_id = f"{self._pushed:08d}"
@@ -430,7 +428,7 @@ class VirtualGrid(PatientGrid):
         return message_ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Return the replies that are there; if none is, move the clock to the next one."""
+        """Return the replies present; if there are none, move the clock to the next one."""
         wanted = set(message_ids)
         ready = [self._arrived.pop(key)[1] for key in self._ready(wanted)]
         return ready or self._advance(wanted, None, stop_on_switch=False)
@@ -443,7 +441,7 @@ class VirtualGrid(PatientGrid):
         return list(self._online)
 
     def arrivals_ahead(self) -> Mapping[int, bool]:
-        """Return the nodes that are offline and will come, to whether they have been there."""
+        """Map offline nodes that will come online to whether they were online before."""
         return {
             node.node_id: node.device.was_online(self.now())
             for node in self.nodes
@@ -459,14 +457,14 @@ class VirtualGrid(PatientGrid):
         return 0.0 if load is None else client.device.mean_duration(load)
 
     def pass_time(self, seconds: float) -> None:
-        """Move the clock on by some seconds; replies that arrive meanwhile wait to be asked for."""
+        """Advance the clock; replies that arrive meanwhile are kept."""
         queue, end = self._queue, self._queue.now + seconds
         while queue and queue.next_time() <= end:
             self._happen(*queue.pop())
         queue.advance(end)
 
     def unanswered(self) -> list[Exchange]:
-        """Return what is known of the messages that have no reply yet."""
+        """Return the exchanges without a reply so far."""
         return [exchange_of(pending, math.inf, None) for pending in self._pending.values()]
 
     def set_run(self, run: flower.Run) -> None:
@@ -484,9 +482,9 @@ class VirtualGrid(PatientGrid):
         self._executor.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that decides how the simulation continues: a tree of plain values and arrays.
+        """Return the complete state of the simulation as a tree of plain values and arrays.
 
-        Work in progress is not in it. Its messages are: it is done again, with the same result.
+        Work in progress is saved as its messages and repeated, with the same result.
         """
         return {
             "queue": self._queue.state_dict(),
@@ -534,7 +532,7 @@ class VirtualGrid(PatientGrid):
         self.keeps_messages = True
 
     def _dispatch(self, message_id: str, message: Message) -> None:
-        """Decide when a message will be answered, and hand its work to the executor."""
+        """Schedule a message's reply, and hand its work to the executor."""
         now, metadata = self._queue.now, message.metadata
         node_id, expires = metadata.dst_node_id, now + metadata.ttl
         client = self._client_of(message)
@@ -542,7 +540,7 @@ class VirtualGrid(PatientGrid):
             message, client, expires, due=now, sent=now, begun=now, ended=now
         )
         if self._observe is not None:
-            # Now: a client may change what it was sent.
+            # Measured now, because a client may modify its message.
             pending.bytes_down = bytes_of(message.content)
         if client is None:
             pending.lost = f"there is no node {node_id}"
@@ -568,12 +566,12 @@ class VirtualGrid(PatientGrid):
     def _advance(
         self, message_ids: Collection[str], until: float | None, stop_on_switch: bool
     ) -> list[Message]:
-        """Process events in order of time up to the first reply that is wanted."""
+        """Process events in order of time up to the first wanted reply."""
         for message_id in self._ready(message_ids):
             return [self._arrived.pop(message_id)[1]]
         queue, deadline = self._queue, math.inf if until is None else until
-        # Devices that come and go at random do so for ever: without this check, waiting for a
-        # reply that cannot come would never end.
+        # Random churn never ends: without this check, waiting for an impossible reply would not
+        # either.
         hopeless = not stop_on_switch and not any(self._is_coming(key) for key in message_ids)
         while queue and not hopeless and queue.next_time() <= deadline:
             kind, key = queue.pop()
@@ -587,7 +585,7 @@ class VirtualGrid(PatientGrid):
         return []
 
     def _happen(self, kind: int, key: str | int) -> None:
-        """Let an event happen; a reply waits to be asked for."""
+        """Process an event; keep its reply."""
         if kind == _SWITCH:
             assert isinstance(key, int)
             self._switch(key)
@@ -598,28 +596,28 @@ class VirtualGrid(PatientGrid):
             self._keep(key, reply)
 
     def _is_coming(self, message_id: str) -> bool:
-        """Return whether there will be a reply to a message."""
+        """Return whether a reply to a message is coming."""
         pending = self._pending.get(message_id)
         return pending is not None and pending.is_wanted
 
     def _ready(self, message_ids: Collection[str]) -> list[str]:
-        """Return which of some messages have replies, in the order in which those arrived."""
+        """Return the messages that have replies, in order of arrival."""
         arrived = self._arrived
         if not arrived:
             return []
-        # Whichever are fewer are gone through: many are wanted as a rule, and few lie unfetched.
+        # Iterate over the smaller set: usually many are wanted and few unfetched.
         if len(arrived) <= len(message_ids):
             return [key for key in arrived if key in message_ids]
         found = [key for key in message_ids if key in arrived]
         return sorted(found, key=lambda key: arrived[key][0])
 
     def _keep(self, message_id: str, reply: Message) -> None:
-        """Keep a reply until it is asked for."""
+        """Keep a reply until it is fetched."""
         self._arrived[message_id] = (self._arrivals, reply)
         self._arrivals += 1
 
     def _reply(self, message_id: str) -> Message | None:
-        """Produce the reply of a message whose time has come; None if it is not wanted."""
+        """Produce the reply of a due message; None if it is not wanted."""
         pending = self._pending.pop(message_id)
         client = pending.client
         if pending.lost is not None:
@@ -631,14 +629,14 @@ class VirtualGrid(PatientGrid):
             del client.at_work[message_id]
             reply = self._executor.result(message_id)
             if client.device.is_new and not client.at_work and not client.context.state:
-                # It has only been asked something: it would be made again as it is.
+                # It only answered a query, so its state is still the initial one.
                 del self._clients[client.context.node_id]
         if self._observe is not None:
             self._observe(exchange_of(pending, self._queue.now, reply))
         return reply if pending.is_wanted else None
 
     def _drop(self, message_id: str) -> None:
-        """Let a message have no reply, and its work not be done."""
+        """Drop a message without a reply, and cancel its work."""
         pending = self._pending.pop(message_id)
         self._queue.cancel(pending.event)
         if pending.lost is None:
@@ -649,7 +647,7 @@ class VirtualGrid(PatientGrid):
             self._observe(exchange_of(pending, math.inf, None))
 
     def _switch(self, node_id: int) -> None:
-        """Let a device come online, or go offline with all that it was working on."""
+        """Switch a device online, or offline with the loss of its work."""
         if node_id in self._online:
             del self._online[node_id]
             self._lose_work(self._client(node_id))
@@ -660,7 +658,7 @@ class VirtualGrid(PatientGrid):
         self._schedule_switch(node_id)
 
     def _lose_work(self, client: NodeState) -> None:
-        """Let what a device was working on be answered by errors, when it is missed."""
+        """Answer a device's work by errors when its absence is noticed."""
         client.device.stop()
         for message_id in list(client.at_work):
             pending = self._pending[message_id]
@@ -693,9 +691,9 @@ _FIRST_NODE_ID = 1000
 
 
 def communication_of(grid: Grid) -> Communication | None:
-    """Return how long transfers take in a simulated fleet; None for any other grid.
+    """Return the transfer times of a simulated fleet; None for any other grid.
 
-    The function takes a client's id, and the bytes down and up; it returns seconds.
+    The function maps a client's id and the bytes down and up to seconds.
     """
     if not isinstance(grid, VirtualGrid):
         return None
@@ -717,7 +715,7 @@ def nodes_of(profile: str, examples: Sequence[int], seed: int) -> list[Node]:
     examples : Sequence[int]
         Training examples of each client.
     seed : int
-        Decides which devices are the slow ones.
+        Seed of the choice of stragglers.
 
     Raises
     ------

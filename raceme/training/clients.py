@@ -1,17 +1,17 @@
-"""Which client a node is, and its data in memory; and what a server has of samples of its own.
+"""Clients of this process with their data, and the server's own samples.
 
 The node config names the client:
 
 ``partition-id``, ``num-partitions``
-    Which of how many clients it is; the latter replaces the key ``clients``.
+    Index of the client and number of clients; the latter replaces the key ``clients``.
 ``device-id``
     A stable name of the device; otherwise ``client-<partition-id>``.
 ``data-file``, ``data-root``, ``download``
-    Where this device keeps its data, and whether missing ones are fetched; they replace the keys of
-    the same name. A data file that was replaced is read anew for the next message.
+    Location of the device's data, and whether missing data are downloaded; they replace the keys of
+    the same name. A replaced data file is read again for the next message.
 ``accelerator``, ``threads``
-    Where this device computes, ``cpu``, ``cuda`` or ``mps``, and on how many threads; ``auto``:
-    what is fastest for its network. Without them it trains on one thread.
+    Processor, ``cpu``, ``cuda`` or ``mps``, and number of threads; ``auto``: the fastest for the
+    network. Without them it trains on one thread.
 """
 
 from __future__ import annotations
@@ -49,37 +49,37 @@ from raceme.training.models import Network, Samples, objective_of
 _Items = tuple[tuple[str, Value], ...]
 
 _NODE_KEYS = (DATA_FILE, "data-root", "download")
-"""Keys of the run that a node may have its own values of."""
+"""Keys of the run that a node may override."""
 _MOST_CLIENTS = 16384
 _STEPS_KEPT = 2
-"""Steps of a client's data that stay in memory: about a change, work on both may be pending. Where
-more are asked for together, so many stay."""
+"""Steps of a client's data kept in memory: around a change, work on both may be pending. A request
+for more steps keeps all of them."""
 
 
 @dataclass(frozen=True, eq=False)
 class Client:
-    """One client of this process, with its data of one step in memory.
+    """A client of this process, with its data of one step.
 
     Attributes
     ----------
     id : str
-        The stable id that it states.
+        Stable id.
     config : RunConfig
-        The run's configuration, with what the node and the dataset fill in.
+        The run's configuration, completed by node and dataset.
     train, test : Samples
-        Its own samples for training and for testing.
+        Its training and test samples.
     num_classes : int
-        Number of classes, of which it need not have all; 0 for a regression.
+        Number of classes of the dataset; 0 for a regression.
     network : Network
-        The network of this process: clients with the same one take turns.
+        The network, shared by the clients of this process.
     group : int or None
-        Its true group where there is one.
+        Its true group, if any.
     mixture : tuple[float, ...] or None
-        Share of each distribution in its samples where they are a mixture.
+        Share of each distribution in its samples, if they are a mixture.
     all_training : int or None
-        Number of its training samples at the end, where they are released step by step.
+        Final number of its training samples, if they are released step by step.
     validation : Samples or None
-        Samples on which it compares models, if it keeps some for that.
+        Validation samples for comparing models, if any.
     """
 
     id: str
@@ -95,14 +95,14 @@ class Client:
     _divided: dict[float, Client] = field(default_factory=dict, repr=False)
 
     def divided(self, share: float) -> Client:
-        """Return this client, with a share of its training samples kept for validation.
+        """Return this client with a share of its training samples kept for validation.
 
-        At least one sample; which ones is drawn from the seed of the run and the client's name.
+        At least one sample is kept, drawn by the seed of the run and the client's name.
 
         Raises
         ------
         ValueError
-            It is no share, or the client has a single sample.
+            The share is invalid, or the client has a single sample.
         """
         if share not in self._divided:
             if not 0 < share < 1:
@@ -119,15 +119,15 @@ class Client:
 
 
 class ClientCache:
-    """The clients of one run, each loaded when it is first asked for.
+    """The clients of one run, loaded on first use.
 
-    What belongs to a run is dropped when another one begins, of a client the data of former steps,
-    and of very many clients those that were not asked for lately.
+    A new run drops the former one's clients; data of former steps, and the least recently used of
+    very many clients, are dropped too.
 
     Parameters
     ----------
     load : Callable
-        Returns a client, given the items of the run's configuration and of the node's, and a step.
+        Loads a client from the items of the run and node configurations and a step.
     """
 
     def __init__(self, load: Callable[[_Items, _Items, int], Client]) -> None:
@@ -138,7 +138,7 @@ class ClientCache:
         self._since: dict[_Items, int] = {}
 
     def client(self, context: Context, step: int = 0, kept: int = _STEPS_KEPT) -> Client:
-        """Return the client that a node is.
+        """Return a node's client.
 
         Parameters
         ----------
@@ -147,14 +147,14 @@ class ClientCache:
         step : int
             Step of the client's data.
         kept : int
-            Steps of its data that stay in memory.
+            Number of steps of its data to keep in memory.
 
         Raises
         ------
         UserError
             The data cannot be loaded, or there is no such client.
         ValueError
-            The node does not say which client it is.
+            The node states no client.
         """
         run, node = tuple(context.run_config.items()), tuple(context.node_config.items())
         if run != self._run:
@@ -167,34 +167,34 @@ class ClientCache:
             return steps[step]
         client = steps[step] = self._load(run, node, step)
         while len(steps) > kept:
-            # Not the one loaded first: work on a step may look back at the one before it.
+            # Drop the least recently used step: work may refer to the previous one.
             del steps[min(steps)]
         if len(self._clients) > _MOST_CLIENTS:
             self._clients.popitem(last=False)
         return client
 
     def _notice_new_file(self, node: _Items, config: Mapping[str, object]) -> None:
-        """Drop the data of a device whose own file was replaced."""
+        """Drop the data of a device whose file was replaced."""
         stamp = stamp_of(config)
         if stamp is None:
             return
         known = self._stamps.setdefault(node, stamp)
         if stamp != known:
-            # Taken before the file is read: what is written meanwhile shows at the next message.
+            # Taken before the file is read, so that later writes are noticed at the next message.
             self._stamps[node] = stamp
             self._since[node] = max(self._clients.pop(node, {}), default=0)
             datasets.forget()
 
     def clients(self, context: Context, steps: Sequence[int]) -> list[Client]:
-        """Return the client that a node is with its data of each of several steps."""
+        """Return a node's client with its data of each of several steps."""
         kept = max(_STEPS_KEPT, len(steps) + 1)
         return [self.client(context, step, kept) for step in steps]
 
     def since(self, context: Context) -> int:
-        """Return the first step whose data a node still has: later if its file was replaced.
+        """Return the first step whose data a node still has, later if its file was replaced.
 
-        That is the latest step that was asked for before. A process that answers a single message
-        does not know of any.
+        It is the latest step requested before the replacement, unknown to a process that answers a
+        single message.
         """
         return self._since.get(tuple(context.node_config.items()), 0)
 
@@ -206,7 +206,7 @@ class ClientCache:
 
 
 def joined(client: Client, others: Sequence[Client]) -> Client:
-    """Return a client that trains on the data of others together: its own of several steps."""
+    """Return a client that trains on its data of several steps together."""
     kept = [other.validation for other in others if other.validation is not None]
     return replace(
         client,
@@ -239,11 +239,11 @@ def load(run_items: _Items, node_items: _Items, step: int) -> Client:
 
 
 _ways: dict[tuple[str, DataShape, int, tuple[Way, ...]], Way] = {}
-"""What was measured to be the fastest way, by network, mini-batch and the ways to choose from."""
+"""Fastest ways measured so far, by network, mini-batch and candidate ways."""
 
 
 def _fastest_network(config: RunConfig, node: Mapping[str, Value], data: ClientData) -> Network:
-    """Return the network where it trains fastest, of what the node's owner allows; set threads."""
+    """Return the network on the fastest processor that the node's owner allows; set threads."""
     if ACCELERATOR not in node and THREADS not in node:
         return network_of(config)
     # Batch normalisation takes two samples at least.
@@ -262,37 +262,37 @@ def _fastest_network(config: RunConfig, node: Mapping[str, Value], data: ClientD
 
 @lru_cache(maxsize=1)
 def _run_config(run: _Items, own: _Items) -> RunConfig:
-    # What the device's owner says wins, however the run says it.
+    # The device owner's setting takes precedence over the run's.
     items = {**expanded(dict(run)), **dict(own)}
-    # Hyper-parameters of strategies are the server's; to read them would import scikit-learn.
+    # Hyper-parameters of strategies concern the server; reading them would import scikit-learn.
     return datasets.with_defaults(RunConfig.from_mapping(items, lenient=True))
 
 
 def _position(config: RunConfig, node: Mapping[str, Value]) -> int:
-    """Return which of the clients a node is."""
+    """Return a node's client number."""
     if "partition-id" in node:
         return int(node["partition-id"])
-    # A device with a file of its own needs no number, only a name that stays.
+    # A device with a file of its own needs only a stable name, no number.
     if config.dataset == "npz" and "device-id" in node:
         return 0
     raise ValueError(
-        "This node does not say which client it is: start it with "
-        '--node-config "partition-id=0 num-partitions=2", or for a device with its own npz file '
-        "--node-config \"device-id='kitchen' data-file='/data/device.npz'\"."
+        'This node states no client number: start it with --node-config "partition-id=0 '
+        'num-partitions=2", or, for a device with its own .npz file, --node-config '
+        "\"device-id='kitchen' data-file='/data/device.npz'\"."
     )
 
 
 def network_of(config: RunConfig, accelerator: str = "cpu") -> Network:
     """Return this process's network of a resolved configuration.
 
-    Its weights are overwritten by every model that it serves.
+    Every model overwrites its weights.
 
     Parameters
     ----------
     config : RunConfig
         Names the model and the dataset.
     accelerator : str
-        Where it computes; see :class:`~raceme.training.models.Network`.
+        Processor; see :class:`~raceme.training.models.Network`.
     """
     return _network(str(config.model), datasets.data_shape(config), accelerator)
 
@@ -304,7 +304,7 @@ def _network(name: str, shape: DataShape, accelerator: str) -> Network:
 
 
 # -----------------------------------------------------------------------------
-# A user's own network and samples, for Raceme's kinds of work in a ClientApp of the user's.
+# A user's network and samples, for Raceme's kinds of work in the user's ClientApp.
 # -----------------------------------------------------------------------------
 
 
@@ -313,7 +313,7 @@ _PARTITION = "partition-id"
 
 @dataclass(frozen=True, eq=False)
 class OwnData:
-    """What a client trains and tests with: a classification with cross-entropy.
+    """A client's network and samples, for classification with cross-entropy.
 
     Attributes
     ----------
@@ -323,13 +323,13 @@ class OwnData:
         The client's samples: inputs, shape (n, ...), and classes from 0, shape (n,). Arrays, or
         tensors in the CPU's memory.
     lr : float
-        Learning rate, where messages state none (``train_config``).
+        Learning rate if messages state none (``train_config``).
     batch_size, local_epochs : int
         Mini-batch size and passes over the samples, likewise.
     seed : int
-        Decides what the work leaves to chance.
+        Seed of random choices of the work.
     client_id : str
-        A name that stays; by default the number of the partition, or else of the node.
+        Stable name; by default the number of the partition, or else of the node.
     """
 
     network: nn.Module
@@ -344,7 +344,7 @@ class OwnData:
     client_id: str = ""
 
     def client(self, context: Context) -> Client:
-        """Return the client that these are of.
+        """Return the client with these samples.
 
         Raises
         ------
@@ -370,7 +370,7 @@ class OwnData:
 
 
 def _samples(part: str, x: ArrayLike, y: ArrayLike, network: Network) -> Samples:
-    """Check samples, and keep them as the network takes them."""
+    """Check samples and convert them to the network's input."""
     inputs, labels = np.asarray(x, np.float32), np.asarray(y, np.int64)
     if labels.ndim != 1 or not len(labels) or len(inputs) != len(labels) or labels.min() < 0:
         raise UserError(
@@ -381,7 +381,7 @@ def _samples(part: str, x: ArrayLike, y: ArrayLike, network: Network) -> Samples
 
 
 # -----------------------------------------------------------------------------
-# What a server does with samples of its own: the torch behind `raceme.core.strategy.Probe`.
+# The server's own samples: the implementation of `raceme.core.strategy.Probe`.
 # -----------------------------------------------------------------------------
 
 
@@ -395,9 +395,9 @@ class ModelProbe:
     spec : ModelSpec
         Names and shapes of a model's arrays.
     proxies : Sequence[Samples]
-        Proxy set of each distribution.
+        One proxy set per distribution.
     tests : Sequence[Samples]
-        Test samples of the same distributions, for reports; none if there are none.
+        Test samples of the same distributions, for reports; may be empty.
     """
 
     def __init__(
@@ -433,7 +433,7 @@ class ModelProbe:
         vectors : Sequence[Vector]
             The models, each of shape (d,).
         proxy : int
-            Which proxy set, from 0.
+            Index of the proxy set.
 
         Returns
         -------
@@ -455,7 +455,7 @@ class ModelProbe:
 
 
 def probe_of(config: RunConfig, initial: ArrayRecord) -> ModelProbe | None:
-    """Return what measures models on the server's proxy sets; None if it has none.
+    """Return the probe of the server's proxy sets; None without proxy sets.
 
     Raises
     ------
@@ -474,14 +474,14 @@ def probe_of(config: RunConfig, initial: ArrayRecord) -> ModelProbe | None:
 
 
 def starts_of(config: RunConfig, initial: ArrayRecord) -> Sequence[Vector]:
-    """Return the models that the server has pre-trained, one for each distribution, if any.
+    """Return the server's pre-trained models, one per distribution, if any.
 
-    All start from the same initial model: the mean of models from different ones is worthless.
+    All start from the same initial model, without which averaging them is meaningless.
 
     Raises
     ------
     UserError
-        There are no samples to train on, or training left a model that is not finite.
+        There are no training samples, or a trained model is not finite.
     """
     if not config.pretrain:
         return ()
@@ -511,6 +511,4 @@ def starts_of(config: RunConfig, initial: ArrayRecord) -> Sequence[Vector]:
             trained.append(spec.unpack(network.write(spec)))
         return trained
     except InvalidModelError as error:
-        raise UserError(
-            f"pretrain leaves a model that cannot be used, {error}: take a smaller lr."
-        ) from None
+        raise UserError(f"pretrain gave an unusable model, {error}: lower lr.") from None

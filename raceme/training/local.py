@@ -34,24 +34,24 @@ class TrainingSettings:
     lr : float
         Learning rate η of the local optimiser.
     batch_size : int
-        Samples per step; the last step of an epoch takes what is left.
+        Samples per step; the last step of an epoch takes the rest.
     local_epochs : int
         Number of passes over the client's samples.
     local_steps : int
-        Exactly so many steps instead, through as many epochs as they take; 0: epochs count.
+        Exact number of steps instead of epochs; 0: use epochs.
     optimizer : str
-        Name of the optimiser, of those in :mod:`raceme.training.local`.
+        Name of an optimiser in :mod:`raceme.training.local`.
     momentum : float
-        Share of the former step that the optimiser ``momentum`` adds to the next.
+        Momentum of the optimiser ``momentum``.
     weight_decay : float
         Strength λ of the term λ/2 ‖w‖². Keras' ``l2(s)`` is s ‖w‖², so that λ = 2 s.
     weight_decay_on : {"all", "kernels"}
-        What the term is of: all weights, or those in arrays of two dimensions at least, which are
-        what Keras calls kernels: no biases, no scales of a normalisation.
+        Weights of the term: all, or only arrays of at least two dimensions (Keras' kernels, without
+        biases and normalisation scales).
     proximal_mu : float
         Strength μ of FedProx's term μ/2 ‖w - w₀‖², with w₀ the received weights.
     dropout : float
-        Share of the inputs of linear layers that each step leaves out.
+        Dropout probability for inputs of linear layers.
 
     Raises
     ------
@@ -88,15 +88,14 @@ _LEAST = {"batch_size": 1, "local_epochs": 1, "local_steps": 0, "weight_decay": 
 
 
 # -----------------------------------------------------------------------------
-# Optimisers by name: how a step follows its gradient.
+# Optimisers by name.
 #
-# An optimiser starts anew with every piece of work: what it remembers of former steps is of this
-# client's last visit, not of the model that it now trains.
+# An optimiser starts anew with every task: its former state belongs to an outdated model.
 # -----------------------------------------------------------------------------
 
 
 class Trained(Protocol):
-    """Weights in one flat vector, and their gradient in another: a network's, or what makes them.
+    """Weights and their gradient as flat vectors.
 
     Attributes
     ----------
@@ -109,11 +108,11 @@ class Trained(Protocol):
 
 
 Descent = Callable[[], object]
-"""Moves weights by one step along their gradient."""
+"""Takes one step along the gradient."""
 
 
 def sgd(trained: Trained, settings: TrainingSettings) -> Descent:
-    """Plain stochastic gradient descent: one operation, without a library's bookkeeping."""
+    """Plain stochastic gradient descent, as a single operation."""
     return lambda: trained.weights.add_(trained.gradient, alpha=-settings.lr)
 
 
@@ -136,12 +135,12 @@ OPTIMISERS: dict[str, Callable[[Trained, TrainingSettings], Descent]] = {
 
 
 def optimiser_of(trained: Trained, settings: TrainingSettings) -> Descent:
-    """Make the optimiser that the settings name, for one piece of work.
+    """Make the optimiser of the settings for one task.
 
     Raises
     ------
     ValueError
-        There is none of this name.
+        There is no optimiser of this name.
     """
     if settings.optimizer not in OPTIMISERS:
         known = ", ".join(OPTIMISERS)
@@ -150,19 +149,18 @@ def optimiser_of(trained: Trained, settings: TrainingSettings) -> Descent:
 
 
 def _with_gradient(trained: Trained) -> Tensor:
-    """Return weights as torch's optimisers want them, their gradient attached."""
+    """Return weights with attached gradient, as torch's optimisers require."""
     weights = trained.weights.detach()
     weights.grad = trained.gradient
     return weights
 
 
 # -----------------------------------------------------------------------------
-# What else than the loss a step follows: terms that change its gradient.
+# Terms of the objective besides the loss, which change the gradient.
 #
-# A further term is one function here and its place in :func:`terms_of`, or for one method a
-# function that its client half hands to :func:`train`. It is given the network as it was received,
-# the hyper-parameters, and every record of named arrays that came with the model, and returns None
-# where it was not asked for.
+# A term is a function here and in :func:`terms_of`, or a function that a method's client half
+# passes to :func:`train`. It receives the network as received, the hyper-parameters and the
+# message's array records, and returns None where it does not apply.
 # -----------------------------------------------------------------------------
 
 
@@ -177,7 +175,7 @@ def weight_decay(
 ) -> Term | None:
     """Return the gradient λ w of λ/2 ‖w‖², of all weights or of kernels only.
 
-    A term like any other rather than torch's own, which would also shrink what a mask freezes.
+    Unlike torch's weight decay, it leaves masked weights unchanged.
     """
     strength = settings.weight_decay
     if not strength:
@@ -193,7 +191,7 @@ def proximal(
 ) -> Term | None:
     """Return FedProx's term (Li et al. 2020): the gradient μ (w - w₀) of μ/2 ‖w - w₀‖².
 
-    w₀ is where training starts, or the anchor that came with the model.
+    w₀ is the received model or the anchor sent with it.
     """
     if not settings.proximal_mu:
         return None
@@ -217,39 +215,38 @@ def terms_of(
     arrays: Mapping[str, ArrayRecord],
     more: Sequence[TermBuilder] = (),
 ) -> list[Term]:
-    """Return the terms that a piece of work asks for, in the order in which they act.
+    """Return the terms of a task in order of application.
 
     Raises
     ------
     InvalidModelError
         A record does not fit the network.
     """
-    # The mask is last: nothing may move what it freezes.
+    # The mask comes last, so that no term moves frozen weights.
     builders = [weight_decay, proximal, *more, masked]
     built = (build(network, settings, arrays) for build in builders)
     return [term for term in built if term is not None]
 
 
 # -----------------------------------------------------------------------------
-# Dropout in a network that need not have any: inputs of linear layers, left out at random.
+# Dropout for the inputs of any network's linear layers.
 # -----------------------------------------------------------------------------
 
 
 @contextmanager
 def dropout(module: nn.Module, share: float) -> Iterator[None]:
-    """Let a network in training leave out a share of its hidden units.
+    """Apply dropout to a network's hidden units in training.
 
-    Units are left out where a linear layer receives them, the network's first layer aside, whose
-    inputs are the samples: of a perceptron all hidden layers, of a convolutional network what goes
-    into its linear layers. A network of one layer has no hidden units, and is left as it is. The
-    dropout layers of the network itself work as ever.
+    Dropout applies to the inputs of all linear layers except a first one, whose inputs are the
+    samples: all hidden layers of a perceptron, or the inputs of a convolutional network's linear
+    layers. A network of one layer is unchanged. The network's own dropout layers stay active.
 
     Parameters
     ----------
     module : nn.Module
-        The network. In evaluation mode it leaves nothing out.
+        The network; without effect in evaluation mode.
     share : float
-        Probability with which a unit is left out; the others are enlarged by 1 / (1 − share).
+        Dropout probability; the remaining units are scaled by 1 / (1 − share).
     """
 
     def leave_out(layer: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -265,7 +262,7 @@ def dropout(module: nn.Module, share: float) -> Iterator[None]:
 
 
 def hidden_linear_layers(module: nn.Module) -> list[nn.Linear]:
-    """Return the linear layers of a network whose inputs are hidden units: all but a first one."""
+    """Return a network's linear layers whose inputs are hidden units, all but a first one."""
     layers = [layer for layer in module.modules() if any(True for _ in layer.parameters(False))]
     return [layer for layer in layers[1:] if isinstance(layer, nn.Linear)]
 
@@ -277,45 +274,45 @@ def hidden_linear_layers(module: nn.Module) -> list[nn.Linear]:
 
 _TEST_BATCH = 256
 _LARGE = 2**16
-"""Weights from which on a plain step leaves the flat gradient out; fewer stay in the cache."""
+"""Minimum number of weights for steps without the flat gradient; fewer fit the cache."""
 _NO_ARRAYS: Mapping[str, ArrayRecord] = MappingProxyType({})
 
 
 def torch_seed(rng: np.random.Generator) -> int:
-    """Draw the seed of a network's own randomness, e.g. dropout: a task's first random number."""
+    """Draw the seed of a network's randomness, e.g. dropout, as a task's first random number."""
     return int(rng.integers(2**63))
 
 
 def epochs(
     count: int, settings: TrainingSettings, needs_pairs: bool, rng: np.random.Generator
 ) -> Iterator[NDArray[np.int64]]:
-    """Yield the order of a client's samples in each epoch; mini-batches are cut from its front.
+    """Yield the order of a client's samples in each epoch.
 
     Parameters
     ----------
     count : int
         Number of the client's training samples.
     settings : TrainingSettings
-        Hyper-parameters. With a number of steps the last epoch ends where they do.
+        Hyper-parameters; `local_steps` may truncate the last epoch.
     needs_pairs : bool
-        Leave a last mini-batch of one sample out.
+        Drop a last mini-batch of one sample.
     rng : np.random.Generator
         Generator of the permutations, one per epoch.
 
     Raises
     ------
     ValueError
-        Pairs are needed, and no mini-batch has two samples.
+        Pairs are needed, but no mini-batch has two samples.
     """
     for used in epoch_sizes(count, settings, needs_pairs):
         yield rng.permutation(count)[:used]
 
 
 def epoch_sizes(count: int, settings: TrainingSettings, needs_pairs: bool) -> Iterator[int]:
-    """Yield how many samples each epoch takes; see :func:`epochs`."""
+    """Yield the number of samples per epoch; see :func:`epochs`."""
     used, size = count, settings.batch_size
     if needs_pairs and count % size == 1 % size:
-        # Batch normalisation has no variance to divide by in a mini-batch of one sample.
+        # Batch normalisation has no variance for a single sample.
         used = count - 1 if size > 1 else 0
     if used == 0:
         raise ValueError(
@@ -345,19 +342,19 @@ def train(
     Parameters
     ----------
     network : Network
-        Holds the weights to start from, and afterwards the trained ones.
+        The network, with the initial weights and afterwards the trained ones.
     settings : TrainingSettings
         Learning rate, batch size, epochs and so on.
     rng : np.random.Generator
-        Shuffles the samples, and seeds the network's own randomness.
+        Generator of the shuffling and the seed of the network's randomness.
     arrays : Mapping[str, ArrayRecord]
-        What came with the model, for terms that need it, e.g. a mask.
+        Array records of the message, for terms such as a mask.
     descent : Callable
-        Makes what follows the gradient; by default the optimiser of the settings.
+        Makes the optimiser; by default that of the settings.
     weights : Tensor, optional
-        By what the loss of each sample is multiplied, shape (n,).
+        Factor on the loss of each sample, shape (n,).
     terms : Sequence[TermBuilder]
-        Terms of the objective beyond those that the settings ask for.
+        Terms of the objective besides those of the settings.
     before_step : Callable, optional
         Called with each mini-batch, inputs and labels, before the step; it may differentiate the
         network, and leaves its weights as they are.
@@ -365,7 +362,7 @@ def train(
     Returns
     -------
     float
-        Mean loss of the samples as they were met, weighted, without the terms added to it.
+        Mean weighted loss of the samples during training, without the terms.
     """
     take_step = _steps(network, settings, terms_of(network, settings, arrays, terms), descent)
     total = torch.zeros((), device=network.accelerator)
@@ -390,7 +387,7 @@ def _steps(
     terms: Sequence[Term],
     descent: Callable[[Network, TrainingSettings], Descent],
 ) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
-    """Return what takes a step on a mini-batch and returns its mean loss before the step."""
+    """Return the function that takes a step and returns the mean loss before it."""
     if descent is optimiser_of and settings.optimizer == "sgd" and not terms:
         return lambda x, y, weights: step(network, x, y, settings.lr, weights)
     descend = descent(network, settings)
@@ -405,9 +402,9 @@ def _steps(
 
 @contextmanager
 def _seeded(seed: int, network: Network) -> Iterator[None]:
-    """Let a network's own randomness come from a seed; what torch draws elsewhere stays as it is.
+    """Seed a network's randomness within the context, without affecting torch elsewhere.
 
-    A GPU draws by a generator of its own, which serves nothing else here.
+    A GPU's own generator has no other use here.
     """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
@@ -423,9 +420,9 @@ def differentiate(
     terms: Sequence[Term] = (),
     weights: Tensor | None = None,
 ) -> Tensor:
-    """Leave in a network the gradient of a mini-batch and the terms; return the mean loss.
+    """Compute the gradient of a mini-batch and the terms; return the mean loss.
 
-    Where samples have weights, that is the mean of their losses times their weights.
+    With sample weights, it is the mean of weighted losses.
     """
     network.gradient.zero_()
     loss = _mean_loss(network, x, y, weights)
@@ -440,9 +437,8 @@ def step(
 ) -> Tensor:
     """Take one plain step on a mini-batch, and return its mean loss before the step.
 
-    A large network's weights follow each layer's gradient as it is: to gather it in
-    :attr:`Network.gradient` first, which is then left as it was, is two passes over memory more.
-    The outcome is the same, bit for bit.
+    Large networks apply each layer's gradient directly, which saves two passes over memory and
+    leaves :attr:`Network.gradient` unchanged. The result is bit-identical.
     """
     if len(network.weights) < _LARGE:
         loss = differentiate(network, x, y, weights=weights)
@@ -468,8 +464,7 @@ def evaluate(network: Network, samples: Samples) -> tuple[float, float]:
     Returns
     -------
     tuple[float, float]
-        Mean of what the network's objective measures, e.g. the share of the samples that are
-        classified correctly, and mean loss.
+        Mean score of the network's objective, e.g. the accuracy, and mean loss.
     """
     objective = network.objective
     score = loss = 0.0

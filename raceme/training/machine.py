@@ -1,4 +1,4 @@
-"""The machine of a device: its processors, the cost of work, and the fastest way to compute.
+"""A device's machine: processors, cost of work, and the fastest way to compute.
 
 In a simulation every client trains on one thread of the CPU: see :mod:`raceme.client_app`.
 """
@@ -28,7 +28,7 @@ from raceme.training.local import TrainingSettings, step, train
 from raceme.training.models import Network, Samples
 
 # -----------------------------------------------------------------------------
-# What a machine says about itself: processors, memory, torch.
+# Description of a machine: processors, memory, torch.
 # -----------------------------------------------------------------------------
 
 
@@ -40,7 +40,7 @@ _CONTAINER_SHARE = Path("/sys/fs/cgroup/cpu.max")
 def describe() -> dict[str, str | int]:
     """Return the number of processors, the memory in MiB, and torch's version.
 
-    A container's share counts, where it has one.
+    Limits of a container apply.
     """
     return {
         "cpu-count": processors(),
@@ -51,18 +51,18 @@ def describe() -> dict[str, str | int]:
 
 @cache
 def _torch_version() -> str:
-    """Look it up once: a thousand simulated clients ask, and a look-up takes milliseconds."""
+    """Cached, as each of many simulated clients needs it and a look-up takes milliseconds."""
     return metadata.version("torch")
 
 
 def processors() -> int:
-    """Return the number of cores that this process may keep busy, a container's if it is in one."""
+    """Return the number of cores available to this process, within a container's limits."""
     if hasattr(os, "sched_getaffinity"):
         there = len(os.sched_getaffinity(0))
     else:
         there = os.cpu_count() or 1
     try:
-        # "150000 100000": microseconds of computing in so many; "max" where there is no limit.
+        # "150000 100000": CPU microseconds per period; "max" means no limit.
         quota, period = map(int, _CONTAINER_SHARE.read_text().split())
     except (OSError, ValueError):
         return there
@@ -72,37 +72,37 @@ def processors() -> int:
 def _memory() -> int:
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
-        # "max" where there is no limit.
+        # "max" means no limit.
         return min(physical, int(_CONTAINER_LIMIT.read_text()))
     except (OSError, ValueError):
         return physical
 
 
 def resident_memory(process_id: int | str = "self") -> int:
-    """Return the bytes of memory that a process of this machine occupies (Linux)."""
+    """Return the resident memory of a process in bytes (Linux)."""
     pages = int(Path(f"/proc/{process_id}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 # -----------------------------------------------------------------------------
-# What a piece of work costs the machine that does it: seconds of computing, and energy.
+# The cost of work for a machine: compute time and energy.
 #
-# Two kinds of boards tell how much power they take, both through files that Linux offers:
+# Two kinds of boards report their power through Linux files:
 #
 # - NVIDIA's Jetson boards have INA3221 chips, each of which measures three supply lines
 #   (``/sys/class/hwmon/hwmon*/``, kernel documentation ``hwmon/ina3221``): volts and amperes of the
 #   moment, which are sampled while the work goes on.
-# - x86 processors count the energy that they take (RAPL, ``/sys/class/powercap/intel-rapl:*/``,
-#   kernel documentation ``power/powercap``), from a certain point over again from 0.
+# - x86 processors count their energy (RAPL, ``/sys/class/powercap/intel-rapl:*/``,
+#   kernel documentation ``power/powercap``), with overflow to 0.
 #
-# Both measure the board, or the processor, with all that it does, not one program.
+# Both measure the whole board or processor, not one program.
 # -----------------------------------------------------------------------------
 
 
 SYSTEM = Path("/sys/class")
 
 _WHOLE_BOARD = ("VDD_IN", "POM_5V_IN")
-"""Labels of the line that feeds the whole board, where one is measured; else all are added up."""
+"""Labels of the line that feeds the whole board; without it all lines are summed."""
 _SAMPLE_SECONDS = 0.1
 _MICRO = 1e-6
 
@@ -111,19 +111,19 @@ class Meter(Protocol):
     """Measures energy from :meth:`start` to :meth:`joules`."""
 
     def start(self) -> None:
-        """Begin a measurement, in place of an earlier one."""
+        """Start a measurement."""
 
     def joules(self) -> float | None:
-        """End, and return the energy taken since; None if it could not be read."""
+        """End, and return the energy used since the start; None if unreadable."""
 
 
 class Rapl:
-    """The energy of x86 processors: their packages, and the memory where it is counted.
+    """Energy of x86 processors: packages, and memory if counted.
 
     Parameters
     ----------
     counters : Sequence
-        Folders of the zones to add up.
+        Folders of the zones to sum.
     """
 
     def __init__(self, counters: Sequence[Path]) -> None:
@@ -132,11 +132,11 @@ class Rapl:
 
     @classmethod
     def found(cls, system: Path = SYSTEM) -> Rapl | None:
-        """Return the meter of a machine that has such counters and lets this process read them."""
+        """Return the meter of a machine with readable counters, else None."""
         zones = sorted((system / "powercap").glob("intel-rapl:*"))
         chosen = []
         for zone in zones:
-            # A package counts its cores; its memory is beside it.
+            # A package includes its cores but not its memory.
             name = _text(zone / "name")
             is_package = zone.name.count(":") == 1 and name.startswith("package-")
             if is_package or name == "dram":
@@ -145,11 +145,11 @@ class Rapl:
         return cls(readable) if readable else None
 
     def start(self) -> None:
-        """Begin a measurement, in place of an earlier one."""
+        """Start a measurement."""
         self._before = self._read()
 
     def joules(self) -> float | None:
-        """Return the energy taken since; a counter that is smaller than before has begun anew."""
+        """Return the energy used since the start; a decreased counter has overflowed."""
         after = self._read()
         if len(after) != len(self._before) or not after:
             return None
@@ -167,7 +167,7 @@ class Rapl:
 
 
 class _Line(NamedTuple):
-    """A supply line that an INA3221 measures: files with millivolts and milliamperes."""
+    """A supply line of an INA3221: files with millivolts and milliamperes."""
 
     volts: Path
     amperes: Path
@@ -177,14 +177,14 @@ class _Line(NamedTuple):
 
 
 class Ina3221:
-    """The energy of a Jetson board: its power, sampled by a thread and summed up over time.
+    """Energy of a Jetson board: power sampled by a thread and integrated over time.
 
     Parameters
     ----------
     lines : Sequence
-        Supply lines to add up.
+        Supply lines to sum.
     clock : Callable
-        Seconds that go on evenly.
+        Monotonic clock in seconds.
     """
 
     def __init__(self, lines: Sequence[_Line], clock: Callable[[], float] = time.monotonic) -> None:
@@ -196,7 +196,7 @@ class Ina3221:
 
     @classmethod
     def found(cls, system: Path = SYSTEM) -> Ina3221 | None:
-        """Return the meter of a board that has such chips."""
+        """Return the meter of a board with such chips, else None."""
         labelled = dict[str, _Line]()
         for chip in sorted((system / "hwmon").glob("hwmon*")):
             if _text(chip / "name") != "ina3221":
@@ -211,7 +211,7 @@ class Ina3221:
         return cls(lines) if lines else None
 
     def start(self) -> None:
-        """Begin a measurement, in place of an earlier one."""
+        """Start a measurement."""
         self._joules, self._last = 0.0, None
         self.sample()
         self._ended.clear()
@@ -219,7 +219,7 @@ class Ina3221:
         self._thread.start()
 
     def joules(self) -> float | None:
-        """End, and return the energy taken since; None if it could not be read."""
+        """End, and return the energy used since the start; None if unreadable."""
         self._ended.set()
         if self._thread is not None:
             self._thread.join()
@@ -228,7 +228,7 @@ class Ina3221:
         return self._joules if self._last is not None else None
 
     def sample(self) -> None:
-        """Add the energy since the last sample: the mean of both powers over the time between."""
+        """Add the energy since the last sample, by the trapezoidal rule."""
         try:
             watts = sum(line.watts() for line in self._lines)
         except (OSError, ValueError):
@@ -236,7 +236,7 @@ class Ina3221:
         now = self._clock()
         if self._last is not None:
             then, former = self._last
-            # A supply line that is hardly used may be measured below 0.
+            # A line with hardly any load may be measured below 0.
             self._joules += max(0.0, (watts + former) / 2) * (now - then)
         self._last = now, watts
 
@@ -246,18 +246,18 @@ class Ina3221:
 
 
 def meter_of(system: Path = SYSTEM) -> Meter | None:
-    """Return what measures the energy of this machine; None where nothing does."""
+    """Return this machine's energy meter; None without one."""
     return Ina3221.found(system) or Rapl.found(system)
 
 
 @contextmanager
 def measured(meter: Meter | None) -> Iterator[dict[str, float]]:
-    """Measure what the block costs; the numbers are in the mapping when it has ended.
+    """Measure the cost of the block into the mapping, which is filled at its end.
 
     Parameters
     ----------
     meter : Meter or None
-        Measures energy, if anything does.
+        Energy meter, if any.
     """
     cost: dict[str, float] = {}
     began = time.process_time()
@@ -273,7 +273,7 @@ def measured(meter: Meter | None) -> Iterator[dict[str, float]]:
 
 
 def _text(path: Path) -> str:
-    """Return the text of a file, or nothing if it cannot be read."""
+    """Return the text of a file, empty if unreadable."""
     try:
         return path.read_text().strip()
     except (OSError, UnicodeDecodeError):
@@ -289,7 +289,7 @@ def _is_whole(text: str) -> bool:
 
 
 # -----------------------------------------------------------------------------
-# On which processor a real device computes, and on how many threads: the fastest way here.
+# Choice of the fastest processor and number of threads on a real device.
 # -----------------------------------------------------------------------------
 
 
@@ -300,20 +300,20 @@ ACCELERATOR, THREADS = "accelerator", "threads"
 AUTO = "auto"
 CPU = "cpu"
 GPUS = ("cuda", "mps")
-"""What torch calls NVIDIA's GPUs and Apple's."""
+"""torch's names of NVIDIA's and Apple's GPUs."""
 MOST_THREADS = 1024
 
 _TOLERANCE = 1e-2
 """Relative; GPUs may round the inputs of convolutions to 10 bits."""
 _WORTHWHILE = 0.9
-"""Share of the time that a way with more threads, or a GPU, may take at most to be taken."""
+"""Maximum relative time of more threads or a GPU to be preferred."""
 _ROUNDS = 4
 _LONGEST_SECONDS = 5.0
-"""Time after which no further round is measured."""
+"""Time limit for starting further rounds of measurement."""
 
 
 class Way(NamedTuple):
-    """How to compute.
+    """A way to compute.
 
     Attributes
     ----------
@@ -332,34 +332,34 @@ class Way(NamedTuple):
 
 
 def ways_of(node: Mapping[str, object]) -> list[Way]:
-    """Return the ways to compute that the owner of a node allows, the simplest first.
+    """Return the ways to compute that a node's owner allows, the simplest first.
 
     Parameters
     ----------
     node : Mapping[str, object]
-        Its configuration. Without the keys ``accelerator`` and ``threads`` there is one way: one
-        thread of the CPU.
+        Node configuration. Without the keys ``accelerator`` and ``threads`` the only way is one CPU
+        thread.
 
     Raises
     ------
     UserError
-        A key has no such value, or the accelerator is not here, or cannot be used.
+        A value is invalid, or the accelerator is missing or unusable.
     """
     places = accelerators(node.get(ACCELERATOR, CPU))
     counts = thread_counts(node.get(THREADS, 1))
-    # What a GPU is fed by is one thread.
+    # A GPU is fed by one thread.
     return [Way(p, n) for p in places for n in (counts if p == CPU else counts[:1])]
 
 
 def accelerators(wanted: object) -> list[str]:
-    """Return the accelerators that can be used: the one that is wanted, or all for ``"auto"``.
+    """Return the usable accelerators: the wanted one, or all for ``"auto"``.
 
-    A GPU can be used if it trains a small network as the CPU does.
+    A GPU is usable if it trains a small network to the CPU's result.
 
     Raises
     ------
     UserError
-        There is no such accelerator here, it fails, or it computes something else.
+        The accelerator is missing, fails, or computes other results.
     """
     if wanted == CPU:
         return [CPU]
@@ -367,7 +367,7 @@ def accelerators(wanted: object) -> list[str]:
         there = [name for name in GPUS if _is_there(name)]
         for name in there:
             if _failure(name) is not None:
-                log.warning("the accelerator '%s' is left aside: %s", name, _failure(name))
+                log.warning("the accelerator '%s' is not used: %s", name, _failure(name))
         return [CPU, *(name for name in there if _failure(name) is None)]
     if wanted not in GPUS:
         valid = ", ".join((AUTO, CPU, *GPUS))
@@ -375,8 +375,8 @@ def accelerators(wanted: object) -> list[str]:
     name = str(wanted)
     if not _is_there(name):
         raise UserError(
-            f"torch {torch.__version__} finds no accelerator '{name}' here: install a torch that "
-            "is built for it, or leave out --accelerator."
+            f"torch {torch.__version__} finds no accelerator '{name}' here: install a torch build "
+            "that supports it, or leave --accelerator out."
         )
     if _failure(name) is not None:
         raise UserError(f"The accelerator '{name}' cannot be used: {_failure(name)}")
@@ -384,15 +384,14 @@ def accelerators(wanted: object) -> list[str]:
 
 
 def thread_counts(wanted: object) -> list[int]:
-    """Return the numbers of threads to choose from: the one that is wanted, or for ``"auto"`` some.
+    """Return the candidate numbers of threads: the wanted one, or several for ``"auto"``.
 
-    Those are 1, 2, 4 and so on up to the number of cores that this process may use, or that
-    ``OMP_NUM_THREADS`` says.
+    Those are 1, 2, 4 and so on up to the available cores or ``OMP_NUM_THREADS``.
 
     Raises
     ------
     UserError
-        It is no number of threads.
+        The number is invalid.
     """
     if wanted == AUTO:
         stated = os.environ.get("OMP_NUM_THREADS", "")
@@ -412,14 +411,15 @@ def fastest(
     x: NDArray[np.float32],
     y: NDArray[np.generic],
 ) -> Way:
-    """Return the way in which a step on a mini-batch is fastest; a simpler one if it hardly is.
+    """Return the fastest way for a step on a mini-batch; simpler ones win near ties.
 
     Parameters
     ----------
     ways : Sequence[Way]
-        To choose from, the simplest first.
+        Candidates, the simplest first.
     build : Callable
-        Returns the network on an accelerator. Its weights stay, its gradient and statistics do not.
+        Returns the network on an accelerator. Its weights are kept, its gradient and statistics
+        not.
     x, y : NDArray
         Inputs and labels of the mini-batch.
     """
@@ -428,7 +428,7 @@ def fastest(
     seconds = dict.fromkeys(ways, math.inf)
     before, started = torch.get_num_threads(), time.perf_counter()
     try:
-        # The ways take turns. The first step in each way is slower than all others.
+        # The ways take turns; the first step in each is the slowest.
         for number in range(1 + _ROUNDS):
             for way in ways:
                 took = _timed_step(way, build(way.accelerator), x, y)
@@ -442,7 +442,7 @@ def fastest(
         if seconds[way] < _WORTHWHILE * seconds[chosen]:
             chosen = way
     told = ", ".join(f"{1000 * seconds[way]:.1f} ms on {way}" for way in ways)
-    log.info("a mini-batch of %d takes %s: trains on %s", len(y), told, chosen)
+    log.info("a mini-batch of %d takes %s: training on %s", len(y), told, chosen)
     return chosen
 
 
@@ -465,9 +465,9 @@ def _is_there(name: str) -> bool:
 
 @cache
 def _failure(name: str) -> str | None:
-    """Return why an accelerator cannot be used; None if it can.
+    """Return why an accelerator is unusable, or None.
 
-    A torch that was built for other GPUs finds this one and fails at the first computation.
+    A torch build for other GPUs finds this one but fails at the first computation.
     """
     try:
         found, expected = trial(name), trial(CPU)
@@ -475,11 +475,11 @@ def _failure(name: str) -> str | None:
         return (str(error).strip() or type(error).__name__).splitlines()[0]
     if np.allclose(found, expected, rtol=_TOLERANCE, atol=_TOLERANCE):
         return None
-    return "it trains a small network to other weights than the CPU does"
+    return "its weights of a small trained network differ from the CPU's"
 
 
 def trial(name: str) -> NDArray[np.float32]:
-    """Train a small convolutional network for some steps on an accelerator, always the same.
+    """Train a fixed small convolutional network for some steps on an accelerator.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""Networks by name, their objectives, and a client's samples as tensors."""
+"""Networks by name, their objectives, and samples as tensors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from raceme.datasets.source import Dataset, DataShape, Labels, Target
 from raceme.flower.messages import array_record
 
 # -----------------------------------------------------------------------------
-# Which of a network's arrays belong to batch normalisation.
+# Arrays of batch normalisation.
 # -----------------------------------------------------------------------------
 
 
@@ -65,16 +65,15 @@ def mclr(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
 
 
 def _network(**layers: nn.Module) -> nn.Sequential:
-    """Return named layers one after another."""
+    """Return a sequence of named layers."""
     return nn.Sequential(OrderedDict(layers))
 
 
 # -----------------------------------------------------------------------------
 # Multilayer perceptrons with one hidden layer: a small one, CASA's, and two of FlexCFL's.
 #
-# The activation of the small one is tanh: on the digits in four label groups (20 seeds, learning
-# rate 0.25) CASA then found exactly four clusters every time, and with rectified units more than
-# four in 7 of 20.
+# The small one uses tanh: on digits in four label groups (20 seeds, learning rate 0.25) CASA then
+# found exactly four clusters every time, but more than four in 7 of 20 with ReLU.
 # -----------------------------------------------------------------------------
 
 
@@ -120,14 +119,13 @@ def _perceptron(
 _CNN_CHANNELS = (10, 20)
 _CNN_HIDDEN = 50
 _LARGE = 16
-"""From this many pixels on, two unpadded 5x5 convolutions leave enough of the image."""
+"""Minimum width in pixels for two unpadded 5x5 convolutions."""
 
 
 def cnn(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
     """Small convolutional network: two convolutions, two linear layers (21,840 weights on MNIST).
 
-    Images of at least 16x16 pixels meet 5x5 convolutions; smaller ones 3x3 convolutions with
-    padding.
+    Images of at least 16x16 pixels use 5x5 convolutions, smaller ones padded 3x3 convolutions.
     """
     channels, *size = _image(input_shape, 4)
     kernel, padding = (5, 0) if min(size) >= _LARGE else (3, 1)
@@ -149,7 +147,7 @@ def _convolutions(
     first, second = widths
     return {
         "convolution1": nn.Conv2d(channels, first, kernel, padding=padding),
-        # Pooling before the activation gives the same and activates a quarter as much.
+        # Pooling before the activation gives the same result with a quarter of the activations.
         "pool1": nn.MaxPool2d(2),
         "activation1": nn.ReLU(),
         "convolution2": nn.Conv2d(first, second, kernel, padding=padding),
@@ -159,7 +157,7 @@ def _convolutions(
 
 
 def _image(input_shape: tuple[int, ...], least: int) -> tuple[int, ...]:
-    """Return the shape of an image that is large enough."""
+    """Return the shape of an image, checked against a minimum size."""
     if len(input_shape) != 3 or min(input_shape[1:]) < least:
         raise ValueError(
             f"it takes images, (channels, height, width), of at least {least}x{least} pixels"
@@ -178,18 +176,17 @@ KERNEL = 9
 _CNN1D_GROUPS = 4
 """Groups of channels that are normalised together, sample by sample.
 
-Without it the learning rates that are fast enough were close to those that diverge, and CASA split
-people off one by one. Batch normalisation would put statistics of each client's data into the
-model.
+Without it, useful learning rates were close to diverging ones, and CASA split people off one by
+one. Batch normalisation would put statistics of each client's data into the model.
 """
 POSITIONS = 8
-"""Positions in time that the last convolution's output is averaged to, whatever the length."""
+"""Number of time positions to which the last convolution's output is averaged."""
 _LONG, _SHORT = 64, 16
-"""From these lengths on a pooling keeps the best of four, and of two, neighbours."""
+"""Minimum lengths for max pooling over four and over two neighbours."""
 
 
 class ChannelsFirst(nn.Module):
-    """Bring inputs to (samples, channels, time).
+    """Reorders inputs to (samples, channels, time).
 
     Of two axes the longer one is time, of two equal ones the second; a vector is one channel.
 
@@ -205,7 +202,7 @@ class ChannelsFirst(nn.Module):
         self.turns = len(input_shape) == 2 and input_shape[0] > input_shape[1]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the inputs as the convolutions take them."""
+        """Return the reordered inputs."""
         if self.is_vector:
             return x.unsqueeze(1)
         return x.transpose(1, 2) if self.turns else x
@@ -247,10 +244,10 @@ def cnn1d(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
 # -----------------------------------------------------------------------------
 # The convolutional networks of papers' experiments, by their sizes.
 #
-# Of FlexCFL's (Duan et al., TPDS 2022) the paper tells the convolutions and the number of weights;
-# the rest follows from the number, on images of 28x28 pixels and 10 classes, and from the authors'
-# published code. Of CDFL's (Li and Zhu) it tells all but the channels. CASA's (Liu et al., KDD
-# 2024) is "a CNN as" in FedRep (Collins et al., ICML 2021), whose authors' code has the sizes.
+# FlexCFL's paper (Duan et al., TPDS 2022) states the convolutions and the number of weights; the
+# rest follows from that number, for images of 28x28 pixels and 10 classes, and from the authors'
+# code. CDFL's (Li and Zhu) states all but the channels. CASA's (Liu et al., KDD 2024) is "a CNN as"
+# in FedRep (Collins et al., ICML 2021), whose code has the sizes.
 # -----------------------------------------------------------------------------
 
 
@@ -273,7 +270,7 @@ def cnn3x3(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
 def cnn5x5(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
     """CDFL's network: two 5x5 convolutions, 512 hidden units (1,663,370 weights on 28x28 pixels).
 
-    32 and 64 channels are our reading, and padding that keeps the size.
+    32 and 64 channels and size-preserving padding are our reading.
     """
     return _two_5x5(input_shape, num_classes, _MIDDLE_HIDDEN)
 
@@ -321,7 +318,7 @@ def cnn6(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
     for block, width in enumerate(_PAPER_CHANNELS):
         first = 3 * block + 1
         for number, (kernel, stride) in enumerate(((3, 1), (3, 1), (5, 2)), start=first):
-            # The third keeps the size but for its stride; the others cut a pixel off every edge.
+            # The third is padded and strided; the others are unpadded.
             padding = kernel // 2 if stride == 2 else 0
             layers[f"convolution{number}"] = nn.Conv2d(
                 channels, width, kernel, stride=stride, padding=padding
@@ -339,7 +336,7 @@ def cnn6(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
 
 
 # -----------------------------------------------------------------------------
-# Recurrent networks for text and for windows of readings.
+# Recurrent networks for text and sensor windows.
 # -----------------------------------------------------------------------------
 
 
@@ -348,7 +345,7 @@ _RECURRENT_HIDDEN = 128
 
 
 class Recurrent(nn.Module):
-    """One recurrent layer, and a linear layer on its last state; token ids are embedded first.
+    """A recurrent layer with a linear layer on its last state; token ids are embedded.
 
     Parameters
     ----------
@@ -417,18 +414,18 @@ def _recurrent(
 
 WIDTHS = (64, 128, 256, 512)
 BLOCKS = 2
-"""Blocks of each width."""
+"""Number of blocks per width."""
 _RESNET_GROUPS = 2
 """Groups of channels that are normalised together, sample by sample."""
 
 
 class Block(nn.Module):
-    """Two convolutions, to whose output the input is added.
+    """A residual block of two convolutions.
 
     Parameters
     ----------
     inputs, outputs : int
-        Number of channels that come in and go out.
+        Numbers of input and output channels.
     stride : int
         Stride of the first convolution, and of the shortcut.
     """
@@ -454,7 +451,7 @@ class Block(nn.Module):
 
 
 class Mean(nn.Module):
-    """The mean of each channel; unlike torch's pooling it can be stacked over clients."""
+    """Global average pooling that, unlike torch's, can be stacked over clients."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return it, shape (n, channels)."""
@@ -487,7 +484,7 @@ def resnet18(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
 
 _Builder = Callable[..., nn.Module]
 _PROBE = 2
-"""Samples in the batch that tries out a network."""
+"""Batch size for testing a new network."""
 
 
 def build(
@@ -498,9 +495,9 @@ def build(
     Parameters
     ----------
     name : str
-        A name of the registry, or ``module:function``: a function that takes `input_shape` and
-        `num_classes`, and `tokens` if it has a parameter of that name, or that needs no argument,
-        and returns a network. The current folder is searched for the module too.
+        A name of the registry, or ``module:function``: a function of `input_shape` and
+        `num_classes`, optionally `tokens`, or without arguments, that returns a network. The module
+        may be in the current folder.
     input_shape : tuple[int, ...]
         Shape of one input, without the axis of samples.
     num_classes : int
@@ -518,7 +515,7 @@ def build(
     builder: _Builder = MODELS[name]
     parameters = signature(builder).parameters
     vocabulary = {"tokens": tokens} if "tokens" in parameters else {}
-    # A network of one size, as most people have it, is made for one dataset and asks for nothing.
+    # A network of fixed size needs no arguments.
     fixed = "input_shape" not in parameters and all(
         item.default is not Parameter.empty or item.kind is Parameter.VAR_KEYWORD
         for item in parameters.values()
@@ -558,19 +555,19 @@ def _try_out(module: nn.Module, input_shape: tuple[int, ...], num_classes: int) 
 
 
 def initial_arrays(config: RunConfig, shape: DataShape | None = None) -> ArrayRecord:
-    """Return the initial model of a run, by layer: what goes into the first message.
+    """Return the initial model of a run by layer, as sent in the first message.
 
     Parameters
     ----------
     config : RunConfig
-        Names the network (or leaves it to the dataset) and the seed.
+        Configuration with network (by default the dataset's) and seed.
     shape : DataShape, optional
-        What the network has to fit; asked of the dataset if it is not given.
+        Shape of the data; by default the dataset's.
 
     Raises
     ------
     UserError
-        There is no such network, or it does not fit the data or what is asked of it.
+        There is no such network, or it does not fit the data or the options.
     """
     shape = data_shape(config) if shape is None else shape
     name = with_defaults(config).model
@@ -582,17 +579,17 @@ def initial_arrays(config: RunConfig, shape: DataShape | None = None) -> ArrayRe
 
 
 # -----------------------------------------------------------------------------
-# What local training makes small, and what a test measures: by the task of the data.
+# Objectives of training and measures of tests, by task.
 # -----------------------------------------------------------------------------
 
 
 class Objective:
-    """Classification: cross-entropy, and the share of the samples that are classified correctly.
+    """Classification: cross-entropy and accuracy.
 
     Attributes
     ----------
     measure : Measure
-        What :meth:`scores` are the mean of.
+        Measure whose mean is over :meth:`scores`.
     """
 
     measure = ACCURACY
@@ -612,7 +609,7 @@ class Objective:
         return cross_entropy(outputs, targets, reduction=reduction)
 
     def scores(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return what a test counts of each sample, shape (n,): 1 if its class is right, else 0."""
+        """Return 1 for each correctly classified sample, else 0, shape (n,)."""
         return (outputs.argmax(dim=1) == targets).float()
 
 
@@ -620,9 +617,8 @@ class Objective:
 class Regression(Objective):
     """Regression: Huber's loss of the standardised quantity, and the absolute error in its unit.
 
-    Huber's loss is half the square of an error up to one standard deviation and grows linearly
-    from there, so that a rare peak of many deviations does not throw the weights about as its
-    square would.
+    Huber's loss is quadratic up to one standard deviation and linear beyond, so that rare peaks do
+    not dominate the gradient.
 
     Attributes
     ----------
@@ -647,7 +643,7 @@ class Regression(Objective):
 
 
 def objective_of(shape: DataShape) -> Objective:
-    """Return the objective of the task that data have."""
+    """Return the objective for a shape of data."""
     return Objective() if shape.target is None else Regression(shape.target)
 
 
@@ -715,12 +711,12 @@ def torchscript_of(network: DeployedNetwork, data: Dataset) -> Any:
 
 
 # -----------------------------------------------------------------------------
-# A client's samples as tensors.
+# Samples as tensors.
 # -----------------------------------------------------------------------------
 
 
 _GATHERED = 64
-"""Mini-batches whose samples are gathered at once: less work per step, and bounded memory."""
+"""Number of mini-batches gathered at once, for less work per step in bounded memory."""
 
 
 class Samples:
@@ -733,10 +729,10 @@ class Samples:
     y : Labels
         Labels, shape (n,): classes, or quantities.
     channels_last : bool
-        Keep inputs of shape (n, channels, height, width) in the order of memory that
-        convolutions work on fastest.
+        Store inputs of shape (n, channels, height, width) channels-last, which is fastest for
+        convolutions.
     accelerator : str
-        Where they are kept: where their network computes.
+        Device of the tensors, the network's.
     """
 
     def __init__(
@@ -747,39 +743,38 @@ class Samples:
         accelerator: str = "cpu",
     ) -> None:
         self._channels_last = channels_last and x.ndim == 4
-        # Kept as (n, height, width, channels): what is cut out of that is "channels last", which
-        # selecting from a tensor that merely has such strides would lose. numpy rather than torch
-        # brings it into this order, because with a single channel torch takes it to be so already
-        # and keeps strides that its kernels do not recognise.
+        # Kept as (n, height, width, channels): selections of it are "channels last", unlike
+        # selections from a tensor that merely has such strides. numpy does the reordering, because
+        # for a single channel torch keeps strides that its kernels do not recognise.
         values = np.array(np.moveaxis(x, 1, -1), order="C") if self._channels_last else x
         self.x = torch.from_numpy(np.ascontiguousarray(values)).to(accelerator)
         self.y = torch.from_numpy(np.ascontiguousarray(y)).to(accelerator)
 
     @staticmethod
     def joined(parts: Sequence[Samples]) -> Samples:
-        """Return the samples of several parts, at least one, in their order. Copies."""
+        """Return the concatenation of at least one part (copied)."""
         if len(parts) == 1:
             return parts[0]
         x, y = torch.cat([part.x for part in parts]), torch.cat([part.y for part in parts])
         return parts[0]._with(x, y)
 
     def divided(self, count: int, rng: np.random.Generator) -> tuple[Samples, Samples]:
-        """Return all but `count` samples, in their order, and those, drawn at random. Copies."""
+        """Split off `count` random samples; return the rest and them (copied)."""
         taken = np.zeros(len(self), bool)
         taken[rng.choice(len(self), count, replace=False)] = True
         return self.where(~taken), self.where(taken)
 
     def with_labels(self, y: Labels) -> Samples:
-        """Return the same inputs, not copied, with other labels, shape (n,)."""
+        """Return the same inputs (not copied) with other labels, shape (n,)."""
         return self._with(self.x, torch.from_numpy(np.ascontiguousarray(y)).to(self.y.device))
 
     def where(self, wanted: NDArray[np.bool_]) -> Samples:
-        """Return the samples that are wanted, shape (n,), in their order. Copies."""
+        """Return the samples selected by a mask, shape (n,) (copied)."""
         positions = torch.from_numpy(np.flatnonzero(wanted)).to(self.y.device)
         return self._with(self.x.index_select(0, positions), self.y.index_select(0, positions))
 
     def _with(self, x: Tensor, y: Tensor) -> Samples:
-        """Return samples in the same order of memory."""
+        """Return samples in the same memory layout."""
         other = Samples.__new__(Samples)
         other._channels_last, other.x, other.y = self._channels_last, x, y
         return other
@@ -798,16 +793,15 @@ class Samples:
         return zip(torch.split(self.shaped(self.x), size), torch.split(self.y, size), strict=True)
 
     def shaped(self, x: Tensor) -> Tensor:
-        """Return inputs cut out of :attr:`x` as a network takes them."""
+        """Return a selection of :attr:`x` in the network's input shape."""
         return x.permute(0, 3, 1, 2) if self._channels_last else x
 
 
 # -----------------------------------------------------------------------------
-# A network on one flat vector of weights.
+# Networks on one flat vector of weights.
 #
-# All weights are views into one vector and all gradients into another, so that a step, the proximal
-# term and whatever else acts on weights is one operation on a vector, whatever the number of
-# layers, and a received model is copied once.
+# All weights are views of one vector and all gradients of another, so that steps and terms are
+# single vector operations, whatever the number of layers, and a received model is copied once.
 # -----------------------------------------------------------------------------
 
 
@@ -815,12 +809,12 @@ _CLASSIFICATION = Objective()
 
 
 def is_usable(weights: Tensor) -> bool:
-    """Return whether the server would take a model of these weights: neither NaN nor huge."""
+    """Return whether the server accepts these weights: neither NaN nor huge."""
     return float(weights @ weights) <= LARGEST_SQUARE
 
 
 class Network:
-    """A torch network whose weights lie in one flat vector.
+    """A torch network on one flat vector of weights.
 
     Parameters
     ----------
@@ -828,28 +822,28 @@ class Network:
         The network. Its parameters become views into :attr:`weights`, and their gradients views
         into :attr:`gradient`.
     objective : Objective
-        What it is trained for and tested by.
+        Objective of training and tests.
     accelerator : str
-        Where it computes: ``"cpu"``, or what torch calls a GPU, ``"cuda"`` or ``"mps"``.
+        Processor: ``"cpu"``, ``"cuda"`` or ``"mps"``.
 
     Attributes
     ----------
     weights, gradient : Tensor
         All parameters and their gradients, shape (d,), float32, in the accelerator's memory.
     accelerator : str
-        Where it computes, as torch names it: ``"cpu"``, ``"cuda"`` or ``"mps"``.
+        Processor: ``"cpu"``, ``"cuda"`` or ``"mps"``.
     slices : dict[str, slice]
-        Where each parameter lies in them.
+        Position of each parameter in them.
     trained : tuple[nn.Parameter, ...]
-        The parameters that training moves: not those that the network itself has frozen.
+        Trainable parameters.
     trained_values : tuple[Tensor, ...]
-        Their values, the same memory, which may be changed in place.
+        Their values in the same memory, which may be changed in place.
     needs_pairs : bool
-        True if a mini-batch of one sample is unusable: batch normalisation.
+        Whether mini-batches of one sample are unusable, due to batch normalisation.
     batch_norm : tuple[str, ...]
-        Names of the arrays of its batch normalisation: weights, statistics and counters.
+        Names of its batch normalisation arrays: weights, statistics and counters.
     channels_last : bool
-        True if it convolves: images are then best kept in that order of memory.
+        Whether it has convolutions, for which images are stored channels-last.
     """
 
     def __init__(
@@ -875,7 +869,7 @@ class Network:
         self.trained = tuple(p for p in parameters if p.requires_grad)
         self.trained_values = tuple(parameter.detach() for parameter in self.trained)
         self._tensors: dict[str, Tensor] = dict(module.state_dict())
-        # Parameters and buffers as numpy sees them: on a CPU the very same memory, else a copy.
+        # Parameters and buffers as numpy arrays: shared memory on a CPU, else a copy.
         self._state: dict[str, NDArray[np.generic]] = {
             name: values.cpu().numpy() for name, values in self._tensors.items()
         }
@@ -885,19 +879,19 @@ class Network:
 
     @property
     def kernels(self) -> Tensor:
-        """Which weights are of arrays of two dimensions at least. Shape (d,), bool."""
+        """Mask of weights in arrays of at least two dimensions, shape (d,), bool."""
         parts = [torch.full((p.numel(),), p.dim() > 1) for p in self.module.parameters()]
         return torch.cat(parts).to(self.weights.device)
 
     def width(self, samples: Samples) -> int:
-        """Return the number of outputs: classes, of which a client need not have all."""
+        """Return the number of outputs."""
         self.module.eval()
         with torch.inference_mode():
             x, _ = next(iter(samples.slices(1)))
             return int(self.module(x).shape[1])
 
     def read(self, record: ArrayRecord) -> ModelSpec:
-        """Take over a received model, buffers included.
+        """Load a received model, buffers included.
 
         Returns
         -------
@@ -907,7 +901,7 @@ class Network:
         Raises
         ------
         InvalidModelError
-            The arrays are not those of this network.
+            The arrays do not match this network.
         """
         spec = ModelSpec.of(record)
         if set(spec.names) != set(self._state):
@@ -919,12 +913,12 @@ class Network:
         return spec
 
     def restore(self, record: ArrayRecord) -> None:
-        """Take over some of the arrays, those of :meth:`keep`.
+        """Load some of the arrays, those of :meth:`keep`.
 
         Raises
         ------
         InvalidModelError
-            They are not those of this network.
+            They do not match this network.
         """
         foreign = [name for name in record if name not in self._state]
         if foreign:
@@ -944,7 +938,7 @@ class Network:
                 self._tensors[name].copy_(torch.from_numpy(own))
 
     def read_mask(self, record: ArrayRecord) -> Tensor:
-        """Return which weights a record of zeros and ones lets a client train.
+        """Return the trainable weights of a record of zeros and ones.
 
         Parameters
         ----------
@@ -964,7 +958,7 @@ class Network:
         mask = torch.empty_like(self.weights, dtype=torch.bool)
         for name, where in self.slices.items():
             if name not in record:
-                raise InvalidModelError(f"The received mask says nothing of '{name}'.")
+                raise InvalidModelError(f"The received mask lacks '{name}'.")
             values, shape = from_array(record[name]), self._state[name].shape
             if values.shape != shape or values.dtype.kind not in "biu":
                 raise InvalidModelError(
@@ -980,7 +974,7 @@ class Network:
         Parameters
         ----------
         record : ArrayRecord
-            A model; its statistics and counters are left aside.
+            A model; its statistics and counters are ignored.
 
         Returns
         -------
@@ -1004,7 +998,7 @@ class Network:
         return weights
 
     def write_weights(self, values: Tensor) -> ArrayRecord:
-        """Return a number for each weight as :meth:`read_weights` takes it: arrays by name."""
+        """Return a vector as arrays by name, the inverse of :meth:`read_weights`."""
         return array_record(
             {
                 name: to_array(values[where].cpu().numpy().reshape(self._state[name].shape))
@@ -1013,7 +1007,7 @@ class Network:
         )
 
     def write(self, spec: ModelSpec) -> ArrayRecord:
-        """Return the model as it is now, in the order and types of the one that was read."""
+        """Return the current model in the order and types of the one read."""
         return array_record(
             {
                 name: to_array(self._present(name).astype(dtype, copy=False))
@@ -1022,11 +1016,11 @@ class Network:
         )
 
     def keep(self, names: Collection[str]) -> ArrayRecord:
-        """Return some of the arrays as they are now, by name."""
+        """Return copies of some of the arrays, by name."""
         return array_record({name: to_array(self._present(name)) for name in names})
 
     def _present(self, name: str) -> NDArray[np.generic]:
-        """Return an array as it is now, in the CPU's memory."""
+        """Return a current array in CPU memory."""
         if self.accelerator == "cpu":
             return self._state[name]
         return self._tensors[name].cpu().numpy()

@@ -1,9 +1,9 @@
-"""What a message asks of a client, what the client answers, and the kinds of work that it does.
+"""Kinds of work of clients: requests, answers and implementations.
 
-A kind of work is a function that is given a :class:`ClientWork` and returns an :class:`Answer`. The
-answer depends on nothing else, so that messages may be answered early, in any order and in any
-process. Here are the kinds that any method may ask for; a method's own are in its ``client.py``.
-Their names are in :data:`raceme.core.registry.CLIENT_WORK`.
+A kind of work is a function of a :class:`ClientWork` that returns an :class:`Answer` and depends on
+nothing else, so that messages may be answered early, in any order and in any process. This module
+has the kinds for any method; a method's own are in its ``client.py``. Their names are in
+:data:`raceme.core.registry.CLIENT_WORK`.
 """
 
 from __future__ import annotations
@@ -35,33 +35,33 @@ from raceme.training.models import Samples, is_usable
 Metric = int | float | list[int] | list[float]
 
 BATCH_NORM = "batch-norm"
-"""Record of a client's state: its own arrays of batch normalisation."""
+"""Record in a client's state: its own batch normalisation arrays."""
 _MOST_COUNTED = 10_000
 
 
 @dataclass(frozen=True, eq=False)
 class ClientWork:
-    """What a message asks of a client.
+    """A message's request to a client.
 
     Attributes
     ----------
     kind : str
         Name of the kind of work.
     client : Client
-        The client that is asked, with its samples.
+        The client with its samples.
     content : RecordDict
         All records of the message: models, further arrays, settings.
     settings : ConfigRecord
-        The one of them that says how to do it.
+        The settings record of the message.
     state : RecordDict
-        What this client keeps from one message to the next.
+        The client's persistent state.
     at_step : Callable
-        Returns this client with its data of another step, which it loads.
+        Loads this client's data of another step.
     steps : tuple[Client, ...]
-        The client with its data of each of the steps that the message names; empty if it names
-        none. To train is to train on all of them together: :attr:`client` has them so.
+        The client with its data of each step that the message names; empty if none. Training uses
+        all of them together, as does :attr:`client`.
     since : int
-        First step whose data the client still has: that at which a device's own file was replaced.
+        First step whose data the client still has, after a replacement of a device's file.
     """
 
     kind: str
@@ -75,7 +75,7 @@ class ClientWork:
 
     @property
     def arrays(self) -> Mapping[str, ArrayRecord]:
-        """The records of named arrays: models, and whatever else came with them."""
+        """The array records: models and additions."""
         return self.content.array_records
 
     @property
@@ -110,7 +110,7 @@ class ClientWork:
 
     @property
     def step(self) -> int:
-        """The step of the client's data; 0 where data never change."""
+        """The step of the client's data; 0 without drift."""
         return int(self.number(names.STEP, 0))
 
     def at(self, step: int) -> ClientWork:
@@ -124,19 +124,19 @@ class ClientWork:
         Raises
         ------
         ValueError
-            The step of these data is none.
+            The step is invalid.
         """
         if names.FORMER_STEP not in self.settings:
             return None
         return self.at_step(step_in(self.settings, names.FORMER_STEP))
 
     def receive(self, model: ArrayRecord) -> ModelSpec:
-        """Put a received model into the client's network, with what the client keeps of its own.
+        """Load a received model and the client's own arrays into the network.
 
         Raises
         ------
         InvalidModelError
-            The arrays are not those of the network.
+            The arrays do not match the network.
         """
         spec = self.client.network.read(model)
         if self._keeps_batch_norm and BATCH_NORM in self.state:
@@ -144,14 +144,14 @@ class ClientWork:
         return spec
 
     def give(self, spec: ModelSpec, received: ArrayRecord) -> ArrayRecord:
-        """Return the trained model out of the client's network, without what the client keeps.
+        """Return the trained model from the client's network, without the client's own arrays.
 
         Parameters
         ----------
         spec : ModelSpec
             Layout of the received model, as :meth:`receive` returned it.
         received : ArrayRecord
-            The model that was trained: in the place of what stays here its values go back.
+            The received model, whose values replace the client's own arrays.
         """
         network = self.client.network
         model = network.write(spec)
@@ -162,16 +162,16 @@ class ClientWork:
 
     @property
     def _keeps_batch_norm(self) -> bool:
-        """FedBN (Li et al., ICLR 2021): batch normalisation stays at home, all of it."""
+        """FedBN (Li et al., ICLR 2021): all batch normalisation stays with the client."""
         return self.client.config.batch_norm == "local"
 
     def training_settings(self) -> TrainingSettings:
-        """Return the hyper-parameters of the message, or else of the run.
+        """Return the hyper-parameters of the message, by default those of the run.
 
         Raises
         ------
         ValueError
-            One is of the wrong type or out of its range.
+            A value has the wrong type or is out of range.
         """
         config = self.client.config
         return TrainingSettings(
@@ -193,7 +193,7 @@ class ClientWork:
         Raises
         ------
         ValueError
-            It is no number, or it is missing and there is no default.
+            It is no number, or missing without a default.
         """
         value = self.settings.get(name, default)
         if not isinstance(value, int | float):
@@ -206,7 +206,7 @@ class ClientWork:
         Raises
         ------
         ValueError
-            It is none, or too large.
+            It is invalid or too large.
         """
         value = self.settings.get(name)
         if not isinstance(value, int) or not 1 <= value <= _MOST_COUNTED:
@@ -214,7 +214,7 @@ class ClientWork:
         return value
 
     def generator(self, part: int = 0) -> np.random.Generator:
-        """Return what decides whatever the work leaves to chance.
+        """Return the generator of the work's random choices.
 
         It is made anew for each piece of work, from the seed of the run, the client and the
         number of the task, and for each part of the work.
@@ -226,7 +226,7 @@ class ClientWork:
 
 
 def step_in(settings: ConfigRecord, name: str) -> int:
-    """Return a step of a client's data among the settings of a message; 0 if it names none.
+    """Return the step of a client's data in a message's settings; 0 by default.
 
     Raises
     ------
@@ -241,7 +241,7 @@ def step_in(settings: ConfigRecord, name: str) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """What a client answers.
+    """A client's answer.
 
     Attributes
     ----------
@@ -250,9 +250,9 @@ class Answer:
     model : ArrayRecord or None
         The trained model; None for work that does not train.
     numbers : Mapping[str, NDArray]
-        Numbers by sample or by class, by name.
+        Arrays by name, with a number per sample or class.
     told : Mapping[str, Value]
-        What else is stated, e.g. which model was chosen.
+        Further statements, e.g. the chosen model.
     """
 
     metrics: Mapping[str, Metric]
@@ -262,17 +262,17 @@ class Answer:
 
 
 # -----------------------------------------------------------------------------
-# Kinds of work by name, and a user's own.
+# Dispatch of kinds of work.
 # -----------------------------------------------------------------------------
 
 
 def answer_to(work: ClientWork) -> Answer:
-    """Do what a message asks for.
+    """Do the work of a message.
 
     Raises
     ------
     UserError
-        It names a function of a user's own that cannot be imported, or that returns something else.
+        A user's function cannot be imported or returns another type.
     """
     answer = CLIENT_WORK[work.kind](work)
     if not isinstance(answer, Answer):
@@ -283,39 +283,36 @@ def answer_to(work: ClientWork) -> Answer:
 
 
 # -----------------------------------------------------------------------------
-# How good uploads are: tests that a client makes beside its work, for reports only.
+# Quality of uploads: additional tests of a client, for reports only.
 #
 # Li and Zhu ("Client-Driven Federated Learning") test what a client uploads, "client before", and
 # the model that it gets in return, "client after", both on test data of the mixture that it was
-# trained on. The latter is known when the client speaks next, with the model that it has from the
-# server.
+# trained on. The latter is measured at the client's next message.
 #
-# What a kind of work trains is not changed by these tests. They ask for it by the setting
-# ``scored``.
+# The tests, enabled by the setting ``scored``, do not change training.
 # -----------------------------------------------------------------------------
 
 
 def score_former(
     work: ClientWork, received: ArrayRecord, completed_by: str = ""
 ) -> dict[str, Metric]:
-    """Test what a client was sent in return for its last upload, on the data of that upload.
+    """Test the model returned for a client's last upload, on the data of that upload.
 
-    To be called before training: afterwards the client's network holds the received model.
+    Call before training; loads the received model into the client's network.
 
     Parameters
     ----------
     work : ClientWork
-        What the client is asked.
+        The client's work.
     received : ArrayRecord
-        The model that it goes on from: the one that was sent, or one made of several.
+        The model to start from: the received one, or a mixture of several.
     completed_by : str
         Name of the completion of the received model; see :func:`measure`.
 
     Returns
     -------
     dict[str, Metric]
-        The accuracy, as a metric of the answer; nothing if it is not asked for, or if the client
-        has not uploaded anything yet.
+        The accuracy as a metric of the answer; empty if not requested or without an upload so far.
     """
     former = work.former() if work.settings.get(names.SCORED, False) else None
     if former is None:
@@ -325,20 +322,20 @@ def score_former(
 
 
 def score_upload(work: ClientWork, forward: int = 0) -> dict[str, Metric]:
-    """Test the trained model, which the client's network holds, on the data of its step.
+    """Test the trained model in the client's network on the data of its step.
 
     Parameters
     ----------
     work : ClientWork
-        What the client is asked.
+        The client's work.
     forward : int
-        Samples that it passed forward through a network beside training, each model counted.
+        Forward passes of samples besides training, counted per model.
 
     Returns
     -------
     dict[str, Metric]
-        The accuracy, and the passes of samples that the work took without these tests, as metrics
-        of the answer; nothing if it is not asked for.
+        The accuracy and the passes of samples without these tests, as metrics of the answer; empty
+        if not requested.
     """
     if not work.settings.get(names.SCORED, False):
         return {}
@@ -356,7 +353,7 @@ def score_upload(work: ClientWork, forward: int = 0) -> dict[str, Metric]:
 
 
 OWN_MODEL = "own-model"
-"""Record of a client's state: the model that it keeps from one task to the next."""
+"""Record in a client's state: its personal model."""
 
 
 def train(work: ClientWork) -> Answer:
@@ -367,7 +364,7 @@ def train(work: ClientWork) -> Answer:
 def train_best(work: ClientWork) -> Answer:
     """Train the one of several models that best fits the training samples (IFCA).
 
-    The answer states which: the first of those with the least loss; a loss that is not finite is
+    The answer states the choice: the first model with the lowest loss; non-finite losses count as
     infinite.
     """
     models = work.models
@@ -392,12 +389,12 @@ def measure(work: ClientWork, model: ArrayRecord, completed_by: str = "") -> tup
     Parameters
     ----------
     work : ClientWork
-        What the client is asked.
+        The client's work.
     model : ArrayRecord
         Model as received from the server.
     completed_by : str
-        Name of the completion that makes of the received model the one to be tested, in the
-        client's network; empty if it is that already.
+        Name of the completion applied to the received model in the client's network; empty for
+        none.
     """
     work.receive(model)
     if completed_by:
@@ -412,13 +409,12 @@ def _completed_by(work: ClientWork) -> str:
 def test_steps(work: ClientWork) -> Answer:
     """Test received models on the client's test samples of the steps that the message names.
 
-    Data of a step that cannot be loaded, or that a device had in a file that was replaced since,
-    are not tested on: the number is NaN.
+    Steps whose data cannot be loaded, or were in a device's file that was replaced, give NaN.
 
     Raises
     ------
     ValueError
-        The message does not say which model is tested on which step.
+        The message does not assign models to steps.
     """
     steps, which = (work.settings.get(name) for name in (names.TESTED_STEPS, names.TESTED_MODELS))
     models = work.models
@@ -453,12 +449,12 @@ def _are_counts(stated: object) -> TypeGuard[list[int]]:
 def losses(work: ClientWork) -> Answer:
     """Measure each sample's loss under each received model.
 
-    A loss that is not finite is the largest number.
+    A non-finite loss becomes the largest number.
 
     Raises
     ------
     ValueError
-        The losses are asked for on other samples than those for training or for testing.
+        Other samples than those for training or testing are requested.
     """
     client, wanted = work.client, work.settings.get(names.ON, "train")
     parts = {"train": client.train, "test": client.test, "validation": client.validation}
@@ -473,8 +469,8 @@ def losses(work: ClientWork) -> Answer:
 def scores(work: ClientWork) -> Answer:
     """Score each received model on the training samples of each step.
 
-    The steps are those that the message names, or the one of the message. A loss that is not
-    finite, or too large for float32, is the largest number.
+    The steps are those named by the message, by default its own. Losses that are not finite in
+    float32 become the largest number.
     """
     models, clients = work.models, work.steps or (work.client,)
     measured = np.empty((2, len(models), len(clients)), np.float64)
@@ -490,7 +486,7 @@ def scores(work: ClientWork) -> Answer:
 
 
 def bounded(measured: NDArray[np.floating]) -> NDArray[np.float32]:
-    """Return what was measured as finite numbers: what is none, or too large, is the largest."""
+    """Return measurements with non-finite and too large numbers replaced by the largest."""
     most = float(np.finfo(np.float32).max)
     finite = np.nan_to_num(measured, nan=most, posinf=most).clip(max=most)
     return np.asarray(finite, np.float32)
@@ -502,7 +498,7 @@ def label_counts(work: ClientWork) -> Answer:
     Raises
     ------
     ValueError
-        There are no classes: the task is a regression.
+        The task is a regression.
     """
     client = work.client
     if not client.num_classes:
@@ -518,13 +514,13 @@ def label_counts(work: ClientWork) -> Answer:
 def nearest_direction(work: ClientWork) -> Answer:
     """Train the received model, return the nearest direction of the change, and keep the model.
 
-    FlexCFL's client cold start (eq 8) as the paper has it, on the client:
+    FlexCFL's client cold start (eq 8), on the client as in the paper:
     ``argmin_j (1 − cos(Δw_0^(g_j), Δw_pre)) / 2``.
 
     Raises
     ------
     ValueError
-        The directions are missing, or not of the model's weights.
+        The directions are missing or do not match the model.
     """
     spec = ModelSpec.of(work.model)
     trained = train_model(work, work.model).model
@@ -533,7 +529,7 @@ def nearest_direction(work: ClientWork) -> Answer:
     received = work.arrays[names.DIRECTIONS].values()
     directions = [np.asarray(from_array(array), np.float32) for array in received]
     if not directions or any(direction.shape != change.shape for direction in directions):
-        raise ValueError(f"directions must be of the model's {change.size:,} weights.")
+        raise ValueError(f"directions must have the model's {change.size:,} weights.")
     nearest = int(np.argmin([(1 - cosine(one, change)) / 2 for one in directions]))
     return Answer({names.NUM_EXAMPLES: len(work.client.train), names.CHOSEN: nearest})
 
@@ -544,7 +540,7 @@ def training_answer(
     metrics: Mapping[str, Metric],
     told: Mapping[str, int] | None = None,
 ) -> Answer:
-    """Answer with a trained model; where data change, with the mixture that they are now, too."""
+    """Answer with a trained model and, under drift, the current mixture of the data."""
     metrics = {names.NUM_EXAMPLES: len(work.client.train), **metrics}
     if names.STEP in work.settings and work.client.mixture is not None:
         metrics[names.MIXTURE] = list(work.client.mixture)
@@ -552,9 +548,9 @@ def training_answer(
 
 
 def evaluation_answer(work: ClientWork, score: float, loss: float) -> Answer:
-    """Answer with test results; where data change, with the group that they are of now, too.
+    """Answer with test results and, under drift, the current group of the data.
 
-    What was measured is stated by its name: ``accuracy``, or ``mae`` with its unit.
+    The score is named ``accuracy``, or ``mae`` with its unit.
     """
     measure = work.client.network.objective.measure
     metrics: dict[str, Metric] = {
@@ -579,27 +575,27 @@ def train_model(
     weights: ArrayLike | None = None,
     before_step: Callable[[torch.Tensor, torch.Tensor], object] | None = None,
 ) -> Answer:
-    """Train a model on the client's training samples, and test it if that is asked for.
+    """Train a model on the client's training samples, and test it if requested.
 
     Parameters
     ----------
     work : ClientWork
-        What the client is asked.
+        The client's work.
     received : ArrayRecord
         The model to start from.
     told : Mapping[str, int], optional
-        What else the answer states.
+        Further statements of the answer.
     forward : int
-        Samples that were passed forward through a network to come to this model, for each network.
+        Forward passes of samples that led to this model, counted per network.
     arrays : Mapping[str, ArrayRecord], optional
-        What terms of the objective are given; by default what came with the message.
+        Array records for terms of the objective; by default those of the message.
     returned : ArrayRecord, optional
-        What the client was sent in return for its last upload, if it is not the model to start
-        from: it is tested on the data of that upload.
+        Model returned for the client's last upload, if not the model to start from; it is tested on
+        that upload's data.
     terms : Sequence[TermBuilder]
-        Terms of the objective beyond those that the settings ask for.
+        Terms of the objective besides those of the settings.
     weights : ArrayLike, optional
-        By what the loss of each sample is multiplied, shape (n,), float32.
+        Factor on the loss of each sample, shape (n,), float32.
     before_step : Callable, optional
         Called with each mini-batch before the step on it: see :func:`raceme.training.local.train`.
     """
@@ -627,7 +623,7 @@ def train_model(
 def losses_of(
     work: ClientWork, models: Sequence[ArrayRecord], samples: Samples | None = None
 ) -> NDArray[np.float32]:
-    """Return the loss of each sample, by default for training, under each model."""
+    """Return the loss of each sample under each model; by default of training samples."""
     samples = work.client.train if samples is None else samples
     measured = np.empty((len(models), len(samples)), np.float32)
     for row, model in zip(measured, models, strict=True):

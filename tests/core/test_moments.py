@@ -224,10 +224,10 @@ def test_steps_by_windows_move_when_a_window_is_over() -> None:
 
 
 def test_a_method_without_rounds_cannot_change_data_by_them() -> None:
-    with pytest.raises(UserError, match="counts rounds, and the method works in none"):
+    with pytest.raises(UserError, match="counts rounds, and the method has none"):
         drifting(Schedule("rounds", every=1.0), 5, 2.0)
     keys = {"drift": "swap-all", "drift-at": "every round", "strategy": "fedasync"}
-    with pytest.raises(UserError, match=r"counts rounds, and fedasync works in none: count sec"):
+    with pytest.raises(UserError, match=r"counts rounds, and fedasync has none: give sec"):
         build_strategy(resolve(RunConfig.from_mapping(keys)))
     build_strategy(resolve(RunConfig.from_mapping({**keys, "strategy": "fedavg"})))
 

@@ -238,7 +238,7 @@ def test_work_that_no_client_knows_gives_one_line_that_says_what_they_know() -> 
     seen: list[events.Event] = []
     Unheard().run(grid, models.initial_arrays(config), 2, observe=seen.append)
     (rejected,) = of(events.UpdateRejected, seen)
-    assert "This client does no work of the kind 'dance'; it knows train, train-best," in (
+    assert "This client has no work of kind 'dance'; it knows train, train-best," in (
         rejected.reason
     )
     assert "\n" not in rejected.reason

@@ -322,7 +322,7 @@ def without(name: str) -> Arrays:
         ),
         ({"y_train": np.zeros(6)}, r"y_train must hold whole numbers, shape \(6,\).*float64"),
         ({"y_train": np.zeros(5, int)}, r"shape \(6,\), one for each sample"),
-        ({"y_test": np.array([0, -1])}, "y_test must hold labels from 0 on, below 100,000; got -1"),
+        ({"y_test": np.array([0, -1])}, "y_test must hold labels from 0, below 100,000; got -1"),
         ({"num_classes": np.array(2)}, "num_classes must be one whole number, at least 3"),
         ({"num_classes": np.array([3, 4])}, "num_classes must be one whole number"),
     ],
@@ -389,7 +389,7 @@ def test_groups_shrink_to_the_clients_and_one_line_says_so(
     groups = datasets.true_groups(RunConfig(clients=2))
     assert groups == (0, 1)
     assert caplog.messages == [
-        "groups '0.2,0.2,0.3,0.3' do not fit (clients=2, 10 labels): joined to '0.4,0.6'"
+        "groups '0.2,0.2,0.3,0.3' do not fit (clients=2, 10 labels): merged into '0.4,0.6'"
     ]
     labels = [set(data.y_train) for data in datasets.all_clients(RunConfig(clients=2))]
     assert labels == [{0, 1, 2, 3}, {4, 5, 6, 7, 8, 9}]

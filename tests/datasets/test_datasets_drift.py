@@ -100,7 +100,7 @@ def test_rounds_that_are_over_are_counted() -> None:
     assert moments.next_time(0.0) == math.inf
     assert moments.in_rounds
     assert not moments.per_client
-    with pytest.raises(UserError, match="drift-at counts rounds, and the method works in none"):
+    with pytest.raises(UserError, match="drift-at counts rounds, and the method has none"):
         moments.step(9.0, 99, 99, None)
 
 

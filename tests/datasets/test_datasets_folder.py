@@ -145,7 +145,7 @@ def test_groups_are_stated_or_told_from_the_names(tmp_path: Path) -> None:
         ({"y": np.zeros(6)}, "whole numbers"),
         ({"y": np.zeros(5, int)}, r"shape \(6,\)"),
         ({"heldout": np.zeros(6)}, "heldout must hold one bool for each of 6"),
-        ({"heldout": np.zeros(6, bool)}, "at least one sample to train with and one to test"),
+        ({"heldout": np.zeros(6, bool)}, "at least one sample for training and one for test"),
         ({"group": np.array(-1)}, "group must be one whole number"),
         ({"num_classes": np.array(2)}, "num_classes must be one whole number, at least 3"),
     ],

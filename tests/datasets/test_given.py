@@ -69,7 +69,7 @@ def test_the_fingerprint_is_of_the_content() -> None:
 def test_what_is_not_in_the_cache_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fingerprint = keep([PAIR])
     monkeypatch.setenv("RACEME_CACHE", str(tmp_path))
-    with pytest.raises(UserError, match="does not have it: run that again"):
+    with pytest.raises(UserError, match="lacks it: run that script again"):
         datasets.with_clients(
             RunConfig.from_mapping({"dataset": "arrays", "data-fingerprint": fingerprint})
         )
@@ -88,7 +88,7 @@ def test_what_is_not_in_the_cache_is_said(tmp_path: Path, monkeypatch: pytest.Mo
         ([(np.where(X > 9, np.nan, X), Y)], r"data\[0\]: x must be finite"),
         ([PAIR, (X, Y / 2)], r"data\[1\]: y must hold whole numbers.*needs its unit"),
         ([PAIR, {"x": X, "y": Y / 2, "unit": "m"}], r"must describe their labels alike"),
-        ([(X, Y - 1)], "labels from 0 on"),
+        ([(X, Y - 1)], "labels from 0,"),
         ([(X, np.array(list("abcabc")))], "y must hold whole numbers"),
         ([PAIR, FOUR], "Some clients in data have test samples"),
         ([{"x": X, "labels": Y}], r"data\[0\] has labels\. Expected"),

@@ -99,8 +99,8 @@ def test_only_what_is_unfinished_is_done_again(finished: Path, tmp_path: Path) -
     before = {path: path.stat().st_mtime_ns for path in out.glob("*/*/summary.json")}
     _, said = run(small_suite(), out)
     assert {path: path.stat().st_mtime_ns for path in before} == before
-    assert "fedasync, seed 1: half-written, removed and done again" in said
-    assert "casa, seed 0: finished before, kept" in said
+    assert "fedasync, seed 1: half-written, removed and repeated" in said
+    assert "casa, seed 0: already finished, kept" in said
     assert "[6/6] fedasync, seed 1: accuracy" in said
     assert dump(out / "fedasync" / "seed-1") == dump(finished / "fedasync" / "seed-1")
 
@@ -128,7 +128,7 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(
 
     _, said = run(suite, tmp_path)
 
-    assert f"{method}, seed 1: half-done, resumed from its last checkpoint" in said
+    assert f"{method}, seed 1: unfinished, resumed from its last checkpoint" in said
     assert "Resuming from" in log.read_text()
     assert dump(job.folder) == dump(finished / method / "seed-1")
     assert not (job.folder / "checkpoint").exists()
@@ -141,7 +141,7 @@ def test_a_checkpoint_of_other_settings_is_not_used(tmp_path: Path) -> None:
     simulate(job.config.with_values(lr=0.2, checkpoint_every=8))
     (job.folder / "summary.json").unlink()
     _, said = run(suite, tmp_path)
-    assert "fedasync, seed 0: half-written, removed and done again" in said
+    assert "fedasync, seed 0: half-written, removed and repeated" in said
     assert read_toml(job.folder / "config.toml")["lr"] == 0.1
 
 
@@ -167,7 +167,7 @@ def test_results_that_moved_without_their_events_are_still_results(
             shutil.copy(path, out / path.relative_to(finished))
     elsewhere = small_suite().with_settings({"data-root": str(tmp_path)})
     comparison, said = run(elsewhere, out)
-    assert said.count("finished before, kept") == 6
+    assert said.count("already finished, kept") == 6
     assert "casa is not in the plots over time: its events cannot be read" in caplog.text
     assert not (out / "accuracy.png").exists()
     assert (out / "time-to-target.png").is_file()

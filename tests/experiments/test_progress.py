@@ -58,7 +58,7 @@ def test_what_a_resumed_run_had_done_says_nothing_of_the_time_left(tmp_path: Pat
             now = moment
             progress.report(casa, Progress(updates, 1.0, ""))
     assert out.getvalue().splitlines() == [
-        "casa, seed 0: half-done, resumed from its last checkpoint",
+        "casa, seed 0: unfinished, resumed from its last checkpoint",
         "0 of 2 runs done; casa, seed 0: 72 of 100 updates",
         # 0.1 of a run in 20 s, and 1.2 are left.
         "0 of 2 runs done; casa, seed 0: 80 of 100 updates; about 4 min left",

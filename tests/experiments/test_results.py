@@ -242,7 +242,7 @@ def test_a_method_that_missed_the_target_with_one_seed_gets_no_bar() -> None:
 
 
 def test_rounds_without_a_method_that_has_any_are_an_error() -> None:
-    with pytest.raises(UserError, match="no method of this comparison works in them"):
+    with pytest.raises(UserError, match="no method of this comparison has any"):
         of_names(["casa", "fedasync"], {"max-rounds": 3})
 
 

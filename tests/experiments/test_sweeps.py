@@ -51,7 +51,7 @@ def test_a_sweep_is_tried_on_the_first_seed_and_its_best_runs_on_all(
     assert {read_toml(path)["validation-fraction"] for path in trials} == {0.2}
     assert {read_toml(path)["validation-fraction"] for path in whole} == {0.0}
     _, said = run(suite, tmp_path)
-    assert said.count("finished before, kept") == 4
+    assert said.count("already finished, kept") == 4
 
 
 @pytest.mark.slow

@@ -66,7 +66,7 @@ def test_a_full_disk_ends_the_server_in_order_and_the_same_command_resumes(tmp_p
         # No file grows beyond that, as on a disk that is full.
         resource.prlimit(server.handle.pid, resource.RLIMIT_FSIZE, (2000, 2000))
         assert server.wait(240) == 1
-        assert "run.sqlite cannot be written any more" in server.text()
+        assert "run.sqlite can no longer be written" in server.text()
         assert "could not be written (" in server.text().splitlines()[-1]
         assert "Traceback" not in server.text()
         again = bed.start("serve", raceme(*command))

@@ -37,7 +37,7 @@ def test_an_app_with_a_method_in_the_place_of_its_strategy(tmp_path: Path) -> No
         server = start_server(bed, *method, "--run-config", "num-server-rounds=2 local-epochs=5")
         devices = [start_device(bed, number) for number in range(2)]
         assert server.wait(200) == 0, server.describe()
-        assert "casa takes the place of FedAvg" in server.text()
+        assert "casa replaces FedAvg" in server.text()
         assert "Traceback" not in server.text()
         assert all("train: done" in device.text() for device in devices)
     with closing(sqlite3.connect(tmp_path / "out" / "run.sqlite")) as store:

@@ -103,7 +103,7 @@ def test_a_server_that_is_killed_is_gone_on_with_and_applies_no_update_twice(
     (server,) = (child for child, line in family(bed).items() if " serve " in line)
     os.kill(server, signal.SIGKILL)
     assert bed.wait(60) == 2, bed.describe()
-    assert "The server ended in the middle of the run" in bed.text()
+    assert "The server was ended by signal 9 during the run" in bed.text()
     assert not (out / "summary.json").exists()
 
     again = up(place, "--clients", "2", "--resume", str(out), "--max-updates", "30")
@@ -175,7 +175,7 @@ def test_shaping_without_root_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     from raceme.fleet import testbed as shaping
 
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with pytest.raises(UserError, match="must run as root: use sudo, or leave out --shape"):
+    with pytest.raises(UserError, match="needs root: use sudo, or leave --shape out"):
         shaping.check(2)
 
 

@@ -106,7 +106,7 @@ def test_models_that_an_installed_package_declares_are_built(
     ],
 )
 def test_which_files_are_read_is_for_the_owner_to_say(config: str, key: str) -> None:
-    with pytest.raises(RefusedAppError, match=f"{key} is for the owner of this device to say"):
+    with pytest.raises(RefusedAppError, match=f"{key} is set by this device's owner"):
         ask(config)
     ask(config, data_root="/data", download=True)
     ask(config, Trust())

@@ -60,7 +60,7 @@ def test_a_full_disk_ends_a_run_in_order_and_it_goes_on_when_there_is_room(tmp_p
     run(whole, checkpoint_every=5)
     outcome = run(out, full_at=12, checkpoint_every=5)
     assert list(outcome.unwritten) == ["plots", "run.sqlite"]
-    assert "run.sqlite cannot be written any more" in outcome.summary["reason"]
+    assert "run.sqlite can no longer be written" in outcome.summary["reason"]
     assert updates(out) == updates(whole)[: len(updates(out))]
     assert 0 < len(updates(out)) < outcome.summary["updates"] < 30
     # The models and the numbers of all that was done are there.

@@ -310,7 +310,7 @@ def test_a_task_at_which_workers_die_again_and_again_is_named() -> None:
         ("no_such_module:app", "ModuleNotFoundError: No module named 'no_such_module'"),
         ("pool_apps:no_app", "AttributeError: no_app"),
         ("pool_apps:with_dropout", "must be a flwr.clientapp.ClientApp, got function"),
-        ("pool_apps:vanishing", r"end before they have loaded .* \(exit code 3\)"),
+        ("pool_apps:vanishing", r"ended before they loaded .* \(exit code 3\)"),
     ],
 )
 def test_a_worker_that_cannot_start_is_the_users_to_know(target: str, reason: str) -> None:

@@ -76,7 +76,7 @@ def test_a_dependency_that_is_missing(tmp_path: Path) -> None:
 def test_a_module_that_the_app_itself_should_have(tmp_path: Path) -> None:
     folder = write_app(tmp_path, "lacks_a_module", "import lacks_a_module.task")
     message = error(folder)
-    assert f"The app in {folder} imports 'lacks_a_module.task', and has no such module" in message
+    assert f"The app in {folder} imports 'lacks_a_module.task', which it does not" in message
     assert "pip install" not in message
 
 

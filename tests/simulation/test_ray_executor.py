@@ -119,7 +119,7 @@ def test_the_tasks_of_an_actor_that_dies_are_done_again_and_that_is_said(
     assert actors.result(sent[0].metadata.message_id).content["config"] == config
     assert actors.result(sent[1].metadata.message_id).content["metrics"]["n"] == 1
     (line,) = [record.getMessage() for record in caplog.records if record.name == "raceme.workers"]
-    assert "which is done again elsewhere: The actor died unexpectedly" in line
+    assert "and repeats it elsewhere: The actor died unexpectedly" in line
 
 
 def test_a_task_at_which_actors_die_again_and_again_is_named(actors) -> None:

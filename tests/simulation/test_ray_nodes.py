@@ -217,7 +217,7 @@ def test_a_node_with_other_data_is_named(
     (tmp_path / "device-1.npz").replace(tmp_path / "device-0.npz")
     executor = executor_for(APP, "ray", config=config)
     try:
-        with pytest.raises(UserError, match=r"Node .* has other data than this machine"):
+        with pytest.raises(UserError, match=r"Node .* has data that differ from this machine's"):
             executor._receive(wait=True)
     finally:
         executor.close()

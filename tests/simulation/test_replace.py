@@ -79,7 +79,7 @@ def test_a_method_takes_the_place_of_a_strategy(
     assert simulated.ending is AppEnding.RETURNED
     # The app's own start is not called, and what it returns is the method's.
     assert capsys.readouterr().out == "RunResult\n"
-    assert f"fedasync takes the place of {kind}." in caplog.text
+    assert f"fedasync replaces {kind}." in caplog.text
     # Nobody waits for the slow one, and messages have the app's configuration.
     tasks = [task for task in simulated.fleet.tasks if task.kind == "train"]
     assert not any(task.failure for task in tasks)
@@ -116,9 +116,9 @@ def test_a_method_keeps_the_arguments_of_the_strategy_that_it_replaces(
     assert not any(task.failure for task in tasks)
     # Half of the four clients train at a time.
     assert max(sum(t.sent <= task.sent < t.answered for t in tasks) for task in tasks) == 2
-    assert "fedasync takes the place of FedAdam" in caplog.text
+    assert "fedasync replaces FedAdam" in caplog.text
     assert "fraction_train=0.5" in caplog.text
-    assert "Not used: eta" in caplog.text
+    assert "Unused settings: eta" in caplog.text
 
 
 CONFIGURES = """
@@ -138,8 +138,8 @@ Wrapper(FedAvg(), noise_multiplier=1.0, clipping_norm=1.0, num_sampled_clients=4
     ("name", "server", "reason"),
     [
         ("configures", CONFIGURES, "Decays: it has its own configure_train"),
-        ("wraps", WRAPS, "it is a wrapper around FedAvg"),
-        ("trains_none", "FedAvg(fraction_train=0.0).", "place of FedAvg: fraction_train must be"),
+        ("wraps", WRAPS, "it wraps FedAvg"),
+        ("trains_none", "FedAvg(fraction_train=0.0).", "replace FedAvg: fraction_train must be"),
     ],
 )
 def test_a_strategy_whose_messages_a_method_cannot_send_is_not_replaced(

@@ -279,7 +279,7 @@ def test_nodes_have_what_the_node_config_says(tmp_path: Path) -> None:
     app = write_app(tmp_path, "node_config", server, client)
     simulated = run(app, tmp_path / "out", node_config=("extra=4 name='x'",))
     assert simulated.reason == ""
-    with pytest.raises(UserError, match="--node-config partition-id: the simulation itself"):
+    with pytest.raises(UserError, match="--node-config partition-id: the simulation sets it"):
         run(app, tmp_path / "other", node_config=("partition-id=4",))
 
 

@@ -146,11 +146,11 @@ def ask(
 
 
 def test_an_unknown_kind_is_an_error_of_one_line_that_lists_the_kinds() -> None:
-    with pytest.raises(ValueError, match="no work of the kind 'trian'; it knows train, ") as error:
+    with pytest.raises(ValueError, match="no work of kind 'trian'; it knows train, ") as error:
         train({"kind": "trian"})
     assert "\n" not in str(error.value)
     assert all(f"{kind}" in str(error.value) for kind in CLIENT_WORK)
-    with pytest.raises(ValueError, match="no work of the kind 3"):
+    with pytest.raises(ValueError, match="no work of kind 3"):
         train({"kind": 3})
 
 
@@ -258,7 +258,7 @@ def test_a_client_finds_the_direction_that_its_training_takes(own: int) -> None:
     assert not reply.array_records
     (metrics,) = reply.metric_records.values()
     assert metrics["chosen"] == own
-    with pytest.raises(ValueError, match="directions must be of the model's"):
+    with pytest.raises(ValueError, match="directions must have the model's"):
         asked("nearest-direction", directions=ArrayRecord({"0": to_array(change[1:])}))
 
 

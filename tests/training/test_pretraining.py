@@ -20,7 +20,7 @@ def test_a_model_that_is_ruined_by_pretraining_is_said_in_one_line(
     out = tmp_path / "run"
     keys = {"strategy": "fedsoft-async", "partition": "rotation-groups", "workers": "0"}
     config = RunConfig.from_mapping(keys | {"pretrain": 50, "lr": lr, "out": str(out)})
-    with pytest.raises(UserError, match=f"^pretrain leaves a model .*{why}: take a smaller lr"):
+    with pytest.raises(UserError, match=f"^pretrain gave an unusable model, .*{why}: lower lr"):
         simulate(resolve(config))
     # The next attempt may have the same folder.
     assert not list(out.iterdir())

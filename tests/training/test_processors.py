@@ -125,7 +125,7 @@ def test_a_gpu_that_computes_something_else_is_left_aside(
     processors._failure.cache_clear()
     # Outside of the stand-in these tensors cannot be computed with: as by a torch for other GPUs.
     assert accelerators("auto") == ["cpu"]
-    assert f"'{name}' is left aside" in caplog.text
+    assert f"'{name}' is not used" in caplog.text
     with pytest.raises(UserError, match=f"'{name}' cannot be used"):
         accelerators(name)
     processors._failure.cache_clear()

@@ -1,4 +1,4 @@
-"""A run in the browser: its store read as it grows, and the page that draws it."""
+"""The dashboard: assets, live pages and frozen pages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _EXPORT = re.compile(r"^export ((?:function|class|const) (\w+))", re.MULTILINE)
 
 
 def _found(folder: str = "") -> dict[str, str]:
-    """Return the files below a folder that a browser may ask for, with their types."""
+    """Return the files below a folder that a browser may request, with types."""
     names: dict[str, str] = {}
     for entry in (_ROOT / folder if folder else _ROOT).iterdir():
         name = f"{folder}/{entry.name}" if folder else entry.name
@@ -64,8 +64,8 @@ def style() -> str:
 def script() -> str:
     """Return plotter and modules as one script, for a page that is one file.
 
-    Modules import by name, with no other names and in no circle, and export what they declare: so
-    each one is a function here, which is called with the others' exports at hand.
+    Modules import by name, without renaming or circles, and export their declarations, so each
+    becomes a function with the others' exports in scope.
     """
     linked = "".join(_linked(name) for name in _in_order(_MAIN, set()))
     plotter = f"/*\nuPlot: {read_asset(_LICENCE)}*/\n{read_asset(_PLOTTER)}"
@@ -83,7 +83,7 @@ def _linked(name: str) -> str:
 
 
 def _in_order(name: str, seen: set[str]) -> list[str]:
-    """Return a module behind all that it imports."""
+    """Return a module after all its imports."""
     if name in seen:
         return []
     seen.add(name)
@@ -109,21 +109,21 @@ def _resolved(importer: str, imported: str) -> str:
 
 
 _MOST_SCORES = 250_000
-"""Clients' own accuracies that are kept: 1.3 MB of text."""
+"""Maximum number of client accuracies: 1.3 MB of text."""
 _MOST_POSITIONS = 100_000
-"""Positions on the map that are kept: 1 MB."""
+"""Maximum number of positions on the map: 1 MB."""
 _MOST_BYTES = 30_000_000
-"""A file with more is nothing that one opens; `raceme watch` shows such a run."""
+"""Maximum size of a page; `raceme watch` shows larger runs."""
 
 
 @dataclass(frozen=True)
 class Frozen:
-    """What a template needs to hold the panels.
+    """The frozen panels for a template.
 
     Attributes
     ----------
     style, script : Markup
-        What stands in ``<style>`` and ``<script>``.
+        Content of ``<style>`` and ``<script>``.
     data : Markup
         JSON for a ``<script>`` of that type.
     policy : str
@@ -162,11 +162,11 @@ def frozen_comparison(folder: Path) -> Frozen | None:
 def _frozen(pieces: Sequence[str]) -> Frozen | None:
     if sum(map(len, pieces)) > _MOST_BYTES:
         return None
-    # JSON may write any letter as its number: no text in it ends the element that it stands in.
+    # Escaped, so that no text ends the element.
     data = "[" + ",".join(pieces).replace("<", "\\u003c") + "]"
     program = script()
     digest = base64.b64encode(hashlib.sha256(program.encode()).digest()).decode()
-    # Figures have their colours in attributes.
+    # Figures use style attributes.
     policy = (
         f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; "
         "img-src data:; base-uri 'none'; form-action 'none'"

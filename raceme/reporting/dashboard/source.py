@@ -1,4 +1,4 @@
-"""Where a page's data come from: the folder of a run, read as it fills."""
+"""Data of a page: the folder of a run, read as it grows."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ from raceme.records.store import FILE_NAME, StoreFollower, plain
 from raceme.records.summary import RunSummary, finite
 
 # -----------------------------------------------------------------------------
-# Events as columns of JSON: what the page is told, and of which it builds any moment of a run.
+# Events as columns of JSON, from which the page reconstructs any time of a run.
 #
-# A column holds one value of each of many rows, so that no name is repeated. Clients, reasons and
-# kinds are numbers into lists that are told once. Times are seconds on the run's own clock.
+# Columns avoid repeated names. Clients, reasons and kinds are indices into lists that are sent
+# once. Times are seconds on the run's clock.
 # -----------------------------------------------------------------------------
 
 
 Table = dict[str, list[Any]]
-"""Column name to values, all of one length."""
+"""Columns by name, all of one length."""
 
 
 _TOLD: Mapping[type[Any], tuple[str, Mapping[str, str]]] = {
@@ -65,16 +65,16 @@ _TOLD: Mapping[type[Any], tuple[str, Mapping[str, str]]] = {
     events.ClaimRefused: ("claims", {"client": "client", "reason": "reason"}),
     events.DataChanged: ("drifts", {"updates": "updates", "client": "client", "step": "step"}),
 }
-"""Kinds of events that are told as a row: their table, and the field of each column."""
+"""Events sent as rows: their table, and the field of each column."""
 
 
 class Columns(EventHandler):
-    """Gathers the events of a run as columns, an observer of it.
+    """An observer that collects a run's events as columns.
 
     Parameters
     ----------
     most_scores : int
-        Clients' own accuracies that are told at most, about; see
+        Approximate maximum number of client accuracies; see
         :class:`raceme.reporting.dashboard.source.RunSource`.
     """
 
@@ -84,7 +84,7 @@ class Columns(EventHandler):
         self._evaluations = 0
         self._numbers: dict[str, dict[str, int]] = {"clients": {}, "reasons": {}, "measures": {}}
         self._summary = RunSummary()
-        # A second one, for the summary's does not tell which clients moved.
+        # Separate from the summary's, which does not record moved clients.
         self._membership = Membership()
         self._tables: defaultdict[str, Table] = defaultdict(lambda: defaultdict(list))
         self._ending: dict[str, Any] | None = None
@@ -92,7 +92,7 @@ class Columns(EventHandler):
         self._on_devices, self._said_devices = False, False
 
     def observe(self, event: Event) -> None:
-        """Take note of an event."""
+        """Process an event."""
         self._summary.observe(event)
         if type(event) in _TOLD:
             table, columns = _TOLD[type(event)]
@@ -101,22 +101,22 @@ class Columns(EventHandler):
         self(event)
 
     def on_update_applied(self, event: events.UpdateApplied) -> None:
-        """Remember whether the run is on devices: only they tell when by their own clocks."""
+        """Remember whether the run is on real devices, which state their own times."""
         self._on_devices = self._on_devices or event.started_at is not None
 
     def on_client_joined(self, event: events.ClientJoined) -> None:
-        """Tell that a client is online, and its data."""
+        """Send that a client is online, with its data."""
         client, group = self._client(event.client), _told(event.group)
         self._add("presence", event.time, client=client, online=1)
         self._add("greetings", event.time, client=client, examples=event.num_examples, group=group)
         self._tell_clusters(event.time)
 
     def on_client_left(self, event: events.ClientLeft) -> None:
-        """Tell that a client is offline."""
+        """Send that a client is offline."""
         self._add("presence", event.time, client=self._client(event.client), online=0)
 
     def on_measured(self, event: events.Measured) -> None:
-        """Add to the table of a measure; a mapping is told as its items."""
+        """Add to the table of a measure; a mapping is sent as items."""
         schema, values = event.schema, dict[str, Any]()
         if schema.name not in self._numbers["measures"]:
             self._numbered("measures", schema.name, **plain(vars(schema)))
@@ -129,7 +129,7 @@ class Columns(EventHandler):
         self._add(f"measure_{event.name}", event.time, updates=int(event.updates), **values)
 
     def on_evaluated(self, event: events.Evaluated) -> None:
-        """Tell the accuracies, and what was found of groups."""
+        """Send the accuracies and group results."""
         scores = event.per_client
         clusters: defaultdict[int, list[float]] = defaultdict(list)
         for cluster, accuracy, _ in scores.values():
@@ -156,7 +156,7 @@ class Columns(EventHandler):
         self._tell_clusters(event.time)
 
     def on_clusters_changed(self, event: events.ClustersChanged) -> None:
-        """Tell the change, and the clients that are in other clusters."""
+        """Send the change and the moved clients."""
         placements = self._membership.observe(event)
         self._add(
             "changes",
@@ -191,7 +191,7 @@ class Columns(EventHandler):
 
     @property
     def measure(self) -> events.Measure:
-        """What the accuracies are."""
+        """The measure of accuracies."""
         return self._summary.measure
 
     @property
@@ -200,7 +200,7 @@ class Columns(EventHandler):
         return _seconds(self._summary.time)
 
     def take(self) -> dict[str, Any]:
-        """Return what has come since the last time, ready for JSON; nothing if nothing has."""
+        """Return the news since the last call for JSON; None without news."""
         found: dict[str, Any] = {name: dict(table) for name, table in self._tables.items()}
         self._tables.clear()
         if self._ending is not None:
@@ -208,7 +208,7 @@ class Columns(EventHandler):
         if found:
             found["now"] = self.now
         if self._on_devices and not self._said_devices:
-            # Only real machines tell when by their own clocks.
+            # Only real devices state their own times.
             self._said_devices = True
             found["clock"] = "time"
         if "evaluations" in found:
@@ -228,7 +228,7 @@ class Columns(EventHandler):
             columns[name].append(value)
 
     def _numbered(self, table: str, name: str, /, **told: Any) -> int:
-        """Return the number of a client, reason or measure, which is told if it is new."""
+        """Return the index of a client, reason or measure, which is sent if new."""
         numbers = self._numbers[table]
         if name not in numbers:
             numbers[name] = len(numbers)
@@ -239,7 +239,7 @@ class Columns(EventHandler):
         return self._numbered("clients", name, name=name)
 
     def _field(self, name: str, value: Any) -> Any:
-        """Return the value of an event's field as a page is told it."""
+        """Return an event's field for the page."""
         if name == "client":
             return -1 if value is None else self._client(value)
         if name == "reason":
@@ -259,7 +259,7 @@ class Columns(EventHandler):
         return base64.b64encode(column.tobytes()).decode()
 
     def _tell_clusters(self, time: float) -> None:
-        """Tell the number of clusters and their purity when they are others."""
+        """Send changes of the number of clusters and purity."""
         clusters = self._summary.clusters, self._summary.purity()
         if clusters != self._clusters:
             self._clusters = clusters
@@ -267,7 +267,7 @@ class Columns(EventHandler):
 
 
 def _told(value: Any) -> Any:
-    """Return a measured value as a page is told it."""
+    """Return a measured value for the page."""
     if isinstance(value, tuple | list):
         return [_told(item) for item in value]
     value = value.item() if hasattr(value, "item") else value
@@ -279,17 +279,17 @@ def _mean(values: list[float]) -> float:
 
 
 def _seconds(time: float) -> float:
-    """Return a time to the microsecond."""
+    """Round a time to microseconds."""
     return round(float(time), 6)
 
 
 def _short(value: float | None) -> float | None:
-    """Return a number with six digits, enough for a plot."""
+    """Round a number to six digits, enough for plots."""
     return float(f"{value:.6g}") if value is not None and math.isfinite(value) else None
 
 
 # -----------------------------------------------------------------------------
-# Where a page's data come from: the folder of a run, read as it fills.
+# Data of a page: the folder of a run, read as it grows.
 # -----------------------------------------------------------------------------
 
 
@@ -297,26 +297,26 @@ CONFIG, SUMMARY = "config.toml", "summary.json"
 
 
 class RunSource:
-    """The folder of a run as pieces of JSON, each of which adds to those before.
+    """The folder of a run as incremental pieces of JSON.
 
     Parameters
     ----------
     folder : Path
-        What `raceme run` writes; it may not have begun.
+        Folder of `raceme run`, which may not have begun.
     most_scores : int
-        Clients' own accuracies that are told at most, about: 8 MB of numbers by default. Of more,
-        every second evaluation tells them, then every third, and so on.
+        Approximate maximum number of client accuracies, by default 8 MB. Beyond it, only every
+        second evaluation has them, then every third, and so on.
     most_positions : int
-        Positions on the map that are told at most, about, in the same way.
+        Approximate maximum number of positions on the map, likewise.
 
     Attributes
     ----------
     pieces : list[str]
         All of them so far.
     generation : int
-        Another one whenever the pieces are others: the run has begun anew, or the dashboard has.
+        Changes when pieces are no longer valid: a restart of the run or dashboard.
     trouble : str
-        Why the folder cannot be read now; empty if it can.
+        Reason why the folder is unreadable now, else empty.
     """
 
     def __init__(
@@ -331,7 +331,7 @@ class RunSource:
         self._begin()
 
     def _begin(self) -> None:
-        """Forget all that was read."""
+        """Reset."""
         self._columns = Columns(self._most_scores)
         self._is_stopped = self._has_failed = False
         self._stamps: dict[str, tuple[int, int]] = {}
@@ -342,11 +342,11 @@ class RunSource:
         self._snapshots, self._told_positions = 0, 0
 
     def poll(self) -> bool:
-        """Read what has come; return whether there is more already.
+        """Read new events; return whether there are more.
 
-        A folder that cannot be read is said in `trouble` and tried again the next time.
+        An unreadable folder is reported in `trouble` and retried.
         """
-        # Asked first: a run that ends meanwhile has written its end by then.
+        # Checked first, so that the end of a run is never missed.
         is_stopped = not has_writer(self.folder)
         try:
             self._tell_files()
@@ -369,7 +369,7 @@ class RunSource:
         return reading.more
 
     def read_all(self) -> None:
-        """Read until there is no more.
+        """Read all events.
 
         Raises
         ------
@@ -386,7 +386,7 @@ class RunSource:
             self.pieces.append(as_json(piece))
 
     def _tell_files(self) -> None:
-        """Tell what stands beside the store, whenever it is new."""
+        """Send new files besides the store."""
         if self._is_new(CONFIG):
             config = read_toml(self.folder / CONFIG)
             names = ("strategy", "dataset", "seed", "max-updates", "max-time", "target-accuracy")
@@ -398,7 +398,7 @@ class RunSource:
             except ReadingError as error:
                 raise UserError(f"{self.folder / SUMMARY} is damaged: {error}.") from None
         if self._is_new(ERROR):
-            # The last line of a traceback says what went wrong.
+            # The last line of a traceback has the error.
             lines = read_text(self.folder / ERROR).strip().splitlines()
             self._has_failed = True
             self._tell({"failure": lines[-1] if lines else "no reason given"})
@@ -421,14 +421,14 @@ class RunSource:
                 self._tell({"walls": {"time": times, "wall": walls}})
 
     def _tell_similarity(self) -> None:
-        """Tell where clients lie by what the method found of their similarity in the end."""
+        """Send client positions from the method's final similarity."""
         found = read_similarity(self.folder)
         if found is not None and len(found.clients):
             points = steps_of(positions(found.matrix))
             self._tell_snapshot(Snapshot(self._columns.now, found.clients, points), lasting=True)
 
     def _tell_snapshot(self, snapshot: Snapshot, *, lasting: bool) -> None:
-        """Tell where clients lie from a time on, or at all times."""
+        """Send client positions from a time on, or for all times."""
         new = [client for client in snapshot.clients if client not in self._placed]
         self._placed |= {name: len(self._placed) + index for index, name in enumerate(new)}
         self._told_positions += len(snapshot.clients)
@@ -461,22 +461,22 @@ def as_json(piece: Mapping[str, Any]) -> str:
 
 
 def new_generation() -> int:
-    """Return a number that is no other's: a browser that comes back may have seen other pieces."""
+    """Return a unique number, for browsers with outdated pieces."""
     return secrets.randbits(48)
 
 
 # -----------------------------------------------------------------------------
-# What a folder to be watched is: a run, a comparison, or to become one.
+# Watched folders: runs, comparisons, or future ones.
 # -----------------------------------------------------------------------------
 
 
 _COMPARISON = "compare.json"
 _RUNS = ("*/seed-*", "*/*/seed-*", "*/*/*/seed-*")
-"""Runs of a comparison; of a suite or of a folder of comparisons; of a folder of suites."""
+"""Runs of a comparison, of a suite or folder of comparisons, of a folder of suites."""
 
 
 def check_watchable(folder: Path) -> None:
-    """Find out whether there is a run or a comparison in a folder.
+    """Check that a folder has a run or a comparison.
 
     Raises
     ------
@@ -496,7 +496,7 @@ def check_watchable(folder: Path) -> None:
 
 
 def is_comparison(folder: Path) -> bool:
-    """Return whether a folder has several runs: of a comparison, of a suite, or side by side."""
+    """Return whether a folder has several runs."""
     if (folder / FILE_NAME).is_file():
         return False
     begun = (f"{runs}/{FILE_NAME}" for runs in ("*", *_RUNS))
@@ -505,14 +505,14 @@ def is_comparison(folder: Path) -> bool:
 
 
 class Watched:
-    """A folder, and the sources of what is in it.
+    """A watched folder and its sources.
 
     Parameters
     ----------
     folder : Path
-        Of a run or of a comparison.
+        Folder of a run or comparison.
     comparison : bool
-        Which of the two; it may be empty as yet.
+        Whether it is a comparison, possibly still empty.
     """
 
     def __init__(self, folder: Path, comparison: bool) -> None:
@@ -520,10 +520,10 @@ class Watched:
         self._top = ComparisonSource(folder) if comparison else RunSource(folder)
 
     def source(self, name: str) -> ComparisonSource | RunSource | None:
-        """Return what tells of a run of a comparison, by its name there; of all for no name."""
+        """Return the source of a comparison's run by name, or of all runs without a name."""
         if not name:
             return self._top
-        # Only what was found in the folder has a name: no way leads out of it.
+        # Names are those found in the folder, which excludes other paths.
         if isinstance(self._top, ComparisonSource) and name in self._top.found():
             return RunSource(self._folder / name)
         return None
@@ -593,7 +593,7 @@ class _Curve(EventHandler):
         self._anew = True
 
     def poll(self) -> bool:
-        """Read what has come; return whether there is more already."""
+        """Read new events; return whether there are more."""
         self._has_writer = has_writer(self._folder)
         reading = self._follower.read()
         if reading.restarted:
@@ -639,7 +639,7 @@ class _Curve(EventHandler):
         return bool(seeds) and seeds[0] == self._folder
 
     def _about(self) -> dict[str, Any]:
-        """Return what stands in the run's path and configuration."""
+        """Return metadata from the run's path and configuration."""
         if self._known.get("planned"):
             return self._known
         try:

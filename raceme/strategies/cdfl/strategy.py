@@ -222,7 +222,7 @@ class OnRequest(Scheduler):
             known = trained if moved and math.isfinite(trained) else loss
         if loss > (1 + self._parameters.loss_rise) * known:
             state.risen[client] = True
-        # A slow rise adds up: it is compared with the lowest loss, not with the last one.
+        # Compared with the lowest loss, not the last, so that a slow rise adds up.
         state.known[client] = min(known, loss)
         state.steps[client] = answer.task.step
         return True
