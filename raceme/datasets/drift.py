@@ -813,9 +813,7 @@ class ConceptsOptions(DriftOptions):
     """Options of the drift ``concepts``: number, pace and samples of the concepts."""
 
     concepts: int = option(2, "number of concepts", low=2)
-    concept_steps: int = option(
-        10, "number of number of steps over which the changes are spread", low=2
-    )
+    concept_steps: int = option(10, "number of steps over which the changes are spread", low=2)
     concept_samples: str = option(
         "new",
         "training samples of a step: new (each step has a part of the client's) or same (all at "

@@ -386,9 +386,7 @@ _IMAGE_AXES = 4
 class NoiseOptions(GroupOptions):
     """Options of ``noise-groups``."""
 
-    noise_std: float = option(
-        1.0, "standard standard deviation of the noise in the last group", low=0
-    )
+    noise_std: float = option(1.0, "standard deviation of the noise in the last group", low=0)
 
 
 @reads(GroupOptions)

@@ -131,8 +131,8 @@ def purity_figure(comparison: Comparison) -> Figure:
     return _bars(
         comparison.results,
         values,
-        "Purity of the clusters at the end",
-        "share of clients whose cluster's most common group is theirs",
+        "Final purity of the clusters",
+        "share of clients in the majority group of their cluster",
         {label: "" if own else "no groups known" for label, own in values.items()},
         limit=1.0,
     )
@@ -193,7 +193,7 @@ def _bars(
 
 _NAMES = {
     Scored.BEFORE: "uploaded",
-    Scored.AFTER: "got in return",
+    Scored.AFTER: "returned",
     Scored.CLUSTER: "clusters' models",
 }
 
@@ -215,7 +215,7 @@ def scores_figure(records: Mapping[str, RunRecord], measures: Sequence[Scored]) 
             # No title: of those an axes has one height for all.
             axes.text(0.5, 1.02, _NAMES[measure], transform=axes.transAxes, ha="center")
             _draw(axes, curves)
-        panels[0].set_title("Uploads, what clients get in return, and clusters", pad=24)
+        panels[0].set_title("Uploads, returned models and clusters", pad=24)
         panels[0].set_ylabel("accuracy")
         _legend(figure, panels, records)
         return figure
@@ -423,13 +423,13 @@ def _methods_table(comparison: Comparison) -> PageTable:
         )
         for result in comparison.results
     )
-    heads = ("method", "strategy", "its own hyper-parameters", "the server acts")
+    heads = ("method", "strategy", "its own hyper-parameters", "server updates")
     return PageTable("Methods", heads, rows, words=(0, 1, 2, 3), kind="free")
 
 
 def _settings_table(comparison: Comparison) -> PageTable:
     rows = tuple((name, str(value)) for name, value in comparison.suite.settings.items())
-    return PageTable("What all methods share", (), rows, words=(0, 1), kind="pairs")
+    return PageTable("Shared settings", (), rows, words=(0, 1), kind="pairs")
 
 
 def _versions(comparison: Comparison) -> dict[str, list[str]]:

@@ -37,26 +37,24 @@ MARK = "†"
 """Marks a published number with a remark."""
 
 _SCORE_LINES = {
-    Score.BEST_WEIGHTED: "the best evaluation of a run, the mean over the clients "
-    "weighted by their numbers of test examples.",
-    Score.STEP_STARTS: "the mean over the steps of the data, from the second on, of the "
-    "first evaluation on the data of each.",
-    Score.STEP_ENDS: "the mean over the steps of the data of the last evaluation on the "
-    "data of each.",
-    Score.CURRENT: "on each task right after it was trained on, before any client trained on the "
-    "next one; the mean over the tasks.",
+    Score.BEST_WEIGHTED: "the best evaluation of a run, the client mean weighted by test examples.",
+    Score.STEP_STARTS: "the mean over the steps from the second of the first evaluation of each "
+    "step.",
+    Score.STEP_ENDS: "the mean over the steps of the last evaluation of each step.",
+    Score.CURRENT: "on each task right after training on it, before the next one; the mean over "
+    "the tasks.",
 }
 _SAID_OF = {
     Scored.BEFORE: (
-        "Before: what a client uploads, on test data of the mixture that it was trained on; the "
-        "mean over the clients of their last upload."
+        "Before: a client's upload on test data of its training mixture; the mean over the "
+        "clients' last uploads."
     ),
     Scored.AFTER: (
-        "After: what a client gets in return, on the same data; known of its last upload but one."
+        "After: the model returned for it on the same data, for the last upload but one."
     ),
     Scored.CLUSTER: (
-        "Cluster: the clusters' models, on the server's test set of each distribution; their "
-        "mean at the last evaluation."
+        "Cluster: cluster models on the server's test set of each distribution; the mean at the "
+        "last evaluation."
     ),
 }
 
@@ -67,8 +65,8 @@ def lines_below(comparison: Comparison) -> tuple[str, ...]:
     lines = []
     if suite.scale != 1.0:
         lines.append(
-            f"SHORTENED: --scale {suite.scale:g}, so each run has {suite.scale:.3g} of the suite's "
-            "updates; accuracies and times are not those of the full suite."
+            f"SHORTENED: --scale {suite.scale:g}, so each run has {suite.scale:.3g} of the "
+            "suite's updates; accuracies and times differ from the full suite's."
         )
     if comparison.has_published:
         times = comparison.has_published_times and not suite.scores
@@ -92,43 +90,41 @@ def lines_below(comparison: Comparison) -> tuple[str, ...]:
         )
     if _has_backdoors(comparison):
         lines.append(
-            "Backdoor: share of the honest clients' test samples of other classes that the trigger "
-            "turns into the attackers' target, at the last evaluation."
+            "Backdoor: share of the honest clients' triggered test samples of other classes that "
+            "are classified as the attackers' target, at the last evaluation."
         )
     if suite.shows_unrest:
         lines.append(
-            f"Unrest: by how many {measure.unit or 'points'} the {measure.word} is "
+            f"Unrest: {measure.unit or 'points'} by which the {measure.word} is "
             f"{'above' if measure.is_error else 'below'} its best so far, on the mean over the "
             "evaluations of a run."
         )
     if suite.shows_forgetting:
         lines.append(
-            f"Forgotten: by how many {measure.unit or 'points'} the {measure.word} on former tasks "
-            "is worse at the end than at the end of the best earlier step; the mean over them."
+            f"Forgotten: {measure.unit or 'points'} by which the {measure.word} on former tasks "
+            "is worse at the end than after the best earlier step; the mean over them."
         )
     if suite.shows_traffic:
         lines.append(
-            f"Bytes: those sent up and down, as multiples of {suite.reference}'s; evaluations are "
-            "left out."
+            f"Bytes: sent up and down, as multiples of {suite.reference}'s, without evaluations."
         )
     lines += [_SAID_OF[measure] for measure in suite.scores]
     if suite.shows_mixtures:
         lines.append(
-            "KL: divergence of the true mixture of a client's data from the estimated one, in "
-            "nats, the mean over the last third of the uploads."
+            "KL: divergence of the true from the estimated mixture of a client's data in nats; "
+            "the mean over the last third of the uploads."
         )
     if suite.shows_work:
         lines.append(
-            "Bytes down, client work: for each update, as multiples of "
-            f"{suite.reference}'s. Work counts a sample's pass forward as 1, backward as 2; tests "
-            "are left out."
+            f"Bytes down, client work: per update, as multiples of {suite.reference}'s. Work "
+            "counts a sample's forward pass as 1 and backward pass as 2, without tests."
         )
     if comparison.sweeps:
         swept = ", ".join(comparison.sweeps)
         lines.append(f"Swept on the first seed and shown at the most accurate point: {swept}.")
     if any(result.time_above is not None for result in comparison.results) and not suite.scores:
         missed = "converge" if suite.timing is Timing.CONVERGENCE else "reach the target"
-        lines.append(f"'>': a run that did not {missed} counts with its length.")
+        lines.append(f"'>': runs that did not {missed} count with their length.")
     lines += [
         f"{result.label}, seed {seed} FAILED: {error}"
         for result in comparison.results

@@ -310,16 +310,19 @@ def _rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "diverged", "the loss is far above the untrained model's: lower lr"
     if (honest := get(f"honest_{name}")) is not None:
         attackers = len(summary["attackers"])
-        yield "honest clients", f"{shown(honest)}, mean without {attackers} that attack"
+        yield "honest clients", f"{shown(honest)}, mean without {attackers} attackers"
     if (success := get("backdoor_success")) is not None:
-        yield "backdoor", f"{_number(success)} of the honest clients' triggered samples succeed"
+        yield (
+            "backdoor",
+            f"{_number(success)} of the honest clients' triggered samples hit the target",
+        )
     last, best = get(f"weighted_{name}"), get(f"best_weighted_{name}")
     weighted = f"{shown(last)} (best {shown(best)})"
     # With equal numbers of test examples both means are equal.
     if not (last is best is None) and weighted != plain:
         yield "by test examples", f"{weighted}, weighted mean"
     if (before := get("accuracy_before")) is not None:
-        yield "uploads", f"{shown(before)}, got in return {shown(get('accuracy_after'))}"
+        yield "uploads", f"{shown(before)}, returned {shown(get('accuracy_after'))}"
     if (cluster := get("cluster_accuracy")) is not None:
         yield "clusters' models", f"{shown(cluster)}, on the server's test sets"
     if (mixture := get("mixture_divergence")) is not None:

@@ -395,7 +395,7 @@ def staleness_figure(records: Mapping[str, RunRecord], *, height: float = 0.55) 
     ticks = np.arange(len(edges) - 1)
     spans = [str(a) if b - a == 1 else f"{a}-{b - 1}" for a, b in pairwise(edges)]
     last.set_xticks(ticks, spans)
-    last.set_xlabel("newer versions of the model when the update came")
+    last.set_xlabel("model versions since the dispatch of the update")
     return figure
 
 
@@ -451,14 +451,14 @@ def similarity_figure(
     of : int
         Number of all clients, if these are a sample.
     """
-    figure, axes = one_axes(5.6, 4.8, "Similarity of clients, as the method compares them")
+    figure, axes = one_axes(5.6, 4.8, "Similarity of clients as measured by the method")
     order = sorted(range(len(clients)), key=lambda i: (clusters.get(clients[i], -1), i))
     values = np.asarray(matrix, np.float64)[np.ix_(order, order)]
     off_diagonal = values[~np.eye(len(values), dtype=bool)]
     known = off_diagonal[np.isfinite(off_diagonal)]
     axes.grid(False)
     if not len(known):
-        say_empty(axes, "no pair has been compared")
+        say_empty(axes, "no pair was compared")
         axes.set_xticks([])
         axes.set_yticks([])
         return figure
@@ -683,7 +683,7 @@ def why_no_mixtures(record: RunRecord) -> str:
     if not missing:
         return ""
     names = ", ".join(map(str, missing))
-    return f"no cluster stands for distribution {names}: there are fewer clusters"
+    return f"no cluster corresponds to distribution {names}: there are fewer clusters"
 
 
 @style()
@@ -998,7 +998,7 @@ def _draw_counts(axes: Axes, record: RunRecord, schema: MeasureSchema, clock: st
         (arrows, series_colour(5), (0, (4.5, 1.6)), schema.value),
     ):
         axes.step(at, [*values, values[-1]], where="post", color=colour, ls=dashes, label=label)
-    axes.set_title("How many over time")
+    axes.set_title("Counts over time")
     axes.set_ylim(0, max(*clusters, *arrows, 1) * 1.15)
     axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.grid(axis="y")
@@ -1147,13 +1147,13 @@ def _draw_clusters(axes: Axes, tasks: TaskAccuracies) -> None:
 # -----------------------------------------------------------------------------
 
 
-_TITLE = "What clients upload and what they get in return"
-_CLUSTERS_TITLE = "Clusters' models on the server's test sets"
+_TITLE = "Uploads and the models returned for them"
+_CLUSTERS_TITLE = "Cluster models on the server's test sets"
 _MARGIN = 0.03
 """Margin above and below the curves, for errors relative to the largest."""
 _QUANTITIES = {
     "before": ("uploaded", series_colour(0)),
-    "after": ("got in return", series_colour(5)),
+    "after": ("returned", series_colour(5)),
 }
 
 

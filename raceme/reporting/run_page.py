@@ -246,7 +246,7 @@ def costs_table(record: RunRecord) -> PageTable | None:
         rows.append(_cost_row("all", record, np.ones(len(updates.client), bool)))
     heads = ("client", "updates", "CPU (s)", "energy (J)", "bytes down", "bytes up")
     more = "" if len(chosen) == len(record.clients) else f", {len(chosen)} clients of the run"
-    return PageTable(f"What the updates cost{more}", heads, rows)
+    return PageTable(f"Cost of the updates{more}", heads, rows)
 
 
 def _cost_row(name: str, record: RunRecord, own: Flags) -> tuple[Any, ...]:
@@ -379,9 +379,11 @@ def _means(evaluation: Integers, accuracy: Floats, chosen: Flags, count: int) ->
 _MOST_TASK_STEPS = 30
 
 _MEANINGS = {
-    "forgetting": "best before the last step, less what is left: mean over former tasks",
-    "backward_transfer": "at the end, less right after it was learnt: mean over former tasks",
-    "forward_transfer": "before it is trained on, less the untrained model: mean over later tasks",
+    "forgetting": "best before the last step minus final accuracy: mean over former tasks",
+    "backward_transfer": "final accuracy minus accuracy right after learning: mean over former "
+    "tasks",
+    "forward_transfer": "accuracy before training on the task minus the untrained model's: mean "
+    "over later tasks",
 }
 
 
@@ -393,11 +395,11 @@ def learnt_table(summary: Mapping[str, Any]) -> PageTable | None:
     word = measure.word
     meanings = {
         f"average_{measure.name}": f"{word} at the end: mean over all tasks",
-        f"current_{measure.name}": f"{word} on each task right after it was learnt: mean",
+        f"current_{measure.name}": f"{word} on each task right after learning: mean",
         **_MEANINGS,
     }
     rows = [(name.replace("_", " "), summary[name], text) for name, text in meanings.items()]
-    return PageTable("Learnt and forgotten", ("", measure.label, "meaning"), rows, words=(0, 2))
+    return PageTable("Learning and forgetting", ("", measure.label, "meaning"), rows, words=(0, 2))
 
 
 def tasks_table(summary: Mapping[str, Any]) -> PageTable | None:
@@ -633,7 +635,7 @@ def run_page(folder: Path, links: str) -> str:
         moves=moves_table(record),
         members=members,
         without_similarity=trouble
-        or f"There is no similarity.npz: {name} did not compare clients in this run.",
+        or f"No similarity.npz: {name} did not compare clients in this run.",
         clients=clients_table(record),
         costs=costs_table(record),
         measures=record.drawn_measures,
@@ -678,7 +680,7 @@ def read_summary(folder: Path) -> dict[str, Any]:
 def _results(summary: Mapping[str, Any]) -> PageTable:
     rows = [
         *summary_rows(summary),
-        ("purity is 1 since update", summary["purity_reached_at_update"]),
+        ("purity 1 since update", summary["purity_reached_at_update"]),
         ("model", str(summary["model"] or "–")),
         ("ended because", str(summary["reason"] or "it was killed")),
     ]

@@ -152,7 +152,7 @@ def timeline_figure(fleet: Fleet, *, clock: str = CLOCK) -> Figure:
     end = _window(fleet, tasks)
     seconds = time_axis(axes, 0.0, end, clock)
     part = first_part(end, fleet.end, seconds)
-    axes.set_title(f"Devices at work, and which the others waited for{part}")
+    axes.set_title(f"Devices at work, and those others waited for{part}")
     _rows_axis(axes, order, len(fleet.clients))
     if not tasks:
         say_empty(axes, "no message took any time")

@@ -397,7 +397,7 @@ class RayWorker:
         try:
             data = "" if run is None else _data_here(RunConfig.from_mapping(run))
         except UserError as error:
-            return Started(node_id, f"has not the data: {error}")
+            return Started(node_id, f"lacks the data: {error}")
         desk = open_desk(target, seed, log_level)
         if isinstance(desk, str):
             return Started(node_id, f"cannot load the ClientApp {target}: {desk}")

@@ -237,7 +237,7 @@ def test_lists_and_version(raceme: Typed, tmp_path: Path, monkeypatch: pytest.Mo
     (at,) = (place for place, line in enumerate(lines) if line.startswith("max-time "))
     assert lines[at + 1] == "NUMBER s, default 0.0"
     (line,) = (line for line in lines if line.startswith("noise-std "))
-    assert "noise-groups: deviation of the noise" in line
+    assert "noise-groups: standard deviation of the noise" in line
     heads = ["strategies", "strategies: published baselines", "strategies: ablations and variants"]
     bounds = [lines.index(head) for head in (*heads, "datasets")]
     parts = [

@@ -117,7 +117,7 @@ def test_an_attacked_and_protected_run_says_all_of_it(tmp_path: Path) -> None:
     assert refused == sum(isinstance(event, UpdateRejected) for event in events) > 0
     assert any(isinstance(event, UpdateJudged) for event in events)
     rows = dict(summary_rows(summary))
-    assert rows["honest clients"] == f"{summary['honest_accuracy']:.3f}, mean without 2 that attack"
+    assert rows["honest clients"] == f"{summary['honest_accuracy']:.3f}, mean without 2 attackers"
     scaled = sum(counts["scaled"] for counts in summary["protection"].values())
     assert rows["protection"] == f"{scaled} updates scaled, {refused} refused, 2 clients excluded"
     page = run_page(outcome.out, "")

@@ -252,7 +252,7 @@ def test_results_of_earlier_versions_are_finished_if_they_are_long_enough(
         ("[settings]\ndatset = 'digits'\n[methods.casa]", "Did you mean 'dataset'"),
         ("[methods.casa.options]\ngama = 1", "Unknown key 'casa.gama'. Did you mean 'casa.gamma'"),
         ("[methods.casa]\n[settings]\nseed = 1", r"'seed' does not belong in settings"),
-        ("[methods.casa]\n[settings]\nstop-at-target = true", "the target is recorded"),
+        ("[methods.casa]\n[settings]\nstop-at-target = true", "records the target"),
         ("[methods.casa]\npublished = {accuracy = 'high'}", "must be a number"),
         (
             "[methods.ifca]\nsweep = {k = [3, 4]}\npublished = [{k = 5, accuracy = 99.48}]",
@@ -285,7 +285,7 @@ def test_results_of_earlier_versions_are_finished_if_they_are_long_enough(
         ("rounds = 0\n[methods.fedavg]", "rounds in the suite .* must be a whole number from 1"),
         ("rounds = 3\nsync-updates = 5\n[methods.fedavg]", "exclude each other"),
         ("[methods.fedavg]\n[settings]\nmax-rounds = 3", "a suite has rounds beside them"),
-        ("title = 'x'", "nothing to compare"),
+        ("title = 'x'", "No method to compare"),
         ("not toml", "not valid TOML"),
         ("[methods.casa]\n[settings]\ndataset = 'synthetic'\nmodel = 'cnn'", "casa cannot run"),
     ],
@@ -346,7 +346,7 @@ def test_compare_as_a_person_types_it(tmp_path: Path, monkeypatch: pytest.Monkey
     keys = read_toml(tmp_path / "out" / "fedasync" / "seed-0" / "config.toml")
     assert (keys["clients"], keys["max-updates"], keys["fedasync.alpha"]) == (8, 8, 0.4)
     for wrong, words in (
-        (["compare"], "nothing to compare"),
+        (["compare"], "No method to compare"),
         (["compare", "casa", "--seeds", "0,x"], "--seeds takes numbers"),
         (["compare", "--all", "--suite", "x.toml"], "not both"),
         (["compare", "casa", "casa"], "more than once"),

@@ -107,7 +107,7 @@ def test_runs_are_those_of_this_machine_though_their_node_is_killed(
     assert content_of(tmp_path) == plain
     lines = [r.getMessage() for r in caplog.records if r.name == "raceme.workers"]
     assert lines
-    assert all("was lost and is done again" in line for line in lines)
+    assert all("was lost and is repeated" in line for line in lines)
     assert (tmp_path / "compare.md").exists()
 
 

@@ -168,7 +168,7 @@ def test_the_best_accuracy_by_test_examples_may_be_what_is_compared(tmp_path: Pa
     table = main_table(comparison)
     assert table.title == "t (seed 0, target 90.0%, best accuracy by test examples)"
     assert [row[1:3] for row in table.rows] == [("71.00", "70.00"), ("79.00", "80.00")]
-    assert any("weighted by their numbers of test examples" in line for line in table.lines)
+    assert any("the client mean weighted by test examples" in line for line in table.lines)
     # The paper tells no times, and there is no reference for factors.
     heads = ("method", "acc %\npaper", "acc %\nours", "time\nours", "purity")
     assert table.columns == heads
@@ -226,7 +226,7 @@ def test_a_target_that_was_missed_is_bounded_by_the_runs_length() -> None:
     assert comparison.speed_up_above(quick) is None
     table = main_table(comparison)
     assert table.rows[1][3:7] == ("/", "> 130.5", "-", "> 43.50×")
-    assert "'>': a run that did not reach the target counts with its length." in table.lines
+    assert "'>': runs that did not reach the target count with their length." in table.lines
     bars = times_figure(comparison)
     assert [text.get_text() for text in bars.axes[0].texts] == ["not within 130 s"]
 

@@ -84,7 +84,7 @@ def test_each_score_stands_beside_the_published_one(tmp_path: Path) -> None:
     # Both order the methods alike; of clusters there is one number.
     assert "our: before" not in table.lines[0]
     assert table.lines[0].endswith("before 1.00, cluster -.")
-    assert any(line.startswith("Before: what a client uploads") for line in table.lines)
+    assert any(line.startswith("Before: a client's upload") for line in table.lines)
     assert not any("target" in text for text in (*table.columns, *table.lines))
     (tmp_path / "compare.json").write_text(to_json(found))
     assert main_table(read_comparison(tmp_path)) == table
@@ -125,7 +125,7 @@ def test_what_was_forgotten_has_a_column_and_tasks_are_compared_when_learnt(tmp_
         "forgotten",
         [("casa", "62.50 ± 17.68", "25.00 ± 17.68"), ("ifca", "25.00", "-")],
     )
-    assert any(line.startswith("Forgotten: by how many points") for line in table.lines)
+    assert any(line.startswith("Forgotten: points by which") for line in table.lines)
     (tmp_path / "compare.json").write_text(to_json(found))
     assert read_comparison(tmp_path).suite.shows_forgetting
     head, line, *_ = to_csv(found).splitlines()
@@ -216,5 +216,5 @@ def test_the_plots_are_written_and_on_the_page(tmp_path: Path) -> None:
     assert (tmp_path / "scores.png").exists()
     assert (tmp_path / "mixtures.png").exists()
     page = comparison_page(tmp_path, "")
-    assert "Uploads, what clients get in return, and clusters" in page
+    assert "Uploads, returned models and clusters" in page
     assert "Estimated mixtures against the true ones" in page

@@ -62,7 +62,7 @@ def test_a_run_that_goes_on_without_its_comparison_is_waited_for(
 
 def test_a_run_with_something_of_somebody_in_it_is_not_removed(half: Path, tmp_path: Path) -> None:
     (half / "notes.txt").write_text("mine")
-    with pytest.raises(UserError, match=r"notes\.txt in it is of no run"):
+    with pytest.raises(UserError, match=r"notes\.txt in it belongs to no run"):
         compare(prepare(suite(), half.parent.parent), 1, Console(file=io.StringIO()))
     (half / "notes.txt").unlink()
     link = tmp_path / "link"
@@ -80,7 +80,9 @@ def test_a_folder_of_something_else_is_not_used(
     monkeypatch.chdir(tmp_path)
     Path(name).parent.mkdir(exist_ok=True)
     Path(name).write_text("mine")
-    with pytest.raises(UserError, match=rf"holds {name.partition('/')[0]}, which is of no compar"):
+    with pytest.raises(
+        UserError, match=rf"holds {name.partition('/')[0]}, which belongs to no compar"
+    ):
         prepare(suite(), Path("."))
     (tmp_path / "fedasync" / "seed-0").mkdir(parents=True)
     shutil.rmtree(name.partition("/")[0]) if "/" in name else Path(name).unlink()

@@ -119,7 +119,7 @@ def test_the_servers_own_sample_file_is_no_obstacle_to_a_device_with_its_own() -
     run = announced(data, "raceme/raceme", raceme.__version__)
     with (
         closing(Apps(OWN, {"device-id": "kitchen"})) as apps,
-        pytest.raises(RefusedAppError, match="data-file is for the owner"),
+        pytest.raises(RefusedAppError, match="data-file is set by"),
     ):
         apps.of_run(7, lambda _: run, lambda _: data)
 
@@ -203,7 +203,7 @@ def test_a_device_compares_a_run_with_what_its_owner_told_it(
     )
     endpoint = Endpoint("a:1", insecure=True)
     device.run_device(device.DeviceOptions(endpoint, node_config={"data-root": "/d"}, trust=OWN))
-    with pytest.raises(RefusedAppError, match="data-root is for the owner"):
+    with pytest.raises(RefusedAppError, match="data-root is set by"):
         device.run_device(device.DeviceOptions(endpoint, trust=OWN))
 
 

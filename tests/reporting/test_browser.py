@@ -381,7 +381,7 @@ def test_an_index_lists_filters_and_compares_runs(
         bands = "return raceme.board.chart.plot.bands.length"
         assert browser.run(bands) == 1
         browser.run("document.querySelector('.runs a').click()")
-        browser.until(lambda: "The run is over" in browser.describe())
+        browser.until(lambda: "The run has ended" in browser.describe())
 
 
 def test_the_table_sorts_and_searches(replayed: Browser) -> None:
@@ -456,7 +456,7 @@ def test_a_split_appears_while_the_run_goes_on(browser: Browser, tmp_path: Path)
             chips = "return document.querySelector('.chips').textContent"
             assert browser.run(chips) == "cluster 12cluster 22"
             store.observe(RunEnded(6.0, 1, "enough"))
-        browser.until(lambda: "The run is over" in browser.describe())
+        browser.until(lambda: "The run has ended" in browser.describe())
     browser.until(lambda: "was ended" in browser.describe())
     assert browser.tile("updates") == "1"
 
@@ -535,7 +535,7 @@ def test_a_comparison_shows_all_curves_and_leads_to_its_runs(
         legend = "return document.querySelectorAll('.legend button').length"
         browser.until(lambda: browser.run(legend) == 4)
         browser.driver.find_element("link text", "fedasync, seed 1").click()
-        browser.until(lambda: "The run is over" in browser.describe())
+        browser.until(lambda: "The run has ended" in browser.describe())
         browser.until(lambda: browser.tile("updates") == "240")
 
 
@@ -553,7 +553,7 @@ def test_a_suite_of_cases_shows_the_case_that_is_picked(
         browser.run(f"{pick} s.dispatchEvent(new Event('change'))")
         browser.until(lambda: browser.run(legend) == "fedasync, seed 0")
         browser.driver.find_element("link text", "fedasync, seed 0").click()
-        browser.until(lambda: "The run is over" in browser.describe())
+        browser.until(lambda: "The run has ended" in browser.describe())
         browser.until(lambda: browser.tile("updates") == "240")
 
 

@@ -345,7 +345,7 @@ def test_empty_figures_say_so() -> None:
     assert "no evaluations" in texts(accuracy_figure(record))
     assert "no clients" in texts(clusters_figure(record))
     assert "no devices" in texts(devices_figure(record))
-    assert "no pair has been compared" in texts(similarity_figure([], np.empty((0, 0)), {}))
+    assert "no pair was compared" in texts(similarity_figure([], np.empty((0, 0)), {}))
 
 
 def test_the_devices_figure_has_a_bar_for_each_task() -> None:

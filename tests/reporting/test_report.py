@@ -146,7 +146,7 @@ def test_a_comparison_without_its_runs_still_has_a_page(
     shutil.copy(comparison_folder / "compare.json", tmp_path)
     made(tmp_path)
     page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
-    assert "The runs of casa, fedavg are not in the folder any more" in page.text
+    assert "The runs of casa, fedavg are missing from the folder" in page.text
     assert page.tags.count("svg") == 2
 
 

@@ -73,7 +73,7 @@ def test_of_a_regression_errors_are_drawn_with_their_unit() -> None:
     assert axes.get_ylim() == pytest.approx((18.5, 51.5))
     summary = summarise(watts, strategy="cdfl", dataset="npz", seed=0, wall_time=1.0, target=25.0)
     rows = dict(summary_rows(summary))
-    assert rows["uploads"] == "20.00 W, got in return 40.00 W"
+    assert rows["uploads"] == "20.00 W, returned 40.00 W"
     assert rows["time to 25 W"] == "not reached"
 
 
@@ -81,7 +81,7 @@ def test_uploads_and_what_was_got_for_them_are_drawn_by_session() -> None:
     (axes,) = uploads_figure(RunRecord.of(RUN)).axes
     assert curves(axes) == {
         "uploaded": [[2, 0.375], [4, 0.75]],
-        "got in return": [[2, 0.625]],
+        "returned": [[2, 0.625]],
         "cluster 0": [[0, 0.5], [4, 1.0]],
         "cluster 1": [[0, 0.25], [4, 0.75]],
         "mean of the clusters": [[0, 0.375], [4, 0.875]],
@@ -112,8 +112,8 @@ def test_divergences_are_drawn_by_session_and_mixtures_of_a_client_of_each_distr
 def test_clusters_alone_are_not_called_uploads() -> None:
     alone = [event for event in RUN if not isinstance(event, UpdateApplied)]
     (both,), (clusters,) = (uploads_figure(RunRecord.of(run)).axes for run in (RUN, alone))
-    assert both.get_title(loc="left") == "What clients upload and what they get in return"
-    assert clusters.get_title(loc="left") == "Clusters' models on the server's test sets"
+    assert both.get_title(loc="left") == "Uploads and the models returned for them"
+    assert clusters.get_title(loc="left") == "Cluster models on the server's test sets"
 
 
 def test_distributions_without_a_cluster_are_not_drawn_but_said(

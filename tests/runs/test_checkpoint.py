@@ -455,7 +455,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_that_is_said(
     logging.getLogger("raceme").propagate = True
     go_on(out)
     assert "00000003.safetensors cannot be used: it is damaged" in caplog.text
-    assert "The one before it is used: 00000002.safetensors" in caplog.text
+    assert "Using the previous one: 00000002.safetensors" in caplog.text
     assert result_of(out) == result_of(finished)
     assert checkpoints(out) == ["00000002.safetensors", "00000004.safetensors"]
 

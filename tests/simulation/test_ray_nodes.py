@@ -174,7 +174,7 @@ def test_a_node_with_other_versions_is_named(added: Callable[..., Any], tmp_path
     node = added(env_vars={"PYTHONPATH": path})
     with pytest.raises(UserError) as caught:
         executor_for(APP, "ray")
-    said = f"do not: {node.node_ip_address} ({node.node_id[:8]}) has torch 1.2.3; here"
+    said = f"this machine: {node.node_ip_address} ({node.node_id[:8]}) has torch 1.2.3; this"
     assert said in str(caught.value)
 
 
@@ -204,7 +204,7 @@ def test_a_node_without_the_data_is_named_with_the_place(
     (tmp_path / "device-0.npz").unlink()
     executor = executor_for(APP, "ray", config=config)
     try:
-        with pytest.raises(UserError, match=r"Node .* has not the data: .*device-0\.npz"):
+        with pytest.raises(UserError, match=r"Node .* lacks the data: .*device-0\.npz"):
             executor._receive(wait=True)
     finally:
         executor.close()

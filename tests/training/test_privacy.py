@@ -119,7 +119,7 @@ def test_a_model_with_counters_is_refused() -> None:
     message.content["arrays"] = ArrayRecord(
         {**message.content["arrays"], "bn.num_batches_tracked": counter["0"]}
     )
-    with pytest.raises(ValueError, match="only counts"):
+    with pytest.raises(ValueError, match="is a count"):
         client_app()(message, context(**PRIVATE))
 
 

@@ -47,7 +47,7 @@ function follow(name) {
     if (over) return;
     if (board instanceof ComparisonBoard) say(board.said, board.isOver ? "over" : "live");
     else if (run.crash) say(run.crash, "lost");
-    else if (run.isOver) say("The run is over.", "over");
+    else if (run.isOver) say("The run has ended.", "over");
     else if (run.about && !run.size) say("Waiting for the first client.", "live");
     else if (run.size) say("Live", "live");
     else say("Waiting for data.", "live");
@@ -77,7 +77,7 @@ function follow(name) {
   events.addEventListener("closed", () => {
     over = true;
     events.close();
-    say("The dashboard was ended; this page keeps its data.", "over");
+    say("The dashboard was closed; this page keeps its data.", "over");
   });
   events.onerror = () => {
     if (!over) say("The dashboard does not answer; this page keeps its data.", "lost");
