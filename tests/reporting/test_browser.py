@@ -457,7 +457,7 @@ def test_a_split_appears_while_the_run_goes_on(browser: Browser, tmp_path: Path)
             assert browser.run(chips) == "cluster 12cluster 22"
             store.observe(RunEnded(6.0, 1, "enough"))
         browser.until(lambda: "The run has ended" in browser.describe())
-    browser.until(lambda: "was ended" in browser.describe())
+    browser.until(lambda: "was closed" in browser.describe())
     assert browser.tile("updates") == "1"
 
 
@@ -480,7 +480,7 @@ def test_real_devices_are_seen_as_they_come_and_work(browser: Browser, tmp_path:
         browser.until(lambda: 0 < int(browser.tile("updates")) < 400, 120)
         assert "Live" in browser.describe()
         assert server.wait(120) == 0
-        browser.until(lambda: "was ended" in browser.describe())
+        browser.until(lambda: "was closed" in browser.describe())
         summary = json.loads((tmp_path / "out" / "summary.json").read_text())
         assert browser.tile("updates") == str(summary["updates"]) == "400"
         assert browser.tile("accuracy") == f"{summary['accuracy']:.3f}"

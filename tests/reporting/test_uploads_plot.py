@@ -124,7 +124,7 @@ def test_distributions_without_a_cluster_are_not_drawn_but_said(
         replace(event, mixture=(0.25, 0.5, 0.25)) if isinstance(event, UpdateApplied) else event
         for event in RUN
     ]
-    why = "no cluster stands for distribution 2: there are fewer clusters"
+    why = "no cluster corresponds to distribution 2: there are fewer clusters"
     (axes,) = mixtures_figure(RunRecord.of(few)).axes
     assert axes.texts[-1].get_text() == why
     with RunStore(tmp_path) as store:
