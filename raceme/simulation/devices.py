@@ -620,10 +620,11 @@ def training_cost(message: Message, context: Context, examples: int) -> Workload
     trains = config.get(KIND, TRAIN) in TRAINING
     scale = float(config.get(COMPUTE_SCALE, 1.0))  # type: ignore[arg-type]
     sizes = [record.count_bytes() for record in message.content.array_records.values()]
+    upload = sizes[0] if sizes and trains else 0
     return Workload(
         epochs=passes(config, examples),
         bytes_down=sum(sizes),
-        bytes_up=sizes[0] if sizes and trains else 0,
+        bytes_up=upload // 4 if context.run_config.get("upload") == "int8" else upload,
         scale=scale + 1.0 if trains and config.get(OWN_MODEL) else scale,
         share=float(config.get(TASK_SHARE, 1.0)),  # type: ignore[arg-type]
     )

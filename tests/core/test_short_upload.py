@@ -25,6 +25,7 @@ from raceme.core.messages import (
 from raceme.core.requests import InFlight, InvalidReplyError, read_update
 from raceme.flower.messages import array_record, identify_process
 from raceme.runs.experiment import simulate
+from raceme.simulation.devices import training_cost
 from raceme.training.models import initial_arrays
 
 
@@ -148,3 +149,14 @@ def test_a_run_takes_a_third_of_the_bytes_wherever_clients_work(tmp_path: Path) 
     for name in ("processes", "vectorised"):
         assert found[name]["accuracy"] == found["int8"]["accuracy"]
         assert found[name]["bytes_up"] == found["int8"]["bytes_up"]
+
+
+def test_a_short_upload_takes_a_quarter_of_the_time_of_the_network() -> None:
+    config = RunConfig(clients=4, model="mclr", upload="int8")
+    said = ConfigRecord({"task": 1, "kind": "train"})
+    asked = Message(RecordDict({"arrays": initial_arrays(config), "config": said}), 7, "train")
+    short = training_cost(asked, node(config), 20)
+    whole = training_cost(asked, node(replace(config, upload="float32")), 20)
+    assert short is not None
+    assert whole is not None
+    assert (short.bytes_up, short.bytes_down) == (whole.bytes_up // 4, whole.bytes_down)
