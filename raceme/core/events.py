@@ -713,11 +713,11 @@ class Measured:
     def numbers(self) -> dict[Any, float]:
         """Return the value as numbers by client or cluster, a single one by an empty key.
 
-        With `MeasureSchema.of` they are shares of that column.
+        With `MeasureSchema.of` they are shares of that column. None is no number, and left out.
         """
         whole = self.values[self.schema.of] if self.schema.of else 1.0
         values = self.value if self.schema.per else {"": self.value}
-        return {key: float(value / whole) for key, value in values.items()}
+        return {key: float(value / whole) for key, value in values.items() if value is not None}
 
 
 class Ending(StrEnum):

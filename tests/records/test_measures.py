@@ -58,6 +58,11 @@ def test_what_is_no_number_is_refused(schema: MeasureSchema, value: object) -> N
     Measured(0.0, 1, GAP, {"client": "a", "gap": np.array(1.0)})
 
 
+def test_what_is_not_known_is_left_out_of_the_numbers() -> None:
+    assert Measured(0.0, 1, GAP, {"client": "a", "gap": None}).numbers() == {}
+    assert Measured(0.0, 1, LOAD, {"load": {0: None, 1: 2}}).numbers() == {1: 2.0}
+
+
 @pytest.fixture(scope="module")
 def seen() -> list[Event]:
     return run(Measuring(), grid_of(pulled_app(), devices(1.0)), num_rounds=3)

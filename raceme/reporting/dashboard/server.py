@@ -132,6 +132,8 @@ def _login_page(reason: str) -> Response:
         "<!doctype html><html lang='en'><meta charset='utf-8'><title>Raceme</title>"
         "<meta name='viewport' content='width=device-width'>"
         f"<form method='post' action='/login'><p>{reason}</p>"
+        # Browsers that keep passwords ask for the name that it belongs to.
+        "<input name='name' value='raceme' autocomplete='username' hidden>"
         "<label>Token <input name='token' type='password' autocomplete='current-password'>"
         "</label> <button>Open</button></form>"
         f"<script src='/assets/{_LOGIN_SCRIPT}'></script></html>\n"

@@ -146,6 +146,11 @@ export class ComparisonBoard {
     this.fill(listed);
   }
 
+  /** Return the name of a run, with its comparison unless that is the chosen case. */
+  nameOf({ case: of, label }) {
+    return of && of !== this.cases.value ? `${of} / ${label}` : label;
+  }
+
   linesOf(shown, x, at) {
     const place = new Map(x.map((value, index) => [value, index]));
     return shown.map(([name, one]) => {
@@ -153,7 +158,7 @@ export class ComparisonBoard {
       at(one).forEach((value, index) => {
         values[place.get(value)] = one.points.accuracy[index] ?? undefined;
       });
-      return { key: name, name: one.label, ...this.look(one), width: one.first ? 2.2 : 1.2, values };
+      return { key: name, name: this.nameOf(one), ...this.look(one), width: one.first ? 2.2 : 1.2, values };
     });
   }
 
@@ -182,8 +187,7 @@ export class ComparisonBoard {
       box.checked = one.isDrawn;
       box.setAttribute("aria-label", `Draw ${one.label}`);
       dot.style.setProperty("--colour", this.look(one).colour);
-      label.textContent = one.case && one.case === this.cases.value ? one.label :
-        [one.case, one.label].filter(Boolean).join(" / ");
+      label.textContent = this.nameOf(one);
       bar.max = one.planned || 1;
       bar.value = one.updates ?? 0;
       const last = (column) => number(one.points[column]?.at(-1), 3);

@@ -3,6 +3,6 @@
 const token = new URLSearchParams(location.hash.slice(1)).get("token");
 if (token) {
   history.replaceState(null, "", "/");
-  document.querySelector("input").value = token;
+  document.querySelector("[name=token]").value = token;
   document.querySelector("form").submit();
 }
