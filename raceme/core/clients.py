@@ -1,4 +1,4 @@
-"""Clients: greeted once, known by the id that they state, wherever they run."""
+"""Clients, identified by stable ids independent of their nodes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from raceme.core.messages import count_of, error_line, name_of
 from raceme.flower.messages import CLIENT_APP_RAISED_EXCEPTION, INVALID_APP, LOAD_APP_EXCEPTION
 
 # -----------------------------------------------------------------------------
-# Identities: the ids that clients state are believed, or checked against their keys.
+# Identities: verification of clients' ids by their keys.
 # -----------------------------------------------------------------------------
 
 
@@ -36,7 +36,7 @@ _EXPECTED = (
 
 
 class ForeignIdError(Exception):
-    """A node states an id that is not that of its key; the message names the id that is.
+    """A node states an id that does not belong to its key; the message names the right one.
 
     Attributes
     ----------
@@ -49,36 +49,36 @@ class ForeignIdError(Exception):
         self.client_id = client_id
 
     def report(self, time: float, node_id: int) -> ClaimRefused:
-        """Return what is reported of it, and say it."""
+        """Log the refusal and return its event."""
         log.warning("A client is refused: %s", self)
         return ClaimRefused(time, node_id, self.client_id, str(self))
 
 
 class Identities(Protocol):
-    """Checks whether a node may use the id that it states."""
+    """Verifies the ids that nodes state."""
 
     def check(self, node_id: int, client_id: str) -> None:
-        """Compare what a node states with what is known of it.
+        """Verify a node's stated id.
 
         Parameters
         ----------
         node_id : int
-            The node, of those that are online.
+            An online node.
         client_id : str
             The id that it states.
 
         Raises
         ------
         ForeignIdError
-            It is the id of another.
+            The id belongs to another client.
         """
 
     def renewed(self) -> bool:
-        """Return whether nodes that were refused are to be asked again."""
+        """Return whether to greet refused nodes again."""
 
 
 class NodeInfo(Protocol):
-    """What Flower's grids say about a node, as far as it is needed here."""
+    """The needed part of Flower's node information."""
 
     node_id: int
     public_key: bytes
@@ -92,26 +92,25 @@ class Nodes(Protocol):
 
 
 class BoundToKeys:
-    """Lets each key stand for one id, by a file.
+    """Binds keys to ids by a file.
 
-    Flower's SuperLink hands a node its messages, and takes its replies, only by calls that are
-    signed with the private key of the node, whether keys must be registered or not; it tells a
-    server app the public one. Nothing that a device says decides which key it has, and there is
-    nothing that could be sent again.
+    Flower's SuperLink exchanges messages with a node only by calls signed with the node's private
+    key, registered or not, and passes the public key to the server app. A device's statements do
+    not matter, so nothing can be replayed.
 
-    A file that changes is read again when the next look at the fleet comes.
+    A changed file is read again at the next check of the fleet.
 
     Parameters
     ----------
     path : Path
-        File of public keys with the ids that they stand for; see :func:`read_device_keys`.
+        File of public keys with ids; see :func:`read_device_keys`.
     nodes : Nodes
-        Grid that tells the public key of each node that is online.
+        Grid with the public keys of online nodes.
 
     Raises
     ------
     UserError
-        The file cannot be read, or holds something else.
+        The file is unreadable or invalid.
     """
 
     def __init__(self, path: Path, nodes: Nodes) -> None:
@@ -122,18 +121,18 @@ class BoundToKeys:
         self._missed = False
 
     def check(self, node_id: int, client_id: str) -> None:
-        """Compare the id with that of the node's key.
+        """Compare the id with the one bound to the node's key.
 
-        A node whose app states no id is taken in by its number, if its key is in the file.
+        A node without an id is admitted by its number if its key is in the file.
         """
         if node_id not in self._keys:
-            # The key of a node never changes.
+            # A node's key never changes.
             self._keys = {
                 node.node_id: _der(serialization.load_pem_public_key, node.public_key)
                 for node in self._nodes.get_nodes()
             }
         if node_id not in self._keys:
-            # Its key is not known only because it went offline: it may be back by the next look.
+            # Its key is unknown because it just went offline; check again later.
             self._missed = True
             raise ForeignIdError(client_id, f"node {node_id} was gone before its key was known")
         key = self._keys[node_id]
@@ -151,7 +150,7 @@ class BoundToKeys:
             )
 
     def renewed(self) -> bool:
-        """Read the file again if it has changed; return whether it has, or a node was missed."""
+        """Read a changed file again; return whether it changed, or a node was missed."""
         missed, self._missed = self._missed, False
         stamp = _stamp_of(self._path)
         if stamp is None or stamp == self._stamp:
@@ -160,20 +159,20 @@ class BoundToKeys:
         try:
             self._ids = read_device_keys(self._path)
         except UserError as error:
-            # It may be that it is just being written.
+            # The file may be in the middle of a write.
             log.warning("%s The keys known so far count.", error)
             return missed
         return True
 
 
 def read_device_keys(path: Path) -> dict[bytes, str]:
-    """Read which key belongs to which device.
+    """Read the ids of keys.
 
     Parameters
     ----------
     path : Path
-        A line for each key as in OpenSSH's public keys: its type, the key, the device's id. One
-        device may have several. Empty lines, and those that begin with ``#``, say nothing.
+        One line per key in OpenSSH's format: type, key, device id. A device may have several keys.
+        Empty lines and lines that begin with ``#`` are ignored.
 
     Returns
     -------
@@ -183,7 +182,7 @@ def read_device_keys(path: Path) -> dict[bytes, str]:
     Raises
     ------
     UserError
-        It cannot be read, a line is something else, a key is there for two ids, or there is none.
+        The file is unreadable or empty, a line is invalid, or a key has two ids.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -209,7 +208,7 @@ def read_device_keys(path: Path) -> dict[bytes, str]:
 
 
 def _der(load: Callable[[bytes], object], text: bytes) -> bytes | None:
-    """Return an elliptic-curve key in DER format; None of a node without one, in a simulation."""
+    """Return an elliptic-curve key in DER format; None for a simulated node without a key."""
     try:
         key = load(text)
     except (ValueError, UnsupportedAlgorithm):
@@ -221,7 +220,7 @@ def _der(load: Callable[[bytes], object], text: bytes) -> bytes | None:
 
 
 def _stamp_of(path: Path) -> tuple[int, int, int] | None:
-    """Return what tells one state of a file from another; None if it is not there just now."""
+    """Return the version of a file; None if it is missing."""
     try:
         found = path.stat()
     except OSError:
@@ -230,33 +229,32 @@ def _stamp_of(path: Path) -> tuple[int, int, int] | None:
 
 
 # -----------------------------------------------------------------------------
-# How many examples a client is believed to have: what it says, within proportion.
+# Plausible numbers of examples of clients.
 # -----------------------------------------------------------------------------
 
 
 MOST_EXAMPLES = 2**53
-"""No client has more: whole numbers from here on are not exact as float numbers."""
+"""Maximum number of examples: larger integers are not exact as floats."""
 _TIMES_MEDIAN = 10.0
 _STRETCH = 5.0
-"""Honest sizes may be so many times as far above the median as the quartiles are away from it, on a
-logarithmic scale. With the factor of ten, of log-normal sizes whose logarithms have a standard
-deviation of 2, as skewed as any that are published, one in 200,000 is beyond."""
+"""Multiple of the quartiles' logarithmic distance from the median that honest sizes may have. Of
+log-normal sizes with standard deviation 2, as skewed as any published, one in 200,000 exceeds it,
+given the factor of ten."""
 
 
 def largest_believed(ordered: Sequence[int]) -> int:
-    """Return the largest number of examples that counts.
+    """Return the largest plausible number of examples.
 
-    Ten times the median, and more where sizes are spread: the median is multiplied by the larger
-    one of median / lower quartile and upper quartile / median, to the power of 5, as well.
-    A client that claims too much moves none of the three by much, as long as few clients do.
+    Ten times the median, times the larger of median / lower quartile and upper quartile / median to
+    the power of 5, for spread sizes. A few excessive claims hardly affect the quartiles.
 
     Parameters
     ----------
     ordered : Sequence[int]
-        What the clients state, in ascending order; one at least.
+        Stated numbers in ascending order, at least one.
     """
     count = len(ordered)
-    # The upper quartile is rounded down: of a few clients it must not be the largest.
+    # The upper quartile is rounded down, so that it is not the maximum of few clients.
     places = count // 4, count // 2, 3 * (count - 1) // 4
     lower, median, upper = (max(1, ordered[place]) for place in places)
     spread = max(median / lower, upper / median)
@@ -269,29 +267,29 @@ def largest_believed(ordered: Sequence[int]) -> int:
 
 
 _NO_QUERY = "No query function registered"
-"""What Flower's ClientApp says when it has no handler for queries."""
+"""Flower's error for a ClientApp without a query handler."""
 _FINAL = frozenset({CLIENT_APP_RAISED_EXCEPTION, INVALID_APP, LOAD_APP_EXCEPTION})
-"""Errors that a second greeting would meet again."""
+"""Errors that a second greeting would repeat."""
 
 
 @dataclass
 class Client:
-    """A client as the server knows it.
+    """The server's view of a client.
 
     Attributes
     ----------
     client_id : str
-        The stable id that it states, which survives a restart of its device.
+        Stable id, which survives a restart of the device.
     num_examples : int
         Number of training examples, n_i in the papers.
     group : int or None
-        True group of its data where known; for reports only, no strategy looks at it.
+        True group of its data, if known; for reports only.
     node_id : int or None
-        Flower's id of the node where it is now; None while it is offline.
+        Flower's id of its current node; None while offline.
     failures : int
-        Replies in a row that were unusable.
+        Number of consecutive failures.
     ready_at : float
-        Not given work before this time.
+        End of its back-off.
     """
 
     client_id: str
@@ -304,20 +302,20 @@ class Client:
 
 @dataclass
 class Fleet:
-    """The clients that have been greeted, and the nodes that have not answered yet.
+    """All known clients, and nodes with open greetings.
 
     Attributes
     ----------
     clients : dict[str, Client]
-        Every client ever greeted, in order of greeting.
+        All clients, in order of greeting.
     by_node : dict[int, str]
-        Client on each node that is online.
+        Client of each online node.
     greeted : dict[int, str]
         Nodes with an open greeting, to the id of the message.
     refused : dict[int, str]
         Nodes that state the id of a client that is online elsewhere.
     sizes : dict[str, int]
-        Training examples that each client has stated last: in its greeting or with an update.
+        Training examples that each client stated last, in its greeting or with an update.
     """
 
     clients: dict[str, Client] = field(default_factory=dict)
@@ -327,19 +325,19 @@ class Fleet:
     sizes: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # Derived from the fields, or told only once: no state.
+        # Derived or transient: not part of the state.
         self._ordered = sorted(self.sizes.values())
         self._capped: set[str] = set()
         self.open_greetings = {message_id: node for node, message_id in self.greeted.items()}
-        """Ids of the greetings without an answer, to their nodes."""
+        """Nodes of open greetings, by message id."""
 
     def greet(self, node_id: int, message_id: str) -> None:
-        """Note that a node was greeted."""
+        """Record a greeting of a node."""
         self.greeted[node_id] = message_id
         self.open_greetings[message_id] = node_id
 
     def heard(self, client: str, examples: int) -> None:
-        """Note how many examples a client says it has."""
+        """Record a client's stated number of examples."""
         before = self.sizes.get(client)
         if before == examples:
             return
@@ -349,17 +347,17 @@ class Fleet:
         insort(self._ordered, examples)
 
     def counted(self, client: str, stated: int | None = None) -> int:
-        """Return how many examples of a client count where clients are weighed by them.
+        """Return the plausible number of examples of a client, for weighting.
 
         Parameters
         ----------
         stated : int, optional
-            What it states; by default what it stated in its greeting.
+            Stated number; by default that of its greeting.
 
         Returns
         -------
         int
-            The same, or :func:`raceme.core.clients.largest_believed` if that is less.
+            The stated number, at most :func:`raceme.core.clients.largest_believed`.
         """
         stated = self.clients[client].num_examples if stated is None else stated
         limit = self.most_counted()
@@ -374,11 +372,11 @@ class Fleet:
         return min(stated, limit)
 
     def most_counted(self) -> int:
-        """Return the number of examples beyond which no client counts more."""
+        """Return the largest plausible number of examples."""
         return largest_believed(self._ordered) if self._ordered else MOST_EXAMPLES
 
     def disconnect(self) -> list[str]:
-        """Forget all nodes; return the clients that were online."""
+        """Drop all nodes; return the clients that were online."""
         left = list(self.by_node.values())
         for client in left:
             self.clients[client].node_id = None
@@ -389,19 +387,19 @@ class Fleet:
     def changes(
         self, online: Iterable[int], ask_again: bool = False
     ) -> tuple[list[int], list[str]]:
-        """Compare with the nodes that are online now.
+        """Update the fleet by the online nodes.
 
         Parameters
         ----------
         online : Iterable[int]
-            Ids of the nodes that are online now.
+            Ids of the online nodes.
         ask_again : bool
-            Greet nodes too that were refused.
+            Whether to greet refused nodes again.
 
         Returns
         -------
         tuple[list[int], list[str]]
-            Nodes to greet, and clients that have left, which are marked so.
+            Nodes to greet, and clients that left.
         """
         present = set(online)
         left = [client for node, client in self.by_node.items() if node not in present]
@@ -414,7 +412,7 @@ class Fleet:
         for node in gone:
             self._close_greeting(node)
         freed = set(left)
-        # A refused node is asked again once the client that it claims to be has left.
+        # A refused node is greeted again once the client of its id has left.
         self.refused = {
             node: client
             for node, client in self.refused.items()
@@ -431,12 +429,12 @@ class Fleet:
         Returns
         -------
         tuple[Client, bool] or str
-            The client and whether it was known before; or why it is refused.
+            The client and whether it was known; or the reason of a refusal.
 
         Raises
         ------
         ForeignIdError
-            The id is that of another key.
+            The id belongs to another key.
         """
         self._close_greeting(node_id)
         stated: Mapping[str, object] = {}
@@ -449,8 +447,8 @@ class Fleet:
                 self.refused[node_id] = ""
             reason = f"node {node_id} did not answer its greeting: {error_line(reply)}"
             return printable(reason)
-        # Any Flower ClientApp can take part: one that answers no queries is its node, and how many
-        # examples it has comes with its first update. Until then it stands for no size of a client.
+        # Any Flower ClientApp is supported: without queries, the node is the client, and its number
+        # of examples comes with its first update.
         client_id = name_of(stated.get(names.CLIENT_ID, f"node-{node_id}"))
         if client_id is None:
             self.refused[node_id] = ""
@@ -459,7 +457,7 @@ class Fleet:
             try:
                 identities.check(node_id, client_id)
             except ForeignIdError:
-                # It does not wait for the client that it claims to be.
+                # It is refused without waiting for the client of its id.
                 self.refused[node_id] = ""
                 raise
         examples = count_of(measured.get(names.NUM_EXAMPLES, 1))
@@ -492,29 +490,28 @@ class Fleet:
 
 
 # -----------------------------------------------------------------------------
-# Clients that may be given work now: they are online, have no task and need no rest.
+# Idle clients: online, without a task or back-off.
 # -----------------------------------------------------------------------------
 
 
 _TRIES = 20
-"""Draws for each client that chance should need, before all are looked at instead."""
+"""Expected draws per client above which all clients are scanned instead."""
 
 
 class Idle:
-    """The clients that are online and without a task, in the order in which they got free.
+    """The online clients without a task, in the order in which they became idle.
 
     Parameters
     ----------
     names : dict[str, bool]
-        Their ids, in that order; changed in place, so that it may be part of a state.
+        Their ids in order; changed in place, as part of a state.
     clients : Mapping[str, Client]
-        All clients, in order of greeting; each new one is added here before the next is greeted.
+        All clients in order of greeting; new ones are added before the next greeting.
     """
 
     def __init__(self, names: dict[str, bool], clients: Mapping[str, Client]) -> None:
         self._names, self._clients = names, clients
-        # Derived from all clients, whose order is part of the state: draws are the same after a
-        # resumption.
+        # Derived from all clients in order, so that draws are the same after a resumption.
         self._all = list(clients)
         self._known = set(self._all)
         self._resting = {name for name in names if clients[name].ready_at > 0}
@@ -523,7 +520,7 @@ class Idle:
         return client in self._names
 
     def add(self, client: str) -> None:
-        """Note that a client has nothing to do."""
+        """Mark a client as idle."""
         self._names[client] = True
         if client not in self._known:
             self._known.add(client)
@@ -532,27 +529,26 @@ class Idle:
             self._resting.add(client)
 
     def remove(self, client: str) -> None:
-        """Forget a client that has work, or went offline."""
+        """Remove a client that has work or went offline."""
         self._names.pop(client, None)
         self._resting.discard(client)
 
     def ready(self, now: float) -> list[Client]:
-        """Return those that need no rest."""
+        """Return the clients without a back-off."""
         clients = (self._clients[name] for name in self._names)
         return [client for client in clients if client.ready_at <= now]
 
     def draw(self, now: float, most: int, rng: np.random.Generator) -> list[Client]:
-        """Return some of those that need no rest, drawn at random, each as likely as the others.
+        """Return a uniform random sample of the clients without a back-off.
 
-        Few of many are found by drawing from all clients until one is idle, which takes no longer
-        the more there are.
+        Small samples are drawn from all clients by rejection, in time independent of their number.
 
         Parameters
         ----------
         now : float
-            Time in seconds; clients that rest beyond it are not drawn.
+            Time in seconds, which ends back-offs.
         most : int
-            How many; if there are fewer, all of them.
+            Size of the sample; all if fewer.
         """
         count, idle = len(self._all), len(self._names)
         drawn: dict[str, Client] = {}
@@ -568,6 +564,6 @@ class Idle:
         return [*drawn.values(), *(others[index] for index in order)]
 
     def next_ready(self, now: float) -> float:
-        """Return when the next resting client may be given work; infinity if none rests."""
+        """Return the end of the next back-off; infinity without any."""
         self._resting = {name for name in self._resting if self._clients[name].ready_at > now}
         return min((self._clients[name].ready_at for name in self._resting), default=math.inf)

@@ -47,15 +47,15 @@ from raceme.core.registry import (
 )
 
 # -----------------------------------------------------------------------------
-# Keys as a person writes them: TOML files, and ``key=value`` after ``--set``.
+# Parsing of keys: TOML files, and ``key=value`` after ``--set``.
 # -----------------------------------------------------------------------------
 
 
 FEW_DEVICES = "panicle"
-"""The default strategy on real devices, of which there are few: CASA needs ten or more clients."""
+"""Default strategy on real devices, which are usually few: CASA needs ten or more clients."""
 
 SET = "set"
-"""The key that stands for any others, as the option ``--set`` does."""
+"""The key that contains other keys, like the option ``--set``."""
 
 
 def read_toml(path: Path, pipe: bool = False) -> dict[str, Value]:
@@ -64,7 +64,7 @@ def read_toml(path: Path, pipe: bool = False) -> dict[str, Value]:
     Parameters
     ----------
     pipe : bool
-        A pipe will do, too: ``--config <(command)``.
+        Whether a pipe is allowed: ``--config <(command)``.
 
     Raises
     ------
@@ -81,7 +81,7 @@ def read_toml(path: Path, pipe: bool = False) -> dict[str, Value]:
 
 
 def read_tree(path: Path, what: str, pipe: bool = False) -> dict[str, Any]:
-    """Return the tables of a TOML file, which an error calls by what it is.
+    """Return the tables of a TOML file; `what` names it in errors.
 
     Raises
     ------
@@ -99,12 +99,12 @@ def read_tree(path: Path, what: str, pipe: bool = False) -> dict[str, Any]:
 
 
 def write_toml(keys: Mapping[str, Value], path: Path) -> None:
-    """Write dotted keys so that :func:`read_toml` gives them again."""
+    """Write dotted keys in the format of :func:`read_toml`."""
     path.write_text(tomli_w.dumps(as_tables(keys)), encoding="utf-8")
 
 
 def as_tables(keys: Mapping[str, Value]) -> dict[str, Any]:
-    """Return dotted keys as TOML has them: what is before the dot is a table."""
+    """Return dotted keys as TOML tables."""
     tree: dict[str, Any] = {}
     for name, value in keys.items():
         table, _, inner = name.rpartition(".")
@@ -131,7 +131,7 @@ def parse_assignment(text: str) -> tuple[str, Value]:
 
 
 def expanded(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Return keys with those that the key ``set`` holds as text in its place; they win.
+    """Return keys with the content of the key ``set`` expanded, which takes precedence.
 
     Raises
     ------
@@ -159,11 +159,11 @@ def assignments(text: str) -> list[tuple[str, Value]]:
 
 _MOMENTUM = 0.9
 _MAX_UPDATES = 500
-"""Client updates of a run for which neither max-updates nor max-rounds is given."""
+"""Default of max-updates without max-rounds."""
 
 _Options = TypeVar("_Options")
 _Reader = tuple[Registry, str]
-"""What reads options: a registry and a name in it."""
+"""A reader of options: a registry and a name in it."""
 
 
 @dataclass(frozen=True)
@@ -171,8 +171,7 @@ class RunConfig:
     """Configuration of a run: every key with its value.
 
     The attribute ``data_root`` is the key ``data-root`` on the command line and in files. None
-    stands for ``"auto"``: the dataset's own default, filled in by
-    :func:`raceme.runs.experiment.resolve`.
+    means ``"auto"``: the dataset's default, filled in by :func:`raceme.runs.experiment.resolve`.
     """
 
     strategy: str = option("casa", "method; see `raceme list`", names=STRATEGIES)
@@ -323,8 +322,8 @@ class RunConfig:
         "", "folder for the results (empty: runs/<date>-<time>-<strategy>-<dataset>)", path=True
     )
     options: Mapping[str, Value | None] = field(default_factory=dict, hash=False)
-    """Options of the chosen strategy, dataset and partition that are not their defaults, by key:
-    ``{"casa.gamma": 0.2, "groups": "0.5,0.5"}``. To be read by :meth:`read`."""
+    """Non-default options of the chosen strategy, dataset and partition, by key: ``{"casa.gamma":
+    0.2, "groups": "0.5,0.5"}``, for :meth:`read`."""
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
@@ -338,23 +337,23 @@ class RunConfig:
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any], lenient: bool = False) -> RunConfig:
-        """Build a configuration from dotted keys as a person writes them.
+        """Build a configuration from dotted keys.
 
         Parameters
         ----------
         mapping : Mapping[str, Value]
             E.g. ``{"max-updates": 100, "casa.gamma": 0.2}``. Absent keys keep their defaults. The
-            key ``set`` holds further ones as text, ``"casa.gamma=0.2 seed=1"``, which win: Flower
-            takes only keys that ``pyproject.toml`` lists.
+            key ``set`` has further ones as text, ``"casa.gamma=0.2 seed=1"``, which take
+            precedence: Flower accepts only keys listed in ``pyproject.toml``.
         lenient : bool
-            Leave out the keys that this run does not read, and all of strategies: for a device,
-            whose server has checked them and which need not import what it does not use.
+            Whether to ignore unread keys and all of strategies: for a device, whose server has
+            checked them.
 
         Raises
         ------
         UserError
-            An unknown strategy; a key that does not exist or that this run does not read, unless it
-            has its default; a value of the wrong type or out of its range.
+            The strategy is unknown, a non-default key does not exist or is not read, or a value has
+            the wrong type or range.
         """
         general = general_keys()
         given = present_names(expanded(mapping), general)
@@ -365,14 +364,14 @@ class RunConfig:
         }
         others = {name: value for name, value in given.items() if name not in general}
         if lenient and values.get("strategy") not in STRATEGIES:
-            # A package that only the server has installed brings it.
+            # It belongs to a package that only the server has installed.
             values.pop("strategy", None)
         return cls(**values)._with_options(others, lenient)
 
     def to_mapping(self) -> dict[str, Value]:
         """Return all keys that this run reads as dotted names, defaults included.
 
-        :meth:`from_mapping` of the result is this configuration again.
+        The inverse of :meth:`from_mapping`.
 
         Raises
         ------
@@ -399,7 +398,7 @@ class RunConfig:
         options_type : type
             The frozen dataclass that the reader declares.
         prefix : str
-            What stands in front of its keys: of a strategy its name and a dot.
+            Prefix of its keys, for a strategy its name and a dot.
 
         Raises
         ------
@@ -423,16 +422,16 @@ class RunConfig:
 
     @property
     def num_clients(self) -> int:
-        """Number of clients of a configuration that has been filled in."""
+        """Number of clients of a resolved configuration."""
         assert self.clients is not None, "raceme.datasets.with_clients fills it in"
         return self.clients
 
     @property
     def planned_updates(self) -> int:
-        """Client updates after which the run ends; with max-rounds about as many as these bring.
+        """Client updates of the run; with max-rounds an estimate.
 
-        A method in rounds says in its parameters how many clients take part in one, by
-        ``participants(clients)``; without it all clients are counted, once each.
+        The parameters of a method in rounds state its clients per round by
+        ``participants(clients)``; by default all clients, once each.
         """
         if self.max_updates is not None:
             return self.max_updates
@@ -444,7 +443,7 @@ class RunConfig:
     def with_values(self, **values: Any) -> RunConfig:
         """Return a copy with other values, by attribute name.
 
-        Options that the copy's dataset or partition declares are given in the same way.
+        Includes options of the copy's dataset or partition.
         """
         attributes = {item.name for item in fields(self)}
         general = {name: value for name, value in values.items() if name in attributes}
@@ -452,15 +451,14 @@ class RunConfig:
         return replace(self, **general)._with_options(others)
 
     def narrowed(self, *attributes: str) -> RunConfig:
-        """Return the part of this configuration that some attributes decide; the rest is default.
+        """Return a configuration with only some attributes; the rest is default.
 
-        Equal parts are the same key of a cache.
+        Useful as a cache key.
 
         Parameters
         ----------
         *attributes : str
-            General ones. With ``"dataset"`` go the options of the dataset, with ``"partition"``
-            those of the partition.
+            General attributes. ``"dataset"`` and ``"partition"`` include their options.
         """
         return _narrowed(self, attributes)
 
@@ -495,7 +493,7 @@ class RunConfig:
                 self._refuse(name, value)
 
     def _with_options(self, given: Mapping[str, Any], lenient: bool = False) -> RunConfig:
-        """Return a copy with the options of readers as a person gave them."""
+        """Return a copy with given options of readers."""
         if not given:
             return self
         options = dict(self.options)
@@ -510,7 +508,7 @@ class RunConfig:
             item = readable.get("." in name, {}).get(name)
             if item is not None:
                 options[name] = convert(name, value, item)
-                # What is not said and what is said to be the default are the same run.
+                # Explicit defaults equal absent keys.
                 if options[name] == item.default:
                     del options[name]
             elif not lenient:
@@ -518,7 +516,7 @@ class RunConfig:
         return replace(self, options=options)
 
     def _readers(self, attributes: tuple[str, ...] = ()) -> Iterator[_Reader]:
-        """Return what reads options in this run: the registry and the name."""
+        """Return the readers of options in this run: registry and name."""
         for item in general_keys().values():
             registry, chosen = item.metadata["names"], getattr(self, item.name)
             wanted = not attributes or item.name in attributes
@@ -526,7 +524,7 @@ class RunConfig:
                 yield registry, chosen
 
     def _is_unread(self, item: Field[Any]) -> bool:
-        """Return whether another choice of this run makes a general option idle."""
+        """Return whether another choice of this run makes a general option ineffective."""
         if item.metadata["unless"] is None:
             return False
         other, attribute = item.metadata["unless"]
@@ -559,10 +557,10 @@ class RunConfig:
 
 
 def with_prefixes(keys: Mapping[str, Any], strategies: Iterable[str]) -> dict[str, Any]:
-    """Put the method's name in front of hyper-parameters: for CASA ``gamma`` is ``casa.gamma``.
+    """Prefix hyper-parameters with the method's name: ``gamma`` becomes ``casa.gamma``.
 
-    A key that several methods declare is set for each of them. Keys of all runs, of the dataset
-    and of the partition, and those that no method declares stay as they are.
+    A key of several methods is set for each of them. General keys, keys of dataset and partition,
+    and unknown ones are unchanged.
 
     Raises
     ------
@@ -581,12 +579,12 @@ def with_prefixes(keys: Mapping[str, Any], strategies: Iterable[str]) -> dict[st
 
 
 def check_names(keys: Mapping[str, Any]) -> None:
-    """Find out whether every name among some keys' values exists; nothing is imported.
+    """Check the names in some keys' values, without importing.
 
     Raises
     ------
     UserError
-        There is no such strategy, dataset, model or the like, or a name means two things.
+        There is no such strategy, dataset, model etc., or a name is ambiguous.
     """
     for key in general_keys():
         registry, name = registry_of(key), keys.get(key)
@@ -596,11 +594,11 @@ def check_names(keys: Mapping[str, Any]) -> None:
 
 
 _OWN_NAMES = {"model": MODELS, "devices": DEVICES}
-"""Keys that take names, and something else besides."""
+"""Keys that take names or other values."""
 
 
 def registry_of(key: str) -> Registry | None:
-    """Return what the names are of that a key takes; None if it takes none."""
+    """Return the registry of a key's names; None if it takes none."""
     if key in _OWN_NAMES:
         return _OWN_NAMES[key]
     item = general_keys().get(key)
@@ -619,15 +617,15 @@ def all_keys() -> dict[str, Key]:
     Raises
     ------
     UserError
-        Two declare the same key in different ways: they have to share the declaration.
+        Two readers declare the same key differently.
     """
     return _keys_of(_all_readers())
 
 
 def keys_of(keys: Mapping[str, Any]) -> dict[str, Key]:
-    """Return what is known of the keys of one run, by the names that these hold.
+    """Return the declarations of a run's keys, by the names in them.
 
-    What is not installed here, a method of a user's own for example, is left out.
+    Readers that are not installed here are left out.
     """
     known = _keys_of(())
     for name, item in general_keys().items():
@@ -638,23 +636,23 @@ def keys_of(keys: Mapping[str, Any]) -> dict[str, Key]:
 
 
 def check_key(name: str, value: Any, further: Iterable[_Reader] = ()) -> tuple[Key, Any]:
-    """Return what is known of a key of any reader, and its value in the right type.
+    """Return the declaration of a key of any reader, and the converted value.
 
     Parameters
     ----------
     name : str
         The key as typed, dotted where it belongs to a reader: ``casa.gamma``.
     value : Any
-        As a person wrote it.
+        Value as written.
     further : Iterable[tuple[Registry, str]]
-        Readers that are not listed: a strategy that is given as ``module:Class``.
+        Unlisted readers: a strategy given as ``module:Class``.
 
     Raises
     ------
     UserError
         There is no such key, or the value is of another type or out of the range.
     """
-    # To know the keys of a strategy it has to be imported: no more of them than need be.
+    # Reading a strategy's keys imports it: as few as possible.
     strategy, dot, _ = name.partition(".")
     further = tuple(further)
     readers = dict.fromkeys([*_all_readers(), *further])
@@ -721,7 +719,7 @@ def _read(config: RunConfig, options_type: type[Any], prefix: str) -> Any:
         return options_type(**values)
     except UserError:
         raise
-    # A plug-in's dataclass checks what it likes, and raises what it likes.
+    # A plug-in's dataclass may raise anything.
     except Exception as error:
         where = f"{options_type.__module__}.{options_type.__qualname__}"
         raise UserError(

@@ -1,7 +1,7 @@
-"""A method in a user's own Flower app, in the place of one of Flower's strategies.
+"""Methods as replacements of Flower's strategies in a user's own Flower app.
 
-The loop speaks as it does with Raceme's own ClientApp; here its messages become those of Flower's
-own strategies, and replies under any names become what the loop reads.
+Converts the loop's messages to those of Flower's own strategies, and replies with any names to
+those that the loop reads.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from raceme.flower.messages import Run, array, array_record, refused, set_messag
 log = logging.getLogger("flwr")
 
 # -----------------------------------------------------------------------------
-# The arguments that Flower's strategies are made with, beside a method's hyper-parameters.
+# Arguments of Flower's strategies besides a method's hyper-parameters.
 # -----------------------------------------------------------------------------
 
 _FORMER = {
@@ -58,7 +58,7 @@ _FORMER = {
     "fit_metrics_aggregation_fn": "train_metrics_aggr_fn",
     "evaluate_metrics_aggregation_fn": "evaluate_metrics_aggr_fn",
 }
-"""What arguments were called in earlier versions of Flower."""
+"""Former names of arguments in Flower."""
 _TO_START = {
     "evaluate_fn": "evaluate_fn=...",
     "initial_parameters": "initial_arrays=...",
@@ -68,13 +68,13 @@ _TO_START = {
     "max_updates": "max_updates=...",
     "timeout": "timeout=...",
 }
-"""What is no property of a strategy but said at the start."""
+"""Arguments of `start` instead of a strategy's constructor."""
 
 
 def divided(
     method: str, parameters_type: type[Any], parameters: Any, arguments: Mapping[str, Any]
 ) -> tuple[Any, FlowerArguments]:
-    """Divide the arguments of a method into its hyper-parameters and what Flower's strategies take.
+    """Divide arguments into a method's hyper-parameters and Flower's arguments.
 
     Parameters
     ----------
@@ -83,15 +83,14 @@ def divided(
     parameters_type : type
         The dataclass of its hyper-parameters.
     parameters : dataclass or None
-        Hyper-parameters that were given together.
+        Hyper-parameters given as an object.
     arguments : Mapping[str, Any]
-        All other arguments, by keyword.
+        All keyword arguments.
 
     Raises
     ------
     UserError
-        An argument is unknown, of the wrong type or out of its range, or has no effect on the
-        method.
+        An argument is unknown, has the wrong type or range, or does not apply to the method.
     """
     if parameters is not None and not is_dataclass(parameters):
         raise UserError(
@@ -130,7 +129,7 @@ def divided(
 
 
 def check_share(method: Method, arguments: FlowerArguments) -> None:
-    """Raise UserError if clients are to take part by share, and the method chooses them itself."""
+    """Raise UserError for a share of clients if the method chooses them itself."""
     chooses = method.scheduling.rounds is not None and not hasattr(method.parameters, "fraction")
     if chooses and arguments.fraction_train < 1:
         name = type(method).__name__
@@ -142,12 +141,12 @@ def check_share(method: Method, arguments: FlowerArguments) -> None:
 
 
 def _checked(name: str, value: Any, default: object) -> Any:
-    """Check the type and the range of an argument.
+    """Check the type and range of an argument.
 
     Raises
     ------
     UserError
-        It is of another type, or out of its range.
+        The type or range is wrong.
     """
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if default is None:
@@ -171,23 +170,22 @@ def _checked(name: str, value: Any, default: object) -> Any:
 
 
 # -----------------------------------------------------------------------------
-# Dtype adapter: models as a user's ClientApp has them, and as a method can compute with them.
+# Dtype adapter: conversion between a user's models and float32 models.
 #
-# Most of a model are floating-point numbers that are averaged and compared. What is not, a mask of
-# booleans or of infinities, a table of large whole numbers, stays as it is: it travels along,
-# unchanged, and no method sees it.
+# Floating-point arrays are averaged and compared. Other arrays, such as masks or tables of large
+# integers, are sent unchanged and hidden from methods.
 # -----------------------------------------------------------------------------
 
 
 _BFLOAT16 = "bfloat16"
 _FLOATS = ("float", _BFLOAT16)
 _EXACT = 2**24
-"""Whole numbers up to here are exact as float32."""
+"""Largest integer that is exact as float32."""
 _MOST_NAMES = 3
 
 
 class DtypeAdapter:
-    """Translates between the records of a user's app and those that methods work on.
+    """Converts between the records of a user's app and those of methods.
 
     Parameters
     ----------
@@ -197,14 +195,14 @@ class DtypeAdapter:
     Attributes
     ----------
     initial : ArrayRecord
-        The part of it that methods work on; bfloat16 is widened to float32.
+        The part for methods, with bfloat16 widened to float32.
     carried : dict[str, Array]
-        Arrays that methods do not work on; clients get them as the user gave them.
+        Arrays hidden from methods, sent to clients unchanged.
 
     Raises
     ------
     UserError
-        There is nothing in the model that could be trained.
+        The model has nothing to train.
     """
 
     def __init__(self, initial: ArrayRecord) -> None:
@@ -230,10 +228,10 @@ class DtypeAdapter:
         self.initial = self.received(initial)
 
     def sent(self, model: ArrayRecord) -> ArrayRecord:
-        """Return a model as the user's app is to get it: all arrays, in the user's order."""
+        """Return a model for the user's app: all arrays, in the user's order."""
         if self._is_plain:
             return model
-        # One model goes to many clients in a row.
+        # Cached, since one model goes to many clients.
         if self._last is None or self._last[0] is not model:
             whole = {
                 name: self.carried[name] if name in self.carried else self._narrow(name, model)
@@ -243,24 +241,24 @@ class DtypeAdapter:
         return self._last[1]
 
     def _narrow(self, name: str, model: ArrayRecord) -> Array:
-        """Return an array of a model in the type that the user's has."""
+        """Return an array of a model in the user's dtype."""
         if name not in self._bfloat16:
             return model[name]
         values = np.ascontiguousarray(from_array(model[name]), np.float32)
         bits = values.view(np.uint32)
-        # To the nearest, of two as near ones to the even one.
+        # Round to nearest, ties to even.
         half = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
         rounded = (bits + half) >> np.uint32(16)
         made = to_array(rounded.astype(np.uint16).view("V2").reshape(values.shape))
         return array(_BFLOAT16, made.shape, made.stype, made.data)
 
     def received(self, model: ArrayRecord) -> ArrayRecord:
-        """Return the part of a user's model that methods work on.
+        """Return the part of a user's model for methods.
 
         Raises
         ------
         InvalidModelError
-            Its arrays have other names than those of the initial model.
+            Its arrays have other names than the initial model's.
         """
         if model.keys() != set(self._names):
             raise InvalidModelError(self._difference(model))
@@ -275,7 +273,7 @@ class DtypeAdapter:
         )
 
     def _difference(self, model: ArrayRecord) -> str:
-        """Say how the names of a model's arrays differ from those of the initial one."""
+        """Describe the differences of a model's array names from the initial ones."""
         missing = _some([name for name in self._names if name not in model])
         strange = _some([name for name in model if name not in self._names])
         parts = [f"without {missing}"] if missing else []
@@ -285,12 +283,12 @@ class DtypeAdapter:
 
 
 def _is_computed(name: str, values: Array) -> bool:
-    """Return whether an array takes part in what methods compute.
+    """Return whether methods compute with an array.
 
     Raises
     ------
     UserError
-        It is not readable.
+        It is unreadable.
     """
     try:
         numbers = from_array(values)
@@ -298,7 +296,7 @@ def _is_computed(name: str, values: Array) -> bool:
         raise UserError(f"initial_arrays: '{name}' cannot be used: {error}.") from None
     if numbers.dtype.kind == "f":
         return bool(np.isfinite(numbers).all())
-    # A count, such as that of batch normalisation's batches.
+    # A counter, e.g. of batch normalisation's batches.
     return numbers.dtype.kind in "iu" and bool((np.abs(numbers.astype(np.float64)) < _EXACT).all())
 
 
@@ -309,14 +307,14 @@ def _widened(values: Array) -> Array:
 
 
 def _some(names: list[str]) -> str:
-    """List the first names."""
+    """Return the first names as text."""
     shown = ", ".join(f"'{name}'" for name in names[:_MOST_NAMES])
     more = len(names) - _MOST_NAMES
     return f"{shown} and {more} more" if more > 0 else shown
 
 
 # -----------------------------------------------------------------------------
-# What users' ClientApps measure: under any names, with any weights.
+# Metrics of users' ClientApps, with any names and weights.
 # -----------------------------------------------------------------------------
 
 
@@ -325,31 +323,31 @@ Metrics = Mapping[str, object]
 _WORDS = re.compile(r"[^a-z0-9]+")
 _TESTED = ("eval", "evaluate", "evaluation", "test", "val", "valid", "validation")
 _SCALE = 1_000_000
-"""What a weight of 1 counts as, where weights are no numbers of examples."""
+"""Number of examples for a weight of 1, if weights are no numbers of examples."""
 
 
 def accuracy_name(metrics: Metrics) -> str | None:
-    """Return the name of the metric that is an accuracy; None if there is none.
+    """Return the name of the accuracy metric, if any.
 
-    One that is called so alone comes before one that says on what it was measured, and that
-    before any other that ends so; one of the training is none.
+    A plain name takes precedence over one with the test set's name, and that over other names with
+    this ending; training metrics do not count.
     """
     return _named(metrics, ("accuracy", "acc"))
 
 
 def loss_name(metrics: Metrics) -> str | None:
-    """Return the name of the metric that is a loss; None if there is none."""
+    """Return the name of the loss metric, if any."""
     return _named(metrics, ("loss",))
 
 
 def train_loss_name(metrics: Metrics) -> str | None:
-    """Return the name of the metric that is the loss of the training; None if there is none."""
+    """Return the name of the training loss metric, if any."""
     of_training = (["train", "loss"], ["training", "loss"])
     return next((n for n in metrics if _words(n) in of_training), None) or loss_name(metrics)
 
 
 def _named(metrics: Metrics, wanted: tuple[str, ...]) -> str | None:
-    """Return the number whose name ends with a word, the plainest name first."""
+    """Return the metric whose name ends with a word, the plainest name first."""
     found: dict[int, str] = {}
     for name, value in metrics.items():
         words = _words(name)
@@ -363,35 +361,34 @@ def _named(metrics: Metrics, wanted: tuple[str, ...]) -> str | None:
 
 
 def _words(name: str) -> list[str]:
-    """Return the words of a name: ``evalAcc``, ``eval_acc`` and ``eval-acc`` have the same."""
+    """Return the words of a name, equal for ``evalAcc``, ``eval_acc`` and ``eval-acc``."""
     apart = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)
     return [word for word in _WORDS.split(apart.lower()) if word] or [""]
 
 
 def examples_of(weight: float, are_examples: bool) -> int:
-    """Return the number of examples that a client counts as having.
+    """Return the number of examples of a client by its weight.
 
     Parameters
     ----------
     weight : float
-        What it states: finite, at least 0.
+        Stated weight: finite, at least 0.
     are_examples : bool
-        Whether the weights are numbers of examples. Others may be shares of 1: what counts is how
-        they compare.
+        Whether weights are numbers of examples. Others are relative, e.g. shares of 1.
     """
     scaled = weight if are_examples else weight * _SCALE
     return max(1, round(scaled)) if weight > 0 else 0
 
 
 def mean_of_replies(contents: Sequence[RecordDict], weighted_by_key: str) -> MetricRecord:
-    """Return the mean of each metric that all replies have, by weight; see `mean_metrics`.
+    """Return the weighted mean of each metric common to all replies; see `mean_metrics`.
 
     Parameters
     ----------
     contents : Sequence[RecordDict]
         Replies, each with one MetricRecord.
     weighted_by_key : str
-        The metric that is the weight, and no part of the result.
+        Weight metric, left out of the result.
     """
     measured = []
     for content in contents:
@@ -403,7 +400,7 @@ def mean_of_replies(contents: Sequence[RecordDict], weighted_by_key: str) -> Met
 
 
 def weight_of(metrics: Metrics, weighted_by_key: str) -> float | None:
-    """Return the weight that a client states; None if it is no number of at least 0."""
+    """Return a client's stated weight; None if it is no number of at least 0."""
     stated = metrics.get(weighted_by_key)
     if not isinstance(stated, int | float):
         return None
@@ -415,7 +412,7 @@ def weight_of(metrics: Metrics, weighted_by_key: str) -> float | None:
 
 
 def shown(metrics: Metrics) -> str:
-    """Return metrics for people: ``eval_loss 0.4123, eval_acc 0.8712``."""
+    """Format metrics: ``eval_loss 0.4123, eval_acc 0.8712``."""
     return ", ".join(f"{name} {_number(value)}" for name, value in metrics.items())
 
 
@@ -426,26 +423,26 @@ def _number(value: object) -> str:
 
 
 # -----------------------------------------------------------------------------
-# Reply adapter: what a user's ClientApp returns, as the loop reads it.
+# Reply adapter: conversion of replies of a user's ClientApp.
 # -----------------------------------------------------------------------------
 
 
 class ReplyAdapter:
-    """Turns what a user's functions return into what the loop reads.
+    """Converts replies of a user's functions to the loop's.
 
     Parameters
     ----------
     arguments : FlowerArguments
-        Say which metric is the weight, and may name the accuracy.
+        Arguments with the names of the weight and accuracy metrics.
     dtypes : DtypeAdapter
-        Adapts the models in replies to the dtypes that methods work on.
+        Converts the models in replies.
     keeps_numbers : bool
-        Whether a record of numbers beside the model is none of a model.
+        Whether a record of numbers besides the model is no model.
 
     Attributes
     ----------
     accuracy, loss : str or None
-        Names of the metrics of tests; found in the first one.
+        Names of the test metrics, found in the first test.
     """
 
     def __init__(
@@ -458,14 +455,14 @@ class ReplyAdapter:
         self._is_known = False
 
     def training(self, content: RecordDict) -> RecordDict:
-        """Return a trained model with its number of examples, under the names of the loop.
+        """Return a trained model and its number of examples with the loop's names.
 
         Raises
         ------
         InvalidReplyError
-            It is no single model with metrics and a weight above 0.
+            It is not a single model with metrics and a weight above 0.
         InvalidModelError
-            The model's arrays are not those that were sent.
+            The model's arrays differ from those sent.
         """
         models = dict(content.array_records)
         numbers = models.pop(names.NUMBERS, None) if self._keeps_numbers else None
@@ -499,7 +496,7 @@ class ReplyAdapter:
         return result
 
     def test(self, content: RecordDict) -> RecordDict:
-        """Return a test under the names of the loop.
+        """Return a test with the loop's names.
 
         Raises
         ------
@@ -512,7 +509,7 @@ class ReplyAdapter:
         told: dict[str, int | float] = {}
         settings = dict(content.config_records.get(names.CONFIG, {}))
         if names.UNIT in settings:
-            # A regression, in the words of Raceme's own ClientApp.
+            # A regression, as reported by Raceme's own ClientApp.
             return content
         accuracy = metrics.get(self.accuracy) if self.accuracy else None
         loss = metrics.get(self.loss) if self.loss else None
@@ -533,7 +530,7 @@ class ReplyAdapter:
         return examples_of(weight, self._weight == names.NUM_EXAMPLES)
 
     def _find(self, metrics: MetricRecord) -> None:
-        """Choose what is the accuracy and what is the loss, and say it."""
+        """Choose the accuracy and loss metrics, and log them."""
         self._is_known, listed = True, ", ".join(metrics)
         self.accuracy, self.loss = accuracy_name(metrics), loss_name(metrics)
         if self._named and self._named in metrics:
@@ -567,25 +564,24 @@ def _metrics_of(content: RecordDict) -> MetricRecord:
 
 
 # -----------------------------------------------------------------------------
-# Names of clients that are not greeted: their node's, until a reply states an id.
+# Names of clients without greetings: their node's until a reply states an id.
 # -----------------------------------------------------------------------------
 
 
 class Names:
-    """The names of clients: those that the loop uses, and those that they state themselves.
+    """Names of clients: the loop's and the stated ones.
 
-    The loop knows a client by its node from the moment it is connected. A client that states an id
-    is reported by that; if the same id comes from another node later, the device has started anew,
-    and the client goes on there as the one that it was.
+    The loop identifies a client by its node once connected. A stated id is used in reports; if it
+    comes from another node later, the device has restarted and the client continues there.
 
     Attributes
     ----------
     stated : dict[str, str]
-        Name in the loop to the id that the client states.
+        Stated ids by loop name.
     mistaken : set[str]
-        Names of nodes that turned out to be other clients.
+        Names of nodes that are other clients.
     moved : set[int]
-        Nodes that have to be greeted again, under another name.
+        Nodes to greet again under another name.
     """
 
     def __init__(self) -> None:
@@ -600,22 +596,21 @@ class Names:
         return self._of_node.setdefault(node, f"node-{node}")
 
     def hear(self, node: int, content: RecordDict, online: Callable[[], Iterable[int]]) -> str:
-        """Take note of the id that a reply states, if it does.
+        """Record the id that a reply states, if any.
 
         Parameters
         ----------
         node : int
-            Where the reply comes from.
+            Node of the reply.
         content : RecordDict
-            Records of the reply, of which one may state a ``client-id``.
+            Records of the reply, possibly with a ``client-id``.
         online : Callable
-            Returns the nodes that are connected.
+            Returns the connected nodes.
 
         Returns
         -------
         str
-            Why the reply cannot be used: it comes from another client than was known; empty if it
-            can.
+            Reason if the reply is unusable because its client changed, else empty.
         """
         said = (record.get(names.CLIENT_ID) for record in content.config_records.values())
         ids = (each for each in said if isinstance(each, str) and names.name_of(each))
@@ -637,11 +632,11 @@ class Names:
         return f"it is '{stated}', a known client: it goes on as that"
 
     def shown(self, event: Any) -> Any:
-        """Return a report in which clients have the names that they state."""
+        """Return a report with clients' stated names."""
         return self.told(event) if self.stated else event
 
     def told(self, value: Any) -> Any:
-        """Replace the loop's names in a report, or in a part of one."""
+        """Replace the loop's names in a report or a part of it."""
         if isinstance(value, str):
             return self.stated.get(value, value)
         if isinstance(value, Mapping):
@@ -658,12 +653,12 @@ class Names:
 
 
 # -----------------------------------------------------------------------------
-# The check that a ClientApp does the kinds of work that a method asks for.
+# Check that a ClientApp supports a method's kinds of work.
 # -----------------------------------------------------------------------------
 
 
 NOT_REGISTERED = "function registered"
-"""What Flower's ClientApp says where the user has written no function for a type of message."""
+"""Flower's error for a ClientApp without a function for a message type."""
 SNIPPET = """
     from raceme.client_app import AddedKinds, OwnData
 
@@ -675,37 +670,37 @@ SNIPPET = """
     app = ClientApp(mods=[kinds])
     app.query()(kinds.answer)
 """
-"""What a user adds to a ClientApp."""
+"""Code that a user adds to a ClientApp."""
 
 
 # -----------------------------------------------------------------------------
-# Rounds and their metrics as Flower's users know them, also for methods that work in no rounds.
+# Flower-style rounds and metrics, also for methods without rounds.
 # -----------------------------------------------------------------------------
 
 
 class Rounds:
-    """Counts the rounds of a run, and aggregates the metrics of training and of tests by round.
+    """Counts the rounds of a run, and aggregates training and test metrics by round.
 
-    A method that works in rounds, or in windows, counts its own. Of another one a round is as many
-    updates as clients take part: those that train at a time.
+    Methods with rounds or windows count their own. For others, a round is as many updates as
+    clients train at a time.
 
     Parameters
     ----------
     method : Method
         The method whose rounds are counted.
     arguments : FlowerArguments
-        Say how many clients take part, and how metrics are aggregated.
+        Arguments with participation and aggregation of metrics.
     is_over : Callable
-        Called with the number of each round that is over, and its metrics; None if there are none.
+        Receives the number of each completed round and its metrics, if any.
 
     Attributes
     ----------
     over : int
         Number of rounds completed so far.
     tests : list[int]
-        Rounds whose models were tested, or are being tested.
+        Rounds with completed or current tests.
     trained, tested : dict[int, MetricRecord]
-        Number of a round to what clients have measured in it, aggregated.
+        Aggregated client metrics by round.
     """
 
     def __init__(
@@ -718,7 +713,7 @@ class Rounds:
         self._before = method.scheduling.rounds or 0
         self._ended_at = method.progress.updates
         self._end = 0
-        # Replies that are on their way through the loop, by client: it may refuse them.
+        # Replies being processed by the loop, by client, which it may refuse.
         self._returned: dict[str, list[RecordDict]] = {}
         self._applied: list[RecordDict] = []
         self._answers: list[RecordDict] = []
@@ -731,16 +726,16 @@ class Rounds:
 
     @property
     def number(self) -> int:
-        """Number of the round that is under way, or else of the last one; 0 before any update."""
+        """Number of the current or last round; 0 before any update."""
         return self.over + (self._method.progress.updates > self._ended_at)
 
     @property
     def last_test(self) -> int:
-        """Number of the round whose models were tested last; 0 before the first test."""
+        """Number of the last tested round; 0 before the first test."""
         return self.tests[-1] if self.tests else 0
 
     def look(self) -> None:
-        """Notice the rounds that are over by now."""
+        """Process completed rounds."""
         updates = self._method.progress.updates
         own = self._method.scheduling.rounds
         if own is not None:
@@ -748,7 +743,7 @@ class Rounds:
                 self._close(updates)
             return
         if updates == self._ended_at:
-            # The number of participants of the first round is known when a client has answered.
+            # The size of the first round is known after the first answer.
             return
         taking_part = max(1, self._arguments.trained(len(self._method.progress.fleet.by_node)))
         self._end = self._end or self._ended_at + taking_part
@@ -765,29 +760,29 @@ class Rounds:
     # Metrics.
 
     def returned(self, client: str, content: RecordDict) -> None:
-        """Note a client's reply to training."""
+        """Record a client's training reply."""
         kept = content
         if self._arguments.train_metrics_aggr_fn is None:
-            # Without the model, which would be kept for a whole round.
+            # Without the model, to save memory during the round.
             kept = RecordDict(dict(content.metric_records))
         self._returned.setdefault(client, []).append(kept)
 
     def applied(self, client: str) -> None:
-        """Note that the first of a client's replies was made use of."""
+        """Record the use of a client's first reply."""
         if returned := self._returned.get(client):
             self._applied.append(returned.pop(0))
 
     def refused(self, client: str) -> None:
-        """Forget the last of a client's replies."""
+        """Drop a client's last reply."""
         if returned := self._returned.get(client):
             returned.pop()
 
     def answered(self, content: RecordDict) -> None:
-        """Note a client's test."""
+        """Record a client's test."""
         self._answers.append(content)
 
     def close_test(self) -> MetricRecord | None:
-        """Aggregate what was measured in the test under way; None if nothing was."""
+        """Aggregate the metrics of the current test; None without any."""
         function = self._arguments.evaluate_metrics_aggr_fn
         return self._aggregate(self._answers, function, self.tested, self.last_test)
 
@@ -798,7 +793,7 @@ class Rounds:
         by_round: dict[int, MetricRecord],
         number: int,
     ) -> MetricRecord | None:
-        """Aggregate replies with the user's function, or as their mean, and forget them."""
+        """Aggregate replies by the user's function or their mean, and drop them."""
         replies = [content for content in contents if len(content.metric_records) == 1]
         contents.clear()
         if not replies:
@@ -810,31 +805,31 @@ class Rounds:
 
 
 # -----------------------------------------------------------------------------
-# A grid between the loop and ClientApps that know nothing of Raceme.
+# A grid between the loop and unmodified ClientApps.
 # -----------------------------------------------------------------------------
 
 
 class FlowerGrid(OwnGrid):
-    """Speaks Flower's own words with ClientApps, whatever grid they are on.
+    """Exchanges Flower-style messages with ClientApps on any grid.
 
     Parameters
     ----------
     grid : Grid
-        The grid that reaches the ClientApps: Flower's own, or a virtual one.
+        Grid of the ClientApps: Flower's or a virtual one.
     arguments : FlowerArguments
         Names of records and of the weight.
     dtypes : DtypeAdapter
         Adapts models to the dtypes of the user's app, and back.
     rounds : Rounds
-        Know the number of the round that messages state, and are told what clients measure.
+        Rounds, which number messages and receive metrics.
     heard : Callable
-        Is told a client's number of examples, with each reply.
+        Receives a client's number of examples with each reply.
     greets : bool
-        Whether clients are greeted: their ClientApp does Raceme's kinds of work.
+        Whether clients are greeted because their ClientApp supports Raceme's kinds of work.
     """
 
     keeps_messages = False
-    """A run of this kind is not brought back."""
+    """Such runs cannot be resumed."""
 
     def __init__(
         self,
@@ -886,16 +881,16 @@ class FlowerGrid(OwnGrid):
         return self._grid.run
 
     def get_node_ids(self) -> Iterable[int]:
-        """Return the nodes that are connected.
+        """Return the connected nodes.
 
-        One that turned out to be another client is left out once, so that it is greeted anew.
+        A node that is another client is left out once, so that it is greeted again.
         """
         online = list(self._grid.get_node_ids())
         moved, self.names.moved = self.names.moved, set()
         return [node for node in online if node not in moved]
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Send messages as Flower's own strategies would; a greeting is answered here."""
+        """Send messages like Flower's own strategies; greetings are answered here."""
         pushed: list[str] = []
         for message in messages:
             is_greeting = message.metadata.message_type == MessageType.QUERY and not message.content
@@ -921,10 +916,10 @@ class FlowerGrid(OwnGrid):
         translated = [self._translated(message) for message in messages]
         return self._received(self._grid.send_and_receive(translated, timeout=timeout))
 
-    # On the way out.
+    # Outgoing messages.
 
     def _introduced(self, greeting: Message) -> str:
-        """Answer a greeting for a client that could not."""
+        """Answer a greeting on behalf of a client."""
         self._count += 1
         key = f"greeting-{self._count}"
         set_message_id(greeting, key)
@@ -933,7 +928,7 @@ class FlowerGrid(OwnGrid):
         return key
 
     def _translated(self, message: Message) -> Message:
-        """Let a message say what those of Flower's own strategies say."""
+        """Convert a message to that of Flower's own strategies."""
         content = RecordDict()
         settings: dict[str, Any] = {}
         for name, record in message.content.items():
@@ -951,17 +946,17 @@ class FlowerGrid(OwnGrid):
         message.content = content
         return message
 
-    # On the way in.
+    # Incoming replies.
 
     def _known(self, message_ids: Iterable[str]) -> list[Message]:
-        """Return the answers to greetings that are given here."""
+        """Return the answers to greetings made here."""
         return [self._answers.pop(key) for key in message_ids if key in self._answers]
 
     def _received(self, replies: Iterable[Message]) -> list[Message]:
         return [self._read(reply) for reply in replies]
 
     def _read(self, reply: Message) -> Message:
-        """Let a reply say what the loop reads; one that is of no use becomes an error."""
+        """Convert a reply for the loop; unusable ones become errors."""
         metadata = reply.metadata
         client = self._sent_to.pop(metadata.reply_to_message_id, None)
         category = metadata.message_type.partition(".")[0]
@@ -975,7 +970,7 @@ class FlowerGrid(OwnGrid):
             if category == MessageType.EVALUATE:
                 self._rounds.answered(content)
                 reply.content = self._replies.test(content)
-            # An app that does Raceme's kinds of work may answer training without a model.
+            # Apps with Raceme's kinds of work may answer training without a model.
             elif category == MessageType.TRAIN and (
                 not self._greets or content.array_records.keys() - {names.NUMBERS}
             ):
@@ -991,19 +986,19 @@ class FlowerGrid(OwnGrid):
         return reply
 
     def _check_identity(self, node: int, client: str | None, content: RecordDict) -> None:
-        """Raise InvalidReplyError if a reply comes from another client than it was asked of."""
+        """Raise InvalidReplyError if a reply comes from another client than the queried one."""
         if client is not None and client != self.names.of(node):
             raise InvalidReplyError("it was asked of a node that turned out to be another client")
         if reason := self.names.hear(node, content, self._grid.get_node_ids):
             raise InvalidReplyError(reason)
 
     def _check_error(self, reply: Message, category: str) -> None:
-        """Notice that the user's ClientApp has no function for a type of message.
+        """Detect a user's ClientApp without a function for a message type.
 
         Raises
         ------
         UserError
-            It has none for training.
+            It has no function for training.
         """
         if f"No {category} {NOT_REGISTERED}" not in (reply.error.reason or ""):
             return
@@ -1015,13 +1010,13 @@ class FlowerGrid(OwnGrid):
 
 
 # -----------------------------------------------------------------------------
-# Flower-style log: what a run tells meanwhile, to Flower's logger.
+# Flower-style log of a run's progress, to Flower's logger.
 # -----------------------------------------------------------------------------
 
 
 _MEGABYTE = 1024**2
 _MOST_CLUSTERS = 8
-"""Clusters that a line names."""
+"""Maximum number of clusters in a line."""
 
 
 class FlowerLog(events.EventHandler):
@@ -1030,9 +1025,9 @@ class FlowerLog(events.EventHandler):
     Parameters
     ----------
     length : str
-        How long the run is, in words of its head: ``"/3"`` rounds, or nothing.
+        Length of the run in log headings: ``"/3"`` rounds, or empty.
     is_virtual : bool
-        Whether times are on a virtual clock; the log then says so.
+        Whether times are virtual, which the log states.
     """
 
     def __init__(self, length: str, is_virtual: bool) -> None:
@@ -1044,26 +1039,26 @@ class FlowerLog(events.EventHandler):
         self.time = 0.0
 
     def __call__(self, event: events.Event) -> None:
-        """Take note of an event; tell it if it is news by itself."""
+        """Process an event; log it if it is news."""
         self.time = event.time
         super().__call__(event)
 
     def on_update_applied(self, event: events.UpdateApplied) -> None:
-        """Count the event to the round that it falls into."""
+        """Count the event in its round."""
         self._updates.append(event)
 
     def on_update_rejected(self, event: events.UpdateRejected) -> None:
-        """Count the event to the round that it falls into."""
+        """Count the event in its round."""
         self._rejected += 1
 
     def on_clusters_changed(self, event: events.ClustersChanged) -> None:
-        """Tell splits, merges and new clusters."""
+        """Log splits, merges and new clusters."""
         if is_news(event):
             line = change_line(event)
             _tell(f"\t├── {line[0].upper()}{line[1:]}")
 
     def round_over(self, number: int, metrics: MetricRecord | None) -> None:
-        """Tell what a round's worth of updates was."""
+        """Log a round of updates."""
         updates = self._updates
         staleness = [update.staleness for update in updates]
         parts = [
@@ -1084,9 +1079,9 @@ class FlowerLog(events.EventHandler):
     def tested(
         self, number: int, report: events.Evaluated | None, metrics: MetricRecord | None
     ) -> None:
-        """Tell what clients have measured of the models of a round, and in which cluster.
+        """Log clients' tests of a round's models, by cluster.
 
-        Without a report none of it is an accuracy or a loss.
+        Without a report there is neither accuracy nor loss.
         """
         if report is None:
             if metrics is not None:
@@ -1108,7 +1103,7 @@ class FlowerLog(events.EventHandler):
     def tested_centrally(
         self, number: int, mean: MetricRecord, clusters: Mapping[int, MetricRecord]
     ) -> None:
-        """Tell what the server has measured itself, of each cluster's model."""
+        """Log the server's own test of each cluster's model."""
         if not number:
             _tell(f"Initial global evaluation results: {shown(mean)}")
             return
@@ -1118,7 +1113,7 @@ class FlowerLog(events.EventHandler):
         _tell(f"\t└── Global evaluation: {shown(mean)}")
 
     def ended(self, result: RunResult, seconds: float) -> None:
-        """Tell what a run has come to: a table of the clusters, and the result."""
+        """Log the end of a run: a table of the clusters, and the result."""
         last = self._last
         sizes = Counter(home(weights) for weights in result.client_clusters.values())
         means = {} if last is None else _by_cluster(last)
@@ -1144,7 +1139,7 @@ def _by_cluster(report: events.Evaluated) -> dict[int, tuple[float, int]]:
 
 
 class _ToFlower(logging.Handler):
-    """Hands Raceme's log lines on to Flower's logger."""
+    """Passes Raceme's log lines to Flower's logger."""
 
     def emit(self, record: logging.LogRecord) -> None:
         log.log(record.levelno, record.getMessage())
@@ -1152,7 +1147,7 @@ class _ToFlower(logging.Handler):
 
 @contextmanager
 def through_flower() -> Iterator[None]:
-    """Let what Raceme logs be seen with Flower's lines, unless it is seen already."""
+    """Show Raceme's log lines with Flower's, unless shown already."""
     logger = logging.getLogger("raceme")
     if logger.handlers:
         yield
@@ -1169,32 +1164,32 @@ def through_flower() -> Iterator[None]:
 
 
 # -----------------------------------------------------------------------------
-# A method in a user's own Flower app, in the place of one of Flower's strategies.
+# Methods as replacements of Flower's strategies in a user's own Flower app.
 # -----------------------------------------------------------------------------
 
 
 _LOOK_SECONDS = 1.0
-"""From one look at the connected nodes to the next, before a run."""
+"""Interval of checks of connected nodes before a run."""
 _ASKING_SECONDS = 60.0
-"""How long the first client is waited for that says what its ClientApp can do."""
+"""Time limit for the first client's answer about its ClientApp."""
 _FEWEST_USELESS, _USELESS_EACH = 12, 3
-"""Replies of no use, in all and for each client, after which no client is taken to be able."""
+"""Unusable replies, in total and per client, after which the ClientApp is considered unsuitable."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FlowerRun:
-    """What the `start` of one of Flower's strategies is told, and a little more.
+    """Arguments of `start` of Flower's strategies, and additions.
 
     Attributes
     ----------
     grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate_fn
         As for Flower's own strategies.
     should_stop : Callable, optional
-        As from Flower 1.43 on: called after each round, with its number and the result so far.
+        As in Flower 1.43: called after each round, with its number and the result so far.
     max_updates : int or None
         Updates after which the run ends, instead of rounds.
     max_time : float or None
-        Time at which it ends at the latest, in seconds.
+        Time limit in seconds.
     greet : bool
         Whether clients are greeted, as Raceme's own ClientApp expects.
     """
@@ -1216,7 +1211,7 @@ class FlowerRun:
     starts: Sequence[Vector] = ()
 
     def check(self) -> None:
-        """Raise UserError if the run could not begin, or would never end."""
+        """Raise UserError if the run cannot start or would never end."""
         if not isinstance(self.initial_arrays, ArrayRecord) or not self.initial_arrays:
             raise UserError(
                 "initial_arrays must be an ArrayRecord with the model's arrays, e.g. "
@@ -1229,7 +1224,7 @@ class FlowerRun:
 
     @property
     def length(self) -> str:
-        """How long the run is, in words."""
+        """Length of the run in words."""
         if self.max_updates is not None:
             return f"Number of updates: {self.max_updates}"
         return f"Number of rounds: {self.num_rounds}"
@@ -1237,7 +1232,7 @@ class FlowerRun:
 
 @shown_by_flower()
 def start(method: Method, **told: Any) -> RunResult:
-    """Run a method with ClientApps that know nothing of Raceme.
+    """Run a method with unmodified ClientApps.
 
     Parameters
     ----------
@@ -1247,8 +1242,8 @@ def start(method: Method, **told: Any) -> RunResult:
     Raises
     ------
     UserError
-        There is no such argument; the run cannot begin; the ClientApp cannot train, or cannot do
-        what the method asks for; no client has returned anything of use.
+        There is no such argument, the run cannot start, the ClientApp does not support the method,
+        or no client returned a usable reply.
     """
     known = [item.name for item in fields(FlowerRun)]
     for name in told:
@@ -1266,24 +1261,24 @@ def start(method: Method, **told: Any) -> RunResult:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class FlowerPlan(Plan):
-    """A plan by rounds: when to stop, when to test, and with which clients.
+    """A plan in rounds: end, tests, and their clients.
 
     Attributes
     ----------
     run : _Run
-        The run that it belongs to.
+        Its run.
     """
 
     run: _Run
 
     def places(self, online: int) -> int | None:
-        """Return how many clients train at a time; None stands for all."""
+        """Return how many clients train at a time; None for all."""
         taking_part = self.run.arguments.trained(online)
         has_rounds = self.run.method.scheduling.rounds is not None
         return None if has_rounds or taking_part >= online else taking_part
 
     def limit(self, updates: int, num_updates: int, now: float, rounds: int | None = None) -> str:
-        """Return which limit is reached, in words."""
+        """Return the reached limit in words."""
         over = self.run.look()
         if self.run.told.max_updates is None and over >= self.run.told.num_rounds:
             return rounds_over(self.run.told.num_rounds)
@@ -1298,11 +1293,11 @@ class FlowerPlan(Plan):
         return progress.updates > progress.evaluated_at and counted.over > counted.last_test
 
     def testers(self, online: Sequence[Client]) -> Sequence[Client]:
-        """Return the clients that test models now; as with Flower, none before the first round."""
+        """Return the clients that test models; as in Flower, none before the first round."""
         rounds = self.run.rounds
         number = rounds.over
         if not number or number in rounds.tests:
-            # Before the first round, or what comes after the last whole one, at the end.
+            # Before the first round, or after the last complete one at the end.
             number = rounds.number
         self.run.begin_test(number)
         count = self.run.arguments.tested(len(online)) if number and self.run.grid.tests else 0
@@ -1310,7 +1305,7 @@ class FlowerPlan(Plan):
 
 
 class _Run(events.EventHandler):
-    """The parts of a run, and how they hear of each other."""
+    """The parts of a run and their connections."""
 
     def __init__(self, method: Method, told: FlowerRun) -> None:
         self.method, self._name = method, type(method).__name__
@@ -1330,19 +1325,19 @@ class _Run(events.EventHandler):
             heard=self._heard,
         )
         self.rng = method.rng.spawn(1)[0]
-        # The round whose models the server has tested last.
+        # Last round tested by the server.
         self._tested = -1
         self._useless = 0
-        # The round that the user was asked about last, and after which it is to end.
+        # Last round passed to the user's stop function, and the round after which to stop.
         self._asked = self.stopped_after = 0
 
     def prepare(self) -> int:
-        """Tell what begins, and wait for nodes enough; return how many are connected.
+        """Log the start, wait for enough nodes, and return their number.
 
         Raises
         ------
         UserError
-            The run cannot begin.
+            The run cannot start.
         """
         method = self.method
         self._check_server()
@@ -1357,7 +1352,7 @@ class _Run(events.EventHandler):
         return online
 
     def result(self, online: int) -> RunResult:
-        """Run; return what it leaves, by rounds, with models that load, and clients' own names."""
+        """Run; return the result by rounds, with the user's models and clients' own names."""
         told, method, dtypes = self.told, self.method, self._dtypes
         if isinstance(method.scheduling, InRounds):
             method.scheduling.least = self.arguments.min_train_nodes
@@ -1391,10 +1386,10 @@ class _Run(events.EventHandler):
         }
         return result
 
-    # The beginning.
+    # Start.
 
     def _check_server(self) -> None:
-        """Raise UserError if the method measures models on samples of the server's and has none."""
+        """Raise UserError if the method needs samples of the server."""
         probe, starts = self.told.probe, self.told.starts
         try:
             self.method.check_server(0 if probe is None else probe.sets, bool(starts))
@@ -1408,7 +1403,7 @@ class _Run(events.EventHandler):
             ) from None
 
     def _tell_start(self) -> None:
-        """Tell with what a strategy begins, as Flower's own do."""
+        """Log the start of a strategy, like Flower's own."""
         arguments, told = self.arguments, self.told
         size = sum(len(values.data) for values in told.initial_arrays.values()) / _MEGABYTE
         _tell(
@@ -1433,14 +1428,14 @@ class _Run(events.EventHandler):
         )
 
     def _check_kinds(self) -> None:
-        """Greet one client, as Raceme's ClientApp can answer, before all others are greeted.
+        """Greet one client before all others, to check its ClientApp.
 
-        Without an answer the run begins all the same.
+        Without an answer the run starts anyway.
 
         Raises
         ------
         UserError
-            The ClientApp has no function for queries, and so none for the method's kinds of work.
+            The ClientApp has no function for queries, and thus for the method's kinds of work.
         """
         grid, clock, needs = self.told.grid, self._clock, self.method.needs.kinds
         patience = min(_ASKING_SECONDS, self.told.timeout)
@@ -1463,12 +1458,12 @@ class _Run(events.EventHandler):
             )
 
     def _wait_for_nodes(self) -> int:
-        """Wait until nodes enough are connected; return how many are.
+        """Wait until enough nodes are connected; return their number.
 
         Raises
         ------
         UserError
-            On virtual time they do not come.
+            On virtual time, they will not connect.
         """
         clock, timeout = self._clock, self.told.timeout
         wanted, last, began = max(1, self.arguments.min_available_nodes), -1, clock.now()
@@ -1487,39 +1482,39 @@ class _Run(events.EventHandler):
             clock.wait((), clock.now() + _LOOK_SECONDS)
         return online
 
-    # What clients and the loop report.
+    # Reports of clients and the loop.
 
     def _heard(self, name: str, examples: int) -> None:
-        """Note a client's number of examples, which no greeting has told."""
+        """Record a client's number of examples, unknown without a greeting."""
         client = self.method.progress.fleet.clients.get(name)
         if client is not None and client.num_examples != examples:
             client.num_examples = examples
 
     def __call__(self, event: events.Event) -> None:
-        """Take note of an event, and pass it on under the clients' own names."""
+        """Process an event, and pass it on with clients' own names."""
         super().__call__(event)
         shown = self.grid.names.shown(event)
         self.log(shown)
         self.told.observe(shown)
 
     def on_update_applied(self, event: events.UpdateApplied) -> None:
-        """Count the event to the round that it falls into."""
+        """Count the event in its round."""
         self.rounds.applied(event.client)
         self._useless = -1
 
     def on_evaluated(self, event: events.Evaluated) -> None:
-        """Tell it with what clients have measured beside."""
+        """Log it with clients' further metrics."""
         self._close_test(event)
 
     def on_update_rejected(self, event: events.UpdateRejected) -> None:
-        """Raise UserError if no client is able to return anything of use."""
+        """Raise UserError if no client can return a usable reply."""
         self.rounds.refused(event.client)
         if self._useless < 0:
             return
         self._useless += 1
         clients = len(self.method.progress.fleet.clients)
         if self._useless >= max(_FEWEST_USELESS, _USELESS_EACH * clients):
-            # The refusal of that reply is still being handled: it is not shown beside this.
+            # Hides the refusal of that reply, which is still being handled.
             raise UserError(
                 f"None of {self._useless} replies could be used; the last one, of {event.client}: "
                 f"{event.reason}"
@@ -1528,24 +1523,24 @@ class _Run(events.EventHandler):
     # Rounds and tests.
 
     def look(self) -> int:
-        """Notice what is over by now, test on the server if a round is; return how many are."""
+        """Process completed rounds with tests on the server; return their number."""
         self.rounds.look()
         self._test_centrally(self.rounds.over)
         return self.rounds.over
 
     def begin_test(self, number: int) -> None:
-        """Gather the tests of the models of a round from now on."""
+        """Start to collect tests of a round's models."""
         self._close_test(None)
         self.rounds.tests.append(number)
 
     def _close_test(self, report: events.Evaluated | None) -> None:
-        """Aggregate and tell the test under way; without a report it has no score."""
+        """Aggregate and log the current test; without a report it has no score."""
         number = self.rounds.last_test
         self.log.tested(number, report, self.rounds.close_test())
         self._ask_to_stop(number)
 
     def _ask_to_stop(self, number: int) -> None:
-        """Let the user's function end the run after a round, once its models are tested."""
+        """Call the user's stop function after a round whose models are tested."""
         should_stop = self.told.should_stop
         if should_stop is None or number <= self._asked or self.stopped_after:
             return
@@ -1563,7 +1558,7 @@ class _Run(events.EventHandler):
             self.stopped_after = number
 
     def _test_centrally(self, number: int) -> None:
-        """Let the user's function test the models of a round, unless it has: 0 at the start."""
+        """Test a round's models by the user's function, once; round 0 at the start."""
         test = self.told.evaluate_fn
         if test is None or number <= self._tested:
             return
@@ -1574,7 +1569,7 @@ class _Run(events.EventHandler):
                 self.method, packer, lambda arrays: test(number, self._dtypes.sent(arrays))
             )
         else:
-            # A method whose clusters begin with their clients.
+            # Methods whose clusters start from their clients' models.
             mean, clusters = test(number, self.told.initial_arrays), {}
         if mean is not None:
             result = self.method.result

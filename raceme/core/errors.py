@@ -1,4 +1,4 @@
-"""Errors whose text tells the user what is wrong, and what to do instead."""
+"""Errors with problem and remedy, and printable foreign text."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from typing import TextIO
 
 
 def plain(text: str) -> str:
-    r"""Return a text without what a terminal or a log should not get.
+    r"""Return a text without characters that are unsafe in terminals and logs.
 
-    Line breaks are blanks; controls, changes of the writing direction and halves of characters are
-    written as escapes, ``\x1b``.
+    Line breaks become blanks; control characters, changes of writing direction and surrogates
+    become escapes, ``\x1b``.
     """
     if text.isascii() and text.isprintable():
         return text
@@ -33,13 +33,13 @@ def _plain_letter(letter: str) -> str:
 
 
 LONGEST_LINE = 300
-"""Letters of a line that is made of foreign text."""
+"""Maximum characters of a line of foreign text."""
 _LONGEST_QUOTE = 60
-"""Letters of one word of it."""
+"""Maximum characters of a quoted word."""
 
 
 def printable(text: object, longest: int = LONGEST_LINE) -> str:
-    r"""Return foreign text as it may stand in a log or a terminal.
+    r"""Return foreign text in printable form for logs and terminals.
 
     One short line: line breaks are blanks, and what no terminal should get (controls, changes of
     the writing direction, halves of characters) is written as an escape, ``\x1b``.
@@ -49,16 +49,16 @@ def printable(text: object, longest: int = LONGEST_LINE) -> str:
     text : object
         A text; of anything else its Python notation, of which only the beginning is looked at.
     longest : int
-        Letters at most; what is left out is marked by ``…``.
+        Maximum characters; omissions are marked by ``…``.
     """
     whole = text if isinstance(text, str) else _notation(text)
-    # Escapes are longer than what they stand for: no more than this can be shown.
+    # Escapes only lengthen the text, so the rest cannot be shown.
     line = plain(whole[: longest + 1]).strip()
     return line if len(line) <= longest else line[: longest - 1] + "…"
 
 
 def quoted(text: object) -> str:
-    """Return one word of foreign text, shortened; a text in quotation marks."""
+    """Return one shortened word of foreign text; texts are quoted."""
     word = printable(text, _LONGEST_QUOTE)
     return f"'{word}'" if isinstance(text, str) else word
 
@@ -66,7 +66,7 @@ def quoted(text: object) -> str:
 def _notation(value: object) -> str:
     try:
         return _SHORT.repr(value)
-    # Whatever a value's own notation raises must not end a run.
+    # An exception in a value's repr must not end a run.
     except Exception:
         return f"<{type(value).__name__}>"
 
@@ -76,27 +76,27 @@ _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = LONGEST_LINE
 
 
 _LONGEST_MESSAGE = 2000
-"""Letters of a message at most; ours are shorter, and what they quote is short already."""
+"""Maximum characters of a message; ours are shorter."""
 
 _Error = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
 
 
 class PlainFormatter(logging.Formatter):
-    """Formats as `logging.Formatter` does, after the message was made printable.
+    """A `logging.Formatter` for printable messages.
 
-    What a device, a SuperLink or an app says reaches a message in many ways, in the text of an
-    exception for example; whatever way that is, it steers no terminal and forges no line.
+    Texts of devices, SuperLinks and apps reach messages in many ways, e.g. in exceptions; they must
+    neither control a terminal nor forge lines.
     """
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
-        """Return the message without control characters, cut to a bearable length."""
+        """Return the message without control characters, truncated."""
         record.message = printable(record.message, _LONGEST_MESSAGE)
         return super().formatMessage(record)
 
     def formatException(self, ei: _Error) -> str:  # noqa: N802
         """Return a traceback, each line of it printable."""
         lines = super().formatException(ei).split("\n")
-        # A line is indented, which says what belongs to what.
+        # Keep the indentation of lines.
         return "\n".join(
             line[: len(line) - len(line.lstrip(" "))] + printable(line, _LONGEST_MESSAGE)
             for line in lines
@@ -104,7 +104,7 @@ class PlainFormatter(logging.Formatter):
 
 
 def show_log(stream: TextIO, formatter: logging.Formatter, level: int = logging.INFO) -> None:
-    """Write Raceme's log lines to a stream, and to nothing else."""
+    """Write Raceme's log lines to a stream only."""
     handler = logging.StreamHandler(stream)
     handler.setFormatter(formatter)
     logger = logging.getLogger("raceme")
@@ -114,21 +114,21 @@ def show_log(stream: TextIO, formatter: logging.Formatter, level: int = logging.
 
 
 # -----------------------------------------------------------------------------
-# Errors whose text tells the user what is wrong, and what to do instead.
+# Errors with problem and remedy, and printable foreign text.
 # -----------------------------------------------------------------------------
 
 
 class UserError(Exception):
-    """Something the user asked for cannot be done; the message says what to do instead.
+    """A user's error; the message has the problem and the remedy.
 
     The command line prints the message without a traceback and exits with code 2.
 
     Parameters
     ----------
     message : str
-        Quotes what was typed, or stands in a file; made one printable line.
+        One printable line.
     snippet : str
-        Lines of ours to be copied, which come after it as they are.
+        Lines to copy, appended unchanged.
     """
 
     def __init__(self, message: str, snippet: str = "") -> None:
@@ -136,10 +136,10 @@ class UserError(Exception):
 
 
 class _OneLine(logging.Filter):
-    """Reduces what Flower logs about a UserError of a ServerApp to its message.
+    """Reduces Flower's log of a ServerApp's UserError to its message.
 
-    Flower logs the traceback, and then an exit code with a link to its explanation. The run has
-    failed for Flower all the same.
+    Flower logs the traceback, and then an exit code with a link. For Flower the run has failed
+    anyway.
     """
 
     def __init__(self, error: UserError) -> None:
@@ -148,7 +148,7 @@ class _OneLine(logging.Filter):
         self._is_told = False
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether a record is shown, which may be changed before."""
+        """Return whether to show a record, possibly changed."""
         if record.exc_info and record.exc_info[1] is self._error:
             record.msg, record.args = str(self._error), ()
             record.exc_info = record.exc_text = None
@@ -158,12 +158,12 @@ class _OneLine(logging.Filter):
 
 @contextmanager
 def shown_by_flower() -> Iterator[None]:
-    """Let Flower's runtime show a UserError that leaves a ServerApp as one line."""
+    """Show a ServerApp's UserError as one line in Flower's runtime."""
     try:
         yield
     except UserError as error:
         logger = logging.getLogger("flwr")
-        # Only the last one can be what ends the ServerApp.
+        # Only the last one can end the ServerApp.
         logger.filters = [one for one in logger.filters if not isinstance(one, _OneLine)]
         logger.addFilter(_OneLine(error))
         raise
@@ -179,7 +179,7 @@ def unknown_name(kind: str, name: str, valid: Iterable[str], listed_by: str = ""
     Parameters
     ----------
     kind : str
-        What the name stands for, e.g. ``"strategy"``.
+        Kind of the name, e.g. ``"strategy"``.
     name : str
         The name as the user typed it.
     valid : Iterable[str]

@@ -1,4 +1,4 @@
-"""Evaluations: the models of one moment, tested by clients on their data, and how they travel."""
+"""Evaluations: tests of the models of one time by clients, and packing of models."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from raceme.flower.messages import BUDGET, Shelf, SpillFile, spill_arrays
 log = getLogger("raceme")
 
 # -----------------------------------------------------------------------------
-# Models as they travel: packed once per version, however many clients receive them.
+# Packing of models, once per version for all receivers.
 #
-# Simulated clients hold the versions that they train from in the memory of this process. Those
-# that are too many for it wait in a file.
+# Simulated clients hold their base versions in this process's memory; excess ones are moved to a
+# file.
 # -----------------------------------------------------------------------------
 
 
 class Packer:
-    """Turns models into records, and keeps the record of each cluster's present version.
+    """Converts models to records, and caches the record of each cluster's current version.
 
     Parameters
     ----------
     spec : ModelSpec
-        What a model looks like.
+        Names and shapes of a model's arrays.
     budget : int
-        Bytes of former versions in memory at most.
+        Maximum bytes of former versions in memory.
     """
 
     def __init__(self, spec: ModelSpec, budget: int = BUDGET) -> None:
@@ -57,8 +57,8 @@ class Packer:
         return record, size
 
     def _has(self, cluster: int, model: Model) -> bool:
-        """Return whether the record of a cluster is that of its present version."""
-        # Not in `pack`: what it refers to would keep the former version in memory.
+        """Return whether the record of a cluster is current."""
+        # Not in `pack`, whose references would keep the former version in memory.
         packed = self._packed.get(cluster)
         return packed is not None and packed[0] is model and packed[1] == model.version
 
@@ -73,9 +73,9 @@ class Packer:
     def pack_some(
         self, models: Mapping[int, Model], clusters: tuple[int, ...], numbered: bool
     ) -> tuple[dict[str, ArrayRecord], int]:
-        """Return the models that a client is sent, by the names of their records, and their size.
+        """Return the models for a client by record name, and their size.
 
-        A model to be trained is called ``arrays``; those of other work are numbered.
+        A model to train is called ``arrays``; models of other work are numbered.
         """
         packed = [self.pack(cluster, models[cluster]) for cluster in clusters]
         if len(packed) == 1 and not numbered:
@@ -84,14 +84,14 @@ class Packer:
         return records, sum(size for _, size in packed)
 
     def keep_only(self, models: Mapping[int, Model]) -> None:
-        """Forget the records of clusters that do not exist any more."""
-        # Asked after every update: looked at only when there are records too many.
+        """Drop the records of gone clusters."""
+        # Called after every update: checks only when there are too many records.
         if len(self._packed) > len(models):
             for cluster in self._packed.keys() - models.keys():
                 self._drop(cluster)
 
     def _drop(self, cluster: int) -> None:
-        """Forget a record; what clients still have of it may have to leave the memory."""
+        """Drop a record; arrays still held by clients may be moved to a file."""
         if cluster in self._packed:
             _, _, record, _ = self._packed.pop(cluster)
             arrays = [weakref.ref(array) for array in record.values()]
@@ -100,12 +100,12 @@ class Packer:
 
 
 # -----------------------------------------------------------------------------
-# What clients answer.
+# Clients' answers.
 # -----------------------------------------------------------------------------
 
 
 def read_score(reply: Message, cluster: int, latest: int = 0) -> ClientScore | None:
-    """Take accuracy and loss out of a reply; None if it states none.
+    """Extract accuracy and loss of a reply; None if missing.
 
     Parameters
     ----------
@@ -114,12 +114,12 @@ def read_score(reply: Message, cluster: int, latest: int = 0) -> ClientScore | N
     cluster : int
         Main cluster of the client.
     latest : int
-        Latest step that its data can be at.
+        Latest possible step of its data.
 
     Raises
     ------
     InvalidReplyError
-        It states what cannot be.
+        A statement is impossible.
     """
     if reply.has_error() or len(reply.content.metric_records) != 1:
         return None
@@ -136,10 +136,10 @@ def read_score(reply: Message, cluster: int, latest: int = 0) -> ClientScore | N
 def score_from(
     metrics: Mapping[str, object], cluster: int, step: int = 0, measure: Measure = ACCURACY
 ) -> ClientScore | None:
-    """Take accuracy and loss out of a client's metrics; None if there are none.
+    """Extract accuracy and loss of a client's metrics; None if missing.
 
-    An error may be infinite: the prediction of a model that diverged. An accuracy may be NaN, as
-    that of no samples is: then it is none.
+    An error may be infinite, for a diverged model. A NaN accuracy, as of no samples, counts as
+    missing.
 
     Raises
     ------
@@ -163,15 +163,14 @@ def score_from(
 
 
 def read_scores(reply: Message, count: int) -> tuple[str | None, list[float]]:
-    """Take the unit and so many scores out of a reply; none if it is an error or no answer.
+    """Extract unit and a number of scores of a reply; empty for errors.
 
-    What is no accuracy, and of a regression no error, is NaN. An error may be infinite: the
-    prediction of a model that diverged.
+    Invalid values are NaN. An error may be infinite, for a diverged model.
 
     Raises
     ------
     InvalidReplyError
-        The unit is none.
+        The unit is invalid.
     """
     if reply.has_error() or names.NUMBERS not in reply.content.array_records:
         return None, []
@@ -193,13 +192,14 @@ def read_scores(reply: Message, count: int) -> tuple[str | None, list[float]]:
 
 
 # -----------------------------------------------------------------------------
-# Asking clients and taking their answers: at once where that costs nothing, else each when free.
+# Queries and answers of clients: at once if free of cost, else when each is idle.
 # -----------------------------------------------------------------------------
 
 _BYTES = 1 << 28
-"""Models under way at a time where all are asked at once, should each client have its own."""
+"""Maximum bytes of models sent at a time if all clients are queried at once with models of their
+own."""
 _LAST_SECONDS = 60.0
-"""How long the last tests of a run wait for clients that are still busy."""
+"""Time that the last tests of a run wait for busy clients."""
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 
@@ -207,28 +207,28 @@ Report = Evaluated | TasksTested
 
 
 class Evaluator:
-    """Has the models of one moment tested by clients, on the cells of an `Evaluation`.
+    """Lets clients test the models of one time, on the cells of an `Evaluation`.
 
-    One on the present data and one on all steps may be under way together.
+    One on current data and one on all steps may be in progress together.
 
     Parameters
     ----------
     method : Method
-        The method whose models are tested.
+        Method whose models are tested.
     clock : Timeline
         Clock of the grid, which dates the reports.
     steps : Steps
-        Knows at which step clients' data are.
+        Steps of clients' data.
     config : ConfigRecord
-        Settings that travel with every test, the `evaluate_config` of a run.
+        Settings of every test, the `evaluate_config` of a run.
     central : Callable, optional
         Evaluates models on the server.
     ttl : float
         Time to live of the messages, in seconds.
     testers : Callable
-        Returns the clients that test on the present data, of those online.
+        Returns the online clients that test on current data.
     report : Callable
-        Called with the report of each evaluation that is over.
+        Receives the report of each completed evaluation.
     """
 
     def __init__(
@@ -249,19 +249,19 @@ class Evaluator:
         self._packer, self._steps, self._config = packer, steps, config
         self._central, self._testers, self._report = central, testers, report
         self._progress = method.progress
-        # The models of the moment, which may move on before a client is free: by the kind of
-        # evaluation and client those of clusters, one for each cell, and models that a client alone
-        # uses. In a large fleet these wait in a file.
+        # Models at the start of the evaluation, which may change before a client is idle: per kind
+        # of evaluation and client, cluster models of each cell and personal models, in a file for
+        # large fleets.
         self._records: dict[bool, dict[str, list[ArrayRecord]]] = {}
         self._own: Mapping[str, Vector] = {}
-        # Idle clients that have been tested since the method last handed out work. They come first
-        # when it does so again: a slow client would otherwise be tested for ever, and never train.
+        # Idle clients tested since the method last sent work, which get work first: a slow client
+        # would otherwise only test and never train.
         self._tested: set[str] = set()
 
-    # Beginning and ending.
+    # Start and end.
 
     def begin(self) -> None:
-        """Begin an evaluation on the present data; where it costs no time, report it."""
+        """Begin an evaluation on current data; report it at once if it takes no time."""
         method, progress = self._method, self._progress
         progress.evaluated_at = progress.updates
         progress.evaluated_round = method.scheduling.rounds or 0
@@ -277,17 +277,17 @@ class Evaluator:
         self._ask_first(progress.evaluation)
 
     def look_at_steps(self) -> None:
-        """Begin an evaluation on all steps if one of them is over."""
+        """Begin an evaluation on all steps at the end of a step."""
         if ended := self._steps.ended():
             self._begin_of_steps(ended, ahead=True)
 
     def finish(self, another: bool) -> None:
-        """End with what the clients answer soon, and report it.
+        """End with the answers of the near future, and report.
 
         Parameters
         ----------
         another : bool
-            The models have changed since the last evaluation began: one more is due.
+            Whether models changed since the last evaluation began, so that another is due.
         """
         self._end(self._progress.evaluation)
         if another:
@@ -299,21 +299,21 @@ class Evaluator:
             self._end(self._progress.task_evaluation)
 
     def close_if_over(self) -> None:
-        """Report the evaluations to which no client is left to answer."""
+        """Report complete evaluations."""
         for evaluation in self._progress.evaluations:
             if evaluation.is_over:
                 self._close(evaluation)
 
     def forget(self) -> None:
-        """Forget all tests under way: their messages are lost."""
+        """Drop all tests in progress, whose messages are lost."""
         self._progress.evaluation = self._progress.task_evaluation = None
         self._tested.clear()
 
     def _begin_of_steps(self, last: Mapping[str, int], ahead: bool) -> None:
-        """Begin an evaluation on each step up to the last one of each client, and one ahead."""
+        """Begin an evaluation on each step up to each client's last, and one ahead."""
         method, progress = self._method, self._progress
         if progress.task_evaluation is not None:
-            # Another step is over before slow devices have answered: they will not, now.
+            # Another step ended before slow devices answered; drop their answers.
             self._close(progress.task_evaluation)
         progress.tasks_tested_at = progress.updates
 
@@ -336,7 +336,7 @@ class Evaluator:
         return Evaluation(now, updates, len(clusters), cells, of_steps, ahead, waiting)
 
     def _end(self, evaluation: Evaluation | None) -> None:
-        """Ask all clients that are left, busy or not, wait a while, and report."""
+        """Query all remaining clients, busy or not, wait for some time, and report."""
         if evaluation is None:
             return
         until = self._clock.now() + min(_LAST_SECONDS, self._ttl)
@@ -364,14 +364,14 @@ class Evaluator:
     # Asking.
 
     def ask(self, idle: Idle, again: bool = False) -> None:
-        """Ask the clients that have time and have not been asked yet.
+        """Query idle clients that were not queried so far.
 
         Parameters
         ----------
         idle : Idle
-            The clients that have time.
+            The idle clients.
         again : bool
-            Ask also clients that have just been tested: the method has passed them over.
+            Whether to query clients just tested too, because the method gave them no work.
         """
         if again:
             self._tested.clear()
@@ -386,9 +386,9 @@ class Evaluator:
                     self._push(evaluation, client)
 
     def _ask_first(self, evaluation: Evaluation) -> None:
-        """Ask all clients where that costs no time: as many at a time as there is memory for.
+        """Query all clients if this takes no time, in batches that fit into memory.
 
-        Elsewhere keep the models of this moment until each client is free.
+        Otherwise keep the current models until each client is idle.
         """
         clients = list(evaluation.cells)
         if not self._clock.free_evaluation:
@@ -407,7 +407,7 @@ class Evaluator:
         self.close_if_over()
 
     def _push(self, evaluation: Evaluation, client: str) -> bool:
-        """Ask one client; return whether the grid took the message."""
+        """Query a client; return whether the grid accepted the message."""
         del evaluation.waiting[client]
         message_id = push(self._grid, self._clock, self._message(evaluation, client))
         if message_id:
@@ -415,7 +415,7 @@ class Evaluator:
         return message_id is not None
 
     def _prepare(self, evaluation: Evaluation, clients: Collection[str]) -> None:
-        """Make ready what some clients test, as it is at this moment."""
+        """Prepare the current models for some clients' tests."""
         method, of_steps, served = self._method, evaluation.of_steps, self._method.served
         if not of_steps:
             self._own = own = Shelf()
@@ -426,7 +426,7 @@ class Evaluator:
         for client in clients:
             if client in self._own and not of_steps:
                 continue
-            # Steps that the same clusters serve share a record: each model travels once.
+            # Steps with the same clusters share a record, so that each model is sent once.
             packed: dict[tuple[tuple[int, float], ...], ArrayRecord] = {}
             prepared[client] = models = []
             for step in evaluation.cells[client]:
@@ -439,10 +439,10 @@ class Evaluator:
                 models.append(method.initial)
 
     def _models(self, evaluation: Evaluation, client: str) -> list[ArrayRecord]:
-        """Return the models that a client tests: one for each cell, and an untrained one ahead."""
+        """Return the models that a client tests: one per cell, and an untrained one ahead."""
         own: Mapping[str, Vector] = {} if evaluation.of_steps else self._own
         if client not in self._records.get(evaluation.of_steps, {}) and client not in own:
-            # The run was resumed in the middle of an evaluation: the models are those of now.
+            # After a resumption during an evaluation, current models are used.
             self._prepare(evaluation, [client])
             own = {} if evaluation.of_steps else self._own
         if client in own:
@@ -469,19 +469,19 @@ class Evaluator:
         content = RecordDict({**records, names.CONFIG: ConfigRecord(settings)})
         return Message(content, node, MessageType.EVALUATE, ttl=self._ttl)
 
-    # Taking answers.
+    # Answers.
 
     def take_in(self, message_id: str, reply: Message, idle: Idle) -> bool:
-        """Take a client's answer and let it be idle; return False for a reply to another message.
+        """Process a client's answer and mark it idle; return False for other replies.
 
-        The evaluation is reported if this answer was the last one.
+        Reports the evaluation after the last answer.
         """
         progress = self._progress
         awaiting = (each for each in progress.evaluations if message_id in each.open)
         if (evaluation := next(awaiting, None)) is None:
             return False
         client = evaluation.open.pop(message_id)
-        # One that holds an invitation has answered meanwhile, and holds it still.
+        # A client that holds an invitation keeps it.
         works = any(task.client == client for task in progress.in_flight.values())
         if not works and progress.fleet.clients[client].node_id is not None:
             idle.add(client)
@@ -491,13 +491,13 @@ class Evaluator:
         return True
 
     def drop(self, client: str) -> None:
-        """Wait no more for a client that is gone."""
+        """Drop a client that left."""
         self._tested.discard(client)
         for evaluation in self._progress.evaluations:
             evaluation.drop(client)
 
     def _take_scores(self, evaluation: Evaluation, client: str, reply: Message) -> None:
-        """Take a client's answer, if it is one; count and report one that states what cannot be."""
+        """Process a client's answer; count and report an invalid one."""
         try:
             scores = self._read(evaluation, client, reply)
         except InvalidReplyError as error:
@@ -524,13 +524,12 @@ class Evaluator:
 def tested_by_server(
     method: Method, packer: Packer, test: Callable[[ArrayRecord], MetricRecord | None]
 ) -> tuple[MetricRecord | None, dict[int, MetricRecord]]:
-    """Let a function of the server test every cluster's model.
+    """Test every cluster's model by a server function.
 
     Returns
     -------
     tuple[MetricRecord or None, dict[int, MetricRecord]]
-        What it has measured, averaged over the clusters' clients, and of each cluster; nothing
-        where it returns nothing.
+        Metrics averaged over the clusters' clients, and per cluster; empty if it returns None.
     """
     sizes = dict.fromkeys(method.models, 0.0)
     for client in method.progress.fleet.clients:
@@ -546,15 +545,14 @@ def tested_by_server(
 
 
 def mean_metrics(measured: Sequence[tuple[Mapping[str, object], float]]) -> MetricRecord:
-    """Return the mean of each metric that all records have, by weight.
+    """Return the weighted mean of each metric common to all records.
 
-    Where all weights are 0 all records count alike. Lists are averaged number by number, if they
-    are of one length.
+    If all weights are 0, records count equally. Lists of equal length are averaged elementwise.
 
     Parameters
     ----------
     measured : Sequence[tuple[Mapping[str, object], float]]
-        Metrics by name, each with its weight of at least 0.
+        Metrics by name with a weight of at least 0.
     """
     records, weights = [record for record, _ in measured], [weight for _, weight in measured]
     if not any(weights):

@@ -1,8 +1,8 @@
-"""What a run reports meanwhile: one small record per happening.
+"""Events of a run, one small record each.
 
-A strategy calls its ``observe`` function with these; the run store, the progress line and tests
-are such functions. Times are seconds on the clock of the grid: virtual in the simulator, since
-the start of the run on Flower's grids.
+A strategy passes them to its ``observe`` function, such as the run store, the progress line or
+tests. Times are seconds on the clock of the grid: virtual in simulations, since the start of the
+run on Flower's grids.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from numpy.typing import NDArray
 from raceme.core.errors import UserError, printable
 
 # -----------------------------------------------------------------------------
-# What evaluations tell of models: how often they are right, or by how much they are wrong.
+# The measure of an evaluation: accuracy or error.
 # -----------------------------------------------------------------------------
 
 
 WITHIN = 0.01
-"""How near the final value counts as converged: one point of accuracy, or 1 % of an error."""
+"""Tolerance of convergence: one point of accuracy, or 1 % of an error."""
 
 _LOSS = "loss"
-"""What stands in the place of a unit where the loss stands in for an accuracy."""
+"""Placeholder unit if the loss replaces an accuracy."""
 
 
 @dataclass(frozen=True)
 class Measure:
-    """Accuracy, or where the task is a regression the mean absolute error (MAE).
+    """Accuracy, or the mean absolute error (MAE) of a regression.
 
     In a user's own Flower app whose clients measure neither, it is their loss.
 
@@ -63,29 +63,29 @@ class Measure:
 
     @property
     def is_loss(self) -> bool:
-        """Whether clients measure neither, and their loss stands in."""
+        """Whether the loss replaces the measure."""
         return self.unit == _LOSS
 
     @property
     def label(self) -> str:
-        """What it is called in tables and at axes, with its unit: ``"MAE (µg/m³)"``."""
+        """Name in tables and at axes, with its unit: ``"MAE (µg/m³)"``."""
         if self.unit is None or self.is_loss:
             return self.name
         return f"MAE ({self.unit})" if self.unit else "MAE"
 
     @property
     def word(self) -> str:
-        """What it is called in a sentence and in the head of a narrow column."""
+        """Name in sentences and narrow columns."""
         return "MAE" if self.is_error and not self.is_loss else self.name
 
     @property
     def title(self) -> str:
-        """What it is called at the beginning of a title."""
+        """Name at the beginning of a title."""
         return "Mean absolute error" if self.word == "MAE" else self.word.capitalize()
 
     @classmethod
     def of(cls, summary: Mapping[str, Any]) -> Measure:
-        """Return the measure of a ``summary.json``; those of earlier versions have accuracies."""
+        """Return the measure of a ``summary.json``; earlier versions have accuracies."""
         if summary.get("measure", "accuracy") == "accuracy":
             return cls()
         if summary["measure"] == "loss":
@@ -93,7 +93,7 @@ class Measure:
         return cls(str(summary.get("unit") or ""))
 
     def shown(self, value: float | None) -> str:
-        """Return a value for people, an error with its unit."""
+        """Format a value, an error with its unit."""
         if value is None:
             return "-"
         if self.is_error and not self.is_loss:
@@ -101,17 +101,17 @@ class Measure:
         return f"{value:.3f}"
 
     def goal(self, target: float) -> str:
-        """Return a target for people: ``"95.0%"`` or ``"20 µg/m³"``."""
+        """Format a target: ``"95.0%"`` or ``"20 µg/m³"``."""
         if self.is_loss:
             return f"{target:g}"
         return f"{target:g} {self.unit}".rstrip() if self.is_error else f"{target:.1%}"
 
     def bound(self, target: float) -> str:
-        """Return a target for people in the form of the values beside it: ``"0.95"``."""
+        """Format a target like values: ``"0.95"``."""
         return self.goal(target) if self.is_error else f"{target:g}"
 
     def reaches(self, value: float, target: float) -> bool:
-        """Return whether a value is as good as a target; NaN never is."""
+        """Return whether a value reaches a target; NaN never does."""
         return value <= target if self.is_error else value >= target
 
     def better(self, value: float, other: float) -> float:
@@ -119,9 +119,9 @@ class Measure:
         return min(value, other) if self.is_error else max(value, other)
 
     def worst_tenth(self, values: Iterable[float]) -> float:
-        """Return the mean of the worst tenth of the values, of one at least.
+        """Return the mean of the worst tenth of the values, at least one.
 
-        Values that are NaN are left out; NaN if there are no others.
+        NaN values are left out; NaN without others.
         """
         known = sorted(value for value in values if not math.isnan(value))
         if self.is_error:
@@ -129,64 +129,63 @@ class Measure:
         return float(np.mean(known[: math.ceil(len(known) / 10)])) if known else math.nan
 
     def shortfall(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return how far each of a sequence of values is behind the best one so far."""
+        """Return the distance of each value in a sequence from the best so far."""
         if self.is_error:
             return values - np.minimum.accumulate(values)
         return np.maximum.accumulate(values) - values
 
     def tolerance(self, final: float) -> float:
-        """Return how far from its final value a curve counts as converged."""
+        """Return the tolerance of convergence for a final value."""
         return WITHIN * abs(final) if self.is_error else WITHIN
 
 
 ACCURACY = Measure()
-"""Of a classification."""
+"""Measure of a classification."""
 LOSS_MEASURE = Measure(_LOSS)
-"""Of clients that measure nothing else."""
+"""Measure of clients with a loss only."""
 
 
 # -----------------------------------------------------------------------------
-# What a run's protection does with updates, and how it is reported.
+# Decisions of a run's protection and their reports.
 # -----------------------------------------------------------------------------
 
 
 class Verdict(StrEnum):
-    """What a run's protection does with an update."""
+    """Decision of a run's protection on an update."""
 
     ACCEPTED = "accepted"
-    """It goes to the method as it came; this is not reported."""
+    """Passed unchanged; not reported."""
     SCALED = "scaled"
-    """It goes to the method shorter than it came."""
+    """Scaled down."""
     REFUSED = "refused"
-    """The method does not see it."""
+    """Refused."""
     EXCLUDED = "excluded"
-    """Nor will it see later ones of this client, which agree with no other client's."""
+    """Refused, and later updates of the client too, as they agree with no other client's."""
     READMITTED = "readmitted"
-    """The client's updates agree with others' now: this one goes to the method again."""
+    """Accepted again, as the client's updates now agree with others'."""
 
     @property
     def keeps_out(self) -> bool:
-        """Whether the method does not see the update."""
+        """Whether the update is withheld from the method."""
         return self in (Verdict.REFUSED, Verdict.EXCLUDED)
 
 
 @dataclass(frozen=True)
 class UpdateJudged:
-    """A run's protection did something to a valid update, or to its client.
+    """A decision of the protection other than acceptance.
 
-    What is refused is reported as `UpdateRejected` beside, what is not as `UpdateApplied`.
+    Refused updates are also reported as `UpdateRejected`, others as `UpdateApplied`.
 
     Attributes
     ----------
     verdict : Verdict
-        What the protection did with the update; never `ACCEPTED`, which is not reported.
+        The decision, never `ACCEPTED`.
     measured, bound : float
-        What was measured of it, and the bound for that: lengths of updates, or how far the client's
-        updates agree with others', from −2 to 2.
+        Measured value and bound: lengths of updates, or agreement with others from −2 to 2.
     reason : str
-        Why, in words without numbers: the same for all that are judged alike.
+        Reason in words without numbers.
     cluster : int or None
-        The main cluster of the client; None if it has none yet.
+        Main cluster of the client; None without one.
     """
 
     time: float
@@ -199,26 +198,26 @@ class UpdateJudged:
 
 
 # -----------------------------------------------------------------------------
-# What a run reports meanwhile: one small record per happening.
+# Events of a run, one small record each.
 # -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class ClientJoined:
-    """A client was greeted for the first time, or came back.
+    """A client joined, for the first time or again.
 
     Attributes
     ----------
     client : str
-        The stable id that the client states.
+        Stable id of the client.
     node_id : int
-        Flower's id of the node where it runs now.
+        Flower's id of its node.
     num_examples : int
         Its number of training examples.
     group : int or None
-        The true group of its data where that is known, for reporting purity only.
+        True group of its data, if known; only for reporting purity.
     returned : bool
-        True if it was known before.
+        Whether it was known before.
     """
 
     time: float
@@ -239,16 +238,16 @@ class ClientLeft:
 
 @dataclass(frozen=True)
 class ClaimRefused:
-    """A node said that it is a client whose key it does not have; it takes no part.
+    """A node without the key of its stated id was refused.
 
     Attributes
     ----------
     node_id : int
         Flower's id of the node.
     client : str
-        The id that it states. The client of that id, online or not, is not affected.
+        Stated id. The client of that id is not affected.
     reason : str
-        The owner of its key, in words.
+        Owner of its key, in words.
     """
 
     time: float
@@ -259,7 +258,7 @@ class ClaimRefused:
 
 @dataclass(frozen=True)
 class KeyChanged:
-    """A device's registered key has changed while the run went on.
+    """A device's registered key changed during the run.
 
     Attributes
     ----------
@@ -283,38 +282,36 @@ class UpdateApplied:
     seq : int
         Number of this update, from 1.
     cluster : int
-        The cluster whose model it went into.
+        The cluster whose model it changed.
     base_version : int
-        Version of the model that the client started from.
+        Version of the client's base model.
     staleness : int
-        Aggregations into that model since, τ.
+        Aggregations into that model since then, τ.
     weight : float
         Share of the update in the new model, α.
     dispatched_at : float
-        When the client was given the work.
+        Time at which the work was sent.
     train_loss : float
         Mean loss of the local training.
     started_at, finished_at : float or None
-        When the client began its work and when it was done with it, by the clock of its own
-        machine; on real devices only.
+        Start and end of the client's work by its own clock; on real devices only.
     step : int
-        Step of the client's data that it trained on; 0 for data that never change.
+        Step of the client's training data; 0 without drift.
     accuracy_before : float or None
-        Of a run with ``score-uploads``: the accuracy of the uploaded model on the test data of this
-        step.
+        With ``score-uploads``: accuracy of the uploaded model on the test data of this step.
     accuracy_after : float or None
-        Of a run with ``score-uploads``: the accuracy of the model that the client had received, on
-        the test data of its update before this one: what it got for that.
+        With ``score-uploads``: accuracy of the received model on the test data of the client's
+        previous update.
     passes : int or None
-        Of a run with ``score-uploads``: passes of single samples through the network that the
-        client's work took, forward counted as 1 and backward as 2.
+        With ``score-uploads``: sample passes of the client's work, forward counted as 1 and
+        backward as 2.
     mixture : tuple[float, ...]
-        Share of each distribution in the client's samples of this step, where they are a mixture.
+        Share of each distribution in the client's samples of this step, if a mixture.
     phase : str
-        What the method did meanwhile, for the account of bytes; by default the kind of work.
+        Phase of the method for traffic accounting; by default the kind of work.
     cpu_seconds, joules : float or None
-        What the work cost the client, as it states it: seconds of computing of all its threads, and
-        the energy that its board took meanwhile, where that can tell; on real devices only.
+        Stated cost of the work: CPU seconds of all threads, and energy of the board, if measured;
+        on real devices only.
     """
 
     seq: int
@@ -342,16 +339,16 @@ class UpdateApplied:
 
 @dataclass(frozen=True)
 class AnswerTaken:
-    """A client's answer to work that was not training was taken.
+    """A client's answer to work other than training was accepted.
 
     Attributes
     ----------
     kind : str
         Kind of work, as in :class:`~raceme.core.requests.Request`.
     phase : str
-        What the method did meanwhile, for the account of bytes; by default the kind of work.
+        Phase of the method for traffic accounting; by default the kind of work.
     bytes_down, bytes_up : int
-        Size of the arrays that were sent, and of those that came back; 0 where no models travel.
+        Sizes of sent and returned arrays; 0 if no models travel.
     """
 
     time: float
@@ -364,7 +361,7 @@ class AnswerTaken:
 
 @dataclass(frozen=True)
 class UpdateRejected:
-    """A reply was not used: an error, a lost task, or content that is not a valid update."""
+    """A reply was not used: an error, a lost task, or an invalid update."""
 
     time: float
     client: str
@@ -374,36 +371,33 @@ class UpdateRejected:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """The models of one moment were tested by the clients that were online then.
+    """The online clients tested the models of one time.
 
     Each client tests the model that serves it, on its own test data.
 
     Attributes
     ----------
     time, updates : float, int
-        The moment of the models: when it was, and the updates applied by then. On real devices
-        the clients' answers come later.
+        Time of the models and applied updates. On real devices the answers arrive later.
     accuracy, loss : float
-        Unweighted means over the clients that answered. Where the task is a regression,
-        `accuracy` here and below is the mean absolute error: `measure` says which.
+        Unweighted means over the clients that answered. For a regression, `accuracy` here and below
+        is the mean absolute error; see `measure`.
     clusters : int
-        Number of cluster models at that moment.
+        Number of cluster models at that time.
     per_client : Mapping[str, tuple[int, float, float]]
         Client id to (cluster, accuracy, loss), for the clients that answered; the cluster is the
         one with the largest weight.
     asked : int
-        Clients that were online at that moment.
+        Number of clients online at that time.
     steps : Mapping[str, int]
-        Client id to the step of the data that it was tested on, for the clients that answered;
-        those at step 0 are left out.
+        Step of the test data of the clients that answered, if not 0.
     weighted_accuracy : float
-        Mean over the clients that answered, weighted by their numbers of test examples; NaN where
-        one of them does not state its number.
+        Mean over the clients that answered, weighted by test examples; NaN if one does not state
+        its number.
     groups : Mapping[str, int]
-        Client id to the true group of the data that it was tested on, where data change and it is
-        known.
+        True group of the clients' test data under drift, if known.
     measure : Measure
-        What `accuracy` is, and which of two values is the better one.
+        Measure of `accuracy`.
     """
 
     time: float
@@ -425,12 +419,12 @@ class Evaluated:
 
     @property
     def counts(self) -> bool:
-        """Whether enough of the clients answered for a target to count: nine tenths."""
+        """Whether enough clients (nine tenths) answered for reaching a target."""
         return 10 * self.answered >= 9 * self.asked
 
 
 class TaskScore(NamedTuple):
-    """A client's test of the model that serves it on the data of a step.
+    """A client's test of its model on the data of a step.
 
     Attributes
     ----------
@@ -439,7 +433,7 @@ class TaskScore(NamedTuple):
     accuracy : float
         Its accuracy there, or mean absolute error.
     untrained : float or None
-        That of the model before any training, where it was tested too.
+        Accuracy of the untrained model, if tested.
     """
 
     cluster: int
@@ -449,26 +443,26 @@ class TaskScore(NamedTuple):
 
 @dataclass(frozen=True)
 class TasksTested:
-    """A step of some clients' data is over, and they tested their models on all steps so far.
+    """At the end of a step, clients tested their models on all steps so far.
 
     Reported by runs with ``eval-tasks``, also at the end of the run. No client has trained on the
-    next step yet: what is tested there is how far models are right without (forward transfer).
+    next step, which measures forward transfer.
 
     Attributes
     ----------
     time, updates : float, int
         The moment of the models: when it was, and the updates applied by then.
     step : int
-        The step that is over: the last one that models were trained on.
+        The completed step, the last one trained on.
     clusters : int
-        Number of cluster models at that moment.
+        Number of cluster models at that time.
     per_client : Mapping[str, Mapping[int, TaskScore]]
-        Client id to step to what it measured there, for the clients that answered. Steps whose data
-        a client does not have any more are missing.
+        Results by client id and step, for the clients that answered. Steps without data are
+        missing.
     asked : int
-        Number of clients that were online at that moment.
+        Number of clients online at that time.
     measure : Measure
-        What the scores are: accuracies, or errors and their unit.
+        Measure of the scores.
     """
 
     time: float
@@ -482,10 +476,10 @@ class TasksTested:
 
 @dataclass(frozen=True)
 class ClustersScored:
-    """The clusters' models were tested by the server, each on a test set of its own.
+    """The server tested each cluster's model on a test set.
 
-    Reported beside an evaluation where the server has such sets, one for each distribution:
-    cluster k is then of distribution k.
+    Reported with an evaluation if the server has a test set per distribution; cluster k corresponds
+    to distribution k.
 
     Attributes
     ----------
@@ -506,40 +500,38 @@ class ClustersScored:
 
 
 class ClusterChange(StrEnum):
-    """The verbs by which clients and clusters change; see `ClustersChanged`."""
+    """Kinds of changes of clients and clusters; see `ClustersChanged`."""
 
     ASSIGN = "assign"
-    """A client that had no cluster was given one, or several with weights."""
+    """A client without a cluster was assigned one, or several with weights."""
     MOVE = "move"
-    """A client went to another cluster, or its weights changed."""
+    """A client moved to another cluster, or its weights changed."""
     SPLIT = "split"
     """A cluster was replaced by several."""
     MERGE = "merge"
     """Several clusters were replaced by one."""
     FOUND = "found"
-    """A new cluster was founded beside the others."""
+    """A new cluster was added."""
     RETIRE = "retire"
-    """A cluster without members was given up."""
+    """A cluster without members was removed."""
 
 
 @dataclass(frozen=True)
 class ClustersChanged:
-    """Clients or clusters have changed: the one report of all verbs of `Clusters`.
+    """Clients or clusters changed, by any operation of `Clusters`.
 
     Attributes
     ----------
     change : ClusterChange
         The operation, such as a split or a merge.
     memberships : Mapping[str, Mapping[int, float]]
-        The clients whose clusters changed, to the weight of each of their clusters from now on
-        (positive, sum 1). Clients that are not named stay where they were.
+        New cluster weights (positive, sum 1) of the clients that changed.
     gone : tuple[int, ...]
-        Clusters that do not exist any more: the parent of a split, the sources of a merge.
+        Removed clusters: the parent of a split, the sources of a merge.
     made : tuple[int, ...]
-        Clusters that are new: the children of a split, the target of a merge. Ids are never used
-        twice.
+        New clusters: the children of a split, the target of a merge. Ids are never reused.
     score, threshold : float
-        What was measured, and the bound that it passed; NaN where the method measures nothing.
+        Measured value and passed bound; NaN if none.
         CASA: the eigengap to the power γ, and α_c. CFL: the largest norm of a client's update, and
         ε2. ICFL: 1 − the smallest pairwise similarity, and 1 − α*(t).
     """
@@ -556,14 +548,14 @@ class ClustersChanged:
 
 @dataclass(frozen=True)
 class DataChanged:
-    """Clients' data moved on to another step: drift, or the next task.
+    """Clients' data changed to another step: drift, or the next task.
 
     Attributes
     ----------
     client : str or None
-        The client; None stands for all clients at once.
+        The client; None for all clients.
     step : int
-        The step from now on.
+        The new step.
     """
 
     time: float
@@ -574,10 +566,10 @@ class DataChanged:
 
 @dataclass(frozen=True)
 class MeasureSchema:
-    """Declares once what a method measures beside what every run reports.
+    """Declaration of a method's own measure.
 
-    From it come the rows and the SQL view of the run store, the line of the summary, the table of
-    the dashboard, a CSV file and a figure.
+    It defines rows and SQL view of the run store, the summary line, the dashboard's table, a CSV
+    file and a figure.
 
     Attributes
     ----------
@@ -588,22 +580,22 @@ class MeasureSchema:
     columns : tuple[str, ...]
         The values of an event. With `per` there is one column, which maps keys to values.
     value : str
-        The column that is summarised and drawn; by default the last one.
+        Summarised and drawn column; by default the last one.
     unit : str
         Unit of the value, for axis labels; empty for a plain number.
     per : str
-        ``"client"`` or ``"cluster"``: what the keys of the column are. Empty for single values.
+        Keys of the column: ``"client"`` or ``"cluster"``; empty for single values.
     of : str
-        The column that holds the whole of which the value is a part, for shares.
+        Column with the whole of which the value is a share.
     summary : str
-        How a run's values become one number (or one per key): ``"last"``, ``"mean"`` or ``"max"``.
-        ``"column"`` is the last value, as a key of the summary named after its column;
+        Aggregation of a run's values to one number (or one per key): ``"last"``, ``"mean"`` or
+        ``"max"``. ``"column"`` is the last value, as a key of the summary named after its column;
         ``"shares"`` is the mean share and how often it is large, as keys named after the measure;
         ``"none"`` leaves it out of the summary.
     figure : str
-        What is drawn: the values over time as a ``"line"``, ``"steps"`` or ``"points"``, how often
-        shares are how large (``"shares"``), or at the end of the run a ``"graph"`` of clusters,
-        with an arrow from each cluster in the value of another one; ``"none"`` draws nothing.
+        Figure: values over time as ``"line"``, ``"steps"`` or ``"points"``, distribution of
+        ``"shares"``, or a final ``"graph"`` of clusters with an arrow from each cluster in the
+        value of another; ``"none"`` for no figure.
 
     Raises
     ------
@@ -660,12 +652,12 @@ class MeasureSchema:
 
 @dataclass(frozen=True)
 class Measured:
-    """A method measured something.
+    """A measurement of a method.
 
     Attributes
     ----------
     schema : MeasureSchema
-        What, as the method declares it.
+        Declaration of the measure.
     values : Mapping[str, Any]
         Column to its value: a number, a text, or with `MeasureSchema.per` a mapping from clients
         or clusters to numbers or tuples of numbers.
@@ -675,7 +667,7 @@ class Measured:
     ValueError
         The columns are not those of the schema.
     UserError
-        A value that is to be summarised is not a number.
+        A summarised value is not a number.
     """
 
     time: float
@@ -707,7 +699,7 @@ class Measured:
 
     @property
     def value(self) -> Any:
-        """The value of the column that is summarised and drawn."""
+        """The value of the summarised and drawn column."""
         return self.values[self.schema.value]
 
     def numbers(self) -> dict[Any, float]:
@@ -728,7 +720,7 @@ class Ending(StrEnum):
     TARGET = "target"
     """The target accuracy."""
     AT_REST = "at-rest"
-    """Nothing could ever have changed any more."""
+    """Quiescence: nothing could change any more."""
     INTERRUPTED = "interrupted"
     """The user, or a signal."""
     NO_CLIENTS = "no-clients"
@@ -738,20 +730,20 @@ class Ending(StrEnum):
 
     @property
     def is_complete(self) -> bool:
-        """Whether the run did what it was to do."""
+        """Whether the run reached its planned end."""
         return self in (Ending.LIMIT, Ending.TARGET, Ending.AT_REST)
 
 
 @dataclass(frozen=True)
 class RunEnded:
-    """The run is over.
+    """The run ended.
 
     Attributes
     ----------
     reason : str
-        One line for the person: which limit was reached, or what ended it early.
+        One line with the reached limit or the reason of an early end.
     ending : Ending
-        Kind of end, for programs: limit, target, interruption and so on.
+        Machine-readable kind of end.
     """
 
     time: float
@@ -783,11 +775,11 @@ _METHODS = {
     kind: "on" + re.sub("[A-Z]", lambda capital: f"_{capital[0].lower()}", kind.__name__)
     for kind in get_args(Event)
 }
-"""Class of event to the name of the methods that handle it: UpdateApplied to on_update_applied."""
+"""Names of handler methods by class of event: UpdateApplied to on_update_applied."""
 
 
 class EventHandler:
-    """An observer with a method for each kind of event that it acts on; all other events pass.
+    """An observer with a method per handled kind of event; other events are ignored.
 
     ``on_update_applied(self, event)`` is called with each `UpdateApplied`, ``on_run_ended`` with
     each `RunEnded`, and so on. Two kinds share a method as ``on_client_joined =
@@ -803,7 +795,7 @@ class EventHandler:
             raise TypeError(f"{cls.__name__} handles events that do not exist: {unknown}.")
 
     def __call__(self, event: Event) -> Any:
-        """Hand an event to its method, and return what that returns; None without a method."""
+        """Pass an event to its method, and return its result; None without a method."""
         method = getattr(self, _METHODS[type(event)], None)
         return method(event) if method is not None else None
 
@@ -813,7 +805,7 @@ def ignore(event: Event) -> None:
 
 
 # -----------------------------------------------------------------------------
-# Membership: which client is in which clusters, followed through the events of a run.
+# Membership of clients in clusters, tracked by the events of a run.
 # -----------------------------------------------------------------------------
 
 
@@ -823,15 +815,14 @@ Composition = Counter[int | None]
 
 @dataclass(frozen=True)
 class Placement:
-    """A client's clusters from a moment on.
+    """A client's clusters from a time on.
 
     Attributes
     ----------
     time : float
         Time in seconds from which the weights hold.
     weights : Mapping[int, float]
-        Cluster to its weight: positive, sum 1. Empty if its cluster was given up and the client
-        was given no other.
+        Weights by cluster: positive, sum 1. Empty if its cluster was removed without another.
     """
 
     time: float
@@ -845,29 +836,27 @@ class Placement:
 
 
 def home(weights: Mapping[int, float]) -> int | None:
-    """Return the cluster with the largest weight, of equal ones the smallest; None of nothing."""
+    """Return the cluster with the largest weight, the smallest id at ties; None if empty."""
     if len(weights) == 1:
         return next(iter(weights))
     return min(weights, key=lambda cluster: (-weights[cluster], cluster), default=None)
 
 
 class Membership(EventHandler):
-    """The clusters' members now, an observer of the run.
+    """The clusters' current members, as an observer of the run.
 
-    A client of several clusters is counted where its weight is largest.
+    A client of several clusters counts in the one with the largest weight.
 
     Attributes
     ----------
     weights : dict[str, Mapping[int, float]]
-        Client id to the weights of its clusters, for every client that has one.
+        Cluster weights by client id, for clients with a cluster.
     groups : dict[str, int or None]
-        Client id to the true group of its data, for every client that joined; where data change,
-        that of the latest evaluation.
+        True group by client id; under drift that of the latest evaluation.
     composition : dict[int, Counter]
-        Cluster to the number of its members of each true group, for every cluster with members;
-        the group None counts those whose group is not known.
+        Number of members per true group, by cluster with members; None counts unknown groups.
     existing : set[int]
-        Clusters that an event has named and that are not gone, with or without members.
+        Existing clusters, with or without members.
     """
 
     def __init__(self) -> None:
@@ -875,14 +864,14 @@ class Membership(EventHandler):
         self.groups: dict[str, int | None] = {}
         self.composition: dict[int, Composition] = {}
         self.existing: set[int] = set()
-        # Of the clients that have a cluster and a known group: how many, and how many of them are
-        # of their cluster's most common group. Kept, since each change touches few clusters.
+        # Numbers of clients with cluster and known group, and of those in their cluster's majority
+        # group; updated incrementally.
         self._known = 0
         self._agreeing = 0
 
     @property
     def clusters(self) -> dict[str, int]:
-        """Client id to its cluster, that with the largest weight."""
+        """Cluster with the largest weight by client id."""
         homes = ((client, home(weights)) for client, weights in self.weights.items())
         return {client: cluster for client, cluster in homes if cluster is not None}
 
@@ -892,26 +881,26 @@ class Membership(EventHandler):
         Returns
         -------
         list[Placement]
-            The clients whose clusters or weights are others because of it.
+            Clients whose clusters or weights changed.
         """
         return self(event) or []
 
     def on_client_joined(self, event: ClientJoined) -> None:
-        """Note the true group of a client."""
+        """Record the true group of a client."""
         self._observe_group(event.client, event.group)
 
     def on_evaluated(self, event: Evaluated) -> None:
-        """Note the true groups that are others now."""
+        """Record changed true groups."""
         for client, group in event.groups.items():
             if group != self.groups.get(client):
                 self._observe_group(client, group)
 
     def purity(self) -> float | None:
-        """Return the clusters' purity now; None if no true groups are known."""
+        """Return the clusters' current purity; None without known groups."""
         return self._agreeing / self._known if self._known else None
 
     def sizes(self) -> dict[int, int]:
-        """Return the number of members of each cluster that has any, by cluster."""
+        """Return the number of members of each non-empty cluster."""
         return {cluster: self.composition[cluster].total() for cluster in sorted(self.composition)}
 
     def _observe_group(self, client: str, group: int | None) -> None:
@@ -923,7 +912,7 @@ class Membership(EventHandler):
             self._count(cluster, client, +1)
 
     def on_clusters_changed(self, event: ClustersChanged) -> list[Placement]:
-        """Move the clients that it names, and those whose cluster is gone."""
+        """Move the named clients and those of removed clusters."""
         self.existing.update(event.made)
         placements = [
             self._place(event.time, client, dict(weights))
@@ -932,7 +921,7 @@ class Membership(EventHandler):
         ]
         gone = set(event.gone)
         self.existing -= gone
-        # No client can be in a cluster that does not exist.
+        # No client can be in a missing cluster.
         if not gone.isdisjoint(self.composition):
             left = [c for c, weights in self.weights.items() if home(weights) in gone]
             placements += [self._place(event.time, client, {}) for client in left]
@@ -947,13 +936,13 @@ class Membership(EventHandler):
         if weights:
             self.weights[client] = weights
         else:
-            # Of a resumed run, events are observed from the middle on: it may not be known yet.
+            # In a resumed run, earlier events may be unknown.
             self.weights.pop(client, None)
         self.existing.update(weights)
         return Placement(time, client, weights)
 
     def _count(self, cluster: int, client: str, change: int) -> None:
-        """Add a client to the composition of a cluster, or take it out."""
+        """Add a client to the composition of a cluster, or remove it."""
         composition = self.composition.setdefault(cluster, Counter())
         group = self.groups.get(client)
         before = _largest(composition)
@@ -977,7 +966,7 @@ def _largest(composition: Composition) -> int:
 
 
 def is_news(event: ClustersChanged) -> bool:
-    """Return whether a change of clusters is told: what a run begins with, and moves, are not."""
+    """Return whether to log a change of clusters: all except initial clusters and moves."""
     if event.change in (ClusterChange.SPLIT, ClusterChange.MERGE):
         return True
     return event.change in (ClusterChange.FOUND, ClusterChange.RETIRE) and event.updates > 0

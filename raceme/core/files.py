@@ -1,7 +1,7 @@
 """Files of unknown origin: read with a bound, and parsed without surprises.
 
-What is not a regular file would be waited for, or read, for ever; what is nested without end, or
-holds a number of a million digits, ends a parser in other ways than by its own error.
+Reading a non-regular file could block or never end; deep nesting or numbers with a million digits
+raise unusual errors in parsers.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from raceme.core.errors import UserError
 
 _MOST_BYTES = 64 << 20
 _DEEPEST = 64
-"""Tables in tables, and lists in lists: no file of ours has more than a handful."""
+"""Maximum nesting; valid files have only a few levels."""
 _LONGEST_NAME, _LONGEST_PATH = 255, 4095
-"""Bytes of a file's name and of a path, on Linux and macOS."""
+"""Maximum bytes of a file name and a path on Linux and macOS."""
 
 
 class ReadingError(Exception):
-    """A file or a text is not what it should be; the message is the end of a sentence."""
+    """A file or text is invalid; the message is the end of a sentence."""
 
 
 def read_text(path: Path, most: int = _MOST_BYTES, pipe: bool = False) -> str:
@@ -35,14 +35,14 @@ def read_text(path: Path, most: int = _MOST_BYTES, pipe: bool = False) -> str:
     Parameters
     ----------
     most : int
-        Its largest size in bytes.
+        Maximum size in bytes.
     pipe : bool
-        A pipe will do, too, as a shell makes of ``<(command)``.
+        Whether a pipe is allowed, as of a shell's ``<(command)``.
 
     Raises
     ------
     ReadingError
-        It cannot be read, is not a regular file, is too large, or is not in UTF-8.
+        It is unreadable, not a regular file, too large, or not UTF-8.
     """
     try:
         check_regular(path, pipe)
@@ -61,7 +61,7 @@ def read_text(path: Path, most: int = _MOST_BYTES, pipe: bool = False) -> str:
 
 
 def check_regular(path: Path, pipe: bool = False) -> None:
-    """Raise ReadingError if a path leads to a device or a pipe; OSError if it leads nowhere."""
+    """Raise ReadingError for a device or pipe; OSError for a missing file."""
     mode = os.stat(path).st_mode
     if stat.S_ISDIR(mode):
         raise ReadingError("it is a folder")
@@ -75,7 +75,7 @@ def parse_toml(text: str) -> dict[str, Any]:
     Raises
     ------
     ReadingError
-        It is none, or is nested too deeply.
+        It is invalid or nested too deeply.
     """
     tree: dict[str, Any] = _parsed(tomllib.loads, text)
     return tree
@@ -87,7 +87,7 @@ def parse_json(text: str | bytes) -> Any:
     Raises
     ------
     ReadingError
-        It is none, or is nested too deeply.
+        It is invalid or nested too deeply.
     """
     return _parsed(json.loads, text)
 
@@ -105,7 +105,7 @@ def _parsed(parse: Callable[[Any], Any], text: str | bytes) -> Any:
 
 
 def absolute(path: str | Path) -> Path:
-    """Return a path from the root, with what ``~`` stands for.
+    """Return an absolute path, with ``~`` expanded.
 
     Raises
     ------
@@ -198,7 +198,7 @@ def check_room(wanted: int, what: str) -> None:
     Raises
     ------
     UserError
-        It does not.
+        It does not, or is ambiguous.
     """
     free = free_bytes()
     if wanted > free:
@@ -206,7 +206,7 @@ def check_room(wanted: int, what: str) -> None:
 
 
 def free_bytes() -> int:
-    """Return how much memory this process may still take, as far as the system tells."""
+    """Return the memory available to this process, as reported by the system."""
     sizes = [*_of_machine(), *_of_limits()]
     return min(sizes, default=1 << 62)
 
@@ -222,7 +222,7 @@ def shown(size: int) -> str:
 
 
 def _of_machine() -> list[int]:
-    """Return what the machine, and the container that this may be in, have left."""
+    """Return the available memory of machine and container."""
     sizes = []
     try:
         for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():

@@ -1,8 +1,7 @@
-"""The loop: everything that is not the algorithm, for every method alike.
+"""The loop: everything except the algorithm, common to all methods.
 
-It greets clients, gives them work, checks replies, counts updates, notices clients that come and
-go, gives up what is lost, evaluates on schedule and stops. It holds a method and asks it which
-clients work now, and what becomes of what came back.
+It greets clients, sends work, checks replies, counts updates, tracks churn and lost tasks,
+evaluates on schedule and stops. The method selects clients and processes their updates.
 """
 
 from __future__ import annotations
@@ -49,17 +48,17 @@ _MESSAGE_TYPES = {
     names.EVALUATE: MessageType.EVALUATE,
     names.LABEL_COUNTS: MessageType.QUERY,
 }
-"""Flower's type of the messages of a kind of work; all others take a device's time: training."""
+"""Flower's message type by kind of work; all others are training, which takes a device's time."""
 _FLEET_CHECK_SECONDS = 5.0
-"""How often the list of online nodes is looked at while replies keep coming."""
+"""Interval of checks of the online nodes while replies arrive."""
 _GREETING_SECONDS = 60.0
-"""How long a node that has come is expected to introduce itself any moment."""
+"""Time within which a new node is expected to answer its greeting."""
 _REST_SECONDS = (0.0, 1.0, 3.0, 7.0, 15.0, 31.0, 60.0)
-"""Pause of a client before it is given work again, after 1, 2, … unusable replies in a row."""
+"""Back-off of a client after 1, 2, … consecutive failures."""
 
 
 class _Union(Collection[str]):
-    """What is in any of some disjoint collections, whose changes show; no copy is made of any."""
+    """A view of the union of disjoint collections."""
 
     def __init__(self, *parts: Collection[str]) -> None:
         self._parts = parts
@@ -80,7 +79,7 @@ class Loop:
     Parameters
     ----------
     method : Method
-        Strategy that says what clients are asked, and what becomes of their replies.
+        Strategy that decides requests and processes replies.
     grid : Grid
         Any Flower grid; a virtual one brings its own clock.
     plan : Plan
@@ -88,15 +87,15 @@ class Loop:
     observe : Observer
         Receives all events.
     stop_check : StopCheck
-        Called between two steps; says whether to stop.
+        Called between two steps; returns the reason to stop, if any.
     timeout : float
         Seconds after which an unanswered task is lost.
     evaluate_config : ConfigRecord
-        Settings that travel with every test of a model.
+        Settings of every test message.
     evaluate_fn : Callable, optional
         Evaluates models on the server.
     identities : Identities, optional
-        Checks the ids that clients state; by default they are believed.
+        Verifies the ids that clients state; by default they are trusted.
     """
 
     def __init__(
@@ -146,7 +145,7 @@ class Loop:
 
     @property
     def keeps_messages(self) -> bool:
-        """Whether the grid was brought back to an earlier state, with its open messages."""
+        """Whether the grid was restored with its open messages."""
         return self._clock.keeps_messages
 
     def now(self) -> float:
@@ -154,14 +153,14 @@ class Loop:
         return self._clock.now()
 
     def run(self, num_updates: int, nothing_missed: bool) -> None:
-        """Run until a limit is reached, no client is left, or the user interrupts.
+        """Run until a limit, the loss of all clients, or an interruption.
 
         Parameters
         ----------
         num_updates : int
             Updates to apply; 0: no limit.
         nothing_missed : bool
-            The grid was brought back together with the method: what was open then still is.
+            Whether the grid was restored together with the method, with its open tasks.
         """
         self._num_updates = num_updates
         method = self._method
@@ -185,7 +184,7 @@ class Loop:
         self._fill_result()
 
     def _run(self) -> float:
-        """Give work, wait, act on replies, until something ends it; return when that was."""
+        """Send work, wait and process replies until the end; return its time."""
         progress, clock = self._progress, self._clock
         while True:
             if self._is_over():
@@ -198,7 +197,7 @@ class Loop:
             self._hand_out()
             replies = clock.wait(self._awaited(), self._next_moment())
             for reply in replies:
-                # Several may have come at once; a limit holds and evaluations are due all the same.
+                # After each of several simultaneous replies, check limits and evaluations.
                 self._take_in(reply)
                 if self._is_over():
                     break
@@ -213,14 +212,14 @@ class Loop:
                     self._ending = Ending.NO_CLIENTS, "all clients are gone"
                     return alone_since
         ended_at = clock.now()
-        # An interrupted run ends now, unless its clock can be held.
+        # An interrupted run ends at the current time, unless its clock can be stopped.
         is_stopped = self._ending is not None and self._ending[0] is Ending.INTERRUPTED
         if self._fleet.by_node and (clock.free_evaluation or not is_stopped):
             self._evaluator.finish(progress.evaluated_at != progress.updates)
         return ended_at if clock.is_virtual else clock.now()
 
     def _fill_result(self) -> None:
-        """Put models and placements into the result of the run."""
+        """Fill in models and placements of the result."""
         method, result = self._method, self._method.result
         result.clusters = {k: self._packer.pack(k, model)[0] for k, model in method.served.items()}
         if result.clusters:
@@ -229,10 +228,10 @@ class Loop:
             client: dict(method.placement(client)) for client in self._fleet.clients
         }
 
-    # When something is due.
+    # Due times.
 
     def _is_over(self) -> bool:
-        """Evaluate if that is due; return whether a limit is reached, and note which."""
+        """Evaluate if due; return whether a limit is reached, and record it."""
         progress = self._progress
         self._evaluator.close_if_over()
         self._evaluator.look_at_steps()
@@ -240,7 +239,7 @@ class Loop:
             self._steps.look_before_test()
             self._evaluator.begin()
         if self._ending is None:
-            # A limit that is reached at the same moment would hide why nothing was learnt.
+            # Checked before limits, which would hide the reason.
             rounds = self._method.scheduling.rounds
             if hopeless := self._method.scheduling.hopeless() or progress.uselessness():
                 self._ending = Ending.USELESS_REPLIES, hopeless
@@ -253,22 +252,22 @@ class Loop:
     def _is_quiescent(self) -> bool:
         """Return whether no client will ever train again.
 
-        Each is at rest as its data are now, no time is ahead at which data move on, and no client
-        will come that has never been there. Only a grid that foresees arrivals can tell: real
-        devices may come, and have new data, at any time.
+        All clients are quiescent on their current data, no drift is ahead, and no new client will
+        join. Only a grid that foresees arrivals can tell: real devices may join and have new data
+        at any time.
         """
         fleet, grid, steps = self._fleet, self._grid, self._steps
         rests = self._method.scheduling.is_quiescent
-        # Asked after every update: most policies say no of the first client.
+        # Called after every update: most policies deny it for the first client.
         if not all(rests(client, steps.now_of(client)) for client in fleet.by_node.values()):
             return False
         if not fleet.by_node or not isinstance(grid, Foreseeing) or steps.next_time() < math.inf:
             return False
-        # Some may be there that have not been greeted, or have not answered yet.
+        # Some may not have been greeted or have answered so far.
         if not fleet.by_node.keys() | fleet.refused.keys() >= set(grid.get_node_ids()):
             return False
         ahead = grid.arrivals_ahead()
-        # Any of those that are away may be the one that comes back.
+        # Any offline client may return.
         away = [name for name, client in fleet.clients.items() if ahead and client.node_id is None]
         return all(ahead.values()) and all(rests(client, steps.now_of(client)) for client in away)
 
@@ -277,7 +276,7 @@ class Loop:
         if progress.evaluation is not None:
             return False
         if progress.evaluated_at < 0:
-            # The first one waits for the first greetings, to include every client.
+            # The first evaluation waits for the first greetings, to include every client.
             return bool(self._fleet.by_node) and not self._greeting_is_open()
         due = self._plan.is_tested(progress, self._method.scheduling.rounds)
         return due or self._steps.is_untested(self._plan.eval_steps)
@@ -292,12 +291,12 @@ class Loop:
             self._ending = Ending.TARGET, f"the target {wanted} was reached"
 
     def _greeting_is_open(self) -> bool:
-        """Return whether a node that has come may introduce itself any moment."""
+        """Return whether a new node may still answer its greeting."""
         recent = self.now() < self._progress.greeted_at + _GREETING_SECONDS
         return recent and bool(self._fleet.greeted)
 
     def _next_moment(self) -> float:
-        """Return until when to wait for replies at most."""
+        """Return the latest time to wait for replies."""
         now, progress = self.now(), self._progress
         moments = [
             progress.checked_at + _FLEET_CHECK_SECONDS,
@@ -305,12 +304,12 @@ class Loop:
             self._idle.next_ready(now),
             self._steps.next_time(),
         ]
-        # What is due and could not be done, because its client is busy, waits for a reply.
+        # Due work of a busy client waits for its reply.
         wake_at = self._method.scheduling.wake_at()
         return min([*moments, wake_at] if wake_at > now else moments)
 
     def _wake(self) -> bool:
-        """Let the policy do what is due by now; return whether anything was."""
+        """Let the scheduler act on due events; return whether there were any."""
         now, dispatch = self.now(), self._method.scheduling
         if dispatch.wake_at() > now:
             return False
@@ -320,7 +319,7 @@ class Loop:
         return True
 
     def _give_up(self, numbers: Collection[int]) -> None:
-        """Wait no more for the replies to some tasks."""
+        """Give up some tasks."""
         open_tasks = self._progress.in_flight.items()
         late = [message_id for message_id, task in open_tasks if task.number in numbers]
         self._clock.forget(late)
@@ -336,7 +335,7 @@ class Loop:
     # The fleet.
 
     def _disconnect(self) -> None:
-        """Forget nodes and open tasks: they belong to the grid of an earlier start."""
+        """Drop nodes and open tasks, which belong to an earlier grid."""
         progress = self._progress
         for task in progress.in_flight.values():
             self._method.close_task(task)
@@ -348,7 +347,7 @@ class Loop:
             self._method.on_leave(client)
 
     def _look_at_fleet(self) -> None:
-        """Notice clients that came or left; greet the new nodes."""
+        """Update the fleet: clients that joined or left; greet new nodes."""
         if isinstance(self._grid, Registering):
             for device, change in self._grid.key_changes():
                 self._observe(events.KeyChanged(self.now(), device, change))
@@ -370,9 +369,9 @@ class Loop:
                 self._progress.greeted_at = self.now()
 
     def _still_bound(self, nodes: list[int]) -> list[int]:
-        """Leave out nodes whose keys do not stand for their clients any more.
+        """Leave out nodes whose keys no longer match their clients.
 
-        They are greeted anew at the next look, and refused.
+        They are greeted again at the next check, and refused.
         """
         assert self._identities is not None
         bound = []
@@ -387,7 +386,7 @@ class Loop:
         return bound
 
     def _drop_tasks(self, client: str, reason: str) -> None:
-        """Give up the open tasks of a client that is not there any more."""
+        """Drop the open tasks of a client that left."""
         open_tasks = self._progress.in_flight.items()
         lost = [message_id for message_id, task in open_tasks if task.client == client]
         self._clock.forget(lost)
@@ -395,7 +394,7 @@ class Loop:
             self._refuse(self._progress.in_flight.pop(message_id), reason, is_away=True)
 
     def _introduce(self, node_id: int, reply: Message) -> None:
-        """Welcome the client that answered a greeting, and let it have work."""
+        """Register the client that answered a greeting."""
         now = self.now()
         try:
             introduced = self._fleet.introduce(node_id, reply, self._identities)
@@ -409,11 +408,11 @@ class Loop:
         client, returned = introduced
         name = client.client_id
         self._method.scheduling.joined(name)
-        # Of a client that is new nothing is open.
+        # A new client has no open tasks.
         if returned:
-            # It was away: what it was working on is lost, or comes too late to wait for.
+            # It was away: its work is lost or too late.
             self._drop_tasks(name, "the client went offline with it")
-        # A client that leaves and comes back is given no work sooner for that.
+        # Leaving and returning does not shorten a back-off.
         client.ready_at = max(client.ready_at, now) if client.failures else now
         self._observe(
             events.ClientJoined(now, name, node_id, client.num_examples, client.group, returned)
@@ -421,12 +420,12 @@ class Loop:
         self._method.on_join(client)
         self._idle.add(name)
 
-    # Handing work out.
+    # Sending work.
 
     def _hand_out(self) -> None:
-        """Ask for evaluations that are under way, then give the method's work.
+        """Send open evaluations, then the method's work.
 
-        A client that has just been tested is offered to the method before it is tested again.
+        A client just tested is offered to the method before another test.
         """
         self._steps.look()
         self._evaluator.ask(self._idle)
@@ -445,18 +444,18 @@ class Loop:
             self._evaluator.ask(self._idle, again=True)
 
     def _free_places(self) -> int | None:
-        """Return how many more clients may be given work; None stands for all."""
+        """Return how many more clients may get work; None for any number."""
         places = self._plan.places(len(self._fleet.by_node))
         if places is None:
             return None
         clients, open_tasks = self._fleet.clients, self._progress.in_flight.values()
         if len(self._fleet.by_node) == len(clients):
             return places - len(open_tasks)
-        # A client that went offline with a task trains no more: it must not keep others from work.
+        # A client that went offline with a task does not occupy a place.
         return places - sum(clients[task.client].node_id is not None for task in open_tasks)
 
     def _send(self, work: Request, message: Message, task: InFlight) -> None:
-        """Send work, and remember it until the reply."""
+        """Send work and track it until the reply."""
         if self._method.needs.latencies and isinstance(self._grid, Foreseeing):
             task = replace(task, expected=self._grid.expected_seconds(message))
         self._method.open_task(task, work)
@@ -468,14 +467,14 @@ class Loop:
             self._refuse(task, "the message could not be sent")
 
     def _message(self, work: Request) -> tuple[Message, InFlight]:
-        """Make the message of some work, with what its reply has to echo, and number the task.
+        """Make the message of a work item, with a task number and the fields that the reply echoes.
 
         Raises
         ------
         ValueError
-            The client is away: a mistake of the method's.
+            The client is offline: an error of the method.
         UserError
-            A setting of the request is not known.
+            A setting of the request is unknown.
         """
         method, progress = self._method, self._progress
         node_id = self._fleet.clients[work.client].node_id
@@ -517,7 +516,7 @@ class Loop:
         return Message(content, node_id, kind, ttl=self._ttl), task
 
     def _check_settings(self, work: Request) -> None:
-        """Raise UserError for a setting that no client reads: it would be ignored silently."""
+        """Raise UserError for a setting that no client reads, instead of ignoring it."""
         unknown = work.settings.keys() - SETTINGS - self._method.train_config.keys()
         own = self._method.needs.settings if unknown else None
         if own is None or not unknown - own:
@@ -527,7 +526,7 @@ class Loop:
         raise unknown_name(kind, min(unknown - own), known)
 
     def _models(self, work: Request) -> tuple[dict[str, ArrayRecord], int, dict[int, int]]:
-        """Return the models that travel, their size, and the versions of named ones by cluster."""
+        """Return the models to send, their size, and the versions of named ones by cluster."""
         models = self._method.models
         if work.models is None:
             record, size = self._packer.serve(models, self._method.placement(work.client))
@@ -536,10 +535,10 @@ class Loop:
         records, size = self._packer.pack_some(models, work.models, work.kind != names.TRAIN)
         return records, size, versions
 
-    # Taking replies in.
+    # Receiving replies.
 
     def _take_in(self, reply: Message) -> None:
-        """Act on one reply: to work, a greeting or an evaluation."""
+        """Process a reply to work, a greeting or an evaluation."""
         message_id = reply.metadata.reply_to_message_id
         if (task := self._progress.in_flight.pop(message_id, None)) is None:
             if (node := self._fleet.open_greetings.get(message_id)) is not None:
@@ -558,7 +557,7 @@ class Loop:
             self._refuse(task, str(error), is_away=away)
 
     def _ignore(self, reply: Message) -> None:
-        """Report a reply that no task waits for; it changes nothing."""
+        """Report a reply without a task; it has no effect."""
         node, now = reply.metadata.src_node_id, self.now()
         client = self._fleet.by_node.get(node, f"node {node}")
         reason = "no task waits for it: it was not asked for, is a repetition, or came too late"
@@ -567,15 +566,15 @@ class Loop:
         self._observe(events.UpdateRejected(now, client, reason, now))
 
     def _judged(self, update: Update) -> Update:
-        """Return a valid update as the protection lets the method see it; report what it did.
+        """Return a valid update after the protection; report its decision.
 
-        A client that is excluded counts as gone for the method, so that no other client waits to
-        be compared with it; it keeps its cluster, and is tested there as ever.
+        An excluded client counts as offline for the method, so that no other client waits for a
+        comparison with it; it keeps its cluster and is still tested.
 
         Raises
         ------
         InvalidReplyError
-            The method is not to see it.
+            The protection refuses the update.
         """
         method, guard = self._method, self._method.protection
         if not guard.is_on:
@@ -610,7 +609,7 @@ class Loop:
         return replace(update, vector=vector)
 
     def _accept(self, update: Update) -> None:
-        """Take a valid update, and act on those that the policy releases because of it."""
+        """Accept a valid update, and apply those that the scheduler releases."""
         task, progress = update.task, self._progress
         self._fleet.heard(task.client, update.num_examples)
         if self._method.embedding is not None:
@@ -623,7 +622,7 @@ class Loop:
         self._free(task.client)
 
     def _answered(self, answer: Answer) -> None:
-        """Hand the method the answer to work that was not training."""
+        """Pass an answer to work other than training to the method."""
         task, now = answer.task, self.now()
         self._progress.rejected_in_a_row.clear()
         self._fleet.clients[task.client].failures = 0
@@ -637,14 +636,14 @@ class Loop:
         self._free(task.client)
 
     def _traffic(self, reply: Update | Answer) -> tuple[int, int]:
-        """Return the bytes down and up of a reply; none where models do not really travel."""
+        """Return the bytes down and up of a reply; 0 if models do not travel."""
         exchanges = self._method.needs.exchange
         return (reply.task.bytes_down, reply.bytes_up) if exchanges else (0, 0)
 
     def _apply(self, updates: Sequence[Update]) -> None:
-        """Let the method act on updates together, and report each of them.
+        """Let the method aggregate updates, and report each of them.
 
-        What the method reports meanwhile comes after the updates that gave rise to it.
+        The method's reports follow the updates that caused them.
         """
         if not updates:
             return
@@ -672,14 +671,14 @@ class Loop:
             self._observe(event)
 
     def _measure_discrepancy(self, updates: Sequence[Update], outcomes: Sequence[Outcome]) -> None:
-        """Report how far the models of some updates are from those that they were used for."""
+        """Report the distance of the updates' models from the aggregated ones."""
         values = discrepancy(self._method, updates, outcomes) if self._plan.discrepancy else {}
         if values:
             measured = events.Measured(self.now(), self._progress.updates, DISCREPANCY, values)
             self._observe(measured)
 
     def _applied(self, update: Update, outcome: Outcome) -> events.UpdateApplied:
-        """Return the report of what became of an update that was counted just now."""
+        """Return the report of an update just counted."""
         task, metrics, time = update.task, update.metrics, update.arrived_at
         down, up = self._traffic(update)
 
@@ -689,7 +688,7 @@ class Loop:
             return stated if is_possible else None
 
         def run_time(name: str) -> float | None:
-            # What a client states on its machine's clock, as a time of the run.
+            # Convert a client's times to times of the run.
             stated = metrics.get(name, math.nan)
             return time - (clock.time() - stated) if math.isfinite(stated) else None
 
@@ -718,14 +717,14 @@ class Loop:
         )
 
     def _weighed(self, update: Update) -> Update:
-        """Let no client count as many more examples than the others have."""
+        """Limit the examples of a client relative to the others'."""
         counted = self._fleet.counted(update.task.client, update.num_examples)
         return update if counted == update.num_examples else replace(update, num_examples=counted)
 
     def _refuse(
         self, task: InFlight, reason: str, rests: bool = True, is_away: bool = False
     ) -> None:
-        """Count and report an unusable reply; its client rests longer each time in a row."""
+        """Count and report an unusable reply; its client backs off longer each time."""
         self._method.close_task(task)
         now, client, progress = self.now(), self._fleet.clients[task.client], self._progress
         progress.rejected += 1
@@ -742,14 +741,14 @@ class Loop:
         self._apply(self._method.scheduling.lost(task, now))
 
     def _free(self, client: str) -> None:
-        """Note that a client has nothing to do, if it is there."""
+        """Mark an online client as idle."""
         if self._fleet.clients[client].node_id is not None:
             self._idle.add(client)
 
     # Reports.
 
     def _observe(self, event: events.Event) -> None:
-        """Report something, after the updates that are just being acted on, if there are any."""
+        """Report an event, after the updates in progress."""
         if self._held is not None:
             self._held.append(event)
             return

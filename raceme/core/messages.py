@@ -1,8 +1,8 @@
-"""What travels in Flower messages, and how a model becomes a flat vector and back.
+"""Content of Flower messages, and conversion of models to flat vectors and back.
 
 Names of records and keys are those of Flower's own strategies (``arrays``, ``config``,
-``num-examples``), so that a Raceme strategy works with any Flower ClientApp that answers training
-with its arrays, and Raceme's ClientApp with Flower's strategies.
+``num-examples``), so that Raceme's strategies work with any Flower ClientApp that returns arrays,
+and Raceme's ClientApp with Flower's strategies.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from flwr.app import Message
 
 # -----------------------------------------------------------------------------
-# What a client says: typed, bounded and made printable here, before anything else sees it.
+# Clients' statements: typed, bounded and made printable before any other use.
 #
-# A device may be anyone's. What it states goes into logs, terminals, the store and pages, which
-# it must not steer (escape sequences, text that runs backwards, forged lines), fill (megabytes of
+# Devices are untrusted. Their statements appear in logs, terminals, the store and pages, which they
+# must not control (escape sequences, text that runs backwards, forged lines), fill (megabytes of
 # text) or upset (numbers whose sums overflow). Everything that takes words or numbers out of a
 # reply does it with the functions of this module; what a SuperLink tells a device goes through
 # :func:`~raceme.core.errors.printable` too.
@@ -40,25 +40,25 @@ if TYPE_CHECKING:
 
 
 _LONGEST_NAME = 128
-"""Letters of a name: of a client, of a metric."""
+"""Maximum characters of a name of a client or metric."""
 _LONGEST_UNIT = 32
 _MOST_METRICS = 1000
 _MOST_ELEMENTS = 10_000_000
-"""Numbers of an array that the server keeps of each client: those of a sketch of its data."""
+"""Maximum size of an array that the server keeps per client, e.g. a sketch of its data."""
 LARGEST = float.fromhex("0x1.fffffep+127")
-"""Size of the largest number that a client may state: the largest float32. No measurement is
-larger, and sums, means and squares of very many such numbers stay finite in float64."""
+"""Largest valid number of a client, the largest float32: sums, means and squares of very many such
+numbers stay finite in float64."""
 
 
 class InvalidReplyError(ValueError):
-    """A reply is not what was asked for, or states what cannot be: in one short printable line.
+    """An invalid reply, with a short printable reason.
 
     Parameters
     ----------
     reason : str
-        Why; it may hold words of the client's own.
+        Reason, possibly with the client's words.
     is_away : bool
-        The client has left with the task: that is no fault of its own.
+        Whether the client left with the task, which is no failure.
     """
 
     def __init__(self, reason: str, is_away: bool = False) -> None:
@@ -67,11 +67,11 @@ class InvalidReplyError(ValueError):
 
 
 _RAISED = re.compile(r"<class '(?:[\w.]*\.)?(\w+)'>:<'(.*?)(?:'>)?")
-"""How Flower writes an exception of a ClientApp; a long one is cut before its end."""
+"""Flower's notation of a ClientApp's exception, truncated if long."""
 
 
 def error_line(reply: Message) -> str:
-    """Return the first line of why a client could not do its work."""
+    """Return the first line of a client's error."""
     lines = (reply.error.reason or "")[: 10 * LONGEST_LINE].strip().splitlines()
     if not lines:
         return "no reason given"
@@ -80,7 +80,7 @@ def error_line(reply: Message) -> str:
 
 
 def name_of(stated: object) -> str | None:
-    """Return a name that a client states: 1 to 128 printable characters; None for all else."""
+    """Return a client's stated name: 1 to 128 printable characters; else None."""
     if not isinstance(stated, str | int):
         return None
     name = stated if isinstance(stated, str) else printable(stated, 2 * _LONGEST_NAME)
@@ -88,12 +88,12 @@ def name_of(stated: object) -> str | None:
 
 
 def unit_of(stated: object) -> str | None:
-    """Return the unit of an error that a client states; None if it states none.
+    """Return a client's stated unit of an error, if any.
 
     Raises
     ------
     InvalidReplyError
-        It is no short printable text.
+        The unit is no short printable text.
     """
     if stated is None:
         return None
@@ -103,14 +103,14 @@ def unit_of(stated: object) -> str | None:
 
 
 def metrics_of(record: Mapping[str, object]) -> dict[str, float]:
-    """Return the numbers that a client states, by name; lists are left out.
+    """Return a client's numbers by name, without lists.
 
-    NaN and infinity are let through: a training that diverges has such losses.
+    NaN and infinity are valid: diverging training has such losses.
 
     Raises
     ------
     InvalidReplyError
-        They are too many or too large, or a name is no name.
+        The numbers are too many or too large, or a name is invalid.
     """
     if len(record) > _MOST_METRICS:
         raise InvalidReplyError(f"it states {len(record)} metrics: {_MOST_METRICS} at most")
@@ -124,17 +124,17 @@ def metrics_of(record: Mapping[str, object]) -> dict[str, float]:
 
 
 def number_of(name: str, stated: object) -> float:
-    """Return a number that a client states under a name.
+    """Return a client's number by name.
 
     Raises
     ------
     InvalidReplyError
-        It is none, or finite and larger than `LARGEST`; or minus infinity, with which and its
-        opposite no sum could be taken.
+        It is no number, finite but larger than `LARGEST`, or minus infinity, whose sum with
+        infinity is undefined.
     """
     if not isinstance(stated, int | float):
         raise InvalidReplyError(f"a metric is no number: {quoted(name)}")
-    # Compared before it is converted: a whole number may be too large for a float.
+    # Compared before the conversion: an integer may be too large for a float.
     if -LARGEST <= stated <= LARGEST or stated == math.inf:
         return float(stated)
     if isinstance(stated, float) and math.isnan(stated):
@@ -150,7 +150,7 @@ def array_of(
     high: float = LARGEST,
     most: int = _MOST_ELEMENTS,
 ) -> NDArray[np.float64]:
-    """Return an array of numbers that a client states under a name.
+    """Return a client's array of numbers by name.
 
     Parameters
     ----------
@@ -159,16 +159,16 @@ def array_of(
     name : str
         Name of the wanted array.
     shape : Sequence of int or None
-        What it must look like; None for any length from 1 on.
+        Required shape; None for any length of at least 1.
     low, high : float
-        Bounds within which every number must lie.
+        Bounds of every number.
     most : int
         Largest permitted number of elements.
 
     Raises
     ------
     InvalidReplyError
-        There is none of the name, it has another shape or type, or a number is out of its bounds.
+        It is missing, has another shape or type, or a number is out of bounds.
     """
     values = numbers.get(name)
     wanted = ", ".join("any" if size is None else str(size) for size in shape)
@@ -186,12 +186,12 @@ def array_of(
 
 
 # -----------------------------------------------------------------------------
-# What travels in Flower messages, and how a model becomes a flat vector and back.
+# Content of Flower messages, and conversion of models to flat vectors and back.
 # -----------------------------------------------------------------------------
 
 
 Vector = NDArray[np.float32]
-"""A whole model, flat: shape (d,), float32."""
+"""A flat model: shape (d,), float32."""
 
 Number = TypeVar("Number", bound=np.generic)
 
@@ -201,41 +201,41 @@ METRICS = "metrics"
 SCALES = "scales"
 """Record with the range of each row of a model in 8-bit codes: see :func:`encoded`."""
 NUMBERS = "numbers"
-"""Record of what a client measured sample by sample or class by class: named arrays."""
+"""Record of named arrays that a client measured per sample or class."""
 
 KIND = "kind"
-"""A message's request to a client. Without it a message asks for what its Flower type says."""
+"""A message's request to a client. By default given by the message's Flower type."""
 TRAIN = "train"
 TRAIN_BEST = "train-best"
 """Of several models, train the one with the least loss on the training samples."""
 LOSSES = "losses"
-"""The loss of every sample under each of several models: the kind of work, and the numbers that
-answer it, float32, shape (models, samples)."""
+"""The loss of every sample under each of several models: kind of work, and its answer, float32,
+shape (models, samples)."""
 SCORES = "scores"
-"""Mean loss and accuracy of each of several models on the training samples of each of several
-steps: the kind of work, which is answered by two arrays of float32, shape (models, steps)."""
+"""Mean loss and accuracy of several models on the training samples of several steps: kind of work,
+answered by two float32 arrays, shape (models, steps)."""
 ACCURACIES = "accuracies"
-"""The one of them beside ``losses``."""
+"""Name of the second array, besides ``losses``."""
 TEST_STEPS = "test-steps"
-"""Test models on the test samples of several steps: the kind of work, answered by `ACCURACIES`: one
-number for each test, float64, NaN for a step whose data the client does not have (any more)."""
+"""Test models on the test samples of several steps: kind of work, answered by `ACCURACIES`, one
+float64 per test, NaN for steps without data."""
 TESTED_STEPS = "tested-steps"
-"""The step of each test, and beside it:"""
+"""The step of each test."""
 TESTED_MODELS = "tested-models"
-"""which of the received models it is of."""
+"""Index of the received model of each test."""
 LABEL_COUNTS = "label-counts"
-"""Training samples per class: the kind of work, and the numbers, int64, shape (classes,)."""
+"""Training samples per class: kind of work, and its answer, int64, shape (classes,)."""
 NEAREST_DIRECTION = "nearest-direction"
-"""Train the received model a little; answer which of some directions the change is nearest to, as
-the metric `CHOSEN`: the kind of work."""
+"""Train the received model briefly and return the nearest direction of the change as the metric
+`CHOSEN`: kind of work."""
 DIRECTIONS = "directions"
-"""The record of these directions, arrays named "0", "1", …, float32, of the model's weights."""
+"""Record of these directions: float32 arrays named "0", "1", … of the model's weights."""
 TRAIN_SPLIT = "train-split"
 """Train the received layers below the client's own last ones (FedPer, FedRep): the kind of work."""
 HEAD_LAYERS = "head-layers"
-"""How many of the network's last layers stay on the client."""
+"""Number of the network's last layers that stay on the client."""
 HEAD_EPOCHS = "head-epochs"
-"""Passes over the samples in which only these are trained, before those in which all others are."""
+"""Epochs of training only these layers, before those of the others."""
 TRAIN_BESIDE = "train-beside"
 """Train the received model, and the client's own with a pull towards it (Ditto): the kind of
 work."""
@@ -248,47 +248,45 @@ ADAPTIVE = "adaptive"
 """Whether the client moves this share along its gradient."""
 EVALUATE = "evaluate"
 DESCRIBE = "describe"
-"""The client's id and the size of its data: what every client is asked first."""
+"""The client's id and the size of its data: the greeting of every client."""
 ON = "on"
-"""Samples that losses are asked for: ``"train"``, as if nothing is said, ``"test"`` or
-``"validation"``."""
+"""Samples for losses: ``"train"`` (the default), ``"test"`` or ``"validation"``."""
 VALIDATION_SHARE = "validation-share"
-"""Share of its training samples that a client keeps to compare models on."""
+"""Share of a client's training samples kept for validation."""
 
 OWN_MODEL = "own-model"
-"""Asks a client to train a model of its own too, as if it were alone."""
+"""Asks a client to train also a model of its own, as if alone."""
 OWN_MIXTURE = "own-mixture"
-"""The completion by which it tests what suits its validation samples best: that, the received model
-or a mixture."""
+"""Completion that tests the best on its validation samples: own model, received model or a
+mixture."""
 COMPLETED_BY = "completed-by"
-"""Names what makes, at a client, of a received model the one to be tested: see `COMPLETIONS`."""
+"""Name of the completion of a received model before a test; see `COMPLETIONS`."""
 
 TASK = "task"
-"""Number of a piece of work, unique in a run; a reply states the one that it answers."""
+"""Number of a task, unique in a run; echoed by its reply."""
 VERSION = "version"
-"""Version of the model that a message carries; a reply states the one it started from."""
+"""Version of the sent model; echoed by the reply."""
 STEP = "step"
-"""Step of the data that change: the client works on its samples of this step, from 0."""
+"""Step of the client's data for the work, from 0."""
 STEPS = "steps"
-"""Steps whose training samples a client is to use together, instead of those of its step: a list of
-numbers, each once."""
+"""Distinct steps whose training samples a client uses together, instead of its step's."""
 CLIENT_ID = "client-id"
 NUM_EXAMPLES = "num-examples"
 NUM_TEST_EXAMPLES = "num-test-examples"
 ALL_EXAMPLES = "all-examples"
-"""Number of a client's training examples at the end, where they are released step by step."""
+"""Final number of a client's training examples, if released step by step."""
 GROUP = "group"
 TRAIN_LOSS = "train-loss"
 UNIT = "unit"
 """Unit of the mean absolute error that a client measured instead of an accuracy."""
 LOSS = "loss"
 SCORED = "scored"
-"""Asks a client to test what it uploads, and what it was sent in return for its last upload, and to
-state its sample passes."""
+"""Asks a client to test its upload and the model returned for its last upload, and to state its
+sample passes."""
 FORMER_STEP = "former-step"
-"""Step of the data that the client's last upload was trained on; left out before there is one."""
+"""Step of the data of the client's last upload, if any."""
 ACCURACY_BEFORE = "accuracy-before"
-"""Accuracy of an uploaded model on the test data of the step that it was trained on."""
+"""Accuracy of an uploaded model on the test data of its step."""
 ACCURACY_AFTER = "accuracy-after"
 """Accuracy of the received model on the test data of the former step: what the client got for its
 last upload."""
@@ -328,49 +326,48 @@ ROUND = "server-round"
 ANCHOR = "anchor"
 """Record with the model towards which the proximal term pulls, if it is not the received one."""
 MASK = "mask"
-"""Record with one array of 0 and 1 for each of the model's: which weights a client trains."""
+"""Record with an array of 0 and 1 per model array: the weights that a client trains."""
 CHOSEN = "chosen"
-"""Which of several models a client has trained, counted from 0; a reply states it."""
+"""Index of the model that a client trained among several, in a reply."""
 
 
 class _TrainingKinds(Container[object]):
-    """Kinds of work that are answered with a trained model: by their names, a user's own too."""
+    """Kinds of work answered by a trained model, recognised by name."""
 
     def __contains__(self, kind: object) -> bool:
         return str(kind).rpartition(":")[2].startswith(("train", "learn"))
 
 
 TRAINING = _TrainingKinds()
-"""Kinds of work whose reply is a trained model: those whose name begins with ``train``, or
-``learn``."""
+"""Kinds of work answered by a trained model: names that begin with ``train``, or ``learn``."""
 
 _STYPE = "numpy.ndarray"
 LARGEST_SQUARE = 1e30
-"""Squared length of a model from which on it is refused. No network that works comes near it, and
-below it sums, differences and distances over very many clients stay finite in float32."""
+"""Squared length of a model above which it is refused. Working networks are far below it, and sums,
+differences and distances of very many clients stay finite in float32."""
 
 
 def kept_for_validation(examples: int, share: float) -> int:
-    """Return how many of its samples a client keeps to compare models on: one at least."""
+    """Return the number of a client's validation samples, at least one."""
     return min(max(1, round(share * examples)), examples - 1)
 
 
 def numbered(name: str, index: int) -> str:
-    """Name one of several records of a kind: ``memory-2``."""
+    """Return the name of one of several records: ``memory-2``."""
     return f"{name}-{index}"
 
 
 def candidate(index: int) -> str:
-    """Name the record of one of several models among which a client chooses: ``arrays-2``."""
+    """Return the name of the record of a candidate model: ``arrays-2``."""
     return numbered(ARRAYS, index)
 
 
 _MOST = 2**53
-"""Whole numbers from here on are not exact as float numbers, and no count."""
+"""Upper bound of counts: larger integers are not exact as floats."""
 
 
 def count_of(stated: object) -> int | None:
-    """Return the count, or the number of a group, that a client states; None for anything else."""
+    """Return a client's stated count or group number; else None."""
     if isinstance(stated, int | float) and 0 <= stated < _MOST:
         return int(stated)
     return None
@@ -381,7 +378,7 @@ class InvalidModelError(InvalidReplyError):
 
 
 class Role(Enum):
-    """What one array of a model is.
+    """The role of an array of a model.
 
     TRAINABLE
         Weights: mixed and compared.
@@ -397,7 +394,7 @@ class Role(Enum):
 
     @classmethod
     def of(cls, name: str, dtype: str) -> Role:
-        """Tell an array's role from its name, as torch names it, and its type on the wire."""
+        """Return an array's role by its torch name and dtype."""
         last = name.rpartition(".")[2]
         if last == "num_batches_tracked" or np.dtype(dtype).kind != "f":
             return cls.COUNTER
@@ -424,7 +421,7 @@ class ModelSpec:
 
     @classmethod
     def of(cls, record: ArrayRecord) -> ModelSpec:
-        """Read the specification off a record."""
+        """Return the specification of a record."""
         arrays = list(record.values())
         return cls(
             names=tuple(record.keys()),
@@ -454,28 +451,28 @@ class ModelSpec:
 
     @cached_property
     def trainable(self) -> NDArray[np.bool_] | None:
-        """Which elements of the flat vector are weights, shape (d,); None if all are."""
+        """Mask of the weights in the flat vector, shape (d,); None if all are."""
         mask = self._elements(Role.TRAINABLE)
         return None if mask.all() else mask
 
     @cached_property
     def counters(self) -> NDArray[np.bool_] | None:
-        """Which elements of the flat vector only count, shape (d,); None if none does."""
+        """Mask of the counters in the flat vector, shape (d,); None without any."""
         mask = self._elements(Role.COUNTER)
         return mask if mask.any() else None
 
     def _elements(self, role: Role) -> NDArray[np.bool_]:
         of_role = np.array([array is role for array in self.roles], np.bool_)
         mask = np.repeat(of_role, np.array(self.sizes, np.intp))
-        # Properties of a specification are shared: they must not be changed.
+        # Shared, so read-only.
         mask.flags.writeable = False
         return mask
 
     def compared(self, vector: NDArray[Number]) -> NDArray[Number]:
-        """Return what of a model may be compared, decayed, sketched or bounded: its weights.
+        """Return the weights of a model, for comparison, decay, sketches and bounds.
 
-        Running statistics and counters, whose size has nothing to do with the direction of
-        training, are left out.
+        Running statistics and counters, whose size is unrelated to the direction of training, are
+        left out.
 
         Parameters
         ----------
@@ -490,7 +487,7 @@ class ModelSpec:
         return vector if self.trainable is None else vector[..., self.trainable]
 
     def copy_counters(self, source: Vector, target: Vector) -> None:
-        """Set the counters of one flat model to those of another, for after the two were mixed."""
+        """Copy the counters of one flat model to another, after mixing the two."""
         if self.counters is not None:
             target[self.counters] = source[self.counters]
 
@@ -504,7 +501,7 @@ class ModelSpec:
         return views
 
     def pack(self, vector: Vector) -> ArrayRecord:
-        """Turn a flat vector into the ArrayRecord that it came from. Copies once."""
+        """Convert a flat vector to an ArrayRecord, copying once."""
         views = self.views(vector)
         return array_record(
             {
@@ -514,12 +511,12 @@ class ModelSpec:
         )
 
     def pack_mask(self, mask: NDArray[np.bool_]) -> ArrayRecord:
-        """Turn a flat mask into the record that travels with a model: bytes of 0 and 1."""
+        """Convert a flat mask to a record of bytes 0 and 1."""
         views = self.views(mask)
         return array_record({name: to_array(views[name].astype(np.uint8)) for name in self.names})
 
     def unpack(self, record: ArrayRecord) -> Vector:
-        """Turn an ArrayRecord into a flat vector. Copies once.
+        """Convert an ArrayRecord to a flat vector, copying once.
 
         Raises
         ------
@@ -541,7 +538,7 @@ class ModelSpec:
                 )
             if values.dtype.kind not in "fiu":
                 raise InvalidModelError(f"wrong type of '{name}': {values.dtype}")
-            # A number too large for float32 becomes infinity, and is refused as such below.
+            # Numbers too large for float32 become infinite, and are refused below.
             with np.errstate(over="ignore", invalid="ignore"):
                 view[...] = values
         # NaN and infinity survive in the squared norm: one pass, no temporary array.
@@ -577,7 +574,7 @@ def from_array(array: Array) -> NDArray[np.generic]:
         shape, fortran, dtype = _parse_header(data[:length])
         values = np.frombuffer(data, dtype, count=prod(shape), offset=length)
         return values.reshape(shape, order="F" if fortran else "C")
-    # numpy reads the header as Python source: bytes made to do harm can raise almost anything.
+    # numpy parses the header as Python source: malicious bytes can raise almost anything.
     except Exception as error:
         raise InvalidModelError(f"unreadable array: {printable(error)}") from None
 
@@ -598,8 +595,8 @@ def encoded(model: ArrayRecord, residual: ArrayRecord) -> tuple[ArrayRecord, Arr
     model : ArrayRecord
         A model of finite weights. Arrays of whole numbers stay as they are.
     residual : ArrayRecord
-        What the encoding of the client's last upload has left out, which is added first (error
-        feedback); empty at first. What this one leaves out replaces it.
+        Rounding error of the client's last upload, which is added first (error feedback) and
+        replaced by the new one; empty at first.
     """
     codes, scales = dict(model), dict[str, Array]()
     for name, own in model.items():
@@ -620,12 +617,12 @@ def encoded(model: ArrayRecord, residual: ArrayRecord) -> tuple[ArrayRecord, Arr
 
 
 def decoded(codes: ArrayRecord, scales: ArrayRecord) -> ArrayRecord:
-    """Return the model that was :func:`encoded`.
+    """Return the model of an :func:`encoded` record.
 
     Raises
     ------
     InvalidModelError
-        The codes and the ranges do not fit together.
+        The codes do not match the ranges.
     """
     model = dict(codes)
     for name, ranges in scales.items():
@@ -643,7 +640,7 @@ def decoded(codes: ArrayRecord, scales: ArrayRecord) -> ArrayRecord:
 
 @lru_cache(maxsize=64)
 def _name(dtype: np.dtype[np.generic]) -> str:
-    """Return the name of a type, ``"float32"``, which numpy puts together anew each time."""
+    """Return the cached name of a dtype, ``"float32"``."""
     return str(dtype)
 
 
@@ -669,12 +666,12 @@ def _parse_header(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype[np.gen
 
 
 # -----------------------------------------------------------------------------
-# How much of a client's work a message asks for.
+# The amount of work that a message asks for.
 # -----------------------------------------------------------------------------
 
 
 def passes(settings: Mapping[str, object], examples: int) -> float:
-    """Return how often a training message lets a client go through its samples.
+    """Return a training message's number of passes over the client's samples.
 
     Parameters
     ----------
@@ -690,37 +687,37 @@ def passes(settings: Mapping[str, object], examples: int) -> float:
 
 
 def mini_batches(settings: Mapping[str, object], examples: int) -> float:
-    """Return how many mini-batches the passes of :func:`passes` are, parts of one included."""
+    """Return the number of mini-batches of :func:`passes`, partial ones included."""
     return passes(settings, examples) * examples / _batch_size(settings, examples)
 
 
 def _batch_size(settings: Mapping[str, object], examples: int) -> int:
-    """Return how many samples a mini-batch has: of fewer than it may hold, all that there are."""
+    """Return the size of a mini-batch, at most the number of samples."""
     size = settings.get(BATCH_SIZE, 1)
     return min(size, max(1, examples)) if isinstance(size, int) else 1
 
 
 PASSES_OF_TRAINING = 3
-"""A step takes a sample forward, and backward at twice the cost: to inputs and to weights."""
+"""A step costs a forward pass, and a backward pass of twice the cost (inputs and weights)."""
 
 
 def forward_cost(settings: Mapping[str, object], examples: int, models: int = 1) -> float:
-    """Return what passing all samples forward once takes, as a `COMPUTE_SCALE`.
+    """Return the cost of one forward pass of all samples, as a `COMPUTE_SCALE`.
 
     Parameters
     ----------
     settings : Mapping
-        Those of the run's training, of whose computation it is a share.
+        Settings of the run's training, to which the cost is relative.
     examples : int
         Number of the client's training samples.
     models : int
-        Models under which the samples are passed.
+        Number of models.
     """
     return models / (PASSES_OF_TRAINING * passes(settings, examples))
 
 
 def short_task(settings: Mapping[str, object], examples: int, steps: int) -> dict[str, int | float]:
-    """Return what the message of a task of so many mini-batches says beyond the run's settings.
+    """Return the additional settings of a task with a number of mini-batches.
 
     Parameters
     ----------
@@ -729,31 +726,31 @@ def short_task(settings: Mapping[str, object], examples: int, steps: int) -> dic
     examples : int
         Number of the client's training samples.
     steps : int
-        Mini-batches, at least 1; they may be more than an ordinary task's.
+        Number of mini-batches, at least 1, possibly more than an ordinary task's.
     """
     share = passes({**settings, LOCAL_STEPS: steps}, examples) / passes(settings, examples)
     return {LOCAL_STEPS: steps, TASK_SHARE: share}
 
 
 # -----------------------------------------------------------------------------
-# What a piece of work cost a device: what it states with its answer, typed and bounded.
+# The stated cost of work for a device, typed and bounded.
 # -----------------------------------------------------------------------------
 
 
 CPU_SECONDS = "cpu-seconds"
-"""Seconds that the device's processor computed for the work, those of all its threads together."""
+"""CPU seconds of the work, summed over threads."""
 JOULES = "joules"
-"""Energy that the board took meanwhile, where it can tell: of all of it, not of the work alone."""
+"""Energy of the whole board during the work, if measured."""
 
 MOST_SECONDS = 1e8
-"""Three years: longer than any work takes, on any number of cores."""
+"""Three years, longer than any work."""
 MOST_JOULES = 1e11
 """A kilowatt for three years."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a piece of work cost; None for what the device does not state.
+    """Cost of work; None for values that the device does not state.
 
     Attributes
     ----------
@@ -771,12 +768,12 @@ NOT_STATED = Cost()
 
 
 def cost_of(metrics: Mapping[str, object]) -> Cost:
-    """Return the cost that a device states among its measurements.
+    """Return the cost in a device's metrics.
 
     Raises
     ------
     InvalidReplyError
-        It is no number, NaN, below 0, or more than can be.
+        A value is no number, NaN, below 0, or impossibly large.
     """
     stated: dict[str, float | None] = {}
     for name, most in ((CPU_SECONDS, MOST_SECONDS), (JOULES, MOST_JOULES)):

@@ -27,7 +27,7 @@ from raceme.core.errors import UserError, unknown_name
 log = logging.getLogger("raceme")
 
 Value = str | int | float | bool
-"""What a key can hold, in TOML as in Flower's run config."""
+"""Types of values, in TOML and in Flower's run config."""
 
 AUTO = "auto"
 """How an option whose value is filled in later is written; in Python it is None."""
@@ -47,7 +47,7 @@ _UNITS = {SECONDS: "SECONDS", "px": "PIXELS"}
 
 
 class Key(NamedTuple):
-    """What is known of a key.
+    """Declaration of a key.
 
     Attributes
     ----------
@@ -91,11 +91,11 @@ def option(
     Parameters
     ----------
     default : Any
-        The default; None stands for "auto".
+        The default; None means "auto".
     help : str
-        What the option means, for ``raceme list --keys``, the command line and the report.
+        Meaning, for ``raceme list --keys``, the command line and the report.
     unit : str
-        What a number counts, where that is a unit of measurement: ``"s"``, ``"px"``.
+        Unit of a number, if any: ``"s"``, ``"px"``.
     low, above, high, below : float, optional
         Smallest allowed value; largest value that is too small; largest allowed value; smallest
         value that is too large.
@@ -132,7 +132,7 @@ def with_defaults(options_type: type[_Options], **defaults: Any) -> type[_Option
 
 
 def reads(options_type: type[Any]) -> Callable[[_Function], _Function]:
-    """Say which options a function reads, as a class says by its attribute ``options_type``."""
+    """Declare the options of a function, like the attribute ``options_type`` of a class."""
 
     def mark(function: _Function) -> _Function:
         function.__dict__["options_type"] = options_type
@@ -142,7 +142,7 @@ def reads(options_type: type[Any]) -> Callable[[_Function], _Function]:
 
 
 def signature_of(function: Callable[..., Any], *options_types: type[Any]) -> Signature:
-    """Return the signature of a method, with options in the place of its ``**arguments``."""
+    """Return the signature of a method, with options instead of ``**arguments``."""
     _, *own = signature(function).parameters.values()
     if not own or own[-1].kind is not Parameter.VAR_KEYWORD:
         return Signature(own)
@@ -212,7 +212,7 @@ def declared(options_type: type[Any], prefix: str = "") -> dict[str, Field[Any]]
 
 
 def present_names(given: Mapping[str, Any], options: Mapping[str, Field[Any]]) -> dict[str, Any]:
-    """Return what was given under the present names of options that have been renamed.
+    """Return given values under the current names of renamed options.
 
     Parameters
     ----------
@@ -258,7 +258,7 @@ def written(value: Value | None) -> Value:
 
 
 def convert(name: str, value: Any, item: Field[Any]) -> Any:
-    """Convert what a person wrote to the type of an option, and check its range.
+    """Convert a written value to the type of an option, and check its range.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Bookkeeping of the loop, whatever the method: the part of a run's state that no method owns."""
+"""Bookkeeping of the loop: the part of a run's state independent of the method."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from raceme.core.events import ACCURACY, Evaluated, Measure, TaskScore, TasksTes
 from raceme.core.requests import InFlight
 
 # -----------------------------------------------------------------------------
-# Evaluations: the models of one moment, tested on cells: a client × a step of its data.
+# Evaluations: the models of one time, tested on cells (client × step of its data).
 #
 # An ordinary evaluation has one cell for each client that is online, of its present data. With
 # ``eval-tasks`` there is another one whenever a step of a client's data is over, before any client
@@ -28,9 +28,9 @@ from raceme.core.requests import InFlight
 # -----------------------------------------------------------------------------
 
 PRESENT = -1
-"""Step of a cell: the one that the client's data are at when it is asked."""
+"""Step of a cell: the current one of the client's data."""
 UNTRAINED = -1
-"""Stands for a cluster: the model before any training."""
+"""Cluster number of the model before any training."""
 
 
 @dataclass(frozen=True)
@@ -40,18 +40,18 @@ class ClientScore:
     Attributes
     ----------
     cluster : int
-        The cluster of the model, of several that with the largest weight; `UNTRAINED` for none.
+        Cluster of the model, of several the one with the largest weight; `UNTRAINED` for none.
     accuracy, loss : float
-        On the client's own test data; of a regression the mean absolute error. NaN if it could not
+        Accuracy (or mean absolute error) and loss on the client's test data; NaN if it could not
         test.
     step : int
-        Step of the data that it tested on.
+        Step of the test data.
     examples : int
-        How many they are; 0 if the client does not say.
+        Number of test examples; 0 if not stated.
     group : int or None
-        True group of the data now, where data change and it is known; for reports only.
+        Current true group under drift, if known; for reports only.
     measure : Measure
-        Whether `accuracy` is an accuracy, or an error and its unit.
+        Measure of `accuracy`.
     """
 
     cluster: int
@@ -65,25 +65,25 @@ class ClientScore:
 
 @dataclass
 class Evaluation:
-    """An evaluation under way.
+    """An evaluation in progress.
 
     Attributes
     ----------
     time, updates, clusters : float, int, int
-        The moment of the models, updates applied by then, and how many models there were.
+        Time of the models, applied updates, and number of models.
     cells : dict[str, dict[int, int]]
-        Each client to the steps that it tests on, each with the main cluster of the model.
+        Steps that each client tests on, with the main cluster of the model.
     of_steps : bool
-        Whether the cells are of all steps so far; else of the present one.
+        Whether the cells cover all steps so far, else the current one.
     ahead : bool
-        Whether the last cell of each client is of the step after those that models were trained on.
-        The untrained model is tested there, too.
+        Whether the last cell of each client is the step after the trained ones, on which the
+        untrained model is tested too.
     waiting : dict[str, bool]
-        Clients that have not been asked yet, in the order of asking.
+        Clients still to be queried, in order.
     open : dict[str, str]
-        Message id to the client that was asked and has not answered.
+        Queried clients without an answer, by message id.
     scores : dict[str, list[ClientScore]]
-        What the clients have answered, in the order of their cells.
+        Clients' answers, in the order of their cells.
     """
 
     time: float
@@ -98,15 +98,15 @@ class Evaluation:
 
     @property
     def is_over(self) -> bool:
-        """Whether no client is left that could answer."""
+        """Whether no answer is outstanding."""
         return not self.waiting and not self.open
 
     def last_step(self, client: str) -> int:
-        """Return the last step that the models which a client tests were trained on."""
+        """Return the last trained step of the models that a client tests."""
         return max(self.cells[client]) - self.ahead
 
     def tests(self, client: str) -> list[tuple[int, int]]:
-        """Return the tests that a client makes: of each the step, and the model's main cluster."""
+        """Return a client's tests: step and main cluster of the model."""
         cells = list(self.cells[client].items())
         return [*cells, (cells[-1][0], UNTRAINED)] if self.ahead else cells
 
@@ -116,13 +116,13 @@ class Evaluation:
         self.open = {key: name for key, name in self.open.items() if name != client}
 
     def reports(self) -> Iterator[Evaluated | TasksTested]:
-        """Make the reports of the clients that have answered.
+        """Make the reports of the answers.
 
-        Of the present step it is one; of all steps one for each step that was the last of clients.
+        One report for the current step; for all steps, one per last step of clients.
         """
         if not self.scores:
             return
-        # Accuracies and errors have no mean: what most of the clients have measured counts.
+        # Accuracies and errors have no common mean: the majority's measure counts.
         measures = Counter(scores[0].measure for scores in self.scores.values())
         (measure, _), *_ = measures.most_common(1)
         alike = {name: of for name, of in self.scores.items() if of[0].measure == measure}
@@ -151,7 +151,7 @@ class Evaluation:
         return Evaluated(
             time=self.time,
             updates=self.updates,
-            # The papers' accuracy: every client counts the same, however little data it has.
+            # The papers' accuracy: the unweighted mean over clients.
             accuracy=math.fsum(score.accuracy for score in scores) / len(scores),
             loss=math.fsum(losses) / len(losses) if losses else math.nan,
             clusters=self.clusters,
@@ -165,7 +165,7 @@ class Evaluation:
 
 
 def _by_step(scores: Iterable[ClientScore]) -> dict[int, TaskScore]:
-    """Return a client's scores by step, without those of steps that it could not test."""
+    """Return a client's scores by step, without untestable steps."""
     found: dict[int, TaskScore] = {}
     for score in scores:
         if math.isnan(score.accuracy):
@@ -180,7 +180,7 @@ def _by_step(scores: Iterable[ClientScore]) -> dict[int, TaskScore]:
 def weighted_accuracy(scores: Collection[ClientScore]) -> float:
     """Return the mean accuracy weighted by the clients' numbers of test examples.
 
-    What CSAFL's and FlexCFL's papers report. NaN if a client does not say how many it has.
+    As reported by CSAFL's and FlexCFL's papers. NaN if a client does not state its number.
     """
     if any(not score.examples for score in scores):
         return math.nan
@@ -191,53 +191,52 @@ def weighted_accuracy(scores: Collection[ClientScore]) -> float:
 
 
 # -----------------------------------------------------------------------------
-# Bookkeeping of the loop, whatever the method: the part of a run's state that no method owns.
+# Bookkeeping of the loop: the part of a run's state independent of the method.
 # -----------------------------------------------------------------------------
 
 
 @dataclass
 class Progress:
-    """What has happened so far.
+    """Counters and state of the run so far.
 
     Attributes
     ----------
     updates, tasks, rejected : int
-        Updates applied, tasks handed out and replies refused so far.
+        Numbers of applied updates, sent tasks and refused replies.
     rejected_in_a_row : dict[str, int]
-        Replies of each client that were refused since the last valid one of any client.
+        Refused replies per client since the last valid one of any client.
     last_refusal : str
-        The client of the last reply that was refused, and why it was.
+        Client and reason of the last refused reply.
     checked_at, somebody_at : float
-        When the list of online nodes was last looked at, and when a client was online last.
+        Times of the last check of online nodes, and of the last online client.
     greeted_at : float
-        When a node was greeted last; -infinity before the first.
+        Time of the last greeting; -infinity before the first.
     evaluated_at : int
         Number of updates at the last evaluation; -1 before the first.
     evaluated_round : int
-        Rounds or windows that were over then.
+        Completed rounds or windows then.
     evaluated_step : int
         Step of all clients' data then.
     in_flight : dict[str, InFlight]
         Open tasks by message id.
     idle : dict[str, bool]
-        Clients without a task, in the order in which they got free.
+        Clients without a task, in the order in which they became idle.
     uploads : dict[str, int]
-        Updates of each client that were applied.
+        Applied updates per client.
     trained_steps : dict[str, int]
-        Step of the data that each client's last valid update was trained on.
+        Step of each client's last valid update.
     step : int
-        Step of all clients' data, where the time or the number of updates decides it.
+        Common step of all clients' data, if determined by time or updates.
     steps : dict[str, int]
-        Step of each client's data, where its own uploads decide it.
+        Step of each client's data, if determined by its uploads.
     evaluation : Evaluation or None
-        The evaluation on the present data that is under way.
+        The current evaluation on current data.
     task_steps : dict[str, int]
-        Step of each client's data, as the tests on all steps know it; of all clients' data under
-        the empty name, where the time or the number of updates decides it.
+        Step of each client's data for tests on all steps; the common step under the empty name.
     tasks_tested_at : int
-        Number of updates when these tests were begun last; -1 before the first.
+        Number of updates at the last start of these tests; -1 before the first.
     task_evaluation : Evaluation or None
-        The one on all steps that is under way.
+        The current evaluation on all steps.
     fleet : Fleet
         All clients that have been greeted, online or not.
     """
@@ -267,19 +266,19 @@ class Progress:
 
     @property
     def evaluations(self) -> list[Evaluation]:
-        """The evaluations under way."""
+        """The current evaluations."""
         return [each for each in (self.evaluation, self.task_evaluation) if each is not None]
 
     def count_update(self, client: str) -> None:
-        """Count an update of a client that was applied."""
+        """Count an applied update of a client."""
         self.updates += 1
         self.uploads[client] = self.uploads.get(client, 0) + 1
 
     def uselessness(self) -> str:
-        """Return why it is of no use to go on: only unusable replies for long; else nothing.
+        """Return the reason if the run is useless (only unusable replies), else an empty text.
 
-        Each client's replies count up to an equal share, and more than half of the shares have to
-        be full: a few clients do not end the run of the others.
+        Each client's replies count up to an equal share, and more than half of the shares must be
+        full, so that few clients cannot end the run.
         """
         clients = max(1, len(self.fleet.clients))
         limit, rejected = max(100, 10 * clients), sum(self.rejected_in_a_row.values())
@@ -291,12 +290,12 @@ class Progress:
 
 
 # -----------------------------------------------------------------------------
-# When to evaluate, how many clients to keep busy, and when to stop.
+# Schedule of evaluations, concurrency and limits.
 # -----------------------------------------------------------------------------
 
 
 class StepSchedule(Protocol):
-    """When clients' data move on to the next step.
+    """Schedule of the steps of clients' data.
 
     Attributes
     ----------
@@ -315,14 +314,14 @@ class StepSchedule(Protocol):
         """Whether it counts rounds."""
 
     def step(self, time: float, updates: int, uploads: int, rounds: int | None) -> int:
-        """Return the step at a time, after so many updates, uploads of the client, and rounds."""
+        """Return the step at a time and numbers of updates, uploads of the client and rounds."""
 
     def next_time(self, time: float) -> float:
-        """Return when time moves the step next; infinity if it never does."""
+        """Return the next time of a step change; infinity if none."""
 
 
 def rounds_over(count: int) -> str:
-    """Say that a limit on rounds is reached."""
+    """Return the text for a reached limit of rounds."""
     return "1 round is over" if count == 1 else f"{count} rounds are over"
 
 
@@ -335,32 +334,32 @@ class Plan:
     max_time : float or None
         Stop at this time on the grid's clock, in seconds.
     target_accuracy : float or None
-        Mean client accuracy to look out for, or of a regression the mean absolute error.
+        Target mean client accuracy, or mean absolute error.
     stop_at_target : bool
         Whether reaching it ends the run.
     eval_every : int
         Number of applied updates between two evaluations.
     eval_rounds : int
-        Rounds or windows between two evaluations, of a method that has them; 0: `eval_every`.
+        Rounds or windows between two evaluations, if the method has them; 0: `eval_every`.
     eval_steps : bool
-        Evaluate also when all clients' data have moved on, before any client trains on them.
+        Whether to evaluate also after a common drift, before any training.
     eval_tasks : bool
-        Test on the data of every step so far whenever a step is over, and at the end.
+        Whether to test on all steps so far at the end of each step and of the run.
     eval_clients : int
-        Clients that test the models at an evaluation; 0: all that are online.
+        Number of clients that test at an evaluation; 0: all online.
     discrepancy : bool
-        Measure how far clients' models are from that of their cluster.
+        Whether to measure the distance of clients' models from their cluster's.
     concurrency : int
-        Clients that train at a time; 0 means all that are online.
+        Number of clients that train at a time; 0: all online.
     drift : StepSchedule or None
         When clients' data change; None if they never do.
     max_rounds : int or None
-        Stop after so many rounds or windows, of a method that has them.
+        Limit of rounds or windows, if the method has them.
     highest_score : float
-        Highest score of an upload that a client can state: 1 of accuracies, infinity of errors.
+        Largest valid score of an upload: 1 for accuracies, infinity for errors.
     planned_updates : int
-        Client updates that a run without a limit on them is expected to come to, for schedules that
-        depend on its length.
+        Expected number of updates of a run without a limit on them, for schedules that depend on
+        its length.
     """
 
     max_time: float | None = None
@@ -384,16 +383,16 @@ class Plan:
         return math.inf if self.max_time is None else self.max_time
 
     def limit(self, updates: int, num_updates: int, now: float, rounds: int | None = None) -> str:
-        """Return which limit is reached, in words; empty if none is.
+        """Return the reached limit in words; empty if none.
 
         Parameters
         ----------
         updates, num_updates : int
-            Updates applied, and their limit; 0 stands for none.
+            Applied updates, and their limit; 0: none.
         now : float
             Time on the grid's clock, in seconds.
         rounds : int or None
-            Rounds or windows that are over; None for a method without them.
+            Completed rounds or windows; None for a method without them.
         """
         if 0 < num_updates <= updates:
             return f"{num_updates} updates were applied"
@@ -404,14 +403,14 @@ class Plan:
         return ""
 
     def places(self, online: int) -> int | None:
-        """Return how many of so many clients train at a time; None stands for all."""
+        """Return how many of the online clients train at a time; None for all."""
         return self.concurrency or None
 
     def testers(self, online: Sequence[Client]) -> Sequence[Client]:
-        """Return the clients that test the models now, of those online.
+        """Return the online clients that test the models.
 
-        Of many, those whose ids have the least checksums: in effect a random sample, yet the same
-        clients every time, whichever others come or go, so that evaluations can be compared.
+        Of many, those whose ids have the smallest checksums: a random but stable sample, which
+        makes evaluations comparable under churn.
         """
         if not self.eval_clients or len(online) <= self.eval_clients:
             return online
@@ -423,18 +422,18 @@ class Plan:
         Parameters
         ----------
         progress : Progress
-            Has the numbers of updates and of rounds, at the last evaluation and now.
+            Numbers of updates and rounds, at the last evaluation and now.
         rounds : int or None
-            Rounds or windows that are over; None for a method without them.
+            Completed rounds or windows; None for a method without them.
         """
         updates = progress.updates - progress.evaluated_at
         if self.eval_rounds and rounds is not None:
-            # Of a window in which no client was done there is nothing new to test.
+            # A window without updates has nothing new to test.
             return updates > 0 and rounds - progress.evaluated_round >= self.eval_rounds
         return updates >= self.eval_every
 
     def is_reached(self, report: Evaluated) -> bool:
-        """Return whether an evaluation ends the run: enough clients answered, and well enough."""
+        """Return whether an evaluation reaches the target with enough answers."""
         return (
             self.stop_at_target
             and self.target_accuracy is not None
@@ -444,27 +443,27 @@ class Plan:
 
 
 # -----------------------------------------------------------------------------
-# Data that change: at which step each client's data are, and the report when they move on.
+# Drift: current steps of clients' data, and reports of changes.
 # -----------------------------------------------------------------------------
 
 
 class Steps:
-    """Keeps track of the steps of clients' data.
+    """Tracks the steps of clients' data.
 
     Parameters
     ----------
     schedule : StepSchedule or None
-        When data change; None if they never do.
+        Schedule of the drift; None without drift.
     progress : Progress
-        Where the steps are noted.
+        Storage of the steps.
     now : Callable
         Returns the time in seconds.
     rounds : Callable
-        Returns how many rounds are over; None if the method works in none.
+        Returns the number of completed rounds; None without rounds.
     observe : Observer
-        Called with a `DataChanged` for every change.
+        Receives a `DataChanged` for every change.
     tests_tasks : bool
-        Whether models are to be tested on the data of all steps; see `ended`.
+        Whether models are tested on the data of all steps; see `ended`.
     """
 
     def __init__(
@@ -480,7 +479,7 @@ class Steps:
         self._now, self._rounds, self._observe = now, rounds, observe
 
     def look(self) -> None:
-        """Report that all clients' data have moved on, if they have."""
+        """Report a common drift, if any."""
         schedule, progress = self._schedule, self._progress
         if schedule is None or schedule.per_client:
             return
@@ -490,35 +489,35 @@ class Steps:
             self._observe(events.DataChanged(self._now(), progress.updates, None, step))
 
     def next_time(self) -> float:
-        """Return when time moves clients' data on next; infinity if it never does."""
+        """Return the next time of a drift; infinity if none."""
         return math.inf if self._schedule is None else self._schedule.next_time(self._now())
 
     def look_before_test(self) -> None:
-        """Report what has moved on, if it counts for a test.
+        """Report a drift that applies before a test.
 
-        What a round has trained is tested on the data of that round: where rounds are counted,
-        data move on when work is next handed out.
+        A round's models are tested on that round's data: with steps in rounds, data change when
+        work is sent next.
         """
         if self._schedule is not None and not self._schedule.in_rounds:
             self.look()
 
     def is_untested(self, wanted: bool) -> bool:
-        """Return whether all clients' data have moved on and no test has been made of them yet.
+        """Return whether a common drift has not been tested so far.
 
         Parameters
         ----------
         wanted : bool
-            Whether there is to be one at once.
+            Whether to test at once.
         """
         if wanted:
             self.look()
         return wanted and self._progress.step != self._progress.evaluated_step
 
     def ended(self) -> dict[str, int]:
-        """Return the clients of which a step is over since this was asked last, to that step.
+        """Return the online clients whose step ended since the last call, with that step.
 
-        Of those that are online. Nothing if models are not to be tested on all steps. It reports
-        nothing: what a run reports of its data is the same with and without these tests.
+        Empty without tests on all steps. Reports nothing, so that a run's reports do not depend on
+        these tests.
         """
         schedule, tested = self._schedule, self._progress.task_steps
         if schedule is None or not self._tests_tasks:
@@ -531,11 +530,10 @@ class Steps:
         return dict.fromkeys(self._online(), moved[""]) if "" in moved else moved
 
     def unfinished(self) -> dict[str, int]:
-        """Return the clients that are online, to the last step that models were trained on.
+        """Return the online clients with the last trained step of the models.
 
-        None if the present models were tested at the end of that step. Where each client has
-        steps of its own, clients that have not trained on theirs yet are left out: the end of the
-        one before has been tested.
+        None if the current models were tested at the end of that step. With steps per client,
+        clients that have not trained on theirs are left out, as the previous end was tested.
         """
         schedule, progress = self._schedule, self._progress
         if schedule is None or not self._tests_tasks:
@@ -551,7 +549,7 @@ class Steps:
         return [client.client_id for client in self._progress.fleet.online()]
 
     def _step(self, schedule: StepSchedule, client: str) -> int:
-        """Return the step of a client's data now, whether reported or not."""
+        """Return the current step of a client's data, reported or not."""
         uploads = self._progress.uploads.get(client, 0)
         return schedule.step(self._now(), self._progress.updates, uploads, self._rounds())
 

@@ -1,4 +1,4 @@
-"""Names that users type, and the objects they stand for.
+"""Registries of names and their objects.
 
 Each kind of thing that a run can choose (a strategy, a dataset, a partition, ...) has one
 `Registry`: a table of Raceme's own names, the entry points of installed packages, and any
@@ -31,7 +31,7 @@ from typing import Any
 from raceme.core.errors import UserError, unknown_name
 
 # -----------------------------------------------------------------------------
-# What only a host needs: the extra ``server`` of the distribution, and what is said without it.
+# Optional packages of hosts (the extra ``server``), and errors without them.
 # -----------------------------------------------------------------------------
 
 
@@ -51,14 +51,14 @@ SERVER = {
 """Packages of the extra ``server`` as they are imported, and as they are installed."""
 
 INSTALL = "python3 -m pip install 'raceme[server]'"
-"""What installs them, typed in a checkout."""
+"""Command that installs them from a checkout."""
 
 EXPORT = ("onnx", "onnxruntime", "onnxscript")
 """Packages of the extra ``export``."""
 
 
 def explained(error: ModuleNotFoundError) -> Exception:
-    """Return what to raise where an import has failed.
+    """Return the exception for a failed import.
 
     Parameters
     ----------
@@ -84,34 +84,34 @@ def explained(error: ModuleNotFoundError) -> Exception:
 
 
 # -----------------------------------------------------------------------------
-# Names that users type, and the objects they stand for.
+# Registries of names and their objects.
 # -----------------------------------------------------------------------------
 
 
 class Registry(Mapping[str, Any]):
-    """A read-only map from names to objects that are imported when first asked for.
+    """A read-only map from names to objects, imported on first use.
 
     Iterating yields Raceme's own names and those of installed packages. ``module:attribute`` is
-    found too, and counts as contained: whether it can be imported shows when it is looked up.
+    accepted too and counts as contained; the look-up imports it.
 
     Parameters
     ----------
     kind : str
-        What is registered, in the singular, for error messages: ``"strategy"``.
+        Kind of objects for error messages, e.g. ``"strategy"``.
     targets : Mapping[str, str]
         Name to ``"module:attribute"``, or to the path of a TOML file in the package.
     group : str
         Installed packages register objects of this kind as entry points of this group.
     expected : str
-        What an object of this kind is, for error messages; ``{name}`` is its attribute's name.
+        Expected object, for error messages; ``{name}`` is its attribute's name.
     fits : Callable
-        Returns whether a user's object can be one of this kind.
+        Returns whether a user's object is of this kind.
     declares : str
-        The attribute of such an object that is the dataclass of its options.
+        Attribute with the dataclass of the object's options.
     prefixed : bool
-        Keys of the options have the object's name in front: ``casa.gamma``.
+        Whether keys of options are prefixed with the object's name: ``casa.gamma``.
     aliases : Mapping[str, str], optional
-        Names that are taken too, but not listed: an old one to the present one.
+        Accepted but unlisted names: old to current.
     """
 
     def __init__(
@@ -131,14 +131,13 @@ class Registry(Mapping[str, Any]):
         self._expected, self._fits, self._declares = expected, fits, declares
 
     def __getitem__(self, name: str) -> Any:
-        """Return the object that `name` stands for.
+        """Return the object of a name.
 
         Raises
         ------
         UserError
-            When no such name exists; it lists the valid names and the nearest match. When a user's
-            object cannot be imported or is none of this kind. When it needs a package that a
-            device's installation has not.
+            The name does not exist (the message has the nearest match), a user's object cannot be
+            imported or is of another kind, or a package is missing.
         """
         name = self._aliases.get(name, name)
         own = self._targets.get(name)
@@ -159,7 +158,7 @@ class Registry(Mapping[str, Any]):
         return len(self._targets) + len(self._installed)
 
     def __eq__(self, other: object) -> bool:
-        # Not as a mapping: to compare the objects would import all of them.
+        # By identity: comparing as mappings would import all objects.
         return self is other
 
     def __hash__(self) -> int:
@@ -171,20 +170,20 @@ class Registry(Mapping[str, Any]):
         return isinstance(name, str) and (":" in name or name in self._installed)
 
     def check(self, name: str) -> None:
-        """Find out, without importing anything, whether a name exists and means one object.
+        """Check without importing that a name exists and is unique.
 
         Raises
         ------
         UserError
-            It does not.
+            It does not, or is ambiguous.
         """
-        # Read for a name of ours, too: an installed package may claim the same one.
+        # Read even for built-in names, which an installed package may claim too.
         names = [*self]
         if name not in self:
             raise unknown_name(self.kind, name, names, "raceme list")
 
     def name_of(self, chosen: str | Any) -> str:
-        """Return the name of an object, as configurations hold it; a name stays as it is.
+        """Return the name of an object in configurations; names are unchanged.
 
         An object of a script, a notebook or a function is called ``main-DIGEST:Name``; it is
         pickled for the worker processes of this one: see :func:`definitions`.
@@ -192,7 +191,7 @@ class Registry(Mapping[str, Any]):
         Raises
         ------
         UserError
-            It is no class or function, has no name, or cannot be pickled.
+            The object is no class or function, has no name, or cannot be pickled.
         """
         if isinstance(chosen, str):
             return chosen
@@ -212,12 +211,12 @@ class Registry(Mapping[str, Any]):
         return f"{module}:{attribute}"
 
     def make(self, name: str, *arguments: Any, **named: Any) -> Any:
-        """Call the object that `name` stands for: make a strategy, build a model.
+        """Call the object of a name, e.g. to make a strategy or build a model.
 
         Raises
         ------
         UserError
-            There is no such object, or a user's own raises an exception.
+            There is no such object, or a user's object raises an exception.
         """
         found = self[name]
         if name in self._targets or name in self._aliases:
@@ -232,7 +231,7 @@ class Registry(Mapping[str, Any]):
             ) from error
 
     def options_type(self, name: str) -> type[Any] | None:
-        """Return the dataclass of the options that `name` reads; None if it reads none.
+        """Return the dataclass of the options of a name, if any.
 
         Raises
         ------
@@ -243,26 +242,26 @@ class Registry(Mapping[str, Any]):
         return found
 
     def prefix(self, name: str) -> str:
-        """Return what stands in front of the keys of the options that `name` reads."""
+        """Return the prefix of the option keys of a name."""
         return f"{self.short(name)}." if self.prefixed else ""
 
     def short(self, name: str) -> str:
-        """Return a name without the module: of ``my_methods:LatestMean`` that is latest-mean."""
+        """Return a name without the module: latest-mean for ``my_methods:LatestMean``."""
         attribute = name.rpartition(":")[2]
         return kebab(attribute) if attribute != name else name
 
     def modules(self) -> dict[str, str]:
-        """Return the module of each of Raceme's own objects, by its name in Python."""
+        """Return the modules of built-in objects, by Python name."""
         found = (target.split(":") for target in self._targets.values())
         return {attribute: module for module, attribute in found}
 
     def summaries(self) -> dict[str, str]:
-        """Return the first line of each object's docstring, by name; nothing is imported."""
+        """Return the first line of each object's docstring by name, without importing."""
         targets = self._targets | {name: entry.value for name, entry in self._installed.items()}
         return {name: summary_of(target) for name, target in targets.items()}
 
     def installed(self) -> set[str]:
-        """Return what installed packages register, as ``module:attribute``."""
+        """Return the objects registered by installed packages, as ``module:attribute``."""
         return {entry.value for entry in entry_points(group=self.group)}
 
     @cached_property
@@ -281,7 +280,7 @@ class Registry(Mapping[str, Any]):
         return found
 
     def _users_own(self, name: str) -> Any:
-        """Import what a user, or an installed package, has written."""
+        """Import an object of a user or an installed package."""
         self.check(name)
         target = name if ":" in name else self._installed[name].value
         module, _, attribute = target.partition(":")
@@ -323,31 +322,31 @@ class Registry(Mapping[str, Any]):
 
 
 # -----------------------------------------------------------------------------
-# Classes and functions of a script or a notebook, which other processes cannot import.
+# Classes and functions of scripts and notebooks, which other processes cannot import.
 # -----------------------------------------------------------------------------
 
 
 _LOCAL = "main-"
-"""Begins the module in the names of what is defined in a script, a notebook or a function."""
+"""Prefix of the module in names of objects defined in a script, notebook or function."""
 _local: dict[str, Any] = {}
 _pickled: dict[str, bytes] = {}
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _UNSAID = ("__dict__", "__doc__", "__firstlineno__", "__module__", "__weakref__")
-"""Attributes of a class that say nothing of what it does."""
+"""Attributes of a class that do not affect its behaviour."""
 
 
 def definitions() -> dict[str, bytes]:
-    """Return what worker processes of this one have to be given, for :func:`define`."""
+    """Return the definitions for worker processes; see :func:`define`."""
     return dict(_pickled)
 
 
 def define(pickled: Mapping[str, bytes]) -> None:
-    """Take over, in a worker process, what its parent's script or notebook defines."""
+    """Add the definitions of the parent's script or notebook in a worker process."""
     _pickled.update(pickled)
 
 
 def _defined(kind: str, chosen: Any) -> str:
-    """Keep an object, pickled too, and return its name, which changes with its code."""
+    """Keep an object and its pickle, and return its name, which depends on its code."""
     if not chosen.__name__.isidentifier():
         raise UserError(
             f"A lambda has no name to record the {kind} by: define a function, def NAME(...)."
@@ -369,7 +368,7 @@ def _defined(kind: str, chosen: Any) -> str:
 
 
 def _defined_as(name: str) -> ModuleType:
-    """Return a module with nothing but an object that a script or a notebook defines."""
+    """Return a module with only an object defined by a script or notebook."""
     attribute = name.rpartition(":")[2]
     if name not in _local:
         if name not in _pickled:
@@ -381,10 +380,10 @@ def _defined_as(name: str) -> ModuleType:
 
 
 def _digest(chosen: Any) -> str:
-    """Return what tells a definition from another one of its name.
+    """Return a digest of a definition.
 
-    It is made of the code, of constants, and of what the code uses of the same script: not of the
-    place in a file, and not of what is imported. So it stays the same in another session.
+    It covers code, constants and used definitions of the same script, but neither positions nor
+    imports, so that it is stable across sessions.
     """
     digest, seen = sha256(), set[int]()
 
@@ -437,7 +436,7 @@ def kebab(name: str) -> str:
 
 
 def see_current_folder() -> None:
-    """Let modules in the current folder be imported.
+    """Allow imports from the current folder.
 
     ``python3 -m`` does so by itself; a console script and Flower's processes do not.
     """
@@ -446,9 +445,9 @@ def see_current_folder() -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """Return what went wrong in a user's module in one line, and where."""
+    """Return the error in a user's module in one line, with its position."""
     first = (str(error).strip().splitlines() or [""])[0].rstrip(".")
-    # To be told that a module is not there needs no name of an exception.
+    # A missing module needs no exception name.
     missing = isinstance(error, ImportError)
     said = first if missing else ": ".join(filter(None, (type(error).__name__, first)))
     frames = [
@@ -463,7 +462,7 @@ def _reason(error: BaseException) -> str:
 
 
 # -----------------------------------------------------------------------------
-# What an object says of itself, read off its module's source.
+# Docstrings of objects, read from source.
 # -----------------------------------------------------------------------------
 
 
@@ -484,7 +483,7 @@ def summary_of(target: str) -> str:
 def docstring_of(target: str) -> str:
     """Return an object's docstring without importing it; empty if it has none.
 
-    What is made by a call, as a method's `Variant` is, has the first text among the arguments.
+    For objects made by a call, such as a `Variant`, it is the first text among the arguments.
     """
     module, _, attribute = target.partition(":")
     return _docstrings(module).get(attribute, "")
@@ -492,7 +491,7 @@ def docstring_of(target: str) -> str:
 
 @cache
 def _docstrings(module: str) -> Mapping[str, str]:
-    """Return the docstrings of what a module defines, by name."""
+    """Return the docstrings of a module's definitions, by name."""
     found: dict[str, str] = {}
     for node in _tree(module).body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
@@ -507,10 +506,10 @@ def _docstrings(module: str) -> Mapping[str, str]:
 
 
 def _tree(module: str) -> ast.Module:
-    """Return a module's syntax; an empty one where there is no source to be read."""
+    """Return a module's syntax tree, empty without source."""
     parts = module.split(".")
     try:
-        # A module at the top is found without importing anything, those below it in its folder.
+        # Top-level modules are found without importing, submodules in their folder.
         spec: ModuleSpec | None = find_spec(parts[0])
         for end in range(2, len(parts) + 1):
             places = None if spec is None else spec.submodule_search_locations
@@ -527,7 +526,7 @@ def _tree(module: str) -> ast.Module:
 
 
 def _is_class_with(attribute: str) -> Callable[[Any], bool]:
-    """Return the test whether an object is, or makes, what has an attribute."""
+    """Return a test for callables with an attribute."""
     return lambda found: callable(found) and hasattr(found, attribute)
 
 
@@ -669,7 +668,7 @@ DRIFTS = Registry(
     expected="a subclass of raceme.datasets.drift.Drift",
     fits=_is_class_with("default_schedule"),
 )
-"""How data change during a run."""
+"""Drifts of clients' data during a run."""
 
 PROTECTIONS = Registry(
     "protection",
@@ -682,7 +681,7 @@ PROTECTIONS = Registry(
     expected="a subclass of raceme.core.protection.Guard",
     fits=_is_class_with("options_type"),
 )
-"""What stands between clients' updates and a method."""
+"""Checks of clients' updates before a method."""
 
 ATTACKS = Registry(
     "attack",
@@ -706,7 +705,7 @@ ATTACKS = Registry(
     expected="a subclass of raceme.simulation.attacks.Attack",
     fits=_is_class_with("options_type"),
 )
-"""What some simulated clients do to harm a run."""
+"""Attacks by simulated clients."""
 
 MODELS = Registry(
     "model",
@@ -775,8 +774,8 @@ CLIENT_WORK = Registry(
     group="raceme.client_work",
     expected="def {name}(work), which returns an Answer",
 )
-"""What clients do: each a function of a `ClientWork` that returns an `Answer`. What each reveals is
-listed in ``docs/security.md``."""
+"""Work of clients: functions of a `ClientWork` that return an `Answer`. ``docs/security.md`` lists
+what each reveals."""
 
 COMPLETIONS = Registry(
     "completion",
@@ -790,4 +789,4 @@ COMPLETIONS = Registry(
     group="raceme.completions",
     expected="def {name}(work)",
 )
-"""What makes, in a client's network, of a received model the one that the client tests."""
+"""Functions that complete a received model in a client's network before a test."""

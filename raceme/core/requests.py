@@ -1,4 +1,4 @@
-"""Requests: what a client is asked to do, and what the server remembers of it until the reply."""
+"""Requests to clients, in-flight requests, and checked replies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from raceme.core.messages import InvalidReplyError as InvalidReplyError
 from raceme.flower.messages import NODE_UNAVAILABLE, Shelf
 
 TRANSIENT = MappingProxyType({"transient": True})
-"""Metadata of a dataclass's field that no state keeps."""
+"""Metadata of a dataclass field that is not part of a state."""
 Value = str | int | float | bool | list[int]
 
 SETTINGS = frozenset(
@@ -52,30 +52,30 @@ SETTINGS = frozenset(
         names.WEIGHT_DECAY,
     }
 )
-"""What the message of a request can say whatever the method; others are declared by the method, in
+"""Settings of requests of any method; further ones are declared by a method in
 :attr:`raceme.core.strategy.Needs.settings`."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a method asks of a client.
+    """A method's request to a client.
 
     Attributes
     ----------
     kind : str
         Kind of work: a name in the ClientApp's registry of kinds, e.g. ``"train"``.
     models : tuple[int, ...] or None
-        Clusters whose models travel, in this order. None stands for the model that serves the
-        client, which with several clusters is their weighted mean; an empty tuple for no model.
+        Clusters whose models are sent, in order. None: the model that serves the client, for
+        several clusters their weighted mean; empty: no model.
     arrays : Mapping[str, ArrayRecord]
-        Further arrays that travel along, by the name of their record.
+        Further arrays to send, by the name of their record.
     settings : Mapping[str, Value]
-        What the message says beyond the run's own settings.
+        Settings in addition to the run's.
     phase : str
-        What the method does meanwhile, for the account of bytes; if empty, the kind of work.
+        Phase of the method, for traffic accounting; by default the kind of work.
     is_held : bool
-        Whether the client has what is sent: it travels only so that clients need no memory, and
-        counts as no bytes down.
+        Whether the client already has the content, which is sent only so that clients need no
+        memory and counts as 0 bytes.
     """
 
     client: str
@@ -88,7 +88,7 @@ class Request:
 
     @property
     def own_models(self) -> list[ArrayRecord]:
-        """The models among `arrays`, of work that names no cluster."""
+        """The models among `arrays`, for work without clusters."""
         if self.models != ():
             return []
         numbered = itertools.takewhile(
@@ -100,37 +100,35 @@ class Request:
 
 @dataclass(frozen=True)
 class InFlight:
-    """A request in flight: what the server remembers of it until the reply.
+    """An in-flight request, kept until its reply.
 
     Attributes
     ----------
     number : int
-        Unique in a run, from 0.
+        Unique number in a run, from 0.
     client : str
-        The client that has it.
+        The client.
     cluster : int
-        The cluster whose model was sent; of several, the one that the client has chosen, once it is
-        known.
+        The cluster whose model was sent; of several, the client's choice, once known.
     version : int
         Version of that model when it was sent.
     updates : int
-        Updates that had been applied in the whole run by then.
+        Number of applied updates in the run at sending.
     sent_at : float
-        Time in seconds at which it was sent.
+        Time of sending in seconds.
     bytes_down : int
-        Size of the arrays that were sent; 0 if the client had them.
+        Size of the sent arrays; 0 if the client had them.
     candidates : dict[int, int]
-        Where the work names models: their clusters in the order of their records, with their
-        versions.
+        Clusters of named models in the order of their records, with versions.
     kind : str
         Kind of work, as in :class:`Request`.
     step : int
-        Step of the client's data that it was to work on.
+        Step of the client's data for the work.
     phase : str
-        What the method did meanwhile.
+        Phase of the method.
     expected : float, optional
-        Mean time of such work on the client's device in seconds, if the method needs it
-        (`Needs.latencies`) and the grid knows it, as a simulated one does.
+        Mean time of the work on the client's device in seconds, if needed (`Needs.latencies`) and
+        known, as in simulations.
     """
 
     number: int
@@ -148,35 +146,34 @@ class InFlight:
 
     @property
     def reply(self) -> str:
-        """What the reply to it is called: an update is of a model that was trained."""
+        """Name of its reply: an update for training."""
         return "update" if self.kind in names.TRAINING else "answer"
 
 
 # -----------------------------------------------------------------------------
-# What a client has changed: its model against the one that it started from.
+# Base models of clients, for computing their changes.
 # -----------------------------------------------------------------------------
 
 
 @dataclass
 class Bases:
-    """Past models that clients are still training from; each version is stored once.
+    """Past models from which clients still train, one copy per version.
 
     Attributes
     ----------
     vectors : MutableMapping[str, Vector]
-        The models, by a name of the version: ``<cluster>/<version>``, or ``task <number>`` for one
-        that was made for a single task: the weighted mean that a client of several clusters was
-        sent, or a model that the method put into the request, such as the initial one. Of several
-        such models the further ones are ``task <number>/1`` and so on.
+        The models by version name: ``<cluster>/<version>``, or ``task <number>`` for a model made
+        for a single task, such as a weighted mean of clusters or a model in the request; further
+        ones are ``task <number>/1`` and so on.
     users : dict[str, int]
-        Number of open tasks that started from each.
+        Number of open tasks per model.
     """
 
     vectors: MutableMapping[str, Vector] = field(default_factory=dict)
     users: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # One of every client at work is too much for the memory of a large fleet.
+        # In a file, since one model per working client exceeds the memory of a large fleet.
         self.vectors = Shelf(self.vectors)
 
     def open(
@@ -186,16 +183,16 @@ class Bases:
         weights: Weights,
         sent: Sequence[Vector] = (),
     ) -> None:
-        """Keep the models that a client may start from until its task is over.
+        """Keep the models that a client may start from until its task ends.
 
         Parameters
         ----------
         models : Mapping[int, Model]
             All cluster models, by cluster id.
         weights : Mapping[int, float]
-            The clusters that serve the client.
+            Clusters that serve the client.
         sent : Sequence[Vector]
-            The models that the request itself brings in place of theirs.
+            Models in the request that replace theirs.
         """
         if sent:
             for name, vector in zip(_own_names(task), sent, strict=False):
@@ -209,19 +206,19 @@ class Bases:
             self.hold(f"task {task.number}", blended(models, weights))
 
     def of(self, task: InFlight) -> Vector:
-        """Return the model that a client has started from. Shape (d,)."""
+        """Return the model that a client started from. Shape (d,)."""
         own = self.own(task)
         return own[0] if own else self.vectors[f"{task.cluster}/{task.version}"]
 
     def own(self, task: InFlight) -> list[Vector]:
-        """Return the models that were made for a task alone, each of shape (d,)."""
+        """Return the models made for a single task, each of shape (d,)."""
         return [self.vectors[name] for name in self._held_for(task)]
 
     def _held_for(self, task: InFlight) -> list[str]:
         return list(itertools.takewhile(self.vectors.__contains__, _own_names(task)))
 
     def close(self, task: InFlight) -> None:
-        """Note that a task is over; forget a model from which no client trains any more."""
+        """Close a task; drop models without users."""
         kept = self._held_for(task)
         if not kept and task.kind == names.TRAIN_BEST:
             kept = [f"{cluster}/{version}" for cluster, version in task.candidates.items()]
@@ -229,13 +226,13 @@ class Bases:
             self.release(name)
 
     def hold(self, name: str, vector: Vector) -> None:
-        """Keep a model under a name; it may be kept several times."""
+        """Keep a model under a name, with a reference count."""
         if name not in self.vectors:
             self.vectors[name] = vector.copy()
         self.users[name] = self.users.get(name, 0) + 1
 
     def release(self, name: str) -> None:
-        """Note that a model is needed once less; forget it if it is needed no more."""
+        """Decrease a model's reference count; drop it at 0."""
         if name in self.users:
             self.users[name] -= 1
             if not self.users[name]:
@@ -248,17 +245,17 @@ def _own_names(task: InFlight) -> Iterator[str]:
 
 
 # -----------------------------------------------------------------------------
-# Which replies are valid: checked once, where they enter.
+# Validation of replies, once at their entry.
 # -----------------------------------------------------------------------------
 
 
 _MOST_DISTRIBUTIONS = 1000
-"""Distributions of which a mixture may be."""
+"""Maximum number of distributions of a mixture."""
 _ROUNDING = 1e-6
 _MOST_NUMBERS = 50_000_000
-"""Numbers beside the model that one array of a reply may bring."""
+"""Maximum size of an additional array in a reply."""
 _MOST_ARRAYS = 1000
-"""Arrays beside the model that a reply may bring."""
+"""Maximum number of additional arrays in a reply."""
 
 
 @dataclass(frozen=True)
@@ -268,15 +265,15 @@ class Answer:
     Attributes
     ----------
     task : InFlight
-        The work that it answers.
+        The answered request.
     num_examples : int
-        Training examples of the client, n_i; 0 if it does not say.
+        Training examples of the client, n_i; 0 if not stated.
     metrics : Mapping[str, float]
-        Single numbers that the client measured, by name.
+        Metrics of the client, by name.
     numbers : Mapping[str, NDArray]
-        Named arrays beside a model: losses per model and sample, label counts.
+        Named arrays besides a model: losses per model and sample, label counts.
     bytes_up : int
-        Size of the arrays that came back.
+        Size of the returned arrays.
     """
 
     task: InFlight
@@ -293,12 +290,12 @@ class Answer:
         high: float = LARGEST,
         most: int = _MOST_NUMBERS,
     ) -> NDArray[np.float64]:
-        """Return one of the arrays; see :func:`raceme.core.messages.array_of`.
+        """Return an array; see :func:`raceme.core.messages.array_of`.
 
         Raises
         ------
         InvalidReplyError
-            It is missing, or not what was asked for.
+            It is missing or invalid.
         """
         return names.array_of(self.numbers, name, shape, low, high, most)
 
@@ -310,34 +307,33 @@ class Update:
     Attributes
     ----------
     task : InFlight
-        The work that it answers: client, cluster, base version; of several models that were sent,
-        cluster and version are those of the one that the client has trained.
+        The answered request: client, cluster, base version; of several sent models, those of the
+        trained one.
     vector : Vector
         The client's model after training, w_i. Shape (d,).
     num_examples : int
         Training examples of the client, n_i.
     train_loss : float
-        Mean loss of the local training; NaN if the client does not say.
+        Mean loss of the local training; NaN if not stated.
     metrics : dict[str, float]
-        Whatever else the client measured.
+        Further metrics of the client.
     bytes_up : int
-        Size of the arrays that came back.
+        Size of the returned arrays.
     numbers : dict[str, NDArray]
-        Named arrays beside the model.
+        Named arrays besides the model.
     arrived_at : float
-        When it arrived, on the grid's clock.
+        Time of arrival on the grid's clock.
     mixture : tuple[float, ...]
-        Share of each distribution in the client's samples, where they are a mixture and it says
-        so; for reports only.
+        Share of each distribution in the client's samples, if stated; for reports only.
     cost : Cost
-        What the work cost the device, as far as it says so; for reports only.
+        Cost of the work for the device, if stated; for reports only.
     staleness : int
-        τ: changes of the model of the client's cluster since the client received it. The loop sets
-        it when the update is acted on: see :meth:`raceme.core.strategy.Method.received`.
+        τ: changes of the client's cluster model since the client received it. Set by the loop at
+        aggregation; see :meth:`raceme.core.strategy.Method.received`.
     age : int
-        Updates that were applied in the whole run since then, whatever their cluster.
+        Updates applied in the whole run since then.
     bases : Bases, optional
-        Where `base` is kept; part of no checkpoint.
+        Store of `base`; not part of checkpoints.
     """
 
     task: InFlight
@@ -356,25 +352,25 @@ class Update:
 
     @property
     def base(self) -> Vector:
-        """The model from which the client started; for a method that keeps bases. Shape (d,)."""
+        """The model from which the client started, for methods that keep bases. Shape (d,)."""
         if self.bases is None:
             raise ValueError("no bases are kept: the method has to say that it needs them")
         return self.bases.of(self.task)
 
     @property
     def delta(self) -> Vector:
-        """Δ_i: what the client has changed, w_i less its base. Shape (d,)."""
+        """Δ_i: the client's change, w_i minus its base. Shape (d,)."""
         return np.asarray(self.vector - self.base)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a method did with an update.
+    """Outcome of an update.
 
     Attributes
     ----------
     cluster : int
-        The cluster whose model it went into.
+        The cluster whose model it changed.
     staleness : int
         τ: changes of that model since the client received its own.
     weight : float
@@ -389,21 +385,21 @@ class Outcome:
 def read_reply(
     reply: Message, task: InFlight, spec: ModelSpec, now: float = 0.0
 ) -> Update | Answer:
-    """Check a reply to a task of any kind, and take its content out.
+    """Check a reply of any kind and extract its content.
 
     Parameters
     ----------
     task : InFlight
-        The request that it answers, as kept when it was sent.
+        The answered in-flight request.
     spec : ModelSpec
-        What a model looks like.
+        Names and shapes of a model's arrays.
     now : float
         Time of arrival on the grid's clock, in seconds.
 
     Raises
     ------
     InvalidReplyError
-        As for :func:`read_update`; or the reply answers another kind of work.
+        As for :func:`read_update`, or the reply is of another kind.
     """
     if task.kind in names.TRAINING:
         return read_update(reply, task, spec, now)
@@ -421,15 +417,14 @@ def read_reply(
 
 
 def read_update(reply: Message, task: InFlight, spec: ModelSpec, now: float = 0.0) -> Update:
-    """Check a reply to a training task and take its content out.
+    """Check a reply to a training task and extract its content.
 
     Raises
     ------
     InvalidReplyError
-        An error reply; records missing; a base version, task, kind or step other than the one
-        that was sent; no word on which of several models was trained; no examples; a cost that
-        cannot be; arrays of other shapes; NaN, infinity, or numbers with which no mean could be
-        taken.
+        An error reply; missing records; another base version, task, kind or step; no choice among
+        several models; no examples; an impossible cost; arrays of other shapes; NaN, infinity, or
+        too large numbers.
     """
     content, stated, metrics = _checked(reply, task)
     beside = (names.NUMBERS, names.SCALES)
@@ -460,7 +455,7 @@ def read_update(reply: Message, task: InFlight, spec: ModelSpec, now: float = 0.
 def _checked(
     reply: Message, task: InFlight
 ) -> tuple[RecordDict, Mapping[str, object], dict[str, float]]:
-    """Return content, settings and metrics of a reply that answers what was asked."""
+    """Return content, settings and metrics of a matching reply."""
     if reply.has_error():
         is_away = reply.error.code == NODE_UNAVAILABLE
         raise InvalidReplyError(f"error {reply.error.code}: {names.error_line(reply)}", is_away)
@@ -475,10 +470,9 @@ def _checked(
 
 
 def _check_echo(stated: Mapping[str, object], task: InFlight) -> None:
-    """Check what the reply says of its task.
+    """Check the task echoed in a reply.
 
-    A ClientApp that says nothing is taken on trust: Flower's message id ties the reply to its
-    task anyway.
+    The echo may be missing: Flower's message id ties the reply to its task anyway.
     """
     if names.VERSION in stated and stated[names.VERSION] != task.version:
         raise InvalidReplyError(
@@ -499,7 +493,7 @@ def _check_echo(stated: Mapping[str, object], task: InFlight) -> None:
 
 
 def _chosen(stated: Mapping[str, object], task: InFlight) -> InFlight:
-    """Return the task with the model that the client has chosen among those that it was sent."""
+    """Return the task with the client's choice among the sent models."""
     index, count = stated.get(names.CHOSEN), len(task.candidates)
     if not isinstance(index, int) or not 0 <= index < count:
         raise InvalidReplyError(
@@ -511,7 +505,7 @@ def _chosen(stated: Mapping[str, object], task: InFlight) -> InFlight:
 
 
 def _mixture(stated: object) -> tuple[float, ...]:
-    """Return the shares that a client states; nothing for anything that is no mixture."""
+    """Return the shares that a client states; empty if invalid."""
     if not isinstance(stated, list) or not 1 <= len(stated) <= _MOST_DISTRIBUTIONS:
         return ()
     if not all(isinstance(share, int | float) and 0 <= share <= 1 for share in stated):
@@ -528,7 +522,7 @@ def _numbers(record: ArrayRecord | None) -> dict[str, NDArray[Any]]:
         values = names.from_array(array)
         if values.dtype.kind not in "fiu" or values.size > _MOST_NUMBERS:
             raise InvalidReplyError(f"unusable numbers {quoted(name)}: {values.dtype}")
-        # NaN fails both comparisons. Sums of what is left are finite in float64.
+        # NaN fails both comparisons. Sums of the rest are finite in float64.
         if values.size and not -LARGEST <= float(values.min()) <= float(values.max()) <= LARGEST:
             if np.isfinite(values).all():
                 raise InvalidReplyError(f"too large: {quoted(name)}")
@@ -538,9 +532,9 @@ def _numbers(record: ArrayRecord | None) -> dict[str, NDArray[Any]]:
 
 
 # -----------------------------------------------------------------------------
-# Client embedding: a small vector per client that says where it pulls the models.
+# Client embedding: a small vector per client with the direction of its updates.
 #
-# It is for a map of the clients while a run goes on. A model is kept as a sketch of 128 numbers:
+# It serves the map of the clients during a run. A model is kept as a sketch of 128 numbers:
 # each of its weights is added, with a sign that was drawn once for all, to one of them (the count
 # sketch of Charikar, Chen and Farach-Colton 2002). Sketches are linear, and inner products come out
 # of them nearly. Of very large models only some weights are read, evenly spread, so that a sketch
@@ -550,11 +544,11 @@ def _numbers(record: ArrayRecord | None) -> dict[str, NDArray[Any]]:
 
 SKETCH_SIZE = 128
 _MOST_WEIGHTS = 1 << 17
-"""Weights that are read of a model at most: a sketch takes less than a tenth of a millisecond."""
+"""Maximum number of weights per sketch, which then takes less than a tenth of a millisecond."""
 _MOST_CLIENTS = 10_000
-"""Clients that are kept: 5 MB."""
+"""Maximum number of clients: 5 MB."""
 _SHARE = 0.3
-"""Share of a client's latest update in the mean of its updates."""
+"""Weight of a client's latest update in its running mean."""
 _TURNS = 4
 _SIGNS_SEED = 0x6D6170
 
@@ -567,13 +561,13 @@ class Sketch:
     length : int
         Numbers of a model, d.
     weights : NDArray[np.bool_], optional
-        Which of its numbers are weights; statistics and counters are left out. Shape (d,).
+        Mask of its weights, without statistics and counters. Shape (d,).
     """
 
     def __init__(self, length: int, weights: NDArray[np.bool_] | None = None) -> None:
         self._rows = length // SKETCH_SIZE
         self._stride = max(1, -(-length // _MOST_WEIGHTS))
-        # Its own generator, always the same: it takes nothing from the run's chance.
+        # A fixed generator, independent of the run's.
         signs = np.random.default_rng(_SIGNS_SEED).choice(np.array([-1, 1], np.float32), length)
         if weights is not None:
             signs *= weights
@@ -591,10 +585,10 @@ class Sketch:
 
 
 class ClientEmbedding:
-    """The mean change that each client makes to the models that it is given, as sketches.
+    """Mean changes of models by each client, as sketches.
 
-    Of a client that is new the first update is taken; after that, one update after every fourth
-    look, for each client in its turn. So neither fast devices nor many evaluations cost much.
+    A client's first update is used, then one after every fourth snapshot, clients in turn, which
+    bounds the cost of fast devices and frequent evaluations.
 
     Parameters
     ----------
@@ -612,13 +606,13 @@ class ClientEmbedding:
         self._looks = 0
 
     def wants(self, client: str) -> bool:
-        """Return whether an update of a client would be taken."""
+        """Return whether an update of a client would be used."""
         number = self._numbers.get(client)
         is_its_turn = number is None or (number + self._looks) % _TURNS == 0
         return is_its_turn and client not in self._taken
 
     def send(self, task: int, models: Mapping[int, Model], weights: Weights, chooses: bool) -> None:
-        """Keep what a client starts from.
+        """Keep the sketch of a client's base model.
 
         Parameters
         ----------
@@ -627,9 +621,9 @@ class ClientEmbedding:
         models : Mapping[int, Model]
             All cluster models, by cluster id.
         weights : Mapping[int, float]
-            Those that are sent, with their shares in what the client starts from.
+            Sent clusters, with their shares in the client's base model.
         chooses : bool
-            Whether the client starts from one of them that it chooses.
+            Whether the client chooses one of them.
         """
         if chooses:
             self._bases[task] = {cluster: self._of(cluster, models) for cluster in weights}
@@ -637,7 +631,7 @@ class ClientEmbedding:
             self._bases[task] = self._mixed(models, weights)
 
     def take(self, task: int, client: str, cluster: int, vector: Vector) -> None:
-        """Take in the model of a client; `cluster` is the one that it has chosen of several."""
+        """Process the model of a client; `cluster` is its choice among several."""
         base = self._bases.get(task)
         if base is None or not self.wants(client):
             return
@@ -652,15 +646,15 @@ class ClientEmbedding:
         self._pulls[client] = before + np.float32(_SHARE) * (pull - before)
 
     def close(self, task: int) -> None:
-        """Forget what a task started from."""
+        """Drop the base of a task."""
         self._bases.pop(task, None)
 
     def seen_from_the_mean(
         self, models: Mapping[int, Model], placement: Callable[[str], Weights]
     ) -> tuple[list[str], NDArray[np.float32]]:
-        """Return the clients, and where their models lie as seen from the mean of all.
+        """Return the clients and the sketches of their models relative to the mean.
 
-        A client's model is that of its clusters now, and its mean change on top.
+        A client's model is its clusters' current model plus its mean change.
 
         Parameters
         ----------
@@ -686,7 +680,7 @@ class ClientEmbedding:
         return clients, np.asarray(served - served.mean(axis=0) + pulls, np.float32)
 
     def _of(self, cluster: int, models: Mapping[int, Model]) -> Vector:
-        """Return the sketch of a cluster's model, made once for each version."""
+        """Return the sketch of a cluster's model, cached per version."""
         version, sketch = self._versions.get(cluster, (-1, None))
         model = models[cluster]
         if sketch is None or version != model.version:

@@ -1,9 +1,8 @@
-"""Schedulers: which clients are given work, and when what came back is acted on.
+"""Schedulers: selection of clients, and release of their updates.
 
-A method has one scheduler. With `EveryIdle` it acts on every update at once, with `InRounds` on
-those of a round together. Clients that decide themselves when they work are in
-:mod:`raceme.strategies.cdfl.strategy`, time cut into windows in
-:mod:`raceme.strategies.csafl`. A scheduler knows clients and times, no models.
+A method has one scheduler. `EveryIdle` releases every update at once, `InRounds` those of a round
+together. Client-driven work is in :mod:`raceme.strategies.cdfl.strategy`, time windows in
+:mod:`raceme.strategies.csafl`. A scheduler handles clients and times, not models.
 """
 
 from __future__ import annotations
@@ -25,26 +24,26 @@ from raceme.core.options import Value, option
 from raceme.core.requests import InFlight, InvalidReplyError, Request, Update
 
 # -----------------------------------------------------------------------------
-# Queries before a round: label counts, losses, whatever a method must know first.
+# Queries before a round, such as label counts or losses.
 # -----------------------------------------------------------------------------
 
 
 @dataclass
 class OpenQueries:
-    """The clients that are asked before a round, and have not answered yet.
+    """Clients with open queries before a round.
 
     Attributes
     ----------
     unasked : dict[str, bool]
-        Clients that are to be asked.
+        Clients still to be queried.
     awaited : dict[str, int]
-        Clients that have been asked, to the number of the task.
+        Queried clients, to the number of the task.
     before : int
-        Number of rounds that had begun when clients were asked last; −1 before the first time.
+        Number of started rounds at the last query; −1 before the first.
     until : float
-        Until when answers are waited for, in seconds.
+        Time limit for answers, in seconds.
     held_until : float
-        Until when clients that are busy are waited for before any client is asked; 0: none is.
+        Time limit for waiting for busy clients before the query; 0: no wait.
     """
 
     unasked: dict[str, bool] = field(default_factory=dict)
@@ -55,51 +54,51 @@ class OpenQueries:
 
     @property
     def is_open(self) -> bool:
-        """Whether any client is waited for."""
+        """Whether any answer is missing."""
         return bool(self.unasked or self.awaited)
 
     def is_due(self, rounds: int, every: int) -> bool:
-        """Return whether clients are to be asked: so many rounds since the last time."""
+        """Return whether a query is due, after a number of rounds."""
         return self.before < 0 or rounds >= self.before + every
 
     def holds(self, now: float, patience: float) -> bool:
-        """Return whether to wait for clients that are busy: so many seconds at the most."""
+        """Return whether to wait for busy clients, for limited time."""
         self.held_until = self.held_until or now + patience
         return now < self.held_until
 
     def begin(self, clients: Iterable[str], rounds: int, until: float) -> None:
-        """Wait for the answers of some clients, until some time."""
+        """Start a query of some clients with a time limit."""
         self.unasked, self.awaited = dict.fromkeys(clients, True), {}
         self.before, self.until, self.held_until = rounds, until, 0.0
 
     def sent(self, task: InFlight) -> None:
-        """Note that a client was asked."""
+        """Record that a client was queried."""
         if task.kind not in TRAINING and self.unasked.pop(task.client, False):
             self.awaited[task.client] = task.number
 
     def close(self, task: InFlight) -> None:
-        """Wait no more for an answer: it has come, or never will."""
+        """Close a query: answered or lost."""
         if self.awaited.get(task.client) == task.number:
             del self.awaited[task.client]
 
     def drop(self, client: str) -> None:
-        """Wait no more for a client: it is gone."""
+        """Drop a client that left."""
         self.unasked.pop(client, None)
         self.awaited.pop(client, None)
 
     def wake_at(self) -> float:
-        """Return until when answers are waited for; infinity if none are."""
+        """Return the time limit for answers; infinity without open queries."""
         if self.is_open:
             return self.until
         return self.held_until or math.inf
 
     def give_up(self) -> None:
-        """Wait no more for any client."""
+        """Give up all open queries."""
         self.unasked, self.awaited = {}, {}
 
 
 # -----------------------------------------------------------------------------
-# Client sampling: which of the online clients take part in a round.
+# Client sampling: choice of a round's clients among those online.
 # -----------------------------------------------------------------------------
 
 
@@ -117,22 +116,21 @@ def sample(online: Sequence[Client], count: int, rng: np.random.Generator) -> Se
 def in_turn(
     online: Sequence[Client], count: int, picked: dict[str, bool], rng: np.random.Generator
 ) -> Sequence[Client]:
-    """Pick clients that have never been picked, in order of greeting; draw only what is missing.
+    """Pick clients never picked before in order of greeting; draw the rest.
 
-    What FlexCFL's published code does for its clustered methods; its FedAvg draws. A newcomer is
-    picked before any other client is picked again, and a client that is offline when its turn
-    comes, once it is back.
+    As in FlexCFL's published code for clustered methods (its FedAvg draws). New clients are picked
+    before others are picked again, and clients offline at their turn once they return.
 
     Parameters
     ----------
     online : Sequence[Client]
         Clients that are online, in order of greeting.
     count : int
-        How many to pick; at least one is.
+        Number to pick, at least one.
     picked : dict[str, bool]
-        Clients that have been picked before; those picked now are added.
+        Clients picked before; updated.
     rng : numpy.random.Generator
-        Draws the others, once all clients that are online have had their turn.
+        Generator for the rest, once all online clients had their turn.
     """
     first = [client for client in online if client.client_id not in picked][: max(1, count)]
     names = {client.client_id for client in first}
@@ -144,19 +142,19 @@ def in_turn(
 
 
 # -----------------------------------------------------------------------------
-# Strategy state to plain trees and back: derived from the dataclasses, not written twice.
+# Conversion of strategy state to plain trees and back, derived from the dataclasses.
 #
 # A tree consists of dicts with text keys, lists, numbers, text, booleans, None and numpy arrays.
 # -----------------------------------------------------------------------------
 
 
 def to_tree(value: Any) -> Any:
-    """Turn a dataclass, or anything made of dataclasses and containers, into a tree. Copies arrays.
+    """Convert dataclasses and containers to a tree; arrays are copied.
 
     Raises
     ------
     TypeError
-        For a kind of object that a tree cannot hold.
+        The type is not supported.
     """
     if is_dataclass(value) and not isinstance(value, type):
         return {item.name: to_tree(getattr(value, item.name)) for item in _kept(value)}
@@ -165,7 +163,7 @@ def to_tree(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [to_tree(inner) for inner in value]
     if isinstance(value, set | frozenset):
-        # In order, so that two runs write the same.
+        # Sorted, so that two runs write the same.
         return sorted(to_tree(inner) for inner in value)
     if isinstance(value, np.ndarray):
         return value.copy()
@@ -194,16 +192,16 @@ _TYPES: dict[Any, tuple[type, ...]] = {
     frozenset: (list,),
     np.ndarray: (np.ndarray,),
 }
-"""What stands in a tree for a type."""
+"""Types in a tree by annotated type."""
 
 
 def from_tree(kind: Any, tree: Any) -> Any:
-    """Build an object of type `kind` from the tree that :func:`to_tree` made of one.
+    """Build an object of type `kind` from a tree of :func:`to_tree`.
 
     Raises
     ------
     ValueError
-        The tree has other fields than the dataclass, or something in it is of another type.
+        The tree has other fields than the dataclass, or other types.
     """
     wanted = _TYPES.get(get_origin(kind) or kind)
     if wanted and type(tree) not in wanted:
@@ -236,30 +234,30 @@ def from_tree(kind: Any, tree: Any) -> Any:
 
 
 def _check_dtype(array: np.ndarray[Any, Any], arguments: tuple[Any, ...]) -> None:
-    """Raise ValueError if an array's numbers are not those of its annotation, NDArray[kind]."""
+    """Raise ValueError if an array's dtype contradicts its annotation NDArray[kind]."""
     wanted = get_args(arguments[1])[0] if len(arguments) == 2 else None
     if isinstance(wanted, type) and not issubclass(array.dtype.type, wanted):
         raise ValueError(f"an array of {array.dtype} where {wanted.__name__} belongs")
 
 
 # -----------------------------------------------------------------------------
-# Schedulers: which clients are given work, and when what came back is acted on.
+# Schedulers: selection of clients, and release of their updates.
 # -----------------------------------------------------------------------------
 
 
 _PATIENCE = 2.0
-"""A client's task of a round is given up after so many times what the client was seen to need."""
+"""Multiple of a client's observed time after which its task in a round times out."""
 _STRANGER_PATIENCE = 20.0
-"""The same for a client that has not answered yet, in times of the slowest answer of any client."""
+"""The same for new clients, in multiples of the slowest answer of any client."""
 _ASKING_SECONDS = 60.0
-"""How long a round waits for answers: real devices may be slow to answer, or gone."""
+"""Time limit for answers before a round, as real devices may be slow or gone."""
 _MOST_DOUBLINGS = 3
-"""How often a client is given twice the time after it was given up."""
+"""Maximum number of doublings of a client's time limit after timeouts."""
 
 
 @dataclass(frozen=True)
 class SelectionContext:
-    """What a scheduler is told when it chooses clients.
+    """Context of a client selection.
 
     Attributes
     ----------
@@ -268,14 +266,14 @@ class SelectionContext:
     fleet : Fleet
         All clients that have been greeted, online or not.
     idle : Idle
-        Those of them that have nothing to do.
+        Idle clients.
     rng : numpy.random.Generator
-        Draws whatever is left to chance.
+        Generator of random choices.
     greeting : bool
-        Whether nodes that have come may still introduce themselves any moment.
+        Whether new nodes may still answer their greeting.
     places : int or None
-        How many clients may be given work; None for any number. Of more that a policy chooses,
-        some are drawn.
+        Number of clients that may get work; None for any. If a scheduler chooses more, some are
+        drawn.
     """
 
     now: float
@@ -286,27 +284,27 @@ class SelectionContext:
     places: int | None = None
 
     def busy(self) -> list[str]:
-        """Return the clients that are online and have something to do: a test, say."""
+        """Return the online clients that are busy, e.g. with a test."""
         online = (client.client_id for client in self.fleet.online())
         return [client for client in online if client not in self.idle]
 
 
 @dataclass
 class NoState:
-    """State of a scheduler that keeps nothing between two calls."""
+    """State of a stateless scheduler."""
 
 
 class Scheduler(ABC):
-    """Decides which clients work, and which updates are acted on together.
+    """Decides which clients work, and which updates are aggregated together.
 
     Attributes
     ----------
     state : dataclass
-        All that decides what follows; part of every checkpoint.
+        Complete state; part of every checkpoint.
     timeout_reason : str
-        Why a task that `wake` gives up is of no use any more.
+        Reason for tasks that `wake` gives up.
     backs_off_when_late : bool
-        Whether a client whose task is given up rests before it is given work again.
+        Whether a client whose task timed out backs off.
     """
 
     state: object
@@ -315,26 +313,26 @@ class Scheduler(ABC):
 
     @property
     def rounds(self) -> int | None:
-        """Rounds or windows that are over; None for a policy that has none."""
+        """Completed rounds or windows; None without rounds."""
         return None
 
     @abstractmethod
     def choose(self, moment: SelectionContext) -> Sequence[Client]:
-        """Return the idle clients that are given work now."""
+        """Return the idle clients to give work to."""
 
     def queries(self, moment: SelectionContext) -> Sequence[Request] | None:
-        """Return what clients are asked before they work; None if they may begin."""
+        """Return the queries before work; None if work may begin."""
         return None
 
     def settings(self, work: Request) -> Mapping[str, Value]:
-        """Return what the message of some work says because of the policy."""
+        """Return the scheduler's settings in the message of a work item."""
         return {}
 
     def sent(self, task: InFlight, now: float) -> None:  # noqa: B027
-        """Note that a client was sent its work."""
+        """Record that work was sent to a client."""
 
     def accept(self, update: Update, now: float) -> Sequence[Update]:
-        """Take an update; return those that the method is to act on now, together.
+        """Accept an update; return those to aggregate now.
 
         Raises
         ------
@@ -344,34 +342,34 @@ class Scheduler(ABC):
         return [update]
 
     def lost(self, task: InFlight, now: float) -> Sequence[Update]:
-        """Note that work brought no update; return what is to be acted on because of it."""
+        """Record work without an update; return the updates to aggregate now."""
         return []
 
     def left(self, client: str, now: float) -> Sequence[Update]:
-        """Note that a client went offline; return what is to be acted on because of it."""
+        """Record that a client went offline; return the updates to aggregate now."""
         return []
 
     def joined(self, client: str) -> None:  # noqa: B027
-        """Note that a client is there, for the first time or again."""
+        """Record that a client joined, for the first time or again."""
 
     def wake_at(self) -> float:
-        """Return when it wants to be woken; infinity for never."""
+        """Return the next wake-up time; infinity for none."""
         return math.inf
 
     def wake(self, now: float) -> tuple[Collection[int], Sequence[Update]]:
-        """Return the numbers of tasks to be given up, and updates to be acted on."""
+        """Return the numbers of tasks to give up, and the updates to aggregate."""
         return (), ()
 
     def invited(self, client: str) -> bool:
-        """Return whether a client that was given work may wait with it, and answer meanwhile."""
+        """Return whether a client may hold its work as an invitation, and answer meanwhile."""
         return False
 
     def is_quiescent(self, client: str, step: int) -> bool:
-        """Return whether a client will never train again as long as its data stay at a step."""
+        """Return whether a client will never train again while its data stay at a step."""
         return False
 
     def hopeless(self) -> str:
-        """Return why going on can bring nothing; empty as long as it may."""
+        """Return why the run cannot progress, or an empty text."""
         return ""
 
     def state_dict(self) -> dict[str, Any]:
@@ -385,7 +383,7 @@ class Scheduler(ABC):
 
 
 class EveryIdle(Scheduler):
-    """Every client works all the time, and every update is acted on at once: asynchrony."""
+    """Asynchronous scheduling: every client always works, and every update is applied at once."""
 
     state: NoState
 
@@ -393,19 +391,19 @@ class EveryIdle(Scheduler):
         self.state = NoState()
 
     def choose(self, moment: SelectionContext) -> Sequence[Client]:
-        """Return all clients that are idle, or as many of them as there are places."""
+        """Return all idle clients, up to the number of places."""
         if moment.places is None:
             return moment.idle.ready(moment.now)
         return moment.idle.draw(moment.now, moment.places, moment.rng)
 
 
 MetricsFn = Callable[[list[RecordDict], str], MetricRecord]
-"""Aggregates the metrics of replies, given the name of the weight among them."""
+"""Aggregates the metrics of replies, given the name of the weight."""
 
 
 @dataclass(frozen=True)
 class FlowerArguments:
-    """What Flower's strategies are told about clients and messages, with Flower's defaults."""
+    """Arguments of Flower's strategies about clients and messages, with Flower's defaults."""
 
     fraction_train: float = option(
         1.0,
@@ -437,11 +435,11 @@ class FlowerArguments:
     )
 
     def trained(self, online: int) -> int:
-        """Return how many of so many nodes train: at a time, or in a round."""
+        """Return how many of the online nodes train at a time, or in a round."""
         return _share(online, self.fraction_train, max(1, self.min_train_nodes))
 
     def tested(self, online: int) -> int:
-        """Return how many of so many nodes test models after a round."""
+        """Return how many of the online nodes test models after a round."""
         if not self.fraction_evaluate:
             return 0
         return _share(online, self.fraction_evaluate, self.min_evaluate_nodes)
@@ -453,10 +451,10 @@ def _share(online: int, fraction: float, least: int) -> int:
 
 @dataclass(frozen=True)
 class RoundsParameters:
-    """What every round-based method can be told."""
+    """Parameters of every round-based method."""
 
     in_rounds: ClassVar[bool] = True
-    """Such a method's updates come in whole rounds, of which a suite may plan another number."""
+    """Updates come in whole rounds, whose number a suite may plan."""
 
     fraction: float = option(
         1.0, "share of the online clients that train in a round", above=0, high=1
@@ -471,7 +469,7 @@ class RoundsParameters:
     )
 
     def participants(self, clients: int) -> int:
-        """Return how many of so many clients take part in a round."""
+        """Return how many of the clients take part in a round."""
         return max(1, int(self.fraction * clients))
 
 
@@ -484,27 +482,27 @@ class RoundState:
     number : int
         Number of the round, from 1; 0 before the first.
     running : bool
-        Whether it is under way.
+        Whether it is in progress.
     unsent : dict[str, bool]
-        Participants that have not been sent their work yet, in order.
+        Participants without their work so far, in order.
     open : dict[str, int]
-        Participants that work, to the number of their task.
+        Working participants, to the number of their task.
     sent_at : dict[str, float]
-        When they were sent it.
+        Times of sending their tasks.
     away : dict[str, bool]
-        Participants that went offline; one that comes back in time takes part again.
+        Participants that went offline; they rejoin if they return in time.
     updates : list[Update]
-        What has come back so far, in order of arrival.
+        Updates so far, in order of arrival.
     longest : dict[str, float]
         Longest time from sending work to its update, of each client, in seconds.
     timeouts : dict[str, int]
-        Tasks that were given up since a client's last update; clients without any are left out.
+        Timed-out tasks since a client's last update; clients without any are left out.
     backs_off_until : dict[str, int]
-        Number of the round from which on a client that was given up may take part again.
+        First round in which a client that timed out may take part again.
     picked : dict[str, bool]
-        Clients that have taken part in any round; only where they are picked in turn.
+        Clients that took part in any round, for sampling in turn.
     asking : OpenQueries
-        The queries whose answers are awaited before the next round.
+        Open queries before the next round.
     """
 
     number: int = 0
@@ -522,39 +520,38 @@ class RoundState:
 
 
 class InRounds(Scheduler):
-    """Some clients work, and when all are back their updates are acted on together.
+    """Round-based scheduling: some clients work, and their updates are aggregated together.
 
-    A round waits for the slowest of its participants, but not for ever: work that takes twice as
-    long as its client ever needed is taken for lost (twenty times the slowest answer of any, for
-    a client that has never answered), as is that of a client that went offline. Without this rule
-    one lost message would cost a round the whole timeout of a task, which no deployment would wait
-    for (Bonawitz et al., MLSys 2019, section 2.2, closes rounds at a time limit too).
+    A round waits for its slowest participant, with a limit: work times out after twice its client's
+    longest time (for new clients, twenty times the slowest answer of any), or when its client goes
+    offline. Otherwise a lost message would cost a round the whole timeout of a task (Bonawitz et
+    al., MLSys 2019, section 2.2, also closes rounds at a time limit).
 
-    A client that was given up has twice the time at its next attempt, at most eight times, since
-    it may have become slower; after the m-th time in a row it sits out 2^(m−1) − 1 rounds, so that
-    one that is online but answers no more does not hold up every round. An update clears both.
+    A client that timed out gets twice the time at its next attempt, at most eight times, since it
+    may have become slower; after the m-th consecutive timeout it is excluded for 2^(m−1) − 1
+    rounds, so that an unresponsive client does not delay every round. An update resets both.
 
     Parameters
     ----------
     fraction : float
         Share of the online clients that take part.
     participants : Callable, optional
-        Chooses them, instead: from the online clients, with a generator.
+        Chooses the participants instead, from the online clients with a generator.
     prepares : Callable, optional
-        Tells updates that only prepare their client for what follows: they are acted on at once.
+        Whether an update only prepares its client and is applied at once.
     returns : Callable, optional
-        Whether a client that was prepared, given by its id, works once more in the same round.
+        Whether a prepared client, given by its id, works again in the same round.
     sampling : str
         How :meth:`pick` draws clients: ``"random"`` or ``"in-turn"``.
     again : Callable, optional
-        Whether a client that has answered, given by its id, has more to do in the same round.
+        Whether a client that answered, given by its id, has more work in the same round.
     queries : Callable, optional
-        Returns what clients are asked before the next round; None if that may begin.
+        Returns the queries before the next round; None if it may begin.
     """
 
     state: RoundState
     least: int = 1
-    """How many take part at least, as far as they are online."""
+    """Minimum number of participants, if online."""
 
     def __init__(
         self,
@@ -574,12 +571,12 @@ class InRounds(Scheduler):
         self.state = RoundState()
 
     def queries(self, moment: SelectionContext) -> Sequence[Request] | None:
-        """Return what clients are asked before the next round; None if that may begin."""
+        """Return the queries before the next round; None if it may begin."""
         return self._queries(moment)
 
     @property
     def rounds(self) -> int:
-        """Rounds that are over."""
+        """Number of completed rounds."""
         return self.state.number - self.state.running
 
     def _share(self, online: Sequence[Client], rng: np.random.Generator) -> Sequence[Client]:
@@ -588,7 +585,7 @@ class InRounds(Scheduler):
     def pick(
         self, online: Sequence[Client], count: int, rng: np.random.Generator
     ) -> Sequence[Client]:
-        """Pick so many clients, at least one, at random or in turn; in order of greeting."""
+        """Pick at least one client, at random or in turn; in order of greeting."""
         count = max(count, self.least)
         if self._sampling == IN_TURN:
             return in_turn(online, count, self.state.picked, rng)
@@ -601,20 +598,20 @@ class InRounds(Scheduler):
         every: int = 1,
         patience: float = _ASKING_SECONDS,
     ) -> list[str] | None:
-        """Return the clients to be asked now, before the next round; None if that may begin.
+        """Return the clients to query before the next round; None if it may begin.
 
-        As long as a client that is to be asked is being tested, none is asked yet.
+        Waits while a client to query is busy with a test.
 
         Parameters
         ----------
         moment : SelectionContext
-            Time, fleet and idle clients, as the loop hands them to a scheduler.
+            The loop's selection context.
         wanted : Callable
-            Whether a client, given by its id, is to be asked; all idle ones by default.
+            Whether to query a client, given by its id; by default all idle ones.
         every : int
-            Rounds from one time to the next; 0: again and again, as long as a client is wanted.
+            Interval in rounds; 0: repeatedly, as long as a client is wanted.
         patience : float
-            Seconds for which answers are waited for.
+            Time limit for answers in seconds.
         """
         state = self.state
         if state.running or moment.greeting:
@@ -631,7 +628,7 @@ class InRounds(Scheduler):
         return [client for client in state.asking.unasked if client in moment.idle]
 
     def choose(self, moment: SelectionContext) -> Sequence[Client]:
-        """Begin a round if none is under way; return its participants that can be sent work."""
+        """Begin a round if necessary; return the participants to send work to."""
         state = self.state
         if not state.running:
             self._begin(moment)
@@ -643,12 +640,12 @@ class InRounds(Scheduler):
         return chosen
 
     def _begin(self, moment: SelectionContext) -> None:
-        """Choose participants among those online that need no rest."""
+        """Choose participants among the online clients without a back-off."""
         if moment.greeting:
             return
         state = self.state
         online = [c for c in moment.fleet.online() if c.ready_at <= moment.now]
-        # If there is no other client, none is held up.
+        # Without other clients, no client is delayed.
         online = [c for c in online if self._may_take_part(c)] or online
         if not online:
             return
@@ -658,19 +655,19 @@ class InRounds(Scheduler):
         state.unsent = {client.client_id: True for client in chosen}
 
     def settings(self, work: Request) -> Mapping[str, Value]:
-        """State the number of the round, as the messages of Flower's own strategies do.
+        """Return the number of the round, as in messages of Flower's own strategies.
 
-        They carry no number of a task, so that with one seed a client trains alike under all
-        round-based methods.
+        They have no task number, so that with one seed a client trains alike under all round-based
+        methods.
         """
         return {ROUND: self.state.number}
 
     def _may_take_part(self, client: Client) -> bool:
-        """Return whether a client need not sit out the next round."""
+        """Return whether a client may take part in the next round."""
         return self.state.number + 1 >= self.state.backs_off_until.get(client.client_id, 0)
 
     def sent(self, task: InFlight, now: float) -> None:
-        """Note the task of a participant; work for other clients is not the round's."""
+        """Record the task of a participant; other work is not the round's."""
         state = self.state
         state.asking.sent(task)
         if state.unsent.pop(task.client, None) is None:
@@ -679,7 +676,7 @@ class InRounds(Scheduler):
         state.open[task.client], state.sent_at[task.client] = task.number, now
 
     def accept(self, update: Update, now: float) -> Sequence[Update]:
-        """Keep an update until the round is over; then return all of them."""
+        """Keep an update until the end of the round; then return all updates."""
         state, client = self.state, update.task.client
         if state.open.get(client) != update.task.number:
             raise InvalidReplyError("it came after its round was over")
@@ -699,12 +696,12 @@ class InRounds(Scheduler):
         return self._released()
 
     def work_again(self, client: str) -> None:
-        """Let a participant of the round that has answered work once more in it."""
+        """Let a participant that answered work again in the round."""
         if self.state.running:
             self.state.unsent[client] = True
 
     def lost(self, task: InFlight, now: float) -> Sequence[Update]:
-        """Leave a client out of the round, or wait no more for its answer."""
+        """Drop a client from the round, or its open query."""
         state = self.state
         state.asking.close(task)
         if state.open.get(task.client) == task.number:
@@ -712,7 +709,7 @@ class InRounds(Scheduler):
         return self._released()
 
     def left(self, client: str, now: float) -> Sequence[Update]:
-        """Wait no more for a client; if it comes back while the round runs, it may take part."""
+        """Do not wait for a client; if it returns during the round, it may take part."""
         state = self.state
         state.asking.drop(client)
         if client in state.open or client in state.unsent:
@@ -721,7 +718,7 @@ class InRounds(Scheduler):
         return self._released()
 
     def joined(self, client: str) -> None:
-        """Let a participant that was away take part again."""
+        """Let a returning participant take part again."""
         state = self.state
         if state.running and state.away.pop(client, False):
             state.open.pop(client, None)
@@ -729,20 +726,20 @@ class InRounds(Scheduler):
             state.unsent[client] = True
 
     def wake_at(self) -> float:
-        """Return until when answers are awaited, or when the last task is taken for lost."""
+        """Return the time limit of answers, or of the last task."""
         if (due := self.state.asking.wake_at()) < math.inf:
             return due
         waited_for = [client for client in self.state.open if client not in self.state.away]
         if not waited_for:
             return math.inf
-        # Both once, and not once a client: a round of all clients asks this at every answer.
+        # Computed once, not per client: it is called at every answer of a round.
         longest = self.state.longest.values()
         middle = median(longest) if longest else math.inf
         slowest = max(longest, default=math.inf)
         return max(self._given_up_at(client, middle, slowest) for client in waited_for)
 
     def wake(self, now: float) -> tuple[Collection[int], Sequence[Update]]:
-        """Begin without the answers, or give up the tasks, that were waited for long enough."""
+        """Begin without late answers, or give up late tasks."""
         state = self.state
         if state.asking.is_open:
             state.asking.give_up()
@@ -754,7 +751,7 @@ class InRounds(Scheduler):
         return [state.open[client] for client in late], ()
 
     def _given_up_at(self, client: str, middle: float, slowest: float) -> float:
-        """Return when a client's task is taken for lost, by the median and the longest answer."""
+        """Return the time limit of a client's task, by the median and the longest answer."""
         longest = self.state.longest
         if client in longest:
             patience = _PATIENCE * max(longest[client], middle)
@@ -764,7 +761,7 @@ class InRounds(Scheduler):
         return self.state.sent_at[client] + math.ldexp(patience, doublings)
 
     def _released(self) -> Sequence[Update]:
-        """Return the round's updates if it is over, and be ready for the next."""
+        """Return the round's updates if complete, and reset for the next."""
         state = self.state
         if not state.running or state.unsent or any(c not in state.away for c in state.open):
             return []
@@ -775,7 +772,7 @@ class InRounds(Scheduler):
 
 
 # -----------------------------------------------------------------------------
-# One policy after another: a round of pre-training, say, and then what the method is about.
+# A sequence of two schedulers, e.g. pre-training and then the method proper.
 # -----------------------------------------------------------------------------
 
 
@@ -801,14 +798,14 @@ class _Then:
 
 
 def then(first: Scheduler, second: Scheduler, is_over: Callable[[], bool]) -> Scheduler:
-    """Return a policy that is the first one until something has happened, and then the second.
+    """Return a scheduler that switches from the first to the second on a condition.
 
-    What is still open of the first when the second begins is for the second to take or to refuse.
-    The rounds or windows that count are those of the second.
+    The second one accepts or refuses open tasks of the first. Rounds or windows are those of the
+    second.
 
     Parameters
     ----------
     is_over : Callable
-        Returns whether the first one's time is over; it follows from the method's state.
+        Returns whether to switch, derived from the method's state.
     """
     return cast(Scheduler, _Then(first, second, is_over))

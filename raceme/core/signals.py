@@ -16,10 +16,9 @@ from typing import Any
 
 
 class StopSignal:
-    """Tells all threads to stop; unlike ``threading.Event`` it may be set by a signal handler.
+    """A stop flag for threads that, unlike ``threading.Event``, a signal handler may set.
 
-    A handler runs between any two instructions of the main thread, which may just then hold the
-    lock of the event that the handler wants to set.
+    A handler interrupts the main thread, which may hold the lock of the event at that time.
     """
 
     def __init__(self) -> None:
@@ -27,7 +26,7 @@ class StopSignal:
         self._reader, self._writer = os.pipe()
 
     def set(self) -> None:
-        """Let all waits end."""
+        """End all waits."""
         if not self._is_set:
             self._is_set = True
             os.write(self._writer, b"!")
@@ -37,20 +36,20 @@ class StopSignal:
         return self._is_set
 
     def wait_or(self, file: int) -> bool:
-        """Wait for it, or until there is something to read; return whether it is time to stop."""
+        """Wait for the flag or input; return whether to stop."""
         if not self._is_set:
             self._poll(file).poll()
         return self._is_set
 
     def wait(self, seconds: float) -> bool:
-        """Wait for it, at most this long; return whether it is time to stop."""
+        """Wait for the flag with a time limit; return whether to stop."""
         if not self._is_set and seconds > 0:
-            # The byte stays in the pipe: it wakes every later wait as well.
+            # The byte stays in the pipe and ends every later wait.
             self._poll().poll(math.ceil(1000 * seconds))
         return self._is_set
 
     def _poll(self, *files: int) -> select.poll:
-        # Unlike select, it takes files of any number: a process may have more than a thousand.
+        # Unlike select, poll has no limit on descriptor numbers.
         poll = select.poll()
         for file in (self._reader, *files):
             poll.register(file, select.POLLIN)
@@ -58,25 +57,25 @@ class StopSignal:
 
 
 # -----------------------------------------------------------------------------
-# Signals that end a process, or a run without losing anything: at the next moment it can be saved.
+# Signals that end a process, or a run at its next consistent state.
 # -----------------------------------------------------------------------------
 
 
 def heeds_hang_up() -> bool:
-    """Return whether the end of its terminal ends this process: ``nohup`` has it ignored."""
+    """Return whether SIGHUP ends this process, which ``nohup`` prevents."""
     return signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
 
 
 @contextmanager
 def handled_by(handler: Any, *numbers: int) -> Iterator[None]:
-    """Let a handler have some signals meanwhile, or leave them as they are and put them back later.
+    """Set a handler for some signals within the context, or only restore them at its end.
 
-    Only the main thread may set handlers: in another one nothing is done.
+    Does nothing outside the main thread, which alone may set handlers.
 
     Parameters
     ----------
     handler : Callable or signal.Handlers or None
-        As `signal.signal` takes it; None sets none, for others that do so meanwhile.
+        Handler for `signal.signal`; None only restores handlers set by others.
     numbers : int
         Signal numbers, e.g. ``signal.SIGTERM``.
     """
@@ -96,7 +95,7 @@ def handled_by(handler: Any, *numbers: int) -> Iterator[None]:
 log = logging.getLogger("raceme.checkpoints")
 
 _TOGETHER_SECONDS = 1.0
-"""Signals that come within so long are one request."""
+"""Interval in which signals count as one request."""
 _REASONS = {
     signal.SIGINT: "interrupted by the user",
     signal.SIGTERM: "interrupted by SIGTERM",
@@ -105,7 +104,7 @@ _REASONS = {
 
 
 class StopRequest:
-    """Notes SIGINT, SIGTERM and SIGHUP while it is entered.
+    """Records SIGINT, SIGTERM and SIGHUP within the context.
 
     The second SIGINT or SIGTERM interrupts at once. SIGHUP does not count as one: a terminal that
     is closed may send it several times. Where it is ignored, as under ``nohup``, it stays so.
@@ -115,7 +114,7 @@ class StopRequest:
     Parameters
     ----------
     numbers : signal.Signals
-        The signals to note; all three if none is given.
+        Signals to record; by default all three.
     """
 
     def __init__(self, *numbers: signal.Signals) -> None:
@@ -142,7 +141,7 @@ class StopRequest:
             raise KeyboardInterrupt
         if not self._reason:
             self._reason = _REASONS[signal.Signals(number)]
-            # The signal may have come in the middle of another line to the same file.
+            # The signal may have interrupted a write to the same file.
             with suppress(RuntimeError):
                 log.warning("Stopping after this step. Press Ctrl-C again to stop at once.")
 
@@ -151,8 +150,8 @@ class StopRequest:
 def interrupted_by_signals() -> Iterator[None]:
     """Let SIGTERM and SIGHUP raise KeyboardInterrupt, as Ctrl-C does.
 
-    What ends a session sends both, one right after the other, in any order: the second must not
-    disturb the orderly end that the first began. A SIGTERM that comes later hurries it.
+    The end of a session sends both in quick succession: the second must not disturb the orderly
+    end. A later SIGTERM ends at once.
     """
     numbers = [signal.SIGTERM, *([signal.SIGHUP] if heeds_hang_up() else [])]
     first: float | None = None
@@ -170,7 +169,7 @@ def interrupted_by_signals() -> Iterator[None]:
 
 
 # -----------------------------------------------------------------------------
-# The end of a process that has outlived the one it works for.
+# The end of a process whose parent has ended.
 # -----------------------------------------------------------------------------
 
 
@@ -178,18 +177,17 @@ _LOOK_SECONDS = 0.5
 
 
 def end_with_parent(parent: int, grace: float) -> None:
-    """End this process a while after its parent, whatever it waits for.
+    """End this process some time after its parent.
 
-    A server app is told to stop when its SuperLink dies. But it may be waiting for an answer that
-    will never come, deaf to signals, and its folder would be taken for ever. What it has done since
-    its last checkpoint is done again.
+    A server app is told to stop when its SuperLink dies, but it may wait for an answer
+    uninterruptibly, and would block its folder. Work since its last checkpoint is repeated.
 
     Parameters
     ----------
     parent : int
-        The process to look at.
+        Process to observe.
     grace : float
-        Seconds for an orderly end, should the SuperLink be back by then.
+        Seconds for an orderly end.
     """
 
     def watch() -> None:
@@ -199,7 +197,7 @@ def end_with_parent(parent: int, grace: float) -> None:
         time.sleep(grace)
         log.error("The run stops; it can be resumed from its last checkpoint")
         logging.shutdown()
-        # Not sys.exit: other threads wait for the SuperLink, and would have to be waited for.
+        # Not sys.exit, which would wait for threads that wait for the SuperLink.
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()

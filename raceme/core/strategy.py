@@ -1,4 +1,4 @@
-"""A method as a Flower strategy: what it says, its state, and the loop that it starts."""
+"""Methods as Flower strategies: hooks, state, and the start of the loop."""
 
 from __future__ import annotations
 
@@ -57,32 +57,32 @@ from raceme.core.scheduling import (
 log = getLogger("raceme")
 
 DEFAULT_VALIDATION_SHARE = 0.2
-"""What clients keep to compare models on, if the run needs that and sets no share."""
+"""Default validation share of clients, if the method needs validation samples."""
 
 StopCheck = Callable[[], str]
-"""Called between two steps, when the state is whole and can be saved. What it returns, unless it
-is empty, ends the run: it is the reason."""
+"""Called between two steps, when the state is consistent and can be saved. A non-empty return value
+ends the run and is the reason."""
 
 
 def never_stop() -> str:
-    """Return the empty text, by which a run goes on to its limit."""
+    """Return the empty text: the run continues to its limit."""
     return ""
 
 
 class Probe(Protocol):
     """Returns the losses of models on the server's own samples.
 
-    How a loss is computed is not the method's concern: it is given this function.
+    Methods receive it as a function, independent of how losses are computed.
 
     Attributes
     ----------
     sets : int
-        How many proxy sets there are.
+        Number of proxy sets.
     """
 
     @property
     def sets(self) -> int:
-        """How many proxy sets there are."""
+        """Number of proxy sets."""
 
     def __call__(self, vectors: Sequence[Vector], proxy: int = 0) -> NDArray[np.float32]:
         """Measure models.
@@ -92,7 +92,7 @@ class Probe(Protocol):
         vectors : Sequence[Vector]
             The models, each of shape (d,).
         proxy : int
-            Which proxy set, from 0: a method may have one per cluster.
+            Index of the proxy set; a method may have one per cluster.
 
         Returns
         -------
@@ -112,8 +112,8 @@ class RunResult(Result):
     clusters : dict[int, ArrayRecord]
         The model of every cluster.
     evaluate_metrics_clusters : dict[int, dict[int, MetricRecord]]
-        What the server's own function has measured of each cluster's model, by round, or by number
-        of updates.
+        Metrics of each cluster's model by the server's evaluation function, by round or number of
+        updates.
     client_clusters : dict[str, dict[int, float]]
         Client id to its clusters, with weights.
     """
@@ -123,7 +123,7 @@ class RunResult(Result):
     client_clusters: dict[str, dict[int, float]] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        """Return Flower's representation, with the clusters if there are several."""
+        """Return Flower's representation, with several clusters if any."""
         whole = super().__repr__()
         if len(self.clusters) < 2:
             return whole
@@ -142,36 +142,35 @@ class Needs:
     Attributes
     ----------
     kinds : frozenset[str]
-        Kinds of work that clients are asked for, beyond training and testing a model.
+        Kinds of work besides training and testing a model.
     settings : frozenset[str], optional
-        The settings of requests beyond :data:`raceme.core.requests.SETTINGS`; None allows any.
+        Settings of requests besides :data:`raceme.core.requests.SETTINGS`; None allows any.
     classes : str
-        Work that needs classes, named for the error of a regression; empty if there is none.
+        Work that needs classes, for the error message of a regression; empty if none.
     validation : bool
-        Whether clients compare models on samples that they neither train on nor are tested on.
+        Whether clients compare models on validation samples.
     pretrained : bool
-        Whether `initialize` starts from the server's pre-trained models, where there are some.
+        Whether `initialize` uses the server's pre-trained models, if any.
     bases : bool
-        Whether the models that clients train from are kept meanwhile: see `Update.base`.
+        Whether the models that clients start from are kept; see `Update.base`.
     latencies : bool
-        Whether requests in flight state the mean time of their work, where the grid knows it: see
+        Whether in-flight requests state the mean time of their work, if the grid knows it; see
         :class:`~raceme.core.requests.InFlight`.
     mixture : Callable, optional
-        Returns which mixture of several models a client has trained, shape (d,), given its update
-        and the models that the request brought.
+        Returns the mixture of several models that a client trained, shape (d,), from its update and
+        the models of the request.
     one_model : bool
-        Whether all clients share one model for good: a protection can then take its time, while
-        clusters form by the first updates, poisoned ones included.
+        Whether all clients always share one model. A protection can then observe longer, whereas
+        clusters form by first updates, including poisoned ones.
     exchange : bool
-        Whether models really travel; without it no traffic is reported.
+        Whether models travel; otherwise no traffic is reported.
     by_distribution : Callable
-        Returns whether cluster k is of the k-th distribution, of which the server may have samples.
+        Returns whether cluster k corresponds to the k-th distribution of the server's samples.
     test_settings : Mapping[str, Value]
-        What the messages that test models say beyond the run's own settings, e.g. another kind.
+        Additional settings of test messages, e.g. another kind of work.
     fits_clients, fits_validation, fits_server : Callable
-        Raise UserError if the hyper-parameters do not fit so many clients; if the fewest samples
-        that a client keeps to compare models on are too few; if the server has not the proxy sets
-        that are needed.
+        Raise UserError if the hyper-parameters do not fit the number of clients, if a client has
+        too few validation samples, or if the server lacks proxy sets.
     """
 
     kinds: frozenset[str] = frozenset()
@@ -193,17 +192,17 @@ class Needs:
 
 @dataclass(frozen=True)
 class InUse:
-    """The models that clients use and are tested with, where these are not those that they train.
+    """The models that clients use and test, if different from those that they train.
 
     Attributes
     ----------
     models : Mapping[int, Model], optional
-        The models in use, by cluster; by default those that are trained.
+        The models in use, by cluster; by default the trained ones.
     own : Callable
-        Returns those of some clients that use a model of their own, and that model, shape (d,).
+        Returns, of given clients, those with personal models and their models, shape (d,).
     on_step : Callable
-        Returns the clusters that serve a client on its data of a step, with weights: of a method
-        that remembers which model a former task belongs to. Empty for those that serve it now.
+        Returns the clusters that serve a client on its data of a step, with weights, for methods
+        that remember the models of former tasks. Empty for the current clusters.
     """
 
     models: Mapping[int, Model] | None = None
@@ -213,10 +212,10 @@ class InUse:
 
 @runtime_checkable
 class KnowsLikeness(Protocol):
-    """A state that knows how alike clients are."""
+    """A state with similarities of clients."""
 
     def likeness(self) -> tuple[list[str], np.ndarray]:
-        """Return clients and the matrix of their similarities; NaN where it is not known."""
+        """Return clients and the matrix of their similarities; NaN if unknown."""
 
 
 def _shown(method: type[Any], parameters_type: type[Any], doc: str) -> tuple[Signature, str]:
@@ -249,14 +248,14 @@ class Method(Strategy):
     Raises
     ------
     UserError
-        There is no such argument, or it means nothing to the method.
+        There is no such argument, or it does not apply to the method.
 
     Attributes
     ----------
     parameters : dataclass
         Hyper-parameters of the method, an instance of `parameters_type`.
     clusters : Clusters
-        The models, and which of them serve each client.
+        Models, and assignment of clients.
     state : dataclass
         Further state of the method: an object of its `state_type`.
     scheduling : Scheduler
@@ -276,19 +275,18 @@ class Method(Strategy):
     initial : ArrayRecord
         The model before any training.
     step_of : Callable
-        Returns the step of a client's data now; None where data never change. The loop sets
-        it.
+        Returns the current step of a client's data; None without drift. Set by the loop.
     embedding : ClientEmbedding, optional
-        Positions of the clients for the map; kept if an observer of the run sets it.
+        Client positions for the map; present if an observer of the run sets it.
     planned_updates : int
         Expected client updates of the run, for schedules that depend on its length.
     probe : Probe or None
-        Measures models on the server's own data, if there are any.
+        Measures models on the server's own data, if any.
     starts : Sequence[Vector]
-        Models that the server has pre-trained, for `initialize`: one for each distribution.
+        The server's pre-trained models for `initialize`, one per distribution.
     report : Observer
-        Called by the method with what only it can know, a `Measured`; the loop sets it. What
-        is reported while updates are acted on comes after them.
+        Receives the method's own measures (`Measured`); set by the loop. Reports during an
+        aggregation follow its updates.
     """
 
     parameters_type: ClassVar[type[Any]] = NoState
@@ -301,7 +299,7 @@ class Method(Strategy):
         cls.__signature__, cls.__doc__ = _shown(cls, cls.parameters_type, cls.__doc__ or "")
 
     def __init__(self, parameters: Any = None, seed: int = 0, **arguments: Any) -> None:
-        # These modules need the type of a method.
+        # Imported late: these modules need the type of a method.
         from raceme.core.drop_in import check_share, divided
 
         self.parameters, self.arguments = divided(
@@ -338,16 +336,16 @@ class Method(Strategy):
 
     @property
     def needs(self) -> Needs:
-        """What a run of the method has to have: see :class:`Needs`."""
+        """Requirements of the method; see :class:`Needs`."""
         return Needs()
 
     def initialize(self, vector: Vector) -> None:
-        """Set `clusters` and `state` up from the initial model, which may be kept."""
+        """Set up `clusters` and `state` from the initial model, which may be kept."""
         self.clusters = Clusters({0: Model(vector)})
         self.state = self.state_type()
 
     def restored(self) -> None:
-        """Derive caches from a state that was just set up or loaded."""
+        """Derive caches from a new or loaded state."""
 
     def on_update(self, update: Update) -> Outcome:
         """Apply one valid update."""
@@ -361,7 +359,7 @@ class Method(Strategy):
         Sequence[Outcome]
             One outcome per update, in the same order.
         """
-        # The second may be for a model that the first has changed.
+        # An update may be for a model changed by the previous one.
         return [self.on_update(self.received(update)) for update in updates]
 
     def request_for(self, client: str) -> Request:
@@ -387,10 +385,10 @@ class Method(Strategy):
 
     @property
     def in_use(self) -> InUse:
-        """What clients use, if it is not their cluster's model: see :class:`InUse`."""
+        """The models that clients use, if not their clusters'; see :class:`InUse`."""
         return InUse()
 
-    # What a method can ask.
+    # Queries for methods.
 
     @property
     def spec(self) -> ModelSpec:
@@ -399,12 +397,12 @@ class Method(Strategy):
         return self._spec
 
     def now(self) -> float:
-        """Return the time on the grid's clock in seconds; before the start that of the state."""
+        """Return the time on the grid's clock in seconds; before the start, the state's."""
         return self._now()
 
     @property
     def trainable(self) -> NDArray[np.bool_] | None:
-        """Which numbers of a model are weights, shape (d,); None if all are."""
+        """Mask of the trainable weights of a model, shape (d,); None if all are."""
         return None if self._spec is None else self._spec.trainable
 
     def compared(self, vector: Vector) -> Vector:
@@ -427,31 +425,31 @@ class Method(Strategy):
         return self.models if models is None else models
 
     def used(self, clients: Collection[str]) -> Iterable[tuple[str, Vector]]:
-        """Return the given clients that use a model of their own, with it. Shape (d,)."""
+        """Return the given clients with personal models, and these models, shape (d,)."""
         return self.in_use.own(clients)
 
     def serving(self, client: str, step: int) -> Weights:
         """Return the clusters that serve a client on its data of a step, with weights.
 
-        The tests on all steps (``eval-tasks``) ask for every step so far, and for the next one.
+        Tests on all steps (``eval-tasks``) use it for every step so far and the next one.
         """
         return self.in_use.on_step(client, step) or self.placement(client)
 
     def similarity(self) -> tuple[list[str], np.ndarray] | None:
-        """Return clients and the matrix of their similarities (NaN: unknown), if there is one."""
+        """Return clients and the matrix of their similarities (NaN: unknown), if any."""
         return self.state.likeness() if isinstance(self.state, KnowsLikeness) else None
 
     def requests(self, moment: SelectionContext) -> Iterable[Request]:
-        """Return what is asked of which clients now: queries before a round, or their work."""
+        """Return the current requests to clients: queries before a round, or work."""
         asked = self.scheduling.queries(moment)
         if asked is not None:
             return asked
         return [self.request_for(client.client_id) for client in self.scheduling.choose(moment)]
 
     def record_of(self, vector: Vector) -> ArrayRecord:
-        """Return a model that does not change as a record, which is made once.
+        """Return a constant model as a cached record.
 
-        Packed anew for each client, a hundred thousand at work would hold as many copies.
+        Otherwise each client at work would hold a copy.
         """
         if self._constant is None or self._constant[0] is not vector:
             self._constant = vector, self.spec.pack(vector)
@@ -465,7 +463,7 @@ class Method(Strategy):
         Raises
         ------
         UserError
-            They do not.
+            They do not fit.
         """
         self.needs.fits_clients(clients)
 
@@ -477,12 +475,12 @@ class Method(Strategy):
         proxies : int
             How many proxy sets it has.
         pretrains : bool
-            Whether it trains models for the clusters to start from.
+            Whether it pre-trains models for the clusters.
 
         Raises
         ------
         UserError
-            They are not; or the method does not start from such models.
+            Samples are missing, or the method does not use pre-trained models.
         """
         if pretrains and not self.needs.pretrained:
             raise UserError(
@@ -505,36 +503,36 @@ class Method(Strategy):
         should_stop: Callable[[int, RunResult], bool] | None = None,
         **further: Any,
     ) -> RunResult:
-        """Run in a user's own Flower app, in the place of one of Flower's strategies.
+        """Run in a user's own Flower app, as a replacement of one of Flower's strategies.
 
-        The ClientApp need know nothing of Raceme: messages and replies are those of Flower's own
-        strategies, clients are known by their nodes, or by the ``client-id`` that a ConfigRecord of
-        their replies states.
+        The ClientApp needs no change: messages and replies are those of Flower's own strategies,
+        and clients are identified by their nodes, or by a ``client-id`` in a ConfigRecord of their
+        replies.
 
         Parameters
         ----------
         grid : Grid
-            The grid that Flower hands to the ServerApp, or any other.
+            Grid of the ServerApp, or any other.
         initial_arrays : ArrayRecord
-            The initial model; its names and shapes are those of every model of the run.
+            Initial model, which defines names and shapes of all models.
         num_rounds : int
-            Rounds. Of a method that works in none, a round is as many updates as clients take part.
+            Number of rounds. For a method without rounds, a round is as many updates as clients
+            participate.
         timeout : float
             Seconds after which an unanswered message is lost.
         train_config, evaluate_config : ConfigRecord, optional
-            Sent along with every training and every evaluation message.
+            Settings of every training and every evaluation message.
         evaluate_fn : Callable, optional
             Called before the first and after each round, once per cluster, with the number of the
-            round and the arrays of the cluster's model. What it returns is averaged over the
-            clusters' clients.
+            round and the arrays of the cluster's model. Its results are averaged over the clusters'
+            clients.
         should_stop : Callable, optional
             Called after each round and the evaluation of its models, with the number of the round
             and the result so far; the run ends if it returns true (as in Flower 1.43).
         **further
-            Other fields of :class:`~raceme.core.drop_in.FlowerRun`: ``max_updates`` ends the
-            run after so many updates instead of rounds, ``max_time`` at this time at the latest;
-            ``observe`` is called with everything that happens; ``greet=True`` greets
-            clients, as Raceme's own ClientApp expects.
+            Other fields of :class:`~raceme.core.drop_in.FlowerRun`: ``max_updates`` ends the run
+            after a number of updates instead of rounds, ``max_time`` at a time; ``observe``
+            receives all events; ``greet=True`` greets clients, as Raceme's own ClientApp expects.
 
         Returns
         -------
@@ -544,8 +542,8 @@ class Method(Strategy):
         Raises
         ------
         UserError
-            The run cannot begin; the ClientApp cannot do what the method asks for; no client has
-            returned anything of use.
+            The run cannot start, the ClientApp does not support the method, or no client returned a
+            usable reply.
         """
         from raceme.core.drop_in import start as drop_in
 
@@ -579,43 +577,42 @@ class Method(Strategy):
         starts: Sequence[Vector] = (),
         identities: Identities | None = None,
     ) -> RunResult:
-        """Run with Raceme's own ClientApp, or one that answers as it does.
+        """Run with Raceme's own ClientApp or a compatible one.
 
-        Until a limit is reached, no client is left, or the user interrupts. A strategy that has run
-        before, or was given a state, resumes: all clients are greeted again, and tasks that were
-        open then are given up; unless the grid was brought back to its own state of that moment,
-        and continues as if nothing had happened.
+        Ends at a limit, without clients, or on interruption. A strategy that ran before, or with a
+        loaded state, resumes: all clients are greeted again and open tasks dropped, unless the grid
+        was restored to the same time and continues seamlessly.
 
         Parameters
         ----------
         grid : Grid
-            Grid of Flower's interface: a real fleet's, or a virtual one.
+            A Flower grid, real or virtual.
         initial_arrays : ArrayRecord
-            The initial model; its names and shapes are those of every model of the run.
+            Initial model, which defines names and shapes of all models.
         max_updates : int
-            Client updates to apply; 0: no limit but the plan's. A round-based method completes the
-            round in which the limit falls.
+            Client updates to apply; 0: only the plan's limit. A round-based method completes its
+            current round.
         timeout : float
             Seconds after which an unanswered task is lost, and after which a run without any
             client ends.
         train_config, evaluate_config : ConfigRecord, optional
-            Sent along with every training and every evaluation message.
+            Settings of every training and every evaluation message.
         evaluate_fn : Callable, optional
-            Called at every evaluation, once per cluster, with the number of updates and the
-            arrays of the cluster's model. What it returns is averaged over the clusters' clients.
+            Called at every evaluation, once per cluster, with the number of updates and the arrays
+            of the cluster's model. Its results are averaged over the clusters' clients.
         plan : Plan, optional
             Further limits, evaluation schedule, concurrency, drift.
         observe : Observer
             Receives all events.
         stop_check : StopCheck
-            Called between two steps, when `state_dict` is whole. What it returns, unless it is
-            empty, ends the run.
+            Called between two steps, when `state_dict` is consistent. A non-empty return value ends
+            the run.
         probe : Probe, optional
-            Measures models on data that the server has.
+            Measures models on the server's data.
         starts : Sequence[Vector]
-            Models that the server has pre-trained, one for each distribution.
+            The server's pre-trained models, one per distribution.
         identities : Identities, optional
-            Checks the ids that clients state; by default they are believed.
+            Verifies the ids that clients state; by default they are trusted.
 
         Returns
         -------
@@ -668,7 +665,7 @@ class Method(Strategy):
     # State.
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that decides how the run continues: a tree of plain values and arrays."""
+        """Return the complete state of the run as a tree of plain values and arrays."""
         return {
             "method": type(self).__name__,
             "clusters": to_tree(self.clusters),
@@ -716,7 +713,7 @@ class Method(Strategy):
                     raise ValueError(f"a {what} of shape {vector.shape}, not ({length},)")
 
     def _work_in_rounds(self, *_given: Any, **_named: Any) -> NoReturn:
-        """Raise UserError: a strategy around this one asks, which would train no client."""
+        """Raise UserError: a wrapping strategy calls it, which would train no client."""
         name = type(self).__name__
         raise UserError(
             f"{name} acts on each update when it arrives: a strategy that works in rounds cannot "
@@ -724,14 +721,14 @@ class Method(Strategy):
             "mods, such as LocalDpMod."
         )
 
-    # Flower's four questions of a round. The loop takes each reply when it arrives instead.
+    # Flower's four hooks of a round, unused: the loop processes each reply on arrival.
     configure_train = aggregate_train = _work_in_rounds
     configure_evaluate = aggregate_evaluate = _work_in_rounds
 
-    # What the loop does for every method.
+    # Work of the loop for every method.
 
     def open_task(self, task: InFlight, work: Request | None = None) -> None:
-        """Keep what is needed of the models that travel, and tell the method of the task."""
+        """Keep the needed base models of a task, and inform the method."""
         if self._keeps_base_of(task):
             brought = [self.spec.unpack(record) for record in work.own_models] if work else []
             self.bases.open(task, self.models, self.placement(task.client), brought)
@@ -745,23 +742,23 @@ class Method(Strategy):
         return self.needs.bases or (self.protection.is_on and task.kind in TRAINING)
 
     def base_of(self, update: Update) -> Vector:
-        """Return the model that a client started from, as long as that is kept. Shape (d,)."""
+        """Return the model that a client started from, while kept. Shape (d,)."""
         brought, mixture = self.bases.own(update.task), self.needs.mixture
         return mixture(update, brought) if mixture and brought else self.bases.of(update.task)
 
     def received(self, update: Update) -> Update:
-        """Return an update with its staleness, its age and its base, as they are now.
+        """Return an update with its current staleness, age and base.
 
-        The staleness counts the changes of the model that the client trained. If its cluster was
-        split meanwhile, or merged into one that kept its model, the changes of the cluster that
-        continues it count too. Where the client was moved to another cluster, or its model is no
-        more, versions say nothing: all updates count that were applied since it received its model.
+        The staleness counts the changes of the model that the client trained, including those of a
+        cluster that continues its cluster after a split, or after a merge that kept its model. If
+        the client moved to another cluster, or its model is gone, all updates applied since it
+        received the model count.
 
         Raises
         ------
         ValueError
-            The staleness would be negative: a method has put a model of an earlier version in the
-            place of one that a client has trained.
+            The staleness would be negative: a method replaced a trained model by one of an earlier
+            version.
         """
         task, clusters = update.task, self.clusters
         age = self.progress.updates - task.updates
@@ -782,12 +779,12 @@ class Method(Strategy):
         return replace(update, staleness=staleness, age=age, bases=bases)
 
     def applied(self, updates: Sequence[Update]) -> Sequence[Outcome]:
-        """Let the method act on updates together, and return what it did with each.
+        """Let the method aggregate updates, and return the outcome of each.
 
         Raises
         ------
         ValueError
-            An outcome states a staleness or a weight that cannot be.
+            An outcome has an invalid staleness or weight.
         """
         outcomes = self.aggregate([self.received(update) for update in updates])
         for outcome in outcomes:
@@ -800,7 +797,7 @@ class Method(Strategy):
         return outcomes
 
     def close_task(self, task: InFlight) -> None:
-        """Tell the method that a task is over, and forget what was kept for it."""
+        """Inform the method of the end of a task, and release its base models."""
         self.on_closed(task)
         if self.embedding is not None:
             self.embedding.close(task.number)
@@ -813,16 +810,16 @@ Made = TypeVar("Made", bound=Method)
 
 @dataclass(frozen=True)
 class Variant(Generic[Made]):
-    """A method under a name of its own, with other defaults. Calling it makes the method.
+    """A named variant of a method with other defaults; calling it makes the method.
 
     Attributes
     ----------
     method : type
-        Class of the method that it is a variant of.
+        Class of the underlying method.
     parameters_type : type
         Its parameters, with the variant's defaults.
     summary : str
-        One line that says what it is.
+        One-line description.
     """
 
     method: type[Made]
@@ -846,7 +843,7 @@ DISCREPANCY = events.MeasureSchema(
     ("clients", "discrepancy"),
     summary="mean",
 )
-"""Of a run with the key ``discrepancy``: one event for the updates that are acted on together."""
+"""Measure of the key ``discrepancy``: one event per aggregation."""
 
 
 def discrepancy(
@@ -854,15 +851,15 @@ def discrepancy(
 ) -> dict[str, float]:
     """Return Discrepancy(t) = 1/|S_t| Σ_{i ∈ S_t} ‖w_i − w_t‖, eq (3) of FlexCFL's paper.
 
-    As in the authors' code w_t is the model after the round, that of the client's group if there
-    are several. Empty if no update was used.
+    As in the authors' code, w_t is the model after the round, of the client's group. Empty if no
+    update was used.
 
     Parameters
     ----------
     method : Method
-        The method, with the models after it has acted on the updates.
+        The method with the aggregated models.
     updates, outcomes : Sequence
-        The updates, and what the method did with each; one of weight 0 is left out.
+        The updates and their outcomes; those with weight 0 are left out.
     """
     distances = [
         float(np.linalg.norm(method.compared(update.vector - model.vector)))
@@ -879,18 +876,18 @@ def average_by_cluster(
     by_examples: bool = True,
     home: Callable[[Update], int] | None = None,
 ) -> list[Outcome]:
-    """Replace the model of each cluster by the mean of the models that were trained for it.
+    """Replace each cluster's model by the mean of the models trained for it.
 
     Parameters
     ----------
     clusters : Clusters
-        The models, which are replaced in place, and the clients of each.
+        Clusters, whose models are replaced in place.
     updates : Sequence[Update]
-        What came back from some of them.
+        Updates of some of the clients.
     by_examples : bool
-        Weigh models by their clients' examples; else all alike.
+        Weight models by their clients' examples, else equally.
     home : Callable, optional
-        Returns the cluster that an update is for; by default its client's.
+        Returns the cluster of an update; by default its client's.
     """
     homes = [home(u) if home else clusters.main(u.task.client) for u in updates]
     weights = [float(update.num_examples) if by_examples else 1.0 for update in updates]

@@ -1,4 +1,4 @@
-"""What a Flower Grid lacks: a clock with a wait for replies, and what can be relied on there."""
+"""Additions to Flower's Grid: a clock, waiting for replies, and capabilities."""
 
 from __future__ import annotations
 
@@ -14,21 +14,19 @@ from flwr.serverapp import Grid
 
 @runtime_checkable
 class Timeline(Protocol):
-    """A clock, the wait for replies, and what this clock and its grid are capable of.
+    """A clock with waiting for replies, and capabilities of the grid.
 
-    Code that needs to know asks for a capability, never for a class.
+    Code tests for capabilities, never for classes.
 
     Attributes
     ----------
     is_virtual : bool
-        True where seconds are not those of the wall clock: two runs with one seed are identical,
-        and nothing that the machine's own clock says belongs in their results.
+        Whether seconds are virtual: runs with the same seed are then identical, and results contain
+        no wall time.
     free_evaluation : bool
-        True where an evaluation message costs no time on this clock, so that a sweep over all
-        clients disturbs nothing.
+        Whether evaluation takes no time, so that all clients can be evaluated at once.
     keeps_messages : bool
-        True for one that was restored together with all its open messages: their replies can still
-        be waited for.
+        Whether it was restored with its open messages, whose replies still arrive.
     """
 
     is_virtual: bool
@@ -61,13 +59,13 @@ class Timeline(Protocol):
         Parameters
         ----------
         message_ids : Iterable[str]
-            Ids of messages, answered already or not; unknown ones are ignored.
+            Ids of messages, answered or not; unknown ones are ignored.
         """
 
 
 @runtime_checkable
 class Forgetful(Protocol):
-    """A grid that keeps something for replies that it is waiting for."""
+    """A grid with state per awaited reply."""
 
     def forget(self, message_ids: Iterable[str]) -> None:
         """Give up on the replies to these messages."""
@@ -75,10 +73,10 @@ class Forgetful(Protocol):
 
 @runtime_checkable
 class Resumable(Protocol):
-    """A grid that a checkpoint can save, with its clock and its open messages."""
+    """A grid that checkpoints can save, with clock and open messages."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that decides how the run continues: a tree of plain values and arrays."""
+        """Return the complete state of the run as a tree of plain values and arrays."""
 
     def load_state_dict(self, tree: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned, on a new grid of the same fleet."""
@@ -86,7 +84,7 @@ class Resumable(Protocol):
 
 @runtime_checkable
 class Foreseeing(Protocol):
-    """A grid that knows its devices: which will ever come online, and how fast they are."""
+    """A grid that knows future arrivals and speeds of its devices."""
 
     def arrivals_ahead(self) -> Mapping[int, bool]:
         """Map offline nodes that will come online to whether they were online before."""
@@ -97,26 +95,26 @@ class Foreseeing(Protocol):
 
 @runtime_checkable
 class Registering(Protocol):
-    """A grid that admits registered devices only, and sees their keys change."""
+    """A grid of registered devices, which notices changes of their keys."""
 
     def key_changes(self) -> Iterable[tuple[str, str]]:
-        """Return the devices whose keys have changed since the last call, and how."""
+        """Return the changes of devices' keys since the last call."""
 
 
 class WallTimeline:
-    """The wall clock, and polling with back-off, for any Grid of Flower's.
+    """Wall clock and polling with back-off, for any Flower Grid.
 
     Parameters
     ----------
     grid : Grid
         Grid that is polled for replies.
     shortest, longest : float
-        Bounds in seconds of the pause between two polls; it starts at the shortest after every
-        reply and grows by half each time nothing has come.
+        Bounds of the polling interval in seconds; it is reset by a reply and grows by half after
+        each empty poll.
     clock, sleep : Callable
-        Read the time and pause, both in seconds; tests pass their own.
+        Clock and sleep function, in seconds.
     start : float
-        What time it is now.
+        Current time of the run.
     """
 
     is_virtual = False
@@ -140,11 +138,11 @@ class WallTimeline:
         self._start = clock() - start
 
     def now(self) -> float:
-        """Return the seconds since this object was made, and of a resumed run those before."""
+        """Return the seconds since the start, including those before a resumption."""
         return self._clock() - self._start
 
     def wait(self, message_ids: Collection[str], until: float | None = None) -> list[Message]:
-        """Poll until a reply has come or the deadline has passed."""
+        """Poll until a reply or the deadline."""
         pause = self._shortest
         while True:
             replies = list(self._grid.pull_messages(list(message_ids))) if message_ids else []
@@ -157,7 +155,7 @@ class WallTimeline:
             pause = min(pause * 1.5, self._longest)
 
     def forget(self, message_ids: Iterable[str]) -> None:
-        """Give up on replies that were announced; Flower has no way to take a message back."""
+        """Ignore replies; Flower cannot withdraw messages."""
         if isinstance(self._grid, Forgetful):
             self._grid.forget(message_ids)
 
@@ -165,9 +163,8 @@ class WallTimeline:
 def push(grid: Grid, clock: Timeline, message: Message) -> str | None:
     """Send one message.
 
-    On the wall clock its id cannot be guessed. Flower makes that of what is in the message, of
-    which only the time to the microsecond is not known beforehand, and takes a reply from any node
-    that names it, in the name of the node that was asked.
+    On the wall clock its id is random: Flower derives ids from the message's content, of which only
+    the time in microseconds is unpredictable, and accepts a reply from any node that names the id.
 
     Parameters
     ----------
@@ -177,7 +174,7 @@ def push(grid: Grid, clock: Timeline, message: Message) -> str | None:
     Returns
     -------
     str or None
-        Its id; None if the grid would not take it.
+        Its id; None if the grid refused it.
     """
     if not clock.is_virtual:
         message.metadata.group_id = secrets.token_hex(16)
@@ -185,50 +182,48 @@ def push(grid: Grid, clock: Timeline, message: Message) -> str | None:
 
 
 def timeline_of(grid: Grid, start: float = 0.0) -> Timeline:
-    """Return the grid itself if it keeps a clock of its own, else the wall clock on it.
+    """Return the grid itself if it has a clock, else a wall clock on it.
 
     Parameters
     ----------
     start : float
-        What time it is on the wall clock, in a resumed run.
+        Initial time of the wall clock, for a resumed run.
     """
     if isinstance(grid, Timeline):
         return grid
-    # With it come HTTP clients, which a simulation has no use for.
+    # Its imports include HTTP clients, unneeded in a simulation.
     from raceme.flower.grid import prompt
 
     return WallTimeline(prompt(grid), start=start)
 
 
 # -----------------------------------------------------------------------------
-# What a grid reports of its messages and of nodes that come and go: for accounts of time and bytes.
+# Reports of a grid's messages and online changes, for accounts of time and bytes.
 # -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A message to a node and what became of it. Times are seconds on the grid's clock.
+    """A message to a node with its result. Times are seconds on the grid's clock.
 
     Attributes
     ----------
     number : int
-        Place of the message in the order of sending, from 0.
+        Index of the message in order of sending, from 0.
     node_id : int
-        The node that it was sent to.
+        The receiving node.
     kind : str
         Flower's message type, e.g. ``"train"``.
     sent : float
-        When the server sent it.
+        Time of sending.
     begun, ended : float
-        When its device was at work for it: with the transfers, from the download to the end of the
-        upload. Equal where it costs no time.
+        Start and end of the device's work, transfers included; equal if it takes no time.
     answered : float
-        When the reply, or the news that there will be none, was there; infinity if the run ended
-        before.
+        Time of the reply or its failure; infinity if the run ended before.
     failure : str or None
-        Why there is no usable reply; None if there is one, or if there may yet be one.
+        Reason of a missing or unusable reply, else None.
     bytes_down, bytes_up : int
-        Size of what was sent, and of the reply.
+        Sizes of message and reply.
     """
 
     number: int
@@ -253,4 +248,4 @@ class Switched:
 
 
 ExchangeObserver = Callable[[Exchange | Switched], None]
-"""Called with each of them when it is over, in the order of time."""
+"""Receives each of them on completion, in order of time."""

@@ -809,7 +809,7 @@ class RunSummary(EventHandler):
         self.reason, self.ending, self.time = event.reason, event.ending, float(event.time)
 
     def purity(self) -> float | None:
-        """Return the clusters' purity now; None if no true groups are known."""
+        """Return the clusters' current purity; None without known groups."""
         return self.membership.purity()
 
     def result(

@@ -563,7 +563,7 @@ class WorkingAhead(ABC, Generic[W]):
     def _end_workers(self) -> None:
         """End the processes or actors of all workers."""
 
-    # Handing work out.
+    # Sending work.
 
     def _queue(self, job: Job) -> None:
         """Queue a task for a worker, or update the due time of a queued one."""

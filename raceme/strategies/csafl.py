@@ -261,7 +261,7 @@ class InWindows(Scheduler):
         return [] if group is None else self._released(group)
 
     def left(self, client: str, now: float) -> Sequence[Update]:
-        """Wait no more for a client that is gone."""
+        """Drop a client that left."""
         state = self.state
         self._end_wait(client, now)
         number = state.open.pop(client, None)

@@ -412,7 +412,7 @@ class ModelProbe:
 
     @property
     def sets(self) -> int:
-        """How many proxy sets there are."""
+        """Number of proxy sets."""
         return len(self._proxies)
 
     @property

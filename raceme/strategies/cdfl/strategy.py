@@ -176,7 +176,7 @@ class OnRequest(Scheduler):
 
     @property
     def asked_kinds(self) -> frozenset[str]:
-        """Kinds of work that clients are asked for, beyond training and testing a model."""
+        """Kinds of work besides training and testing a model."""
         return frozenset({LOSSES} if self._mode == LOSS else ())
 
     def looks(self, client: str) -> bool:
@@ -303,7 +303,7 @@ class OnRequest(Scheduler):
         return min(self.state.due.values(), default=math.inf)
 
     def is_quiescent(self, client: str, step: int) -> bool:
-        """Return whether a client will never train again as long as its data stay at a step.
+        """Return whether a client will never train again while its data stay at a step.
 
         It has looked at them with the model that it holds, and its loss has not risen: every later
         look would see the same.
