@@ -36,14 +36,14 @@ def test_ten_quiet_seconds_have_a_line(tmp_path: Path) -> None:
         report(40.0, casa, Progress(60, 4.0, ""))
         report(50.0, casa, Progress(104, 5.0, ""))
     assert out.getvalue().splitlines() == [
-        "1 of 3 runs done; casa, seed 0: 4 of 100 updates; fedasync, seed 0: starting",
-        "1 of 3 runs done; casa, seed 0: 20 of 100 updates; fedasync, seed 0: 30 of 100 updates; "
+        "1/3 runs finished; casa, seed 0: 4 of 100 updates; fedasync, seed 0: starting",
+        "1/3 runs finished; casa, seed 0: 20 of 100 updates; fedasync, seed 0: 30 of 100 updates; "
         "about 75 s left",
         "[2/3] fedasync, seed 0: FAILED: it left no summary",
         # 1 + 0.6 of two runs after 40 s.
-        "2 of 3 runs done; casa, seed 0: 60 of 100 updates; about 10 s left",
+        "2/3 runs finished; casa, seed 0: 60 of 100 updates; about 10 s left",
         # A run in rounds may have more than were expected: nobody knows how many.
-        "2 of 3 runs done; casa, seed 0: 104 updates",
+        "2/3 runs finished; casa, seed 0: 104 updates",
     ]
 
 
@@ -59,7 +59,7 @@ def test_what_a_resumed_run_had_done_says_nothing_of_the_time_left(tmp_path: Pat
             progress.report(casa, Progress(updates, 1.0, ""))
     assert out.getvalue().splitlines() == [
         "casa, seed 0: unfinished, resumed from its last checkpoint",
-        "0 of 2 runs done; casa, seed 0: 72 of 100 updates",
+        "0/2 runs finished; casa, seed 0: 72 of 100 updates",
         # 0.1 of a run in 20 s, and 1.2 are left.
-        "0 of 2 runs done; casa, seed 0: 80 of 100 updates; about 4 min left",
+        "0/2 runs finished; casa, seed 0: 80 of 100 updates; about 4 min left",
     ]
