@@ -611,8 +611,8 @@ def training_cost(message: Message, context: Context, examples: int) -> Workload
     """Return the cost of a training message; queries and evaluation cost nothing.
 
     All arrays are sent down. Training returns one model of the size of the first one sent, or a
-    quarter of it with ``upload=int8``; answers to other work are small and take no time. To train a model of the client's own too takes as much
-    again.
+    quarter of it with ``upload=int8``; answers to other work are small and take no time. Training
+    a model of the client's own too takes as much again.
     """
     if category(message) != MessageType.TRAIN:
         return None
