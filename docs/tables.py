@@ -650,23 +650,29 @@ def flexcfl_incremental(docs: Path) -> Table:
 
 
 def flexcfl_fig6_a(docs: Path) -> Table:
-    """FlexCFL's figure 6a, seed 0 of Table 4."""
-    of = Experiment.read(docs, "flexcfl-table4-mnist-mclr-swap-all")
-    # Counted in the runs' events, of which the data files keep nothing.
-    placing = {"fedgroup": 940, "flexcfl": 3269}
+    """FlexCFL's figure 6a: bytes, with and without the label counts before each round."""
+    of = Experiment.read(docs, "flexcfl-fig6-a")
 
-    def updates(method: str) -> str:
-        return f"{of.mean(method, 'updates', 0):,.0f} ({placing.get(method, 0):,})"
+    def bytes_of(method: str, counts: bool) -> float:
+        (run,) = of.runs(method)
+        return float(
+            sum(
+                traffic["up"] + traffic["down"]
+                for phase, traffic in run["bytes_by_phase"].items()
+                if counts or phase != "label-counts"
+            )
+        )
+
+    def ratio(counts: bool) -> Cell:
+        return lambda method: number(bytes_of(method, counts) / bytes_of("fedavg", counts), 2)
 
     columns = (
-        paper(of, "traffic", None),
-        lambda m: number(_bytes(of, m, 0) / _bytes(of, "fedavg", 0), 2),
-        updates,
+        *(paper(of, "traffic", None), ratio(True), ratio(False)),
+        *(paper(of), accuracy(of, 2, _BEST)),
     )
-    rows = lines(code("fedavg", "fedgroup", "ifca", "flexcfl"), *columns)
-    rows.append(["IFCA-MIG (IFCA with migration, not implemented)", "5.48", "–", "–"])
-    heads = ("method", "bytes / FedAvg's, paper", "ours", "updates (of them placing a client)")
-    return Table(heads, rows)
+    methods = code("fedavg", "fedgroup", "ifca", "ifca-mig", "flexcfl", "flexcfl-client")
+    heads = ("method", "bytes / FedAvg's, paper", "ours", "without label counts")
+    return Table((*heads, "accuracy %, paper", "ours"), lines(methods, *columns))
 
 
 def flexcfl_fig6_b(docs: Path) -> Table:
