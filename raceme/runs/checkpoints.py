@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 import raceme
-from raceme.core.config import RunConfig
+from raceme.core.config import RunConfig, keys_of
 from raceme.core.errors import UserError
 from raceme.core.files import ReadingError, atomic_write, check_regular, check_room, parse_json
 from raceme.core.options import Value
@@ -597,6 +597,9 @@ def _described(error: Exception) -> str:
 
 def _other_config(there: Mapping[str, Value], here: Mapping[str, Value]) -> str:
     """Return how two configurations differ, or an empty text."""
+    # A key that there was not when the checkpoint was written had its default.
+    known = keys_of(here)
+    there = {**{key: known[key].default for key in here.keys() & known.keys()}, **there}
     differences = [
         f"{key[:80]} is {repr(there.get(key))[:200]} there and {here.get(key)!r} here"
         for key in sorted(there.keys() | here.keys(), key=lambda key: ("." in key, key))

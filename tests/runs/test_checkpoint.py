@@ -33,6 +33,8 @@ from raceme.runs.checkpoints import (
     CheckpointFolder,
     DamagedError,
     Keeper,
+    _other_config,
+    identity,
     read_tree,
     write_tree,
 )
@@ -474,6 +476,16 @@ def test_a_checkpoint_of_another_run_is_refused(
     with pytest.raises(UserError, match=reason):
         go_on(out, keys)
     assert result_of(out) == result_of(finished)
+
+
+def test_a_key_that_is_newer_than_the_checkpoint_had_its_default() -> None:
+    here = identity(RunConfig.from_mapping({"strategy": "casa", "casa.gamma": 0.2}))
+    there = {key: here[key] for key in here.keys() - {"seed", "casa.patience"}}
+    assert not _other_config(there, here)
+    changed = {**here, "casa.patience": 7.0}
+    assert "patience is 10.0 there and 7.0 here" in _other_config(there, changed)
+    assert "gamma is" in _other_config({**there, "casa.gamma": 0.3}, here)
+    assert "gone is 1 there and None here" in _other_config({**there, "gone": 1}, here)
 
 
 def test_without_any_usable_checkpoint_the_run_is_left_alone(out: Path, finished: Path) -> None:
