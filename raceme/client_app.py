@@ -108,7 +108,8 @@ def describe(work: ClientWork) -> Answer:
         names.NUM_TEST_EXAMPLES: len(client.test),
         names.GROUP: _UNKNOWN_GROUP if client.group is None else client.group,
     }
-    return Answer(metrics, told={names.CLIENT_ID: client.id, **hardware.describe()})
+    labels = {names.LABELS: work.labels} if work.labels else {}
+    return Answer(metrics, told={names.CLIENT_ID: client.id, **labels, **hardware.describe()})
 
 
 _DEFAULTS = {
@@ -209,6 +210,7 @@ def work_of(
         at_step,
         tuple(steps),
         0 if own is not None else _clients.since(context),
+        str(context.node_config.get(names.LABELS, "")),
     )
 
 

@@ -274,7 +274,7 @@ def serve(
         os.environ["GRPC_VERBOSITY"] = "none"
     from raceme.cli.run import end_app_with, end_with
     from raceme.core.signals import StopRequest
-    from raceme.fleet.serve import ServeOptions, is_complete, prepare, serve_app, with_device_keys
+    from raceme.fleet.serve import ServeOptions, is_complete, prepare, serve_app, with_registry
     from raceme.fleet.serve import serve as run
     from raceme.reporting.console import RunProgress
 
@@ -288,7 +288,7 @@ def serve(
         return
     if run_config:
         raise UserError("--run-config changes the run config of an app: name its folder, APP_DIR.")
-    settings = prepare(keys if any_device else with_device_keys(keys, folder))
+    settings = prepare(keys if any_device else with_registry(keys, folder))
     if is_complete(settings):
         print(f"The run in {settings.out} is complete: to continue it, raise --max-updates.")
         return
@@ -376,6 +376,13 @@ def certs(
     revoke: Annotated[
         bool, typer.Option("--revoke", help="take each --device out of the registry")
     ] = False,
+    label: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE",
+            help="give each --device a label (NAME=: take it away); may be repeated",
+        ),
+    ] = None,
     token: Annotated[
         list[str] | None,
         typer.Option(
@@ -390,7 +397,13 @@ def certs(
     Run again with another --device to add a device: existing files are kept. A running server
     notices changes of keys within seconds.
     """
-    from raceme.fleet.certificates import make_certificates, make_tokens, revoke_keys, rotate_key
+    from raceme.fleet.certificates import (
+        make_certificates,
+        make_tokens,
+        revoke_keys,
+        rotate_key,
+        set_labels,
+    )
 
     devices = device or []
     if rotate and revoke:
@@ -400,16 +413,20 @@ def certs(
             f"--{'rotate' if rotate else 'revoke'} needs the id of a device: give --device ID"
             f"{', one only' if rotate else ''}."
         )
+    if label and (revoke or not devices):
+        raise UserError("--label belongs to devices: give --device ID, and leave out --revoke.")
     if public_key is not None and not rotate:
         raise UserError("--public-key belongs to --rotate: give both, or leave it out.")
     if rotate:
         changed = rotate_key(out, devices[0], public_key)
     elif revoke:
         changed = revoke_keys(out, devices)
-    elif token and not (host or devices):
-        changed = make_tokens(out, token)
+    elif (token or label) and not host:
+        changed = make_tokens(out, token or [])
     else:
         changed = make_certificates(out, host or [], devices, days) + make_tokens(out, token or [])
+    if label:
+        changed.append(set_labels(out, devices, label))
     for path in changed:
         print(path)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from flwr.app import Message
 from raceme.core import messages as names
 from raceme.core.errors import UserError, printable
 from raceme.core.events import ClaimRefused
+from raceme.core.files import ReadingError, parse_toml, read_text
 from raceme.core.messages import count_of, error_line, name_of
 from raceme.flower.messages import CLIENT_APP_RAISED_EXCEPTION, INVALID_APP, LOAD_APP_EXCEPTION
 
@@ -229,6 +231,116 @@ def _stamp_of(path: Path) -> tuple[int, int, int] | None:
 
 
 # -----------------------------------------------------------------------------
+# Labels of clients, such as their rooms, and a condition that decides which of them take part.
+# -----------------------------------------------------------------------------
+
+
+_LABEL = re.compile(r"([A-Za-z_][A-Za-z0-9_]{0,31})=([^,=|]{1,64})")
+_MOST_LABELS = 16
+_LABELS_EXPECTED = "expected NAME=VALUE, e.g. room=kitchen,floor=1"
+
+
+def parse_labels(text: str) -> dict[str, str]:
+    """Return the labels of a text such as ``room=kitchen,floor=1``.
+
+    Raises
+    ------
+    ValueError
+        It is something else, or has more than 16.
+    """
+    found = [_LABEL.fullmatch(part.strip()) for part in text.split(",")] if text.strip() else []
+    labels = {match[1]: match[2].strip() for match in found if match}
+    if len(labels) != len(found) or len(found) > _MOST_LABELS or not text.isprintable():
+        raise ValueError(f"{printable(text, 80)!r} is not a list of labels: {_LABELS_EXPECTED}")
+    return labels
+
+
+def _text_of(value: object) -> str:
+    if isinstance(value, str | int):
+        return str(value)
+    raise ValueError(f"{printable(value, 40)} is not a text")
+
+
+def read_labels(path: Path) -> dict[str, dict[str, str]]:
+    """Read the labels of devices: a TOML table of texts for each.
+
+    Raises
+    ------
+    UserError
+        It cannot be read, or holds something else.
+    """
+    try:
+        listed = {
+            client: parse_labels(
+                ",".join(f"{name}={_text_of(value)}" for name, value in own.items())
+            )
+            for client, own in parse_toml(read_text(path)).items()
+        }
+    except (ReadingError, ValueError, AttributeError) as error:
+        raise UserError(
+            f"labels: {path} cannot be read: {error}. It has a table for each device, [kitchen], "
+            "with its labels: room = 'kitchen'."
+        ) from None
+    return listed
+
+
+class Labels:
+    """Labels of clients: those that they state, and those of a file, which count more.
+
+    Parameters
+    ----------
+    path : Path, optional
+        File of labels by client; see :func:`read_labels`. It is read again when it has changed.
+    where : str
+        Condition of clients that take part: ``room=kitchen|garden,floor=1``; empty for none. In a
+        simulation ``group`` is the true group of a client's data.
+
+    Raises
+    ------
+    UserError
+        The file cannot be read, or the condition is none.
+    """
+
+    def __init__(self, path: Path | None = None, where: str = "") -> None:
+        self.where = where
+        self._path, self._stamp = path, None if path is None else _stamp_of(path)
+        self._listed = {} if path is None else read_labels(path)
+        self._wanted: dict[str, list[str]] = {}
+        for part in where.split(",") if where.strip() else ():
+            name, _, values = part.strip().partition("=")
+            self._wanted[name] = values.split("|")
+            if not all(_LABEL.fullmatch(f"{name}={value}") for value in self._wanted[name]):
+                raise UserError(
+                    f"where: {where!r} is not a condition: expected NAME=VALUE, e.g. room=kitchen, "
+                    "or room=kitchen|garden,floor=1."
+                )
+
+    def of(self, client_id: str, stated: object) -> dict[str, str]:
+        """Return the labels of a client, given what it states."""
+        self._renew()
+        labels: dict[str, str] = {}
+        try:
+            labels = parse_labels(stated) if isinstance(stated, str) else {}
+        except ValueError as error:
+            log.warning("The labels of %s are ignored: %s", client_id, error)
+        return labels | self._listed.get(client_id, {})
+
+    def _renew(self) -> None:
+        stamp = None if self._path is None else _stamp_of(self._path)
+        if self._path is None or stamp is None or stamp == self._stamp:
+            return
+        self._stamp = stamp
+        try:
+            self._listed = read_labels(self._path)
+        except UserError as error:
+            log.warning("%s The labels known so far count.", error)
+
+    def admit(self, client: Client) -> bool:
+        """Return whether a client takes part."""
+        return all(client.label(name) in values for name, values in self._wanted.items())
+
+
+# -----------------------------------------------------------------------------
 # Plausible numbers of examples of clients.
 # -----------------------------------------------------------------------------
 
@@ -289,7 +401,9 @@ class Client:
     failures : int
         Number of consecutive failures.
     ready_at : float
-        End of its back-off.
+        Not given work before this time.
+    labels : dict[str, str]
+        Its labels, such as its room.
     """
 
     client_id: str
@@ -298,6 +412,12 @@ class Client:
     node_id: int | None = None
     failures: int = 0
     ready_at: float = 0.0
+    labels: dict[str, str] = field(default_factory=dict)
+
+    def label(self, name: str) -> str:
+        """Return a label; without one ``group`` is the true group, and any other is empty."""
+        group = "" if self.group is None or name != "group" else str(self.group)
+        return self.labels.get(name, group)
 
 
 @dataclass
@@ -375,6 +495,10 @@ class Fleet:
         """Return the largest plausible number of examples."""
         return largest_believed(self._ordered) if self._ordered else MOST_EXAMPLES
 
+    def labels(self, client: str) -> Mapping[str, str]:
+        """Return the labels of a client; none of one that is not known."""
+        return self.clients[client].labels if client in self.clients else {}
+
     def disconnect(self) -> list[str]:
         """Drop all nodes; return the clients that were online."""
         left = list(self.by_node.values())
@@ -422,14 +546,19 @@ class Fleet:
         return [node for node in online if node not in known], left
 
     def introduce(
-        self, node_id: int, reply: Message, identities: Identities | None = None
-    ) -> tuple[Client, bool] | str:
+        self,
+        node_id: int,
+        reply: Message,
+        identities: Identities | None = None,
+        labels: Labels | None = None,
+    ) -> tuple[Client, bool] | str | None:
         """Register the client that answered a greeting.
 
         Returns
         -------
-        tuple[Client, bool] or str
-            The client and whether it was known; or the reason of a refusal.
+        tuple[Client, bool], str or None
+            The client and whether it was known before; or why it is refused; None if it does not
+            take part, by its labels.
 
         Raises
         ------
@@ -470,9 +599,14 @@ class Fleet:
             self.refused[node_id] = client_id
             return f"'{client_id}' is already online as node {client.node_id}"
         returned = client is not None
-        if client is None:
-            client = Client(client_id, examples, count_of(group))
-            self.clients[client_id] = client
+        client = client or Client(client_id, examples, count_of(group))
+        if labels is not None:
+            client.labels = labels.of(client_id, stated.get(names.LABELS))
+            if not labels.admit(client):
+                self.refused[node_id] = ""
+                log.info("%s takes no part: it is not %s", client_id, labels.where)
+                return None
+        self.clients[client_id] = client
         client.num_examples, client.node_id = examples, node_id
         if names.NUM_EXAMPLES in measured:
             self.heard(client_id, examples)

@@ -313,6 +313,10 @@ class RunConfig:
     device_keys: str = option(
         "", "file that binds device ids to keys, on the server (empty: ids are trusted)", path=True
     )
+    labels: str = option("", "file with labels of clients: a TOML table for each", path=True)
+    where: str = option(
+        "", "only clients with these labels take part: room=kitchen|garden,floor=1 (empty: all)"
+    )
     track: str = option("", "trackers, separated by commas: tensorboard, mlflow, wandb")
     trace: bool = option(False, "also write every event as a JSON line to trace.jsonl")
     client_map: bool = option(True, "record the positions of clients for the map of `raceme watch`")

@@ -218,6 +218,8 @@ class ClientJoined:
         True group of its data, if known; only for reporting purity.
     returned : bool
         Whether it was known before.
+    labels : str
+        Its labels: ``room=kitchen,floor=1``.
     """
 
     time: float
@@ -226,6 +228,7 @@ class ClientJoined:
     num_examples: int
     group: int | None
     returned: bool = False
+    labels: str = ""
 
 
 @dataclass(frozen=True)

@@ -209,7 +209,9 @@ class Loop:
                 alone_since = progress.somebody_at
                 is_alone = not self._fleet.by_node and clock.now() >= alone_since + self._ttl
                 if is_alone and self._ending is None:
-                    self._ending = Ending.NO_CLIENTS, "all clients are gone"
+                    where = self._plan.labels.where if not self._fleet.clients else ""
+                    reason = f"no client is {where}" if where else "all clients are gone"
+                    self._ending = Ending.NO_CLIENTS, reason
                     return alone_since
         ended_at = clock.now()
         # An interrupted run ends at the current time, unless its clock can be stopped.
@@ -397,13 +399,15 @@ class Loop:
         """Register the client that answered a greeting."""
         now = self.now()
         try:
-            introduced = self._fleet.introduce(node_id, reply, self._identities)
+            introduced = self._fleet.introduce(node_id, reply, self._identities, self._plan.labels)
         except ForeignIdError as error:
             self._observe(error.report(now, node_id))
             return
         if isinstance(introduced, str):
             log.warning("A client is refused: %s", introduced)
             self._observe(events.UpdateRejected(now, f"node {node_id}", introduced, now))
+            return
+        if introduced is None:
             return
         client, returned = introduced
         name = client.client_id
@@ -415,7 +419,15 @@ class Loop:
         # Leaving and returning does not shorten a back-off.
         client.ready_at = max(client.ready_at, now) if client.failures else now
         self._observe(
-            events.ClientJoined(now, name, node_id, client.num_examples, client.group, returned)
+            events.ClientJoined(
+                now,
+                name,
+                node_id,
+                client.num_examples,
+                client.group,
+                returned,
+                ",".join(f"{label}={value}" for label, value in client.labels.items()),
+            )
         )
         self._method.on_join(client)
         self._idle.add(name)

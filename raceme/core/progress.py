@@ -11,7 +11,7 @@ from typing import Protocol
 from zlib import crc32
 
 from raceme.core import events
-from raceme.core.clients import Client, Fleet, largest_believed
+from raceme.core.clients import Client, Fleet, Labels, largest_believed
 from raceme.core.events import ACCURACY, Evaluated, Measure, TaskScore, TasksTested
 from raceme.core.requests import InFlight
 
@@ -357,6 +357,8 @@ class Plan:
         Limit of rounds or windows, if the method has them.
     highest_score : float
         Largest valid score of an upload: 1 for accuracies, infinity for errors.
+    labels : Labels
+        Labels of clients, and which of them take part.
     planned_updates : int
         Expected number of updates of a run without a limit on them, for schedules that depend on
         its length.
@@ -375,6 +377,7 @@ class Plan:
     drift: StepSchedule | None = None
     max_rounds: int | None = None
     highest_score: float = 1.0
+    labels: Labels = field(default_factory=Labels)
     planned_updates: int = 0
 
     @property

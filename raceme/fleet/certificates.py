@@ -15,6 +15,7 @@ from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import tomli_w
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes
@@ -30,6 +31,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from raceme.core.clients import parse_labels, read_labels
 from raceme.core.errors import UserError, unknown_name
 from raceme.core.files import atomic_write
 from raceme.flower.fleet_client import Certificates
@@ -37,6 +39,8 @@ from raceme.flower.ports import ROLES, VIEW, Access, is_loopback, new_token
 
 DEVICE_KEYS = "device-keys"
 """The file with the ids and the public keys of all devices."""
+LABELS = "labels.toml"
+"""The file with the labels of all devices."""
 _AUTHORITY_DAYS = 3650
 _LOCAL = ("localhost", "127.0.0.1")
 """Names under which a SuperLink's own processes, and `flwr` on the same host, reach it."""
@@ -120,6 +124,39 @@ def make_tokens(folder: Path, roles: Sequence[str]) -> list[Path]:
     return [
         _write(folder / f"{role}.token", new_token().encode() + b"\n", _PRIVATE) for role in roles
     ]
+
+
+def set_labels(folder: Path, devices: Sequence[str], labels: Sequence[str]) -> Path:
+    """Give devices labels, beside those that they have; return the file of all labels.
+
+    Parameters
+    ----------
+    folder : Path
+        The folder of `raceme certs`.
+    devices : Sequence[str]
+        Ids of the devices.
+    labels : Sequence[str]
+        ``NAME=VALUE``; without a value the label is taken away.
+
+    Raises
+    ------
+    UserError
+        There is no such device, a label is none, or the file cannot be read or written.
+    """
+    _check_known(folder, devices)
+    path = folder / LABELS
+    listed = read_labels(path) if path.exists() else {}
+    for device in devices:
+        own = listed.get(device, {})
+        for label in labels:
+            own.pop(label.partition("=")[0], None)
+            if not label.endswith("="):
+                try:
+                    own |= parse_labels(label)
+                except ValueError as error:
+                    raise UserError(f"--label: {error}.") from None
+        listed[device] = own
+    return _replace(path, tomli_w.dumps(listed).encode())
 
 
 def revoke_keys(folder: Path, devices: Sequence[str]) -> list[Path]:

@@ -53,7 +53,7 @@ from raceme.core.options import Value
 from raceme.core.requests import InFlight
 from raceme.core.signals import interrupted_by_signals
 from raceme.core.strategy import Method, StopCheck, never_stop
-from raceme.fleet.certificates import DEVICE_KEYS, Registry, access_to, read_certificates
+from raceme.fleet.certificates import DEVICE_KEYS, LABELS, Registry, access_to, read_certificates
 from raceme.fleet.served_grid import ServedGrid
 from raceme.fleet.tasks import OWN_APP
 from raceme.flower.app import App, app_metadata, build_bundle, server_context
@@ -93,7 +93,7 @@ from raceme.training.models import initial_arrays
 def app_of(config: RunConfig) -> App:
     """Return this package as the app bundle that the devices of a run fetch."""
     # The server's paths are its own affair, and the same run must have the same bundle again.
-    keys = config.with_values(out="", resume="", device_keys="").to_mapping()
+    keys = config.with_values(out="", resume="", device_keys="", labels="").to_mapping()
     components = {"serverapp": "raceme.server_app:app", "clientapp": "raceme.client_app:app"}
     app = {"publisher": "raceme", "components": components, "config": as_tables(keys)}
     project = {
@@ -124,6 +124,8 @@ CONTENT_TYPE: str = CONTENT_TYPE_LATEST
 MOST_DEVICES = 500
 """Devices that are listed one by one: those that are silent for longest."""
 _LONGEST_NAME = 64
+_MOST_LABELS = 16
+"""Names of labels of all devices together; a device can make no more."""
 _STALENESS = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 
 REASONS = {
@@ -162,6 +164,8 @@ class Metrics(EventHandler, Collector):
         Returns the number of cluster models.
     clock : Callable
         Monotonic, in seconds; replaceable for tests.
+    labels : Callable
+        Returns the labels of a device.
 
     Attributes
     ----------
@@ -175,7 +179,9 @@ class Metrics(EventHandler, Collector):
         names: Callable[[], Mapping[int, str]],
         clusters: Callable[[], int],
         clock: Callable[[], float] = time.monotonic,
+        labels: Callable[[str], Mapping[str, str]] = lambda device: {},
     ) -> None:
+        self._labels = labels
         self._registry = CollectorRegistry()
         self._updates = Counter("raceme_updates", "Updates applied", registry=self._registry)
         self._rejections = Counter(
@@ -329,17 +335,18 @@ class Metrics(EventHandler, Collector):
         silences = self.silences()
         known = len(silences)
         yield GaugeMetricFamily("raceme_devices_known", "Devices that were heard of so far", known)
+        listed: dict[str, tuple[float, Mapping[str, str]]] = {}
+        for seconds, name in silences[:MOST_DEVICES]:
+            # Two names may begin alike: the longer silence counts.
+            listed.setdefault(printable(name, _LONGEST_NAME), (seconds, self._labels(name)))
+        known_labels = sorted({label for _, own in listed.values() for label in own})[:_MOST_LABELS]
         words = GaugeMetricFamily(
             "raceme_device_silence_seconds",
             f"Since a device's last word; of the {MOST_DEVICES} that are silent for longest",
-            labels=["device"],
+            labels=["device", *(f"label_{label}" for label in known_labels)],
         )
-        listed: dict[str, float] = {}
-        for seconds, name in silences[:MOST_DEVICES]:
-            # Two names may begin alike: the longer silence counts.
-            listed.setdefault(printable(name, _LONGEST_NAME), seconds)
-        for name, seconds in listed.items():
-            words.add_metric([name], seconds)
+        for name, (seconds, own) in listed.items():
+            words.add_metric([name, *(own.get(label, "") for label in known_labels)], seconds)
         yield words
 
 
@@ -602,6 +609,7 @@ class FleetCommands:
             "clusters": {str(k): round(weight, 4) for k, weight in placement.items()},
             "updates": method.progress.uploads.get(device, 0),
             "failures_in_a_row": client.failures,
+            **({"labels": client.labels} if client.labels else {}),
             "silent_seconds": silent,
         }
         if task is not None:
@@ -695,12 +703,13 @@ def prepare(keys: Mapping[str, Value]) -> RunConfig:
     return config.with_values(out=out, resume=out if is_there or config.resume else "")
 
 
-def with_device_keys(keys: Mapping[str, Value], certificates: Path | None) -> Mapping[str, Value]:
-    """Bind ids to keys by the list that `raceme certs` has left, unless another one is named."""
-    known = None if certificates is None else certificates / DEVICE_KEYS
-    if known is None or not known.is_file() or keys.get(DEVICE_KEYS):
-        return keys
-    return {**keys, DEVICE_KEYS: str(known)}
+def with_registry(keys: Mapping[str, Value], certificates: Path | None) -> Mapping[str, Value]:
+    """Take ids and labels from the files that `raceme certs` has left, unless others are named."""
+    files = {DEVICE_KEYS: DEVICE_KEYS, "labels": LABELS}
+    folder = Path() if certificates is None else certificates
+    found = {key: str(folder / name) for key, name in files.items() if (folder / name).is_file()}
+    given = {key: value for key, value in keys.items() if value or key not in found}
+    return keys if certificates is None else {**found, **given}
 
 
 def is_complete(config: RunConfig) -> bool:
@@ -756,7 +765,12 @@ def serve(
     model = sum(len(array.data) for array in initial_arrays(config).values())
     state.largest = _LEAST_LIMIT + _MODELS_LIMIT * model
     strategy = experiment.build_strategy(config)
-    metrics = Metrics(state, lambda: strategy.progress.fleet.by_node, lambda: len(strategy.models))
+    metrics = Metrics(
+        state,
+        lambda: strategy.progress.fleet.by_node,
+        lambda: len(strategy.models),
+        labels=lambda device: strategy.progress.fleet.labels(device),
+    )
     out = Path(config.out)
     grid_of = partial(ServedGrid, state, out / CHECKPOINTS, stopping=stop)
     try:

@@ -71,7 +71,7 @@ VIEWS: Mapping[str, str] = {
         "SELECT event, time, json_extract(body, '$.client') AS client, "
         "CASE WHEN kind = 'ClientLeft' THEN 'left' WHEN json_extract(body, '$.returned') "
         "THEN 'returned' ELSE 'joined' END AS kind, "
-        f"{_columns('num_examples', group_id='group')} "
+        f"{_columns('num_examples', 'labels', group_id='group')} "
         "FROM events WHERE kind IN ('ClientJoined', 'ClientLeft')"
     ),
     "clients": (
@@ -258,9 +258,15 @@ def _read_measure(tree: dict[str, Any]) -> None:
     tree["values"] = {name: _measured(value, per) for name, value in tree["values"].items()}
 
 
-_WRITTEN: Mapping[type[Any], Callable[[dict[str, Any]], Any]] = {
+def _write_client(tree: dict[str, Any]) -> None:
     # Flower's node ids are random.
-    events.ClientJoined: lambda tree: tree.pop("node_id"),
+    del tree["node_id"]
+    if not tree["labels"]:
+        del tree["labels"]
+
+
+_WRITTEN: Mapping[type[Any], Callable[[dict[str, Any]], Any]] = {
+    events.ClientJoined: lambda tree: _write_client(tree),
     # They have 64 bits without a sign, one more than SQLite's numbers.
     events.ClaimRefused: lambda tree: tree.update(node_id=str(tree["node_id"])),
     Evaluated: _write_evaluation,

@@ -285,7 +285,7 @@ class CheckpointFolder:
 # -----------------------------------------------------------------------------
 
 
-STATE = 10
+STATE = 11
 """Format number of the state. It is raised when the content or meaning of the state of a strategy,
 policy or grid changes, and older checkpoints are then refused."""
 
@@ -315,6 +315,7 @@ _FREE = (
     *CONDITIONS,
     "device",
     "device-keys",
+    "labels",
     "max-rounds",
     "max-time",
     "max-updates",

@@ -18,7 +18,7 @@ from threadpoolctl import threadpool_limits
 
 from raceme import datasets
 from raceme.core import messages as names
-from raceme.core.clients import BoundToKeys
+from raceme.core.clients import BoundToKeys, Labels
 from raceme.core.clusters import Model, blended
 from raceme.core.config import RunConfig, read_toml
 from raceme.core.errors import UserError
@@ -436,6 +436,7 @@ def conduct(
     probe = probe_of(config, initial)
     strategy.check_server(0 if probe is None else probe.sets, bool(config.pretrain))
     identities = BoundToKeys(Path(config.device_keys), grid) if config.device_keys else None
+    schedule = plan(config)
     if config.resume:
         _check_resumed_limit(config)
     out = resumed_folder(config) if config.resume else new_folder(config.out, config.short_name)
@@ -524,7 +525,7 @@ def conduct(
                     max_updates=config.max_updates or 0,
                     timeout=config.task_timeout,
                     train_config=training_settings(config, report_timing=not virtual),
-                    plan=plan(config),
+                    plan=schedule,
                     observe=observe,
                     stop_check=keeper.stop_check,
                     probe=probe,
@@ -595,6 +596,7 @@ def plan(config: RunConfig) -> Plan:
         drift=schedule_of(config),
         max_rounds=config.max_rounds or None,
         highest_score=1.0 if datasets.data_shape(config).target is None else float("inf"),
+        labels=Labels(Path(config.labels) if config.labels else None, config.where),
         planned_updates=config.planned_updates,
     )
 

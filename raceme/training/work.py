@@ -62,6 +62,8 @@ class ClientWork:
         all of them together, as does :attr:`client`.
     since : int
         First step whose data the client still has, after a replacement of a device's file.
+    labels : str
+        The client's labels, from the node's configuration.
     """
 
     kind: str
@@ -72,6 +74,7 @@ class ClientWork:
     at_step: Callable[[int], Client]
     steps: tuple[Client, ...] = ()
     since: int = 0
+    labels: str = ""
 
     @property
     def arrays(self) -> Mapping[str, ArrayRecord]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import datetime
 import shutil
+import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
 from serving import Later, answer, fetch, light_device, number_of, serving
 
-from raceme.core.clients import read_device_keys
+from raceme.cli import main
+from raceme.core.clients import read_device_keys, read_labels
 from raceme.core.errors import UserError
 from raceme.fleet.certificates import (
     Registry,
@@ -24,6 +26,7 @@ from raceme.fleet.certificates import (
     revoke_keys,
     rotate_key,
 )
+from raceme.fleet.serve import with_registry
 from raceme.flower.fleet_client import Link, RejoinError
 from raceme.flower.messages import NODE_UNAVAILABLE
 
@@ -152,6 +155,30 @@ def test_mistakes_with_keys_change_nothing(folder: Path) -> None:
     with pytest.raises(UserError, match="has no devices"):
         revoke_keys(folder / "missing", ["kitchen"])
     assert content() == before
+
+
+def test_devices_get_labels_and_lose_them(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def certs(*options: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["raceme", "certs", "--out", str(folder), *options])
+        with suppress(SystemExit):
+            main()
+        return capsys.readouterr().err
+
+    both = ("--device", "kitchen", "--device", "garden")
+    assert not certs(*both, "--label", "room=hall", "--label", "floor=1")
+    assert not certs("--device", "kitchen", "--label", "room=kitchen", "--label", "floor=")
+    expected = {"kitchen": {"room": "kitchen"}, "garden": {"room": "hall", "floor": "1"}}
+    assert read_labels(folder / "labels.toml") == expected
+    assert "Did you mean 'garden'" in certs("--device", "gardem", "--label", "room=x")
+    assert "--label: 'room' is not a list of labels" in certs(*both, "--label", "room")
+    assert "give --device ID" in certs("--label", "room=x")
+    assert read_labels(folder / "labels.toml") == expected
+    # A server takes them from the folder, unless another file is named.
+    assert with_registry({}, folder)["labels"] == str(folder / "labels.toml")
+    assert with_registry({"labels": "own.toml"}, folder)["labels"] == "own.toml"
+    assert with_registry({"labels": "own.toml"}, None) == {"labels": "own.toml"}
 
 
 @pytest.mark.parametrize("how", ["revoked", "rotated"])

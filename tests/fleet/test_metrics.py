@@ -208,6 +208,29 @@ def get(address: str, path: str) -> tuple[int, str, bytes]:
         return error.code, error.headers["Content-Type"], error.read()
 
 
+def test_series_of_devices_have_their_labels() -> None:
+    labels = {
+        "kitchen": {"room": 'a "b"', "floor": "1"},
+        "hall": {f"n{i:02}": "x" for i in range(30)},
+    }
+    names = {1: "kitchen", 2: "hall"}
+    metrics = Metrics(LinkState(APP), lambda: names, lambda: 1, Clock(), labels.__getitem__)
+    for node in names:
+        metrics.hear(node)
+    page = metrics.page().decode()
+    (family,) = (
+        family
+        for family in text_string_to_metric_families(page)
+        if family.name == "raceme_device_silence_seconds"
+    )
+    found = {sample.labels["device"]: sample.labels for sample in family.samples}
+    assert found["kitchen"]["label_floor"] == "1"
+    assert found["hall"]["label_floor"] == ""
+    assert {len(one) for one in found.values()} == {17}
+    labels["hall"] = {}
+    assert 'label_room="a \\"b\\""' in metrics.page().decode()
+
+
 def test_the_second_port_answers() -> None:
     well = True
 
@@ -304,8 +327,10 @@ def test_prometheus_reads_them_with_its_token_only(tmp_path: Path) -> None:
 
     def up() -> dict[str, str]:
         try:
-            _, _, said = get(f"127.0.0.1:{own}", "/api/v1/query?query=up")
+            status, _, said = get(f"127.0.0.1:{own}", "/api/v1/query?query=up")
         except OSError:
+            return {}
+        if status != 200:
             return {}
         found = json.loads(said)["data"]["result"]
         return {one["metric"]["job"]: one["value"][1] for one in found}

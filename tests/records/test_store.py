@@ -68,7 +68,7 @@ SPLIT = ClustersChanged(
 )
 ONE_OF_EACH: list[Event] = [
     ClientJoined(0.0, "b", 0, 12, 1),
-    ClientJoined(0.0, "a", 0, 7, None),
+    ClientJoined(0.0, "a", 0, 7, None, labels="room=kitchen,floor=1"),
     UPDATE,
     UpdateRejected(3.0, "a", "task lost", 0.25),
     ClaimRefused(3.25, 2**64 - 1, "a", "its key is that of 'b'"),

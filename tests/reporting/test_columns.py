@@ -113,6 +113,13 @@ def test_changes_tell_who_is_where_and_the_purity() -> None:
     assert (told["numbers"]["clusters"][-1], told["numbers"]["purity"][-1]) == (2, 1.0)
 
 
+def test_labels_are_told_of_those_that_have_any() -> None:
+    found = columns()
+    found.observe(joined("a"))
+    found.observe(ClientJoined(0.0, "b", 0, 12, None, labels="room=kitchen"))
+    assert found.take()["labels"] == {"time": [0.0], "client": [1], "text": ["room=kitchen"]}
+
+
 def test_drifts_rejections_verdicts_and_the_end_are_told() -> None:
     found = columns()
     found.observe(DataChanged(1.0, 0, None, 2))

@@ -109,6 +109,8 @@ class Columns(EventHandler):
         client, group = self._client(event.client), _told(event.group)
         self._add("presence", event.time, client=client, online=1)
         self._add("greetings", event.time, client=client, examples=event.num_examples, group=group)
+        if event.labels:
+            self._add("labels", event.time, client=client, text=event.labels)
         self._tell_clusters(event.time)
 
     def on_client_left(self, event: events.ClientLeft) -> None:

@@ -3,7 +3,7 @@
 /** Columns of each table; what a piece brings is appended. */
 const TABLES = [
   "clients", "reasons", "presence", "greetings", "groups", "updates", "rejections", "verdicts",
-  "claims", "evaluations", "changes", "placements", "drifts", "numbers", "walls", "measures",
+  "claims", "labels", "evaluations", "changes", "placements", "drifts", "numbers", "walls", "measures",
 ];
 
 const STEPS = 2000; // Steps of the map's positions in one unit.
@@ -29,6 +29,7 @@ export class Run {
     this.revision = (this.revision ?? 0) + 1;
     this.clusters = [];
     this.seen = new Set();
+    this.labels = new Map(); // Of clients that have any.
   }
 
   /** Append what a piece brings. */
@@ -56,6 +57,9 @@ export class Run {
       const held = (table[column] ??= []);
       for (const value of values) held.push(value);
       table.rows = held.length;
+    }
+    if (name === "labels") {
+      columns.client.forEach((client, row) => this.labels.set(client, columns.text[row]));
     }
     if (name === "placements") for (const cluster of columns.cluster) this.meet(cluster);
     if (name === "evaluations") {

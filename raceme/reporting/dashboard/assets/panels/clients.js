@@ -26,7 +26,7 @@ export class ClientsPanel {
     this.by = "name";
     this.down = false;
     this.search = make("input", { type: "search", placeholder: "Search clients",
-      "aria-label": "Search clients, by name or cluster", oninput: () => this.again() });
+      "aria-label": "Search clients, by name, label or cluster", oninput: () => this.again() });
     this.count = make("span", { class: "note", role: "status" });
     this.heads = COLUMNS.map((column) => {
       const button = make("button", { type: "button", onclick: () => this.sortBy(column.key) },
@@ -84,6 +84,7 @@ export class ClientsPanel {
     const found = [];
     names.forEach((name, client) => {
       const is = name.toLowerCase().includes(wanted) ||
+        this.board.run.labels.get(client)?.toLowerCase().includes(wanted) ||
         `cluster ${this.moment.cluster[client]}` === wanted;
       if (is) found.push(client);
     });
@@ -181,14 +182,16 @@ export class ClientsPanel {
   makeRow() {
     const name = make("bdi", {});
     const link = make("button", { type: "button", class: "link" }, name);
+    const labels = document.createTextNode("");
     const dot = make("span", { class: "dot", "aria-hidden": "true" });
     const texts = COLUMNS.map(() => document.createTextNode(""));
     const cells = COLUMNS.map(({ key, word }, index) => {
-      const children = { name: [link], cluster: [dot, texts[index]] }[key] ?? [texts[index]];
+      const children = { name: [link, make("bdi", { class: "note" }, labels)], cluster: [dot, texts[index]] }[key] ?? [texts[index]];
       return make(index ? "td" : "th", { class: word ? "word" : "", scope: index ? null : "row",
         role: index ? "cell" : "rowheader" }, ...children);
     });
-    const row = { element: make("tr", { role: "row" }, ...cells), link, name, dot, texts, client: -1, filled: false };
+    const row = { element: make("tr", { role: "row" }, ...cells), link, name,
+      labels, dot, texts, client: -1, filled: false };
     link.addEventListener("click", () => this.board.select({ client: row.client }));
     return row;
   }
@@ -207,6 +210,8 @@ export class ClientsPanel {
       row.link.dataset.client = client;
       rename(row.name, this.board.run.nameOf(client));
     }
+    const labels = this.board.run.labels.get(client);
+    row.labels.data = labels ? ` ${labels}` : "";
     row.filled = true;
     const cluster = this.value(client, "cluster");
     const colour = cluster === null ? "transparent" : clusterColour(cluster);

@@ -57,7 +57,9 @@ export class DetailPanel {
     const rows = updatesOf(run, client, moment.time);
     this.title.replaceChildren(nameElement(run.nameOf(client)));
     this.show(this.curve(client), moment);
+    const labels = run.labels.get(client);
     const lines = [
+      ...(labels ? [["labels", labels]] : []),
       ["cluster", moment.cluster[client] < 0 ? "–" : String(moment.cluster[client])],
       ["true group", moment.group[client] < 0 ? "–" : String(moment.group[client])],
       ["examples", number(moment.examples[client])],

@@ -1,0 +1,109 @@
+"""Labels of clients: what is one, whose count, and which clients take part because of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from raceme.core import events
+from raceme.core.clients import Client, Labels, parse_labels, read_labels
+from raceme.core.config import RunConfig
+from raceme.core.errors import UserError
+from raceme.records.store import read_events
+from raceme.runs.experiment import simulate
+
+KITCHEN = {"room": "kitchen", "floor": "1"}
+
+
+def test_labels_are_short_names_with_values() -> None:
+    assert parse_labels("room=kitchen, floor=1") == KITCHEN
+    assert parse_labels("") == {}
+    for wrong in (
+        *("room", "room=", "=kitchen", "1=a", "a b=c", "room=a|b", "room=a,room=b", "room=a,"),
+        *("room=a\nb", "room=\x1b[31m", f"room={'x' * 65}", ",".join(f"n{i}=1" for i in range(17))),
+    ):
+        with pytest.raises(ValueError, match="expected NAME=VALUE"):
+            parse_labels(wrong)
+
+
+def test_a_file_counts_more_than_what_a_client_states(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "labels.toml"
+    path.write_text("[c0]\nroom = 'kitchen'\n")
+    labels = Labels(path)
+    assert labels.of("c0", "room=garden,floor=1") == KITCHEN
+    assert labels.of("c1", "room=garden") == {"room": "garden"}
+    assert labels.of("c1", "<b>") == labels.of("c1", 7) == {}
+    assert "The labels of c1 are ignored: '<b>'" in caplog.text
+    path.write_text("[c1]\nroom = 'hall'\n# later\n")
+    assert labels.of("c0", "floor=1") == {"floor": "1"}
+    assert labels.of("c1", None) == {"room": "hall"}
+    path.write_text("[c1\n")
+    assert labels.of("c1", None) == labels.of("c1", None) == {"room": "hall"}
+    assert caplog.text.count("The labels known so far count") == 1
+
+
+@pytest.mark.parametrize(
+    ("where", "is_in"),
+    [
+        ("", True),
+        ("room=kitchen", True),
+        ("room=garden|kitchen,floor=1", True),
+        ("room=kitchen,floor=2", False),
+        ("wing=east", False),
+        ("group=3", True),
+        ("group=0|1", False),
+    ],
+)
+def test_a_condition_names_all_that_must_hold(where: str, is_in: bool) -> None:
+    client = Client("c0", 1, group=3, labels=KITCHEN)
+    assert Labels(where=where).admit(client) is is_in
+
+
+@pytest.mark.parametrize("where", ["room", "room=", "=a", "room==a", "room=a|", "room=a,,floor=1"])
+def test_what_is_no_condition_is_said_at_the_start(where: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"where: .* is not a condition: expected NAME=VALUE"):
+        simulate(RunConfig(where=where, out=str(tmp_path / "out")))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("content", ["room = 'kitchen'", "[c0]\nroom = 'a,b'", "[c0", "[c0.room]"])
+def test_what_is_no_file_of_labels_is_said(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "labels.toml"
+    path.write_text(content)
+    with pytest.raises(UserError, match=r"labels: .* cannot be read: .*a table for each device"):
+        read_labels(path)
+
+
+def run(out: Path, **keys: object) -> list[events.Event]:
+    config = {"dataset": "digits", "clients": 4, "max-updates": 8, "workers": 0, "out": str(out)}
+    simulate(RunConfig.from_mapping({**config, **keys}))
+    return list(read_events(out))
+
+
+@pytest.mark.parametrize("strategy", ["fedasync", "ifca", "casa"])
+def test_only_clients_of_a_room_take_part(strategy: str, tmp_path: Path) -> None:
+    path = tmp_path / "labels.toml"
+    path.write_text("[client-1]\nroom = 'kitchen'\n[client-2]\nroom = 'kitchen'\n")
+    seen = run(tmp_path / "out", strategy=strategy, labels=str(path), where="room=kitchen")
+    wanted = {"client-1", "client-2"}
+    joined = [event for event in seen if isinstance(event, events.ClientJoined)]
+    assert {(event.client, event.labels) for event in joined} == {
+        (client, "room=kitchen") for client in wanted
+    }
+    assert {e.client for e in seen if isinstance(e, events.UpdateApplied)} == wanted
+    assert {c for e in seen if isinstance(e, events.Evaluated) for c in e.per_client} == wanted
+    assert not [event for event in seen if isinstance(event, events.UpdateRejected)]
+
+
+def test_clients_of_a_group_of_the_data_are_chosen_alike(tmp_path: Path) -> None:
+    keys = {"strategy": "fedasync", "groups": "0.5,0.5"}
+    seen = run(tmp_path / "out", where="group=1", **keys)
+    joined = [event for event in seen if isinstance(event, events.ClientJoined)]
+    assert [event.group for event in joined] == [1, 1]
+    # With no such client the run says so.
+    seen = run(tmp_path / "none", where="group=7", **keys)
+    assert isinstance(seen[-1], events.RunEnded)
+    assert seen[-1].reason == "no client is group=7"
