@@ -31,7 +31,7 @@ KEYS = generate_keys()
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
-    with serving(tmp_path, registered=lambda: [public_key_to_bytes(KEYS[1])]) as opened:
+    with serving(tmp_path, registered=lambda: {public_key_to_bytes(KEYS[1]): "a"}) as opened:
         yield opened
 
 
