@@ -47,19 +47,19 @@ PLAIN: dict[str, Any] = {"add_completion": False, "pretty_exceptions_enable": Fa
 
 
 class _Commands(TyperGroup):
-    """The commands by name and summary; the one that runs is imported then."""
+    """The commands by name and summary, imported when run."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self.commands = {name: TyperCommand(name) for name in COMMANDS}
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        """Return the command that is named, imported."""
+        """Import and return the named command."""
         name, command, rest = super().resolve_command(ctx, args)
         return name, command if name is None else _imported(name), rest
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the help, in which each command has a line."""
+        """Write the help, with a line per command."""
         for name, command in self.commands.items():
             command.help = summary_of(COMMANDS[name])
         super().format_help(ctx, formatter)
@@ -85,7 +85,7 @@ app = typer.Typer(
     cls=_Commands,
     help="Asynchronous, clustered federated learning on Flower.",
     no_args_is_help=True,
-    # Click does so by itself: both together say it twice.
+    # Click prints it itself.
     suggest_commands=False,
     **PLAIN,
 )
@@ -107,7 +107,7 @@ def _root(
 
 
 def _one_line(error: click.ClickException) -> str:
-    """Return what is wrong with a command line, and what to type instead."""
+    """Return the problem of a command line and its remedy in one line."""
     message = " ".join(error.format_message().split())
     context: Any = getattr(error, "ctx", None)
     words = re.findall(r"[\w-]+", message.partition("extra argument")[2])
@@ -121,7 +121,7 @@ def _one_line(error: click.ClickException) -> str:
 
 
 def main() -> None:
-    """Run the command line; what the user got wrong is one line on standard error, exit code 2."""
+    """Run the command line; a user's error is one line on standard error, exit code 2."""
     keep_output()
     try:
         raise SystemExit(app(prog_name="raceme", standalone_mode=False))
@@ -147,25 +147,25 @@ def main() -> None:
 
 
 # -----------------------------------------------------------------------------
-# Output that never ends a command.
+# Output that cannot end a command.
 # -----------------------------------------------------------------------------
 
 
 _STANDARD = (("stdin", 0), ("stdout", 1), ("stderr", 2))
 _CLOSED = (errno.EPIPE, errno.EIO)
-"""The reader is gone: `head` has seen enough, or the terminal is closed. That needs no word."""
+"""The reader is gone: `head` has ended, or the terminal is closed. Not reported."""
 
 
 def keep_output() -> None:
-    """Make standard output and error such that writing to them never raises.
+    """Make writing to standard output and error never raise.
 
-    A character that the terminal's encoding lacks is replaced. After a write that failed, whatever
-    else is written is dropped; unless the reader is gone, standard error is told so once.
+    Characters missing in the terminal's encoding are replaced. After a failed write, further output
+    is dropped, with one line on standard error unless the reader is gone.
     """
     for name, number in _STANDARD:
         _keep_open(number)
         stream = getattr(sys, name)
-        # What captures output, as tests do, has no file behind it, or another one.
+        # Captured output, as in tests, has no or another file.
         if number and (stream is None or _file_of(stream) == number):
             setattr(sys, name, _lasting(stream, number))
 
@@ -179,12 +179,12 @@ class _Lasting(io.FileIO):
         self._lost = False
 
     def write(self, data: Any, /) -> int:
-        """Write, or drop; always return the size of all."""
+        """Write or drop; always return the full size."""
         whole = memoryview(data).nbytes
         rest = memoryview(data).cast("B")
         while rest and not self._lost:
             try:
-                # Another process may have made the terminal one that does not wait.
+                # Another process may have made the terminal non-blocking.
                 while (written := super().write(rest)) is None:
                     select.select([], [self._number], [])
                 rest = rest[written:]
@@ -203,7 +203,7 @@ def _lasting(stream: Any, number: int) -> io.TextIOWrapper:
     with suppress(OSError, ValueError, AttributeError):
         stream.flush()
     raw = _Lasting(number)
-    # Not buffered twice: the second buffer refuses a signal's handler that writes meanwhile.
+    # Unbuffered: a second buffer would refuse writes of signal handlers.
     return io.TextIOWrapper(
         raw,
         encoding=getattr(stream, "encoding", None) or "utf-8",
@@ -214,7 +214,7 @@ def _lasting(stream: Any, number: int) -> io.TextIOWrapper:
 
 
 def _keep_open(number: int) -> None:
-    """Open a standard file that was closed: the next file to be opened would take its number."""
+    """Reopen a closed standard file, whose number the next opened file would take."""
     try:
         os.fstat(number)
     except OSError:

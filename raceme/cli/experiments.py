@@ -1,4 +1,4 @@
-"""What `raceme compare` and `raceme reproduce` share: running suites and printing their tables."""
+"""Shared by `raceme compare` and `raceme reproduce`: running suites and printing tables."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def run_suites(
     out: Path | None = None,
     formats: Sequence[str] = (),
 ) -> None:
-    """Run suites one after another, after all of them were checked, and print their tables.
+    """Check all suites, run them one after another, and print their tables.
 
     Parameters
     ----------
@@ -56,14 +56,13 @@ def run_suites(
     processes : int
         Runs at a time; 0: one per core.
     overview : Callable, optional
-        Makes a last table of all of them, by the names of their folders.
+        Makes a final table of all suites, by folder name.
     workers : Value
-        The key of this name: a Ray cluster's CPUs do the runs, one each; anything else is for runs
-        alone.
+        Key `workers`: a Ray cluster executes the runs, one per CPU; other values apply within runs.
     out : Path, optional
-        With which option ``--out`` the same command goes on; None: as it was typed.
+        Option ``--out`` that resumes the command; None: none needed.
     formats : Sequence[str]
-        What tables and plots are written as beside Markdown and PNG.
+        Additional formats of tables and plots besides Markdown and PNG.
     """
     from rich.console import Console
 
@@ -109,7 +108,7 @@ def run_suites(
     if overview is not None:
         text = overview(done)
         console.print()
-        # Cut to the width of a narrow terminal it would have no names of cases.
+        # A narrow terminal would truncate the names of cases.
         console.print(text.rich(), width=max(console.width, 100), crop=False)
         path = prepared[0].out.parent / "regret.md"
         path.write_text(text.markdown(), encoding="utf-8")
@@ -120,7 +119,7 @@ def run_suites(
 
 @contextmanager
 def _runner(workers: Value) -> Iterator[tuple[RunAll, int]]:
-    """Offer what does runs, and how many at a time it can do."""
+    """Provide the executor of runs, and its parallelism."""
     from raceme.experiments.jobs import cores, run_jobs
     from raceme.simulation import is_ray
 
@@ -137,12 +136,12 @@ def _runner(workers: Value) -> Iterator[tuple[RunAll, int]]:
 
 
 def with_seeds(suite: Suite, text: str | None) -> Suite:
-    """Return a suite with other seeds, as a person writes them: ``"0,1,2"``.
+    """Return a suite with other seeds, parsed from text: ``"0,1,2"``.
 
     Raises
     ------
     UserError
-        They are not numbers with commas.
+        The text is no list of numbers.
     """
     if text is None:
         return suite
@@ -220,7 +219,7 @@ def compare(
 
 
 # -----------------------------------------------------------------------------
-# `raceme reproduce`: a paper's experiment, with the published numbers beside ours.
+# `raceme reproduce`: a paper's experiment, beside the published numbers.
 # -----------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""`raceme device`: this machine trains and answers for a SuperLink."""
+"""`raceme device`: training on this machine for a SuperLink."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def device(
 def _node_config(
     text: str, device_id: str | None, processors: Mapping[str, str]
 ) -> Mapping[str, Value]:
-    """Return the node config with the device's id in it, and on what it trains."""
+    """Return the node config with device id and processors."""
     from raceme.flower.app import parse_pairs
 
     try:
@@ -173,7 +173,7 @@ def _node_config(
 
 
 class _Formatter(PlainFormatter):
-    """One line per message; journald gets its level instead of the time, which it knows."""
+    """One line per message, with the level instead of the time for journald."""
 
     def __init__(self, journal: bool) -> None:
         super().__init__("%(message)s" if journal else "%(asctime)s %(levelname)s %(message)s")
@@ -185,7 +185,7 @@ class _Formatter(PlainFormatter):
 
 
 # -----------------------------------------------------------------------------
-# `raceme serve`: this host holds the run, and devices connect to it.
+# `raceme serve`: a server for real devices.
 # -----------------------------------------------------------------------------
 
 
@@ -269,7 +269,7 @@ def serve(
     if any_device and certificates is None:
         raise UserError("Without --certificates every device is accepted: leave out --any-device.")
 
-    # What matters of gRPC's own lines about a port that is taken is said in ours.
+    # Our error replaces gRPC's lines about a taken port.
     if os.environ.get("GRPC_VERBOSITY", "error") == "error":
         os.environ["GRPC_VERBOSITY"] = "none"
     from raceme.cli.run import end_app_with, end_with
@@ -298,9 +298,9 @@ def serve(
             StopRequest() as stop,
             RunProgress(max_updates=settings.planned_updates, each_update=True) as progress,
         ):
-            # Only now: on a terminal, lines go above the bar.
+            # Only now, so that lines go above the progress bar.
             show_log(sys.stdout, PlainFormatter("%(levelname)s: %(message)s"))
-            # Flower writes a line for every call; what goes wrong for devices, they say themselves.
+            # Flower logs every call; devices report their own problems.
             logging.getLogger("flwr").setLevel(logging.CRITICAL)
             outcome = run(settings, options, progress.observe, stop=stop)
         end_with(outcome)
@@ -345,7 +345,7 @@ def up(
     def show(name: str, line: str) -> None:
         print(f"{name:{max(width, 9)}} | {line}", flush=True)
 
-    # However it is told to stop, it takes its processes and namespaces down.
+    # Every kind of stop removes processes and namespaces.
     with interrupted_by_signals():
         out = run_testbed(settings, show, shapes)
     print(f"Results, plots and models: {out} (logs of all programs: {out / FOLDER})")
@@ -432,7 +432,7 @@ def certs(
 
 
 # -----------------------------------------------------------------------------
-# `raceme fleet`: a running server is asked, by the user that it runs as.
+# `raceme fleet`: queries to a running server, by its user.
 # -----------------------------------------------------------------------------
 
 
@@ -448,7 +448,7 @@ _Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 @fleet.command()
 def status(run: _Run, as_json: _Json = False) -> None:
-    """Show how a run is: devices online, updates, clusters, the latest evaluation."""
+    """Show the state of a run: devices online, updates, clusters, latest evaluation."""
     _show(_answer(run, "status"), as_json)
 
 
@@ -464,12 +464,12 @@ def show(
     device: Annotated[str, typer.Argument(metavar="ID", help="id of a device")],
     as_json: _Json = False,
 ) -> None:
-    """Show what the server knows of a device."""
+    """Show a device's details."""
     _show(_answer(run, "show", device=device), as_json)
 
 
 def _answer(run: Path, name: str, **arguments: object) -> Any:
-    """Have the server of a run carry out a command: a method of `FleetCommands`."""
+    """Let a run's server execute a command, a method of `FleetCommands`."""
     from raceme.records.folder import command
 
     return command(run, name, **arguments)

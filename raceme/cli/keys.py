@@ -62,7 +62,7 @@ SHOWN: Mapping[str, Sequence[str]] = {
     "serve": ("strategy", "dataset", "model", "max-updates", "seed", "out"),
     "up": ("strategy", "dataset", "max-updates", "seed", "resume", "out"),
 }
-"""Keys of a run that the help of a command shows; that of `raceme run` shows all."""
+"""Keys shown in the help of a command; `raceme run` shows all."""
 _FIRST = (
     "strategy",
     "dataset",
@@ -78,7 +78,7 @@ _FIRST = (
     "resume",
     "out",
 )
-"""Keys that the help of `raceme run` shows first, with --config and --set; others are in groups."""
+"""Keys shown first in the help of `raceme run`, with --config and --set; others are grouped."""
 _GROUPS = {
     "Data": "data-root download test-fraction validation-fraction validation-share proxy pretrain "
     "pretrain-epochs",
@@ -95,19 +95,18 @@ _OWN_HELP = {
         "out",
     ): "folder for results and checkpoints, required; the same folder resumes the run",
 }
-"""What a key means to a command, where that is not what it means to `raceme run`."""
+"""Meanings of keys that differ from `raceme run`, by command."""
 
 
 class KeyCommand(TyperCommand):
     """A command that takes every key of a run as an option.
 
-    Options that the command does not name are keys that a strategy, a dataset or a partition
-    declares: ``--groups 0.5,0.5`` stands for ``--set groups=0.5,0.5``. So they need not be
-    imported, nor listed, to be understood.
+    Other options are keys of a strategy, dataset or partition: ``--groups 0.5,0.5`` means ``--set
+    groups=0.5,0.5``, so that none needs to be imported or listed.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the command line after the options that are keys were turned into --set."""
+        """Parse the command line after converting key options to --set."""
         named = {
             name for item in self.get_params(ctx) for name in (*item.opts, *item.secondary_opts)
         }
@@ -115,14 +114,14 @@ class KeyCommand(TyperCommand):
 
 
 def as_assignments(arguments: Sequence[str], named: Iterable[str]) -> list[str]:
-    """Turn options that a command does not name into ``--set name=value``.
+    """Convert options that a command does not declare to ``--set name=value``.
 
     Parameters
     ----------
     arguments : Sequence[str]
         The command line after the command's name.
     named : Iterable[str]
-        The command's own options, e.g. ``"--out"``. An option without a value is left to it too.
+        The command's own options, e.g. ``"--out"``. Options without a value are unchanged too.
     """
     own = set(named)
     turned: list[str] = []
@@ -149,17 +148,17 @@ def as_assignments(arguments: Sequence[str], named: Iterable[str]) -> list[str]:
 def with_keys(
     command: Callable[..., None], names: Sequence[str] | None = None
 ) -> Callable[..., None]:
-    """Give a command options for keys of a run, --config and --set; it gets them as one mapping.
+    """Add options for keys of a run, --config and --set to a command, which gets one mapping.
 
-    Keys come from the folder given with --resume, if there is one, then from --config, then the
-    options, then --set; the later one wins. To be registered with ``cls=KeyCommand``.
+    Keys come from the folder of --resume, if any, then --config, options, and --set; later ones
+    take precedence. Register with ``cls=KeyCommand``.
 
     Parameters
     ----------
     command : Callable
-        Takes the mapping first, and its own options after it.
+        Function of the mapping and its own options.
     names : Sequence[str], optional
-        The keys that the command's help shows; by default those that every run has.
+        Keys shown in the command's help; by default those of every run.
     """
     shown, groups = general_keys(), dict[str, str]()
     if names is None:
@@ -181,7 +180,7 @@ def with_keys(
         keys.update(from_file)
         keys.update({name: value for name, value in given.items() if value is not None})
         keys.update(parse_assignment(text) for text in assignments or [])
-        # What is mistyped is said before the imports that the command needs.
+        # Report typing errors before slow imports.
         check_names(keys)
         try:
             command(keys, **values)
@@ -193,7 +192,7 @@ def with_keys(
         # Real devices are few.
         defaults["strategy"] = FEW_DEVICES
     if command.__name__ == "reproduce":
-        # They are the suite's.
+        # Set by the suite.
         defaults = dict.fromkeys(shown)
     own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
     options = {
@@ -212,7 +211,7 @@ def with_keys(
         inspect.Parameter(name, keyword, default=None, annotation=annotation)
         for name, annotation in added.items()
     ]
-    # What a command adds to the keys comes before them, and after them where these are in groups.
+    # A command's own options precede its keys, or follow them if grouped.
     at = len(parameters) if groups else 0
     parameters[at:at] = [
         p.replace(kind=keyword, annotation=_grouped(p.annotation))
@@ -227,13 +226,13 @@ def with_keys(
 
 
 def _located(error: UserError, path: Path, keys: Mapping[str, Value]) -> UserError:
-    """Return an error with the file and the line of the key that it is about."""
+    """Return an error with the file and line of its key."""
     for name, value in keys.items():
         try:
             check_key(name, value)
         except UserError as found:
             if str(found) == str(error):
-                # A table's key stands in a line without the table's name.
+                # A key in a table has no table name on its line.
                 last = name.rpartition(".")[2]
                 lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
                 pattern = rf"[\s\"']*([\w-]+\.)?{re.escape(last)}[\s\"']*="
@@ -243,8 +242,8 @@ def _located(error: UserError, path: Path, keys: Mapping[str, Value]) -> UserErr
 
 
 def _option(name: str, item: Any, about: str, group: str | None, default: Any) -> Any:
-    """Make the option of a key: text, so that all input is checked in one place; or a flag."""
-    # Switches need none, and what 0 means stands in the help.
+    """Make the option of a key: text, which is checked in one place, or a flag."""
+    # Switches need none, and the help explains 0.
     is_shown = default not in (None, "", "none") and not isinstance(default, bool)
     if is_shown and (default or "0:" not in about):
         about += f" (default: {default})"
@@ -256,7 +255,7 @@ def _option(name: str, item: Any, about: str, group: str | None, default: Any) -
 
 
 def _grouped(annotation: Any) -> Any:
-    """Return an option of a command that is shown among those of the output."""
+    """Return an option shown in the output group."""
     option = copy(annotation.__metadata__[0])
     option.rich_help_panel = "Output"
     return Annotated[annotation.__origin__, option]
@@ -271,7 +270,7 @@ _FLAGSHIPS = {"casa", "casa-plus", "cdfl", "csafl", "faacl", "flexcfl", "panicle
 _ABLATIONS = {"casa-c", "casa-d", "cfl-async", "faacl-async", "feddrift-async", "feddrift-eager"}
 _ABLATIONS |= {"fedsoft-async", "flexcfl-async", "g-fedavg", "ga-fedavg", "icfl-async"}
 _ABLATIONS |= {"ifca-async", "nog-fedavg", "r-fedavg", "t-fedavg", "ta-fedavg"}
-"""Methods without one of their parts, and asynchronous variants that have no paper of their own."""
+"""Ablations, and asynchronous variants without a paper of their own."""
 _LISTS = {
     "strategies": ("strategy", STRATEGIES),
     "datasets": ("dataset", DATASETS),
@@ -280,7 +279,7 @@ _LISTS = {
     "models": ("model", MODELS),
     "device profiles": ("devices", DEVICES),
 }
-"""Each list by its title, with the key that takes one of its names."""
+"""Lists by title, with the key of their names."""
 
 
 def list_names(
@@ -292,7 +291,7 @@ def list_names(
 ) -> None:
     """List the strategies, datasets, partitions, drifts, models and device profiles."""
     console = Console()
-    # A list is also asked for by the key that takes one of its names.
+    # A list is also selected by its key.
     found = {
         title: {
             name: text
@@ -307,7 +306,7 @@ def list_names(
         for heading, part_entries in parts.items():
             if part_entries:
                 console.print(_table(heading, part_entries, width))
-    # Read only if need be: what declares keys has to be imported for them.
+    # Read on demand only, since it imports the declaring modules.
     found_keys: dict[str, Key] = {}
     if keys or not width:
         found_keys = {name: key for name, key in all_keys().items() if part in name}
@@ -321,7 +320,7 @@ def list_names(
 
 
 def _strategies(entries: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """Divide strategies: those to begin with and installed ones, published baselines, ablations."""
+    """Divide strategies into flagships and installed ones, published baselines, and ablations."""
     parts: dict[str, dict[str, str]] = {
         "strategies": {},
         "strategies: published baselines": {},
@@ -345,15 +344,15 @@ def _table(title: str, entries: dict[str, str], width: int) -> Table:
 
 
 def _keys_table(keys: Mapping[str, Key]) -> Table:
-    """Return keys with what they mean, what reads them, their type, unit and default.
+    """Return keys with meaning, reader, type, unit and default.
 
-    Two columns, as more of them would be too narrow to read on a terminal of 80.
+    Two columns, to be readable in 80 characters.
     """
     table = _empty_table("keys")
     table.add_column(no_wrap=True, style="cyan")
     table.add_column()
     for name, key in keys.items():
-        # That a key with a strategy's name in front is the strategy's goes without saying.
+        # A strategy's prefix already names the reader.
         readers = [] if "." in name else [", ".join(names) for names in key.readers.values()]
         meaning = f"{'; '.join(readers)}: {key.help}" if readers else key.help
         default = "empty" if key.default == "" else _plain(key.default)

@@ -60,12 +60,12 @@ def report(
 
 
 def plan(folders: Sequence[Path], output: Path | None) -> list[tuple[Path, Path, _Maker]]:
-    """Return for each folder the file of its page, and what makes it.
+    """Return the page's file and its maker for each folder.
 
     Raises
     ------
     UserError
-        A folder has no results, or its page would replace something else. Nothing is written yet.
+        A folder has no results, or its page would replace a foreign file; raised before writing.
     """
     from raceme.reporting.page import FILE_NAME, check_writable
 
@@ -79,7 +79,7 @@ def plan(folders: Sequence[Path], output: Path | None) -> list[tuple[Path, Path,
 
 
 def _maker(folder: Path) -> _Maker:
-    """Return what makes the page of a folder."""
+    """Return the maker of a folder's page."""
     if not folder.is_dir():
         what = "is not a folder" if folder.exists() else "does not exist"
         raise UserError(f"{folder} {what}; expected the folder of a run or of a comparison.")
@@ -125,7 +125,7 @@ def _write_latex(folder: Path) -> None:
 
 
 def _link(folder: Path, target: Path) -> str:
-    """Return what stands before a file of the folder in a link from the page."""
+    """Return the prefix of links from the page to files of the folder."""
     way = os.path.relpath(folder.resolve(), target.parent.resolve())
     return "" if way == "." else quote(Path(way).as_posix()) + "/"
 
@@ -169,7 +169,7 @@ def export(
 
 
 # -----------------------------------------------------------------------------
-# `raceme watch`: a run in the browser, while it goes on or when it is over.
+# `raceme watch`: running and finished runs in the browser.
 # -----------------------------------------------------------------------------
 
 
@@ -233,7 +233,7 @@ def _access(certificates: Path | None, host: str) -> Access:
 
 
 def _shown(address: str, certificates: Path | None) -> str:
-    """Return an address for the output: a log does not get a token that is in a file."""
+    """Return an address for output, without a token from a file in logs."""
     from raceme.fleet.certificates import read_tokens
 
     if sys.stdout.isatty() or certificates is None or not read_tokens(certificates.expanduser()):
@@ -254,15 +254,15 @@ def watched(
     comparison: bool = False,
     certificates: Path | None = None,
 ) -> Iterator[None]:
-    """Show what is being written to a folder meanwhile, if it is to be shown.
+    """Run the dashboard of a folder within the context, if requested.
 
-    On a terminal the page stays when that is over, until Ctrl-C; in a script it ends with it. What
-    cannot begin, or was interrupted, leaves no page.
+    On a terminal the page stays afterwards until Ctrl-C; in a script it ends with the context, as
+    it does after an error or interruption.
 
     Raises
     ------
     UserError
-        The address is none, or taken.
+        The address is invalid or taken.
     """
     if not shown:
         yield
@@ -304,12 +304,12 @@ def _is_terminal() -> bool:
 def parsed_address(
     option: str, address: str, example: str, *, any_port: bool = False
 ) -> tuple[str, int]:
-    """Return host and port of an address, as a person writes it: HOST:PORT.
+    """Parse an address HOST:PORT.
 
     Raises
     ------
     UserError
-        It is none; or its port is 0, unless that may stand for any.
+        It is invalid, or its port is 0 where that is not allowed.
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not (0 if any_port else 1) <= int(port) < 65536:

@@ -28,7 +28,7 @@ def run(keys: Mapping[str, Value], watch: Watch = False, watch_address: Address 
 
     With --resume they are those of the earlier run.
     """
-    # What is mistyped is said before the imports that a run needs.
+    # Report typing errors before slow imports.
     config = RunConfig.from_mapping(keys)
 
     from raceme.core.signals import StopRequest
@@ -40,7 +40,7 @@ def run(keys: Mapping[str, Value], watch: Watch = False, watch_address: Address 
 
     _quiet_flower()
     if watch and not (settings.out or settings.resume):
-        # A viewer has to know where it will be.
+        # The dashboard needs the folder in advance.
         settings = settings.with_values(out=str(new_folder("", settings.short_name)))
     with watched(watch, Path(settings.resume or settings.out), watch_address):
         with StopRequest() as stop, RunProgress(max_updates=settings.planned_updates) as progress:
@@ -49,12 +49,11 @@ def run(keys: Mapping[str, Value], watch: Watch = False, watch_address: Address 
 
 
 def _quiet_flower() -> None:
-    """Keep Flower's and Raceme's log lines off the progress display; a run logs to a file."""
+    """Keep Flower's and Raceme's log lines off the progress display; runs log to a file."""
     logging.getLogger("flwr").setLevel(logging.ERROR)
     logging.getLogger("raceme").propagate = False
     logging.getLogger("raceme").addHandler(logging.NullHandler())
-    # What becomes of checkpoints, settings that do not fit, and machines that were lost are the
-    # person's business: rare.
+    # Rare lines for the user: checkpoints, unsuitable settings, lost machines.
     for name in ("raceme.checkpoints", "raceme.defaults", "raceme.run", "raceme.workers"):
         logger = logging.getLogger(name)
         logger.setLevel(logging.INFO)
@@ -62,7 +61,7 @@ def _quiet_flower() -> None:
 
 
 class _Lines(logging.Handler):
-    """Prints to what standard error is at the time: on a terminal, above the progress bar."""
+    """Prints to the current standard error: on a terminal, above the progress bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print a record."""
@@ -70,17 +69,17 @@ class _Lines(logging.Handler):
 
 
 # -----------------------------------------------------------------------------
-# How a command ends that has held a run.
+# The end of a command with a run.
 # -----------------------------------------------------------------------------
 
 
 def end_with(outcome: Outcome) -> None:
-    """Print what a run has come to.
+    """Print the result of a run.
 
     Raises
     ------
     typer.Exit
-        It is not all that it should be: 130 if it was interrupted, else 1.
+        Exit code 130 after an interruption, 1 for other incomplete results.
     """
     from raceme.reporting.artefacts import missing_line
     from raceme.reporting.console import print_summary
@@ -96,7 +95,7 @@ def end_with(outcome: Outcome) -> None:
 
 
 def end_app_with(ending: AppEnding, reason: str) -> None:
-    """End a command by how the ServerApp of a Flower app has ended: nothing if it returned."""
+    """End a command by the ending of a Flower app; nothing if it returned."""
     if ending == "interrupted":
         raise typer.Exit(130)
     if ending != "returned":

@@ -1,4 +1,4 @@
-"""Clusters, their models and members, and the verbs that change them."""
+"""Clusters with models and members, and operations on them."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from raceme.core.events import ClusterChange, ClustersChanged, ignore
 from raceme.core.messages import Vector
 
 # -----------------------------------------------------------------------------
-# A model on the server: it owns its numbers and its version.
+# Models on the server.
 # -----------------------------------------------------------------------------
 
 
 _BLOCK = 1 << 16
-"""Elements that are mixed at a time: as much as stays in a core's cache between the operations."""
+"""Elements mixed at a time, to fit into a core's cache."""
 
 
 class NonFiniteModelError(ValueError):
-    """A change would leave NaN or infinity in a model; the model is as it was before."""
+    """A change would make a model non-finite; the model is unchanged."""
 
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """A model on the server. Only its own verbs change it, and each change is a new version.
+    """A versioned model on the server, changed only by its own operations.
 
     Attributes
     ----------
     vector : Vector
-        The weights, flat; read-only. A new model takes the array that it is made from over.
+        The flat weights, read-only. A new model takes over its array.
         Shape (d,).
     version : int
         Number of changes since the start, its ancestors' included.
@@ -58,15 +58,15 @@ class Model:
         object.__setattr__(self, "version", self.version + 1)
 
     def copy(self) -> Model:
-        """Return a model of its own with the same numbers and version."""
+        """Return a copy with the same version."""
         return Model(self.vector.copy(), self.version)
 
     def mix(self, w_i: Vector, alpha: float, where: np.ndarray | None = None) -> None:
         """Mix an update in: w ← α w_i + (1 − α) w.
 
-        Written as w + α (w_i − w), block by block, so that memory is gone through once and no
-        temporary array of the model's size is needed. A share of at most 1 keeps numbers of the
-        size that :meth:`raceme.core.messages.ModelSpec.unpack` lets in at that size.
+        Computed as w + α (w_i − w), block by block, in one pass over memory without a temporary
+        array of the model's size. A share of at most 1 keeps numbers of the size that
+        :meth:`raceme.core.messages.ModelSpec.unpack` accepts within its bound.
 
         Parameters
         ----------
@@ -75,12 +75,12 @@ class Model:
         alpha : float
             Its share α in the new model, in [0, 1].
         where : NDArray[np.bool_], optional
-            Weights that are mixed; the others stay. Shape (d,).
+            Mask of the weights to mix. Shape (d,).
 
         Raises
         ------
         ValueError
-            α is no share.
+            α is out of range.
         """
         if not 0.0 <= alpha <= 1.0:
             raise ValueError(f"the share of an update must be between 0 and 1, got {alpha:g}")
@@ -97,36 +97,36 @@ class Model:
         self._next()
 
     def move(self, step: Vector) -> None:
-        """Take a step: w ← w + step.
+        """Add a step: w ← w + step.
 
         Raises
         ------
         NonFiniteModelError
-            The result would not be finite.
+            The result is not finite.
         """
         self.replace(self.vector + step)
 
     def replace(self, vector: Vector) -> None:
-        """Take other weights: w ← vector.
+        """Replace the weights: w ← vector.
 
         Raises
         ------
         NonFiniteModelError
-            They are not finite.
+            The weights are not finite.
         """
         _check_finite(vector)
         self._numbers[...] = vector
         self._next()
 
     def average(self, vectors: Sequence[Vector], weights: Sequence[float]) -> None:
-        """Become the weighted mean of clients' models."""
+        """Set the weighted mean of clients' models."""
         shares = np.asarray(weights, np.float64) / sum(weights)
         self.replace(np.asarray(shares @ np.stack(vectors)))
 
     def copy_from(self, w_i: Vector, where: np.ndarray) -> None:
-        """Take some numbers over as they are: counters, of which a mean has no meaning.
+        """Copy some elements, e.g. counters, whose mean is meaningless.
 
-        It belongs to the change that was made last, and is no version of its own.
+        Part of the last change, without a new version.
         """
         self._numbers[where] = w_i[where]
 
@@ -148,19 +148,19 @@ Matrix = NDArray[np.float64]
 
 
 def cosine(a: Vector, b: Vector) -> float:
-    """Return the cosine of two vectors; 0 if one of them is zero."""
+    """Return the cosine of two vectors; 0 for a zero vector."""
     length = float(np.linalg.norm(a)) * float(np.linalg.norm(b))
     return float(np.dot(a, b)) / length if length else 0.0
 
 
 def unit(vector: Vector) -> Vector:
-    """Return a vector at unit length; a zero vector as it is."""
+    """Return a vector at unit length; a zero vector is unchanged."""
     length = np.float32(np.linalg.norm(vector)) or np.float32(1.0)
     return np.asarray(vector / length)
 
 
 def cosines(first: NDArray[np.floating], second: NDArray[np.floating]) -> Matrix:
-    """Return the cosines between the rows of two matrices; 0 where a row is zero.
+    """Return the cosines between the rows of two matrices; 0 for zero rows.
 
     Parameters
     ----------
@@ -182,12 +182,12 @@ def _unit_rows(rows: NDArray[np.floating]) -> NDArray[np.floating]:
 
 
 # -----------------------------------------------------------------------------
-# Clusters, their models and members, and the verbs that change them.
+# Clusters with models and members, and operations on them.
 # -----------------------------------------------------------------------------
 
 
 Weights = Mapping[int, float]
-"""Clusters of a client, and how much each counts for it: positive, sum 1."""
+"""Cluster weights of a client: positive, sum 1."""
 Placement = int | Weights
 """A cluster, or several with weights."""
 Report = Callable[[ClustersChanged], None]
@@ -197,25 +197,24 @@ _TOLERANCE = 1e-6
 
 @dataclass
 class Clusters:
-    """The clusters with their models, and which of them serve each client.
+    """The clusters with their models and members.
 
-    Every verb that changes a placement makes one report. A client that no verb has placed yet is
-    served by the largest cluster.
+    Every operation that changes a placement makes one report. Unplaced clients are served by the
+    largest cluster.
 
     Attributes
     ----------
     models : dict[int, Model]
         The model of each cluster.
     members : dict[str, dict[int, float]]
-        Clusters and their weights of each client that ever joined; empty for one that has none
-        yet.
+        Cluster weights of each client that ever joined; empty if unplaced.
     online : dict[str, bool]
-        Whether it is there now.
+        Whether each client is online.
     next_id : int
-        Id of the next new cluster; ids are never used again.
+        Id of the next new cluster; ids are never reused.
     heirs : dict[int, list[int]]
-        Clusters that are gone, to those whose models continue theirs: the parts of a split, or what
-        a merge has made that kept the model of one. A mean of models continues none of them.
+        Successors of removed clusters: the parts of a split, or a merge that kept a model. A mean
+        of models continues none.
     """
 
     models: dict[int, Model] = field(default_factory=dict)
@@ -227,19 +226,19 @@ class Clusters:
     def __post_init__(self) -> None:
         self.next_id = max([self.next_id, *(cluster + 1 for cluster in self.models)])
         self._report: Report = ignore
-        # Asked for every client without a cluster, before every task: counted once per change.
+        # Cached per change, as it is needed before every task of unplaced clients.
         self._largest: int | None = None
-        # Derived: how many clients each cluster serves, and of them those online.
+        # Derived: numbers of clients per cluster, in total and online.
         self._served: Counter[int] = Counter()
         self._present: Counter[int] = Counter()
         self._has_mixtures = False
-        # One object for all members of a cluster: placements are replaced, never changed.
+        # Shared by all members of a cluster: placements are replaced, never modified.
         self._whole: dict[int, dict[int, float]] = {}
         for client in self.members:
             self._count(client, 1)
 
     def report_to(self, report: Report) -> None:
-        """Set the function that is told of changes, whose `time` and `updates` are still 0 then."""
+        """Set the receiver of changes, whose `time` and `updates` are 0."""
         self._report = report
 
     # Questions.
@@ -249,7 +248,7 @@ class Clusters:
         return self.members.get(client) or {self.largest(): 1.0}
 
     def main(self, client: str) -> int:
-        """Return the cluster that counts most for a client; of equal ones the first."""
+        """Return the cluster with a client's largest weight, the first at ties."""
         weights = self.members.get(client)
         if not weights:
             return self.largest()
@@ -258,11 +257,11 @@ class Clusters:
         return max(weights, key=lambda cluster: weights[cluster])
 
     def is_placed(self, client: str) -> bool:
-        """Return whether a client has been given a cluster."""
+        """Return whether a client has a cluster."""
         return bool(self.members.get(client))
 
     def is_alone(self, client: str) -> bool:
-        """Return whether a client is the only one of its cluster, online or not."""
+        """Return whether a client is the only member of its cluster, online or not."""
         return self.is_placed(client) and self.size(self.main(client), online_only=False) == 1
 
     def clients(self, cluster: int, online_only: bool = True) -> list[str]:
@@ -274,11 +273,11 @@ class Clusters:
         ]
 
     def size(self, cluster: int, online_only: bool = True) -> int:
-        """Return how many clients :meth:`clients` would return, without looking for them."""
+        """Return the number of :meth:`clients` from counters."""
         return (self._present if online_only else self._served)[cluster]
 
     def largest(self) -> int:
-        """Return the cluster with the most clients online, by weight; of equal ones the first."""
+        """Return the cluster with the most online clients by weight, the first at ties."""
         if self._largest is None:
             self._largest = self._find_largest()
         return self._largest
@@ -295,10 +294,9 @@ class Clusters:
         return max(sizes, key=lambda cluster: sizes[cluster])
 
     def continuations(self, cluster: int) -> list[int]:
-        """Return the clusters whose models continue that of one, which may be gone.
+        """Return the successors of a possibly removed cluster.
 
-        Their versions count on from its own. None where its model was given up, or became part of
-        a mean.
+        Their versions continue its own. Empty if its model was dropped or averaged.
         """
         if cluster in self.models:
             return [cluster]
@@ -307,7 +305,7 @@ class Clusters:
     # Verbs.
 
     def join(self, client: str) -> None:
-        """Note that a client is there: in the only cluster, without one, or back in its own."""
+        """Add a client: to the only cluster, unplaced, or back to its own."""
         self._set_online(client, True)
         self._largest = None
         if client not in self.members:
@@ -316,14 +314,14 @@ class Clusters:
                 self.assign(client, next(iter(self.models)))
 
     def leave(self, client: str) -> None:
-        """Note that a client went offline; it keeps its clusters."""
+        """Mark a client as offline; it keeps its clusters."""
         self._set_online(client, False)
         self._largest = None
 
     def assign(self, client: str, placement: Placement) -> None:
-        """Place a client in a cluster, or in several; it leaves those that it was in.
+        """Place a client in one or several clusters instead of its former ones.
 
-        The first placement of a client is reported as `ASSIGN`, all others as `MOVE`.
+        A client's first placement is reported as `ASSIGN`, others as `MOVE`.
 
         Raises
         ------
@@ -338,14 +336,14 @@ class Clusters:
             self._changed(verb, {client: weights})
 
     def unassign(self, clients: Iterable[str]) -> None:
-        """Take clients out of their clusters: the largest serves them until they are placed."""
+        """Remove clients from their clusters; the largest serves them until placed."""
         released = [client for client in clients if self.members.get(client)]
         self._place({client: {} for client in released})
         if released:
             self._changed(ClusterChange.MOVE, {client: {} for client in released})
 
     def found(self, model: Model, clients: Iterable[str] = ()) -> int:
-        """Add a cluster beside the others, and move clients into it; return its id."""
+        """Add a cluster with some clients; return its id."""
         cluster = self._add(model)
         moved = {client: {cluster: 1.0} for client in clients}
         self._place(moved)
@@ -361,16 +359,16 @@ class Clusters:
     ) -> list[int]:
         """Replace a cluster by its parts, each with its model and version; return their ids.
 
-        Members that no part names, because they were away, are placed nowhere any more.
+        Absent members in no part become unplaced.
 
         Parameters
         ----------
         parent : int
-            Id of the cluster, which exists no longer afterwards.
+            Id of the cluster, which is removed.
         parts : Iterable of Sequence[str]
-            The client ids of each part; no client may be in two.
+            Disjoint client ids of each part.
         score, threshold : float
-            What was measured, and the bound that it passed.
+            Measured value and passed bound.
         """
         model = self.models.pop(parent)
         moved: dict[str, dict[int, float]] = {}
@@ -404,16 +402,16 @@ class Clusters:
         sources : Sequence[int]
             The clusters, at least two.
         model : Model, optional
-            The new cluster's; by default the mean of the sources', weighted by their members.
+            The new cluster's model; by default the mean of the sources', weighted by members.
         score, threshold : float
-            What was measured, and the bound that it passed.
+            Measured value and passed bound.
         keep : int, optional
-            The source whose model the new cluster has, instead.
+            The source whose model is kept instead.
 
         Raises
         ------
         ValueError
-            There are not two different clusters to merge, or one does not exist.
+            There are fewer than two different clusters, or one does not exist.
         """
         unknown = [cluster for cluster in sources if cluster not in self.models]
         if unknown or len(set(sources)) < 2 or len(set(sources)) != len(sources):
@@ -438,7 +436,7 @@ class Clusters:
         return target
 
     def retire(self, cluster: int) -> None:
-        """Give a cluster up that serves no client any more.
+        """Remove a cluster without members.
 
         Raises
         ------
@@ -452,10 +450,10 @@ class Clusters:
         del self.models[cluster]
         self._changed(ClusterChange.RETIRE, {}, gone=(cluster,))
 
-    # Parts of the verbs.
+    # Helpers.
 
     def _place(self, moved: Mapping[str, dict[int, float]]) -> None:
-        """Write down where clients are; those not heard of before are there."""
+        """Store placements; unknown clients count as online."""
         for client, weights in moved.items():
             self._count(client, -1)
             cluster = next(iter(weights), -1)
@@ -471,7 +469,7 @@ class Clusters:
         self._count(client, 1)
 
     def _count(self, client: str, step: int) -> None:
-        """Count a client into its clusters, or out of them."""
+        """Add or subtract a client in the counters of its clusters."""
         weights, is_online = self.members.get(client, {}), self.online.get(client, False)
         self._has_mixtures = self._has_mixtures or len(weights) > 1
         for cluster in weights:
@@ -526,7 +524,7 @@ def _renamed(weights: Weights, old: int, new: int) -> dict[int, float]:
 
 
 def blended(models: Mapping[int, Model], weights: Weights) -> Vector:
-    """Return Σ_k α_k w_k: the model that serves a client of several clusters. Shape (d,)."""
+    """Return Σ_k α_k w_k, the model of a client of several clusters. Shape (d,)."""
     vector = np.zeros_like(next(iter(models.values())).vector)
     for cluster, weight in weights.items():
         vector += np.float32(weight) * models[cluster].vector
@@ -534,7 +532,7 @@ def blended(models: Mapping[int, Model], weights: Weights) -> Vector:
 
 
 def nearest(vector: Vector, groups: Mapping[int, Sequence[Vector]]) -> dict[int, float]:
-    """Return the mean cosine of a vector with those of each group; empty groups are left out."""
+    """Return the mean cosine of a vector with each non-empty group."""
     return {
         name: float(cosines(vector[None, :], np.stack(group)).mean())
         for name, group in groups.items()

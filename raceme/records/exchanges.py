@@ -1,4 +1,4 @@
-"""The messages of a simulated fleet: when devices worked, waited, and for which of the others."""
+"""Messages of a simulated fleet: work and waiting times of devices."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ _BYTES = ("bytes_down", "bytes_up")
 
 
 class ExchangeLog(AbstractContextManager["ExchangeLog"]):
-    """Gathers what a grid reports and writes it to ``messages.csv``, a line for each message.
+    """Collects a grid's reports and writes ``messages.csv``, a line per message.
 
-    A context manager: after an error that is the user's, which leaves no results, the file is gone.
+    A context manager that removes the file after a UserError.
 
     Parameters
     ----------
     path : Path
-        The file; replaced if it is there.
+        The file, replaced if it exists.
     names : Mapping[int, str]
-        What the clients are called, by node id.
+        Names of the clients, by node id.
     online : Iterable[int]
-        Nodes that are online at first.
+        Nodes online at the start.
     """
 
     def __init__(self, path: Path, names: Mapping[int, str], online: Iterable[int]) -> None:
@@ -57,13 +57,13 @@ class ExchangeLog(AbstractContextManager["ExchangeLog"]):
             self._path.unlink(missing_ok=True)
 
     def observe(self, event: Exchange | Switched) -> None:
-        """Take note of a message that is over, or of a client that came or went."""
+        """Process a completed message, or an online change."""
         if isinstance(event, Switched):
             self._switches.append(event)
             return
         self._exchanges.append(event)
         task = self._task(event)
-        # What an app's traceback says is in its own log: here is what went wrong.
+        # Only the error; the app's log has the traceback.
         failure = (event.failure or "").strip().partition("\n")[0]
         answered = event.answered if event.answered < math.inf else ""
         row = {**vars(task), "failure": failure, "answered": answered}
@@ -75,7 +75,7 @@ class ExchangeLog(AbstractContextManager["ExchangeLog"]):
         return Task(client=client, **same)
 
     def fleet(self, end: float) -> Fleet:
-        """Return what became of the fleet until the end of the simulation, in seconds."""
+        """Return the fleet's record until the end of the simulation, in seconds."""
         return Fleet(
             end=end,
             clients=tuple(self.names.values()),
@@ -110,7 +110,7 @@ class Task:
 
 @dataclass(frozen=True)
 class ClientAccount:
-    """How a client spent its time, in seconds, and what it sent.
+    """A client's time in seconds, and traffic.
 
     Attributes
     ----------
@@ -123,7 +123,7 @@ class ClientAccount:
     busy, idle, offline : float
         Its time, in three parts: at work, online without work, and offline.
     held_up : float
-        How long the others waited for it, summed over them.
+        Waiting time for it, summed over the others.
     bytes_down, bytes_up : int
         What it received and sent.
     """
@@ -142,7 +142,7 @@ class ClientAccount:
 
 @dataclass(frozen=True)
 class Fleet:
-    """What became of a simulated fleet.
+    """The record of a simulated fleet.
 
     Attributes
     ----------
@@ -162,15 +162,15 @@ class Fleet:
     offline: Mapping[str, Sequence[Span]]
 
     def moments(self) -> Floats:
-        """Return when the server gave out work that takes time, ascending, and the end."""
+        """Return the times at which the server sent work, ascending, and the end."""
         sent = {task.sent for task in self.tasks if task.takes_time and task.sent < self.end}
         return np.array(sorted({*sent, self.end}))
 
     def awaited(self) -> list[list[str]]:
-        """Return for each moment the clients that the server had been waiting for.
+        """Return the clients that the server waited for before each of these times.
 
-        They are those whose replies came just then, several if at the same time. Where none came,
-        the server gave up on those whose work was lost; where there was none, it went on by itself.
+        These are the clients whose replies arrived at that time; without any, those whose work was
+        lost; otherwise none.
         """
         arrivals: dict[float, list[str]] = {}
         lost = [task for task in self.tasks if task.failure is not None]
@@ -185,7 +185,7 @@ class Fleet:
         return found
 
     def busy(self) -> dict[str, list[Span]]:
-        """Return when clients were at work, until the end."""
+        """Return the clients' working periods until the end."""
         spans: dict[str, list[Span]] = {client: [] for client in self.clients}
         for task in self.tasks:
             if task.takes_time and task.begun < self.end:
@@ -193,7 +193,7 @@ class Fleet:
         return spans
 
     def idle(self) -> dict[str, list[Span]]:
-        """Return when clients were online and had no work."""
+        """Return the clients' idle online periods."""
         return {
             client: _complement([*spans, *self.offline.get(client, ())], self.end)
             for client, spans in self.busy().items()
@@ -202,8 +202,8 @@ class Fleet:
     def accounts(self) -> list[ClientAccount]:
         """Return an account for each client.
 
-        A client that is online and has no work waits until the server next gives out work, or until
-        the end; it waits for those whose replies the server had been waiting for.
+        An idle online client waits until the server next sends work, or until the end, for the
+        clients that the server waits for.
         """
         moments, awaited = self.moments(), self.awaited()
         busy, idle = self.busy(), self.idle()
@@ -235,10 +235,9 @@ class Fleet:
         ]
 
     def without_waiting(self) -> float:
-        """Return how long the same number of tasks takes a fleet without any waiting, in seconds.
+        """Return the time of the same number of tasks without any waiting, in seconds.
 
-        Every device that has done one takes one task after the other, as long as it took for its
-        own in the mean.
+        Every active device works continuously at its mean time per task.
         """
         lengths: dict[str, list[float]] = {}
         for task in self.tasks:
@@ -249,12 +248,12 @@ class Fleet:
 
 
 def read_fleet(folder: Path) -> Fleet:
-    """Read what a simulation has left of its fleet in its folder.
+    """Read the fleet's record from a simulation's folder.
 
     Raises
     ------
     UserError
-        It is not there, or damaged.
+        It is missing or damaged.
     """
     try:
         summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
@@ -302,7 +301,7 @@ def write_accounts(path: Path, accounts: Sequence[ClientAccount]) -> None:
 def _offline(
     names: Mapping[int, str], online: Collection[int], switches: Sequence[Switched], end: float
 ) -> dict[str, list[Span]]:
-    """Return when clients were offline, for those that ever were."""
+    """Return the offline periods of clients."""
     spans: dict[str, list[Span]] = {}
     gone = {node_id: 0.0 for node_id in names if node_id not in online}
     for event in switches:
@@ -316,12 +315,12 @@ def _offline(
 
 
 def _length(spans: Sequence[Span]) -> float:
-    """Return the sum of some spans' lengths; they do not overlap."""
+    """Return the total length of disjoint spans."""
     return math.fsum(stop - start for start, stop in spans)
 
 
 def _complement(spans: Sequence[Span], end: float) -> list[Span]:
-    """Return what some spans, which may overlap, leave of the time from 0 to the end."""
+    """Return the complement of possibly overlapping spans within the time from 0 to the end."""
     left, reached = [], 0.0
     for start, stop in sorted(spans):
         if start > reached:
@@ -333,7 +332,7 @@ def _complement(spans: Sequence[Span], end: float) -> list[Span]:
 
 
 def _share_out(waited: Floats, moments: Floats, start: float, stop: float) -> None:
-    """Add a span of waiting to the moments that ended its parts."""
+    """Distribute a span of waiting over the times that ended its parts."""
     first = int(np.searchsorted(moments, start, side="right"))
     last = int(np.searchsorted(moments, stop, side="left"))
     last = min(last, len(moments) - 1)

@@ -1,4 +1,4 @@
-"""The folder of a run: made for a new one, found again for one that resumes."""
+"""The folder of a run: creation, resumption, locking and commands."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ log = logging.getLogger("raceme.folder")
 
 CONFIG = "config.toml"
 ERROR = "error.txt"
-"""The traceback of a run that failed."""
+"""Traceback of a failed run."""
 _STORE = "run.sqlite"
 MESSAGES = "messages.csv"
 """Every message of a simulated Flower app."""
 CONTROL = "control.sock"
-"""Where the process that serves a run takes commands."""
+"""Command socket of the process that serves a run."""
 _FILES = {
     CONFIG,
     CONTROL,
@@ -52,14 +52,14 @@ _FILES = {
     "similarity.png",
 }
 _FIGURE = b"Software\0Raceme"
-"""In the head of every figure, those of methods' own measures included."""
+"""Marker in the head of every figure."""
 MODELS = ("clusters", "clients")
 """Folders of models: one for each cluster, and one for each client."""
 _FOLDERS = {"checkpoint", *MODELS}
 
 
 def new_folder(out: str | Path | None, name: str) -> Path:
-    """Choose and make the folder of a new run; nothing is written into it.
+    """Choose and create the folder of a new run, without content.
 
     Parameters
     ----------
@@ -71,7 +71,7 @@ def new_folder(out: str | Path | None, name: str) -> Path:
     Raises
     ------
     UserError
-        There is something in it already, or it cannot be made.
+        It is not empty, or cannot be created.
     """
     if out:
         folder = absolute(out)
@@ -83,7 +83,7 @@ def new_folder(out: str | Path | None, name: str) -> Path:
 
 
 def check_new(out: Path) -> None:
-    """Raise UserError if a new run cannot go into a folder: what is in it is kept."""
+    """Raise UserError if a folder is unsuitable for a new run."""
     try:
         if not out.exists():
             return
@@ -100,7 +100,7 @@ def check_new(out: Path) -> None:
 
 
 def make_folder(out: Path) -> None:
-    """Make a folder if there is none.
+    """Create a folder if missing.
 
     Raises
     ------
@@ -114,15 +114,14 @@ def make_folder(out: Path) -> None:
 
 
 def begin(out: Path, config: RunConfig) -> None:
-    """Write the configuration of a new run into its folder, which this process alone writes to.
+    """Write the configuration of a new run into its locked folder.
 
-    It is written without the folder itself, so that feeding it back makes a new run and leaves
-    this one alone.
+    Without the key `out`, so that its reuse makes a new run.
 
     Raises
     ------
     UserError
-        Another process has been first, or the folder cannot be written.
+        Another process was first, or the folder is not writable.
     """
     check_new(out)
     _write_config(out, config)
@@ -130,7 +129,7 @@ def begin(out: Path, config: RunConfig) -> None:
 
 @contextmanager
 def given_up_if_it_fails(out: Path) -> Iterator[None]:
-    """Take back what :func:`begin` wrote if the run cannot begin after all: the next one may."""
+    """Undo :func:`begin` if the run cannot start, so that the next one can."""
     try:
         yield
     except UserError:
@@ -142,13 +141,13 @@ def given_up_if_it_fails(out: Path) -> Iterator[None]:
 
 @contextmanager
 def failure_recorded(out: Path) -> Iterator[None]:
-    """Leave the traceback of a run that fails in its folder; a `UserError` leaves none."""
+    """Write the traceback of a failing run into its folder, except for a `UserError`."""
     try:
         yield
     except UserError:
         raise
     except Exception:
-        # The run may have failed because nothing can be written there.
+        # The run may have failed because the folder is not writable.
         with suppress(OSError):
             out.mkdir(parents=True, exist_ok=True)
             (out / ERROR).write_text(traceback.format_exc(), encoding="utf-8")
@@ -156,7 +155,7 @@ def failure_recorded(out: Path) -> Iterator[None]:
 
 
 def foreign(folder: Path) -> str:
-    """Return the name of something in a folder that no run has left there; nothing if it is all."""
+    """Return the name of a foreign file in a run's folder, or an empty text."""
     for path in sorted(folder.iterdir()):
         ours = path.name.removesuffix("-journal") in _FILES or _is_partial(path)
         if path.is_dir() and not path.is_symlink():
@@ -189,7 +188,7 @@ def resumed_folder(config: RunConfig) -> Path:
     Raises
     ------
     UserError
-        There is no run in it, or the results are to go elsewhere.
+        There is no run in it, or another output folder is given.
     """
     out = absolute(config.resume)
     if not (out / _STORE).is_file():
@@ -200,9 +199,9 @@ def resumed_folder(config: RunConfig) -> Path:
 
 
 def forget_end(config: RunConfig, out: Path) -> None:
-    """Take back what an earlier end of a run has left that would not be overwritten.
+    """Remove artefacts of an earlier end of a run that would not be overwritten.
 
-    Limits may be others than they were, so the configuration is written anew.
+    Limits may have changed, so the configuration is rewritten.
     """
     for folder in MODELS:
         for path in (out / folder).glob("*.safetensors"):
@@ -212,7 +211,7 @@ def forget_end(config: RunConfig, out: Path) -> None:
 
 
 def _made_anew(path: Path) -> Path:
-    """Make a folder, with a number behind its name if it exists: runs may start side by side."""
+    """Create a folder, with a number appended if it exists, for parallel starts."""
     make_folder(path.parent)
     candidate, number = path, 2
     while True:
@@ -227,14 +226,14 @@ def _made_anew(path: Path) -> Path:
 
 
 def model_file(out: Path, of: int | str) -> Path:
-    """Return where a run leaves the model of a cluster, by number, or of a client, by name."""
-    # A device may be called what no file can be.
+    """Return the model file of a cluster, by number, or of a client, by name."""
+    # A device's name may be no valid file name.
     inner = f"clients/{quote(of, safe='')}" if isinstance(of, str) else f"clusters/{of}"
     return out / f"{inner}.safetensors"
 
 
 def saved_in(out: Path) -> list[str]:
-    """Return what a run has left in its folder, with the number of files in each inner folder."""
+    """Return the artefacts in a run's folder, with the number of files per subfolder."""
     names = []
     with suppress(OSError):
         for path in sorted(out.iterdir()):
@@ -246,7 +245,7 @@ def saved_in(out: Path) -> list[str]:
 
 
 class _LogFile(logging.FileHandler):
-    """A log that goes without the lines for which there is no room: it never ends a run."""
+    """A log file that drops lines on a full disk, without ending the run."""
 
     def emit(self, record: logging.LogRecord) -> None:
         with suppress(OSError):
@@ -266,7 +265,7 @@ class _LogFile(logging.FileHandler):
 
 @contextmanager
 def log_file(path: Path) -> Iterator[None]:
-    """Write what Raceme logs meanwhile to a file."""
+    """Write Raceme's log to a file within the context."""
     handler = _LogFile(path, encoding="utf-8", delay=True)
     handler.setFormatter(PlainFormatter("%(asctime)s %(levelname)s %(message)s"))
     logger = logging.getLogger("raceme")
@@ -280,7 +279,7 @@ def log_file(path: Path) -> Iterator[None]:
 
 
 # -----------------------------------------------------------------------------
-# One process at a time writes to the folder of a run.
+# Locking of a run's folder for one writer.
 # -----------------------------------------------------------------------------
 
 
@@ -324,7 +323,7 @@ def _lock(handle: int, run: Path, patience: float) -> None:
             return
         except BlockingIOError:
             if not retried:
-                # A dashboard takes the lock for an instant to find out whether it is held.
+                # A dashboard takes the lock briefly to test it.
                 retried = True
                 time.sleep(_INSTANT_SECONDS)
                 continue
@@ -334,7 +333,7 @@ def _lock(handle: int, run: Path, patience: float) -> None:
                     "then try again."
                 ) from None
         except OSError as error:
-            # Some network file systems have no locks; a run without one is better than none.
+            # Some network file systems have no locks; run without one.
             log.warning("%s cannot be locked: %s", run, error.strerror)
             return
         if not said:
@@ -344,7 +343,7 @@ def _lock(handle: int, run: Path, patience: float) -> None:
 
 
 def has_writer(run: Path) -> bool:
-    """Return whether a process writes to the folder of a run; True where that is not known."""
+    """Return whether a process writes to the folder of a run; True if unknown."""
     try:
         handle = os.open(run, os.O_RDONLY)
     except OSError:
@@ -360,7 +359,7 @@ def has_writer(run: Path) -> bool:
 
 
 # -----------------------------------------------------------------------------
-# The process that writes to the folder of a run takes commands, at a socket in the folder.
+# Commands to the process of a run, by a socket in its folder.
 #
 # The socket's mode is the authentication: its owner alone may write to it. A command is a line of
 # JSON, and so is its answer.
@@ -368,28 +367,28 @@ def has_writer(run: Path) -> bool:
 
 
 _PROTOCOL = 1
-"""Raised when the lines change so that another version cannot read them."""
+"""Increased on incompatible changes of the protocol."""
 _LONGEST_LINE = 1 << 16
 _LINE_SECONDS = 5.0
 _TURN_SECONDS = 20.0
-"""Longest wait for the run's thread: it is busy with one update or evaluation until then."""
+"""Maximum wait for the run's thread, which may be busy with an update or evaluation."""
 
 
 class ControlSocket:
-    """Takes commands about a run while it is entered, from one process after the other or at once.
+    """Accepts commands about a run within the context, also in parallel.
 
-    A command is carried out by :meth:`act`, in the thread that calls it: the run's own, between
-    two events. It may therefore read and change whatever that thread may.
+    Commands run in :meth:`act` in the run's thread, between two events, and may access the run's
+    state.
 
     Parameters
     ----------
     run : Path
         Folder of the run.
     commands : Mapping[str, Callable]
-        Functions by name. Each takes texts and numbers by name, returns what JSON can hold, and
-        raises `UserError` for what is wrong.
+        Functions by name, with text and number arguments and JSON results; they raise `UserError`
+        on errors.
     wake : Callable
-        Makes the run's thread call :meth:`act` soon.
+        Makes the run's thread call :meth:`act`.
     """
 
     def __init__(
@@ -401,7 +400,7 @@ class ControlSocket:
 
     def __enter__(self) -> Self:
         with _short_path(self._run / CONTROL) as path:
-            # That of a process that was killed; the lock of the folder is held.
+            # A killed process's socket, since the folder's lock is held here.
             Path(path).unlink(missing_ok=True)
             self._server = _ControlServer(path, self.answer)
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
@@ -417,11 +416,11 @@ class ControlSocket:
             answer.cancel()
 
     def act(self) -> bool:
-        """Carry out the commands that have come; return whether there were any."""
+        """Execute pending commands; return whether there were any."""
         acted = False
         while self._asked:
             command, answer = self._asked.popleft()
-            # One that has been given up must not have an effect later.
+            # Abandoned commands must not take effect later.
             if not answer.set_running_or_notify_cancel():
                 continue
             acted = True
@@ -436,7 +435,7 @@ class ControlSocket:
         return acted
 
     def answer(self, line: bytes) -> bytes:
-        """Answer a line; called in a thread of its own."""
+        """Answer a line, in a thread of its own."""
         try:
             said: dict[str, object] = {"answer": self._carried_out(line)}
         except UserError as error:
@@ -477,7 +476,7 @@ class ControlSocket:
 
 
 class _ControlServer(socketserver.ThreadingUnixStreamServer):
-    """Listens at a socket that its owner alone may write to; each connection has a thread."""
+    """Listens on a socket writable by its owner only, with a thread per connection."""
 
     daemon_threads = True
 
@@ -486,12 +485,12 @@ class _ControlServer(socketserver.ThreadingUnixStreamServer):
         super().__init__(path, _ControlConnection)
 
     def server_activate(self) -> None:
-        """Listen; until then nobody can connect."""
+        """Listen; earlier connections are impossible."""
         os.chmod(str(self.server_address), 0o600)
         super().server_activate()
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Leave out what became of a connection that broke."""
+        """Ignore broken connections."""
 
 
 class _ControlConnection(socketserver.StreamRequestHandler):
@@ -504,12 +503,12 @@ class _ControlConnection(socketserver.StreamRequestHandler):
 
 
 def command(run: Path, name: str, **arguments: object) -> Any:
-    """Have the process that serves a run carry out a command; return its answer.
+    """Let the process that serves a run execute a command; return its answer.
 
     Raises
     ------
     UserError
-        There is no such run, no process serves it, it is of another version, or it refuses.
+        There is no such run, no process serves it, the version differs, or the command is refused.
     """
     _check_run(run)
     asked = {"protocol": _PROTOCOL, "command": name, "arguments": arguments}
@@ -543,7 +542,7 @@ def command(run: Path, name: str, **arguments: object) -> Any:
 
 
 def _check_run(run: Path) -> None:
-    """Raise UserError if a folder holds no run, with one beside it that is meant perhaps."""
+    """Raise UserError if a folder has no run, with a suggestion."""
     if (run / _STORE).is_file():
         return
     if run.is_dir():
@@ -567,7 +566,7 @@ def _unserved(run: Path) -> str:
 
 @contextmanager
 def _short_path(path: Path) -> Iterator[str]:
-    """Return a path of any length as one of those 107 letters that a socket's may have."""
+    """Return an equivalent path within the 107 characters of a socket path."""
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         short = Path(f"/proc/self/fd/{folder}", path.name)

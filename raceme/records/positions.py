@@ -1,7 +1,7 @@
-"""Where the clients lay at each evaluation, by how alike they are: ``positions.jsonl``.
+"""Client positions by similarity at evaluations: ``positions.jsonl``.
 
-A line per snapshot. It names the clients that are new, and holds the positions of all that it has,
-in the order in which they were named, as 16-bit integers in base64.
+One line per snapshot, with new client names and the positions of all clients in order of naming, as
+16-bit integers in base64.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from raceme.core.files import atomic_write
 from raceme.datasets.source import read_arrays
 
 # -----------------------------------------------------------------------------
-# Clients as points, near each other if their models are alike.
+# Clients as points, close for similar models.
 #
 # Classical multidimensional scaling (Torgerson 1952) of the distances √(2 (1 − similarity)) into
 # four dimensions, turned and mirrored so that it lies as the one before (orthogonal Procrustes):
@@ -36,10 +36,10 @@ from raceme.datasets.source import read_arrays
 Points = NDArray[np.float64]
 DIMENSIONS = 4
 _MOST_FLATTENED = 400
-"""More clients are shown by their first two dimensions."""
+"""Maximum number of clients flattened; more are shown by their first two dimensions."""
 _TURNS = 60
 _SHOWN = 200
-"""Of more clients so many are placed by the eigenvectors, and the others by these."""
+"""Maximum number of landmarks, by which further clients are placed."""
 
 
 def positions(similarity: NDArray[np.floating]) -> Points:
@@ -48,8 +48,7 @@ def positions(similarity: NDArray[np.floating]) -> Points:
     Parameters
     ----------
     similarity : ndarray
-        Cosines, NaN where a pair was not compared: that one is as far as the mean pair. Shape
-        (n, n).
+        Cosines; NaN for unknown pairs, which get the mean distance. Shape (n, n).
 
     Returns
     -------
@@ -68,10 +67,9 @@ def positions(similarity: NDArray[np.floating]) -> Points:
 
 
 def positions_of_rows(rows: NDArray[np.floating]) -> Points:
-    """Return a position for each client by the directions in which its numbers lie.
+    """Return a position for each client by principal components of its vector.
 
-    The same as :func:`positions` of the rows' cosines: their principal components. The matrix
-    whose eigenvectors are found is as large as the rows are wide, or as there are rows.
+    Equal to :func:`positions` of the rows' cosines, computed from the smaller Gram matrix.
 
     Parameters
     ----------
@@ -84,7 +82,7 @@ def positions_of_rows(rows: NDArray[np.floating]) -> Points:
         As :func:`positions`. Shape (n, 4).
     """
     known = np.asarray(rows, np.float64)
-    # A model that has overflowed lies nowhere, and must not take the others along.
+    # Overflowed models have no position and must not affect others.
     known = np.where(np.isfinite(known), known, 0.0)
     lengths = np.linalg.norm(known, axis=1, keepdims=True)
     units = known / np.where(lengths > 0, lengths, 1.0)
@@ -99,7 +97,7 @@ def positions_of_rows(rows: NDArray[np.floating]) -> Points:
 
 
 def _torgerson(squares: Points) -> Points:
-    """Return the directions in which squared distances differ most, of landmarks if many.
+    """Return the principal axes of squared distances, of landmarks if many.
 
     Every client is placed by its distances to the landmarks (de Silva and Tenenbaum 2004).
     """
@@ -110,7 +108,7 @@ def _torgerson(squares: Points) -> Points:
     centred = -0.5 * (inner - means[:, None] - means[None, :] + (means.mean() if n else 0.0))
     values, vectors = np.linalg.eigh(centred)
     top = values[-DIMENSIONS:][::-1]
-    # Distances that are no plane's have directions of no length.
+    # Degenerate distances have axes of zero length.
     lengths = np.where(top > 1e-9 * max(top.max(initial=0.0), 1e-9), top, np.inf)
     directions = vectors[:, -DIMENSIONS:][:, ::-1]
     points = -0.5 * (squares[:, chosen] - means) @ (directions / np.sqrt(lengths))
@@ -131,7 +129,7 @@ def _scaled(points: Points) -> Points:
 def aligned(
     points: Points, clients: Sequence[str], before: Mapping[str, Sequence[float]]
 ) -> Points:
-    """Turn and mirror points so that clients lie as near as can be to where they were.
+    """Rotate and mirror points to match the clients' former positions.
 
     Parameters
     ----------
@@ -140,13 +138,13 @@ def aligned(
     clients : Sequence[str]
         Client ids, in the order of the points.
     before : Mapping
-        Client to its position before; others are left out.
+        Former positions by client; others are left out.
     """
     shared = [index for index, client in enumerate(clients) if client in before]
     if len(shared) < 2:
         return points
     old = np.array([before[clients[index]] for index in shared], np.float64)
-    # Imported where it is used, as scikit-learn below: a run needs neither before its first map.
+    # Imported late, like scikit-learn below: unneeded before the first map.
     from scipy.linalg import orthogonal_procrustes
 
     turned, _ = orthogonal_procrustes(points[shared], old - old.mean(axis=0))
@@ -156,7 +154,7 @@ def aligned(
 def flattened(
     points: Points, clients: Sequence[str], before: Mapping[str, Sequence[float]]
 ) -> Points:
-    """Lay points into the plane, with their distances as they are as nearly as can be.
+    """Project points into the plane, preserving distances as far as possible.
 
     Parameters
     ----------
@@ -165,7 +163,7 @@ def flattened(
     clients : Sequence[str]
         Client ids, in the order of the points.
     before : Mapping
-        Client to its place in the plane before: it begins there, and stays near.
+        Former position in the plane by client, as a starting point.
 
     Returns
     -------
@@ -182,7 +180,7 @@ def flattened(
         flat = aligned(flat, clients, before)
         flat[known] = [before[clients[index]] for index in known]
     if not (np.ptp(points, axis=0).any() and np.ptp(flat, axis=0).any()):
-        return np.zeros_like(flat)  # All in one place, or beginning there: no step parts them.
+        return np.zeros_like(flat)  # Coincident points cannot be separated.
     from scipy.spatial.distance import pdist, squareform
     from sklearn.manifold import smacof
 
@@ -192,13 +190,13 @@ def flattened(
 
 
 # -----------------------------------------------------------------------------
-# How alike the clients are, kept with the run: ``similarity.npz``.
+# Similarities of clients, stored with the run: ``similarity.npz``.
 # -----------------------------------------------------------------------------
 
 
 SIMILARITY_FILE = "similarity.npz"
 MOST_CLIENTS = 1000
-"""Of larger fleets so many clients are kept, evenly spread: the file has at most 4 MB."""
+"""Maximum number of stored clients, evenly spread: at most 4 MB."""
 
 
 @dataclass(frozen=True)
@@ -212,7 +210,7 @@ class Similarity:
     matrix : ndarray of float32
         NaN where not known. Shape (n, n).
     of : int
-        Number of all clients that the strategy knew.
+        Number of all clients known to the strategy.
     """
 
     clients: tuple[str, ...]
@@ -223,7 +221,7 @@ class Similarity:
     def thinned(
         cls, clients: list[str], matrix: NDArray[np.floating], most: int = MOST_CLIENTS
     ) -> Self:
-        """Keep `most` clients at the most, evenly spread over the given order."""
+        """Keep at most `most` clients, evenly spread over the given order."""
         chosen = np.arange(len(clients))
         if len(clients) > most:
             chosen = np.linspace(0, len(clients) - 1, most).round().astype(int)
@@ -231,7 +229,7 @@ class Similarity:
         return cls(tuple(clients[index] for index in chosen), kept, len(clients))
 
     def save(self, folder: Path) -> None:
-        """Write it into a run's folder, atomically; the same one gives the same bytes."""
+        """Write it into a run's folder, atomically and reproducibly."""
         with atomic_write(folder / SIMILARITY_FILE) as path, path.open("wb") as file:
             np.savez_compressed(
                 file,
@@ -242,7 +240,7 @@ class Similarity:
 
 
 def read_similarity(folder: Path) -> Similarity | None:
-    """Read what :meth:`Similarity.save` has written; None if there is no such file.
+    """Read the file of :meth:`Similarity.save`; None if missing.
 
     Raises
     ------
@@ -259,23 +257,23 @@ def read_similarity(folder: Path) -> Similarity | None:
         if clients.dtype.kind != "U" or matrix.shape != (n, n) or matrix.dtype.kind != "f":
             raise ValueError("its arrays do not fit each other")
         return Similarity(tuple(clients.tolist()), np.asarray(matrix, np.float32), int(of))
-    # numpy raises whatever it comes across first in a file that is not its own.
+    # numpy raises various exceptions for foreign files.
     except Exception as error:
         raise UserError(f"{path} is damaged: {error}.") from None
 
 
 # -----------------------------------------------------------------------------
-# Where the clients lay at each evaluation, by how alike they are: ``positions.jsonl``.
+# Client positions by similarity at evaluations: ``positions.jsonl``.
 # -----------------------------------------------------------------------------
 
 
 POSITIONS_FILE = "positions.jsonl"
 SCALE = 2000.0
-"""Steps of the integers in one unit: the clients' root mean square distance from the centre."""
+"""Integer steps per unit, the clients' root mean square distance from the centre."""
 _MOST = 500_000
-"""Positions that are written before snapshots are twice as far apart, then three times, and on."""
+"""Number of positions after which the snapshot interval doubles, then triples, and so on."""
 _FIRST = 4
-"""Snapshots that are written however soon they come."""
+"""Number of initial snapshots written unconditionally."""
 
 
 @dataclass(frozen=True)
@@ -285,7 +283,7 @@ class Snapshot:
     Attributes
     ----------
     time : float
-        When, in seconds of the run.
+        Time in seconds of the run.
     clients : tuple[str, ...]
         Ids of the clients, in the order of `points`.
     points : NDArray[np.int16]
@@ -293,7 +291,7 @@ class Snapshot:
     updates : int
         Number of updates applied by then.
     is_last : bool
-        Whether the run ended with it, rather than that it was due.
+        Whether it is the final one.
     """
 
     time: float
@@ -304,26 +302,26 @@ class Snapshot:
 
 
 def updates_between(clients: int) -> int:
-    """Return how many updates a snapshot takes: it costs more the more clients there are."""
+    """Return the number of updates between snapshots, which grows with the number of clients."""
     return 120 + clients // 4
 
 
 def steps_of(points: Points) -> NDArray[np.int16]:
-    """Return positions in steps of 1 / `SCALE`, as they are written and told."""
+    """Return positions in steps of 1 / `SCALE`."""
     return np.clip(np.rint(points * SCALE), -32767, 32767).astype("<i2")
 
 
 class PositionsFile:
-    """The writer of ``positions.jsonl``. A disk without room for it ends no run.
+    """Writer of ``positions.jsonl``. A full disk does not end the run.
 
     Parameters
     ----------
     folder : Path
         Folder of the run.
     after : float, optional
-        The run resumes at this time: later snapshots are dropped.
+        Time of a resumption; later snapshots are dropped.
     most : int
-        About so many positions are written.
+        Approximate maximum number of positions.
     """
 
     def __init__(self, folder: Path, after: float | None = None, most: int = _MOST) -> None:
@@ -336,7 +334,7 @@ class PositionsFile:
             self._cut(after)
 
     def wants(self, updates: int) -> bool:
-        """Return whether a snapshot is written after so many updates of the run."""
+        """Return whether to write a snapshot at an update count."""
         if self._written < _FIRST:
             return True
         apart = updates_between(len(self._numbers)) * (1 + self._told // self._most)
@@ -350,16 +348,16 @@ class PositionsFile:
         updates: int = 0,
         is_last: bool = False,
     ) -> None:
-        """Write a snapshot, turned and mirrored so that clients lie near where they were."""
+        """Write a snapshot, aligned with the previous one."""
         points = aligned(points, clients, self._before)
         self._before.update(zip(clients, points.tolist(), strict=True))
         self._dropped.clear()
         self._append(Snapshot(time, tuple(clients), steps_of(points), updates, is_last))
 
     def bring_back(self, updates: int) -> None:
-        """Write the snapshots again that resuming has dropped, if there was none since then.
+        """Restore the snapshots dropped by a resumption, without newer ones.
 
-        A run that is resumed at its end has no new updates, by which clients could be placed.
+        A run resumed at its end has no new updates for placing clients.
         """
         for one in self._dropped:
             if one.updates <= updates:
@@ -388,7 +386,7 @@ class PositionsFile:
         return json.dumps(line) + "\n"
 
     def _cut(self, after: float) -> None:
-        """Keep the snapshots until a time, and go on from the last that was due."""
+        """Keep the snapshots until a time, and continue from the last due one."""
         found = PositionsReader(self._path.parent).read()
         kept = [one for one in found if one.time <= after and not one.is_last]
         self._dropped = [one for one in found if one.time > after or one.is_last]
@@ -402,12 +400,12 @@ class PositionsFile:
 
 
 class PositionsReader:
-    """Reads ``positions.jsonl`` bit by bit, while it may grow.
+    """Reads ``positions.jsonl`` incrementally.
 
     Parameters
     ----------
     folder : Path
-        The folder of the run; the file need not exist.
+        Folder of the run; the file may be missing.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -417,7 +415,7 @@ class PositionsReader:
         self._last = -math.inf
 
     def read(self) -> list[Snapshot]:
-        """Return the snapshots that have come since the last time.
+        """Return the new snapshots.
 
         A line that is not whole, or is something else, ends what is read: the run may be at it.
         """
@@ -426,7 +424,7 @@ class PositionsReader:
             with self._path.open("rb") as file:
                 inode = os.fstat(file.fileno()).st_ino
                 if inode != self._inode:
-                    # Another file: of a run that was resumed, and has cut what came later.
+                    # A resumed run has truncated the file.
                     self._inode, self._offset, self._names = inode, 0, []
                 file.seek(self._offset)
                 for line in file:

@@ -1,4 +1,4 @@
-"""A finished run as columns of numbers: what plots, reports and comparisons read."""
+"""A run as columns of numbers, for plots, reports and comparisons."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ Flags = NDArray[np.bool_]
 class Updates:
     """The accepted updates, one element each; see :class:`raceme.core.events.UpdateApplied`.
 
-    What is not known is NaN: ``started_at``, ``cpu_seconds`` and ``joules`` on virtual time,
-    accuracies and ``passes`` of runs whose uploads are not scored.
+    Unknown values are NaN: ``started_at``, ``cpu_seconds`` and ``joules`` on virtual time,
+    accuracies and ``passes`` without scored uploads.
     """
 
     seq: Integers
@@ -58,7 +58,7 @@ class Updates:
 
 @dataclass(frozen=True)
 class Answers:
-    """Answers to work that was not training; see :class:`raceme.core.events.AnswerTaken`."""
+    """Answers to work other than training; see :class:`raceme.core.events.AnswerTaken`."""
 
     time: Floats
     client: Texts
@@ -70,7 +70,7 @@ class Answers:
 
 @dataclass(frozen=True)
 class Rejections:
-    """The replies that were not used; see :class:`raceme.core.events.UpdateRejected`."""
+    """The unused replies; see :class:`raceme.core.events.UpdateRejected`."""
 
     time: Floats
     client: Texts
@@ -95,7 +95,7 @@ class Evaluations:
 
 @dataclass(frozen=True)
 class ClientEvaluations:
-    """What each evaluation found for each client.
+    """Each client's result of each evaluation.
 
     Attributes
     ----------
@@ -113,12 +113,12 @@ class ClientEvaluations:
 
 @dataclass(frozen=True)
 class Client:
-    """A client as it was greeted first.
+    """A client at its first greeting.
 
     Attributes
     ----------
     online : tuple of (float, float or None)
-        From when until when it was online; None: until the end.
+        Online periods; None: until the end.
     """
 
     client: str
@@ -130,40 +130,40 @@ class Client:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """Everything that a run store holds.
+    """The content of a run store.
 
     Attributes
     ----------
     clients : tuple of Client
-        In the order in which they joined.
+        Clients in order of joining.
     groups : dict[str, int or None]
-        Client id to the true group of its data; where data change, that of the last evaluation.
+        True group by client id; under drift that of the last evaluation.
     updates, answers, rejections, evaluations, client_evaluations
         Columns, in the order of events.
     changes : tuple of ClustersChanged
-        All changes of the clusters, as they were observed.
+        All changes of the clusters.
     placements : tuple of Placement
-        Every change of a client's clusters, its first ones included, in the order of events.
+        Every change of a client's clusters, including the first, in order.
     data_changes : tuple of DataChanged
-        When clients' data moved on to another step.
+        Drifts of clients' data.
     measured : dict[str, tuple of Measured]
-        What only the method measures, by the name of the measure.
+        The method's own measures, by name.
     uploads : Uploads
-        How good uploads were, and how well mixtures were estimated.
+        Scores of uploads and estimates of mixtures.
     cluster_scores : tuple of ClustersScored
         All tests of the clusters' models on the server.
     task_tests : tuple of TasksTested
         All tests on the data of every step so far.
     judged : tuple of UpdateJudged
-        Whatever the run's protection did with updates but accept them.
+        Decisions of the protection other than acceptance.
     end : float
-        When the run ended in seconds; the time of the last event if it was killed.
+        End of the run in seconds; the time of the last event if killed.
     reason : str or None
-        Why the run ended; None if it was killed.
+        Reason of the end; None if killed.
     ending : Ending or None
-        The kind of end; None if it was killed.
+        Kind of end; None if killed.
     measure : Measure
-        What the accuracies of the evaluations are: of a regression the mean absolute error.
+        Measure of the evaluations.
     """
 
     clients: tuple[Client, ...]
@@ -188,7 +188,7 @@ class RunRecord:
 
     @classmethod
     def of(cls, observed: Iterable[Event]) -> RunRecord:
-        """Put events, in their order, into columns."""
+        """Convert events in order to columns."""
         membership = Membership()
         uploads = Uploads(membership)
         clients = _Clients()
@@ -229,27 +229,27 @@ class RunRecord:
 
     @property
     def drawn_measures(self) -> list[events.MeasureSchema]:
-        """The schemas of what the method measured and is drawn."""
+        """Schemas of the drawn measures."""
         schemas = (measured[0].schema for measured in self.measured.values())
         return [schema for schema in schemas if schema.figure != "none"]
 
     @property
     def on_devices(self) -> bool:
-        """Whether real machines did the work: only they tell when by their own clocks."""
+        """Whether the run was on real devices, which state their own times."""
         return bool(np.isfinite(self.updates.started_at).any())
 
     @property
     def splits(self) -> tuple[events.ClustersChanged, ...]:
-        """The changes that replaced a cluster by several."""
+        """The splits."""
         return tuple(event for event in self.changes if event.change is events.ClusterChange.SPLIT)
 
     def memberships(self, time: float = float("inf")) -> dict[str, Mapping[int, float]]:
-        """Return the weights of each client's clusters at a time: the last ones, if not stated."""
+        """Return the weights of each client's clusters at a time, by default the last."""
         found = {placed.client: placed.weights for placed in self.placements if placed.time <= time}
         return {client: weights for client, weights in found.items() if weights}
 
     def assignment(self, time: float = float("inf")) -> dict[str, int]:
-        """Return each client's cluster at a time, of several that with the largest weight."""
+        """Return each client's main cluster at a time."""
         homes = ((client, home(weights)) for client, weights in self.memberships(time).items())
         return {client: cluster for client, cluster in homes if cluster is not None}
 
@@ -260,7 +260,7 @@ def read_run(path: Path) -> RunRecord:
     Parameters
     ----------
     path : Path
-        The file ``run.sqlite``, or the folder that holds it.
+        The file ``run.sqlite`` or its folder.
 
     Raises
     ------
@@ -284,7 +284,7 @@ def _columns(kind: type[Any], rows: Sequence[Any]) -> Any:
 
 
 class _Test(NamedTuple):
-    """What an evaluation found for a client: a row of `ClientEvaluations`."""
+    """A client's result of an evaluation: a row of `ClientEvaluations`."""
 
     evaluation: int
     client: str
@@ -301,7 +301,7 @@ def _tests(evaluated: Sequence[events.Evaluated]) -> Iterator[_Test]:
 
 
 class _Clients(EventHandler):
-    """Gathers the clients, an observer of events in their order."""
+    """Collects the clients, as an observer of events in order."""
 
     def __init__(self) -> None:
         self._first: dict[str, events.ClientJoined] = {}
@@ -333,28 +333,28 @@ class _Clients(EventHandler):
 FILE = "trace.jsonl"
 
 Communication = Callable[[str, int, int], float]
-"""Client id, bytes down and bytes up to the seconds that their transfer takes."""
+"""Maps client id, bytes down and bytes up to transfer seconds."""
 
 _LONG = ("per_client", "steps", "groups")
-"""What is said of every client at once: `run.sqlite` has it, and a line stays a line."""
+"""Per-client fields, left to `run.sqlite` to keep lines short."""
 
 log = logging.getLogger("raceme")
 
 
 class TraceFile(AbstractContextManager["TraceFile"]):
-    """Writes a line for each event; an observer of a run, and a context manager around it.
+    """Writes a line per event, as observer and context manager.
 
-    A full disk does not end a run: the file ends there, and `failure` says why.
+    A full disk does not end the run: the file ends, and `failure` has the reason.
 
     Parameters
     ----------
     folder : Path
         Folder of the run, in which the file is written.
     communication : Callable, optional
-        How long transfers take, where that is known beforehand: on virtual time. Real devices say
-        when they computed; the rest of a task's time is communication there.
+        Transfer times on virtual time. Real devices state their compute time; the rest of a task is
+        communication.
     after : int
-        Number of events of a resumed run; lines of later ones are dropped.
+        Number of events at a resumption; later lines are dropped.
 
     Raises
     ------
@@ -398,19 +398,19 @@ class TraceFile(AbstractContextManager["TraceFile"]):
 
 
 def line_of(event: Event, communication: Communication | None = None) -> dict[str, Any]:
-    """Return what a line says of an event.
+    """Return an event's line.
 
     Parameters
     ----------
     communication : Callable, optional
-        How long transfers take, where that is known beforehand.
+        Transfer times, if known in advance.
 
     Returns
     -------
     dict[str, Any]
-        The event's kind and its fields; numbers that are not finite are null. Of an update also
-        ``start`` and ``done``, in seconds of the run, and how many of the seconds between were
-        ``compute`` and ``communication``, where that is known.
+        The event's kind and fields; non-finite numbers are null. For updates also ``start`` and
+        ``done`` in seconds of the run, and the seconds of ``compute`` and ``communication`` between
+        them, if known.
     """
     line: dict[str, Any] = {"event": type(event).__name__}
     if isinstance(event, events.Measured):
@@ -434,7 +434,7 @@ def line_of(event: Event, communication: Communication | None = None) -> dict[st
 def _spent(
     event: events.UpdateApplied, communication: Communication | None
 ) -> tuple[float | None, float | None]:
-    """Return the seconds of a task that were computation and communication; None if unknown."""
+    """Return the compute and communication seconds of a task; None if unknown."""
     whole = event.time - event.dispatched_at
     if event.started_at is not None and event.finished_at is not None:
         compute = min(max(event.finished_at - event.started_at, 0.0), whole)
@@ -446,7 +446,7 @@ def _spent(
 
 
 def _cut(path: Path, after: int) -> None:
-    """Keep the lines up to an event; a last line that is half written goes, too."""
+    """Keep the lines up to an event, without a partial last line."""
     with (
         path.open(encoding="utf-8") as lines,
         atomic_write(path) as kept,
@@ -463,7 +463,7 @@ def _cut(path: Path, after: int) -> None:
 
 
 # -----------------------------------------------------------------------------
-# When evaluations were on this machine's clock: ``wall-times.csv``.
+# Wall times of evaluations: ``wall-times.csv``.
 #
 # The run store knows virtual time only, so that two runs with one seed have the same contents.
 # -----------------------------------------------------------------------------
@@ -474,9 +474,9 @@ _HEAD = "time,seconds"
 
 
 class WallTimes:
-    """The writer of ``wall-times.csv``, an observer of the run: a line per evaluation.
+    """Writes ``wall-times.csv``, a line per evaluation, as an observer of the run.
 
-    A disk without room for it ends no run.
+    A full disk does not end the run.
 
     Parameters
     ----------
@@ -485,7 +485,7 @@ class WallTimes:
     wall_time : Callable
         Returns the wall time of the run in seconds.
     after : float, optional
-        The run resumes at this virtual time: later lines of the file are dropped.
+        Virtual time of a resumption; later lines are dropped.
     """
 
     def __init__(
@@ -497,16 +497,16 @@ class WallTimes:
             path.write_text("".join(f"{line}\n" for line in (_HEAD, *_lines(kept))))
 
     def observe(self, event: Event) -> None:
-        """Write the line of an evaluation; other events are none of its."""
+        """Write the line of an evaluation; ignore other events."""
         if isinstance(event, events.Evaluated):
             with suppress(OSError), self._path.open("a") as file:
                 file.writelines(f"{line}\n" for line in _lines([(event.time, self._wall_time())]))
 
 
 def read_wall_times(folder: Path) -> list[tuple[float, float]]:
-    """Read the time and the seconds on the wall of each evaluation; nothing if there is no file.
+    """Read time and wall time of each evaluation; empty without the file.
 
-    A line that is not whole, or is something else, ends what is read: the run may be writing it.
+    Reading ends at a partial or invalid line, which the run may be writing.
     """
     rows: list[tuple[float, float]] = []
     try:

@@ -1,10 +1,9 @@
 """The run store: every event of a run in one SQLite file, ``run.sqlite``.
 
-The file is a log: one row per event, with its number, its time, its kind and its fields as JSON, so
-that :func:`read_events` gives back what was observed, in order. An event of a new kind needs
-nothing here. For queries by hand there are views with a column per field (`VIEWS`); a method's own
-measures are in the view ``measures``. Nothing depends on the wall clock of the machine or on chance
-beyond the seed: two runs with one seed have the same contents.
+The file is a log with one row per event: number, time, kind and fields as JSON, which
+:func:`read_events` restores in order, independent of kinds. Views with a column per field (`VIEWS`)
+serve queries by hand; a method's own measures are in the view ``measures``. Contents depend neither
+on wall time nor on randomness beyond the seed.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from raceme.core.errors import UserError
 from raceme.core.events import Evaluated, Event, RunEnded, TasksTested
 
 # -----------------------------------------------------------------------------
-# What is in the file: one table, and views for people.
+# Content of the file: one table, and views for queries.
 # -----------------------------------------------------------------------------
 
 FORMAT = 9
@@ -43,7 +42,7 @@ CREATE INDEX kinds ON events (kind);
 
 
 def _columns(*names: str, **renamed: str) -> str:
-    """Return the columns of a view that are fields of the events' JSON."""
+    """Return the columns of a view for fields of the events' JSON."""
     pairs = {**{name: name for name in names}, **renamed}
     return ", ".join(
         f"json_extract(body, '$.{path}') AS \"{name}\"" for name, path in pairs.items()
@@ -56,7 +55,7 @@ def _view(kind: str, *names: str, **renamed: str) -> str:
 
 
 def _each(kind: str, path: str, columns: str, *names: str) -> str:
-    """Return the query of a view with a row for each entry of a field of events of a kind."""
+    """Return the query of a view with a row per entry of a field of a kind of event."""
     own = "".join(f", {_columns(name)}" for name in names)
     return (
         f"SELECT event, time{own}, {columns} "
@@ -156,7 +155,7 @@ _SCHEMA = _TABLE + "".join(f"CREATE VIEW {name} AS {query};\n" for name, query i
 
 
 def _view_of(schema: events.MeasureSchema) -> str:
-    """Return the statement that makes a view with the columns of a method's measure."""
+    """Return the statement that creates the view of a method's measure."""
     if schema.per:
         key = "CAST(entry.key AS INTEGER)" if schema.per == "cluster" else "entry.key"
         columns = f'{key} AS {schema.per}, entry.value AS "{schema.value}"'
@@ -175,12 +174,12 @@ def _view_of(schema: events.MeasureSchema) -> str:
 
 _KINDS: Mapping[str, type[Any]] = {kind.__name__: kind for kind in get_args(Event)}
 _INFINITE = {math.inf: "\0inf", -math.inf: "\0-inf"}
-"""What stands for an infinite number until it is written as one that is too large; no text of a
-client holds such a letter."""
+"""Placeholders of infinite numbers, later written as too large numbers; no client text contains the
+character."""
 
 
 def plain(value: Any, infinite: Mapping[float, Any] | None = None) -> Any:
-    """Return a value as JSON has it; NaN is null, infinite numbers what stands for them.
+    """Convert a value to JSON; NaN becomes null, infinite numbers their placeholders.
 
     Parameters
     ----------
@@ -188,7 +187,7 @@ def plain(value: Any, infinite: Mapping[float, Any] | None = None) -> Any:
         A value of an event: a number of Python's or numpy's, text, an enumeration, a sequence, a
         mapping or a dataclass.
     infinite : Mapping[float, Any], optional
-        What stands for each of the two; null by default.
+        Placeholders of infinite numbers; by default null.
     """
     if isinstance(value, Enum):
         return value.value
@@ -218,12 +217,12 @@ def _body(event: Event) -> str:
 
 
 def _event(time: float, kind: str, body: str) -> Event:
-    """Return the event that a row holds.
+    """Return the event of a row.
 
     Raises
     ------
     ValueError
-        It holds none.
+        The row is no valid event.
     """
     try:
         time = float(time)
@@ -267,7 +266,7 @@ def _write_client(tree: dict[str, Any]) -> None:
 
 _WRITTEN: Mapping[type[Any], Callable[[dict[str, Any]], Any]] = {
     events.ClientJoined: lambda tree: _write_client(tree),
-    # They have 64 bits without a sign, one more than SQLite's numbers.
+    # They are unsigned 64-bit numbers, which exceed SQLite's range.
     events.ClaimRefused: lambda tree: tree.update(node_id=str(tree["node_id"])),
     Evaluated: _write_evaluation,
 }
@@ -276,11 +275,11 @@ _READ: Mapping[type[Any], Callable[[dict[str, Any]], Any]] = {
     Evaluated: _read_evaluation,
     events.Measured: _read_measure,
 }
-"""How the stored fields of a kind of event differ from those of the event, and back."""
+"""Conversions of stored fields that differ from the event's."""
 
 
 def _measured(value: Any, per: str) -> Any:
-    """Return a measured value from what JSON has of it."""
+    """Restore a measured value from JSON."""
     if isinstance(value, dict):
         keyed = int if per == "cluster" else str
         return {keyed(key): _measured(item, "") for key, item in value.items()}
@@ -304,14 +303,14 @@ def _number(value: float | None) -> float:
 
 
 def _reader(hint: Any) -> Callable[[Any], Any]:
-    """Return what turns JSON into a value of an annotated type."""
+    """Return the reader of JSON for an annotated type."""
     origin, inner = get_origin(hint), get_args(hint)
     if hint is float:
         return _number
     if hint is int:
         return int
     if origin in (Union, types.UnionType):
-        # None of an optional number stands for itself.
+        # None stays None for optional numbers.
         of = [argument for argument in inner if argument is not type(None)]
         read = _reader(of[0])
         return lambda value: None if value is None else read(value)
@@ -345,16 +344,16 @@ FILE_NAME = "run.sqlite"
 _APPLICATION = 0x52616365
 """SQLite's application id of a run store: "Race" in ASCII."""
 _BATCH = 500
-"""Events kept in memory before they are written: what a kill can lose at most."""
+"""Maximum number of unwritten events, which a kill can lose."""
 _MILESTONES = (Evaluated, TasksTested, RunEnded)
-"""Kinds of events that are written at once."""
+"""Kinds of events written immediately."""
 _SECONDS = 1.0
-"""Events are kept in memory no longer than this: a dashboard shows them by then."""
+"""Maximum time before events are written, for the dashboard."""
 _PAUSES = (0.1, 0.5, 2.0, 5.0)
-"""Seconds before a transaction is tried again for which no file could be opened."""
+"""Pauses before retrying a transaction without free file descriptors."""
 
-# A row that is there already is left alone: Ctrl-C can come between the end of a transaction and
-# the moment at which the rows in memory are forgotten, and they are then written a second time.
+# Existing rows are kept: after Ctrl-C between the commit and the clearing of memory, rows are
+# written again.
 _INSERT = "INSERT INTO events VALUES (?, ?, ?, ?) ON CONFLICT (event) DO NOTHING"
 
 _Row = tuple[int, float, str, str]
@@ -363,31 +362,29 @@ _Row = tuple[int, float, str, str]
 class RunStore(AbstractContextManager["RunStore"]):
     """The writer of ``run.sqlite``, an observer of the run.
 
-    Events are gathered and written in one transaction per 500 events or evaluation, and once a
-    second by a thread of its own: waiting for the disk must not hold up the run. After ``close``,
-    and so after leaving a ``with`` block for whatever reason, everything observed is on disk; after
-    a kill, everything up to the last such transaction. Where the disk is full, too: what comes
-    after a transaction that failed is not kept, and `failure` says why.
+    Events are written in one transaction per 500 events or evaluation, and once a second by a
+    thread, so that the run does not wait for the disk. After ``close`` (or a ``with`` block) all
+    events are on disk; after a kill, those of the last transaction. After a failed transaction,
+    e.g. on a full disk, later events are dropped and `failure` has the reason.
 
     Parameters
     ----------
     folder : Path
-        Where the file goes; created if it does not exist.
+        Folder of the file, created if missing.
     replace : bool
-        Replace a run that the folder holds already, instead of refusing.
+        Whether to replace an existing run.
     after : int, optional
-        Resume the run that the folder holds, after so many of its events; what it holds of
-        later ones is dropped.
+        Number of events after which to resume the run in the folder; later ones are dropped.
 
     Attributes
     ----------
     failure : str
-        Why events could not be written, and which; empty if all were.
+        Reason of unwritten events, else empty.
 
     Raises
     ------
     UserError
-        The folder holds a run already, or not the one that was expected, or cannot be written.
+        The folder has a run already, or another than expected, or is not writable.
     """
 
     def __init__(self, folder: Path, *, replace: bool = False, after: int | None = None) -> None:
@@ -398,7 +395,7 @@ class RunStore(AbstractContextManager["RunStore"]):
         self._event = self._written = after or 0
         self._rows: list[_Row] = []
         self._leaving: list[_Row] = []
-        # The first guards rows and numbers and is held for moments only, the second the connection.
+        # The first guards rows and numbers, briefly; the second the connection.
         self._gathering, self._writing = threading.Lock(), threading.RLock()
         self._closing = threading.Event()
         self._connection: sqlite3.Connection | None = (
@@ -408,7 +405,7 @@ class RunStore(AbstractContextManager["RunStore"]):
         self._thread.start()
 
     def observe(self, event: Event) -> None:
-        """Append an event, unless one before it could not be written."""
+        """Append an event, unless an earlier one failed."""
         if self.failure:
             return
         with self._gathering:
@@ -424,12 +421,12 @@ class RunStore(AbstractContextManager["RunStore"]):
                 self.commit()
 
     def commit(self) -> int:
-        """Write what was observed since the last time to disk; return the number of all events.
+        """Write new events to disk; return the total number of events.
 
         Raises
         ------
         UserError
-            It cannot be written, now or before.
+            Writing fails or failed before.
         """
         with self._writing:
             connection = self._connection
@@ -443,7 +440,7 @@ class RunStore(AbstractContextManager["RunStore"]):
                     self._insert(connection)
                 except sqlite3.Error as error:
                     self.failure = f"{error}, after {self._written} of {last} events"
-            # Ctrl-C before this line leaves the rows for the next time.
+            # Ctrl-C before this line keeps the rows for the next commit.
             self._leaving.clear()
             if self.failure:
                 raise UserError(f"Cannot write {self.path}: {self.failure}.")
@@ -451,7 +448,7 @@ class RunStore(AbstractContextManager["RunStore"]):
             return last
 
     def _insert(self, connection: sqlite3.Connection) -> None:
-        """Write the rows that are leaving; wait a while for a file that cannot be opened now."""
+        """Write the rows; retry if no file can be opened."""
         schemas = list(self._schemas)
         for pause in (*_PAUSES, None):
             try:
@@ -460,7 +457,7 @@ class RunStore(AbstractContextManager["RunStore"]):
                     for schema in schemas:
                         connection.execute(_view_of(schema))
             except sqlite3.OperationalError as error:
-                # The journal of a transaction is a file: all descriptors may be in use.
+                # The journal needs a free file descriptor.
                 if pause is None or error.sqlite_errorcode != sqlite3.SQLITE_CANTOPEN:
                     raise
                 sleep(pause)
@@ -469,7 +466,7 @@ class RunStore(AbstractContextManager["RunStore"]):
                 return
 
     def close(self) -> None:
-        """Write what is left, if that is possible, and close the file; twice does no harm."""
+        """Write the rest, if possible, and close the file; idempotent."""
         self._closing.set()
         if self._connection is None:
             return
@@ -482,7 +479,7 @@ class RunStore(AbstractContextManager["RunStore"]):
             self._connection = None
 
     def _write_regularly(self) -> None:
-        """Write what was observed once a second, until the store is closed."""
+        """Write new events once a second until the store is closed."""
         while not self._closing.wait(_SECONDS):
             if self._rows and not self.failure:
                 with suppress(UserError):
@@ -493,15 +490,14 @@ class RunStore(AbstractContextManager["RunStore"]):
 
 
 def read_events(path: Path) -> list[Event]:
-    """Read a run store back into the events that were observed, in their order.
+    """Read the events of a run store in order.
 
-    Flower's node ids are not kept: they are random. ``ClientJoined.node_id`` is 0. Numbers that
-    were NaN come back as NaN.
+    Flower's random node ids are not stored: ``ClientJoined.node_id`` is 0. NaN is restored.
 
     Parameters
     ----------
     path : Path
-        The file, or the folder that holds it.
+        The file or its folder.
 
     Raises
     ------
@@ -516,7 +512,7 @@ def read_events(path: Path) -> list[Event]:
         check_format(connection, file)
         try:
             return _events(connection, "")
-        # ValueError: no event, or one of a kind that does not exist.
+        # ValueError: an invalid or unknown event.
         except (sqlite3.DatabaseError, ValueError) as error:
             raise UserError(f"{file} is damaged: {error}.") from None
 
@@ -527,7 +523,7 @@ def _events(connection: sqlite3.Connection, where: str, numbers: Iterable[int] =
 
 
 def _create(path: Path, replace: bool) -> sqlite3.Connection:
-    """Make an empty run store."""
+    """Create an empty run store."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
@@ -537,15 +533,15 @@ def _create(path: Path, replace: bool) -> sqlite3.Connection:
                     f"or delete {path}."
                 )
             path.unlink()
-        # What writes to it one at a time is two threads.
+        # Two threads write to it, one at a time.
         connection = sqlite3.connect(path, check_same_thread=False)
         try:
-            # All at once: a program that follows the run sees a store, or an empty file.
+            # Atomic: a program that follows the run sees a store or an empty file.
             kind = f"PRAGMA application_id = {_APPLICATION}; PRAGMA user_version = {FORMAT};"
             connection.executescript(f"BEGIN; {kind} {_SCHEMA} COMMIT;")
         except BaseException:
             connection.close()
-            # Nothing is in it yet; left there, it would be in the way of the next run.
+            # The empty file would block the next run.
             path.unlink(missing_ok=True)
             raise
     except (OSError, sqlite3.OperationalError) as error:
@@ -554,8 +550,8 @@ def _create(path: Path, replace: bool) -> sqlite3.Connection:
 
 
 def _open(path: Path) -> sqlite3.Connection:
-    # For writing, so that SQLite can undo what a killed run left half written. A write-protected
-    # file opens for reading.
+    # Writable, so that SQLite can undo a killed run's partial transaction; a write-protected file
+    # opens for reading.
     return sqlite3.connect(f"{path.resolve().as_uri()}?mode=rw", uri=True, check_same_thread=False)
 
 
@@ -578,7 +574,7 @@ def check_format(connection: sqlite3.Connection, path: Path) -> None:
 
 
 def is_locked(error: Exception) -> bool:
-    """Return whether SQLite says that another program keeps a database to itself."""
+    """Return whether SQLite reports a lock by another program."""
     return getattr(error, "sqlite_errorcode", 0) & 0xFF in (
         sqlite3.SQLITE_BUSY,
         sqlite3.SQLITE_LOCKED,
@@ -586,7 +582,7 @@ def is_locked(error: Exception) -> bool:
 
 
 def _reopen(path: Path, after: int) -> sqlite3.Connection:
-    """Open a run store and drop what came after an event."""
+    """Open a run store and drop later events."""
     if not path.is_file():
         raise UserError(f"There is no run store {path} to resume.")
     connection = _open(path)
@@ -607,37 +603,37 @@ def _reopen(path: Path, after: int) -> sqlite3.Connection:
 
 
 # -----------------------------------------------------------------------------
-# Follow a run store while another process writes it, without ever locking it.
+# Follow a run store while another process writes it, without locking it.
 #
-# A reader that holds SQLite's lock makes the run wait, and one that is stopped while it does makes
-# the run lose its events. So nothing is locked here: the file is read as if no run wrote it, and
-# what was read is used only if none has. SQLite's rollback journal and change counter tell.
+# A reader's lock would make the run wait, or lose events if the reader is stopped. So the file is
+# read without locks, and the result used only if no write happened, according to SQLite's rollback
+# journal and change counter.
 # -----------------------------------------------------------------------------
 
 
 _CHUNK = 5000
-"""Events that are read at once."""
+"""Events per reading."""
 _ATTEMPTS = 5
-"""So often a reading that a transaction fell into is repeated at once; then it is put off."""
+"""Immediate retries of a reading that overlapped a transaction."""
 _HOT_SECONDS = 3.0
-"""A journal that stays as it is for so long is of a process that was killed, or waits."""
+"""Age of an unchanged journal of a killed or waiting process."""
 _COUNTER = slice(24, 28)
-"""Where the header of an SQLite file counts its transactions."""
+"""Position of the change counter in SQLite's header."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What has come to a run store since the last reading.
+    """New events of a run store.
 
     Attributes
     ----------
     events : list[Event]
-        New events, in the order in which they were stored.
+        New events in order.
     restarted : bool
-        The store is another one than before, or was taken back to an earlier event by a run that
-        was resumed: all that was read before is void, and `events` begin with the first.
+        Whether the store was replaced, or truncated by a resumed run: earlier readings are void,
+        and `events` start from the first.
     more : bool
-        Whether the store has more events that are not read yet.
+        Whether the store has more events.
     """
 
     events: list[Event]
@@ -647,7 +643,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class _State:
-    """What of a file changes with a transaction."""
+    """File properties that change with a transaction."""
 
     inode: int
     size: int
@@ -656,7 +652,7 @@ class _State:
 
 
 _Mark = tuple[float, str]
-"""By which an event is known again: its time and its kind."""
+"""Identification of an event: time and kind."""
 
 
 @dataclass(frozen=True)
@@ -667,12 +663,12 @@ class _Found:
 
 
 class StoreFollower:
-    """Reads a run store bit by bit.
+    """Reads a run store incrementally.
 
     Parameters
     ----------
     folder : Path
-        The folder of the run; its store need not exist yet.
+        Folder of the run; its store may not exist so far.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -685,7 +681,7 @@ class StoreFollower:
         self._hot: tuple[int, float] | None = None
 
     def read(self) -> Reading:
-        """Return what has come since the last time: nothing if there is no store yet.
+        """Return the new events; empty without a store.
 
         Raises
         ------
@@ -702,7 +698,7 @@ class StoreFollower:
                 with closing(_connect(self.path, "mode=ro&immutable=1")) as connection:
                     found = self._read(connection, state)
             except UserError:
-                # Read while it was written, anything may look like damage.
+                # Concurrent writes may look like damage.
                 if self._untouched_since(state):
                     raise
                 continue
@@ -727,14 +723,14 @@ class StoreFollower:
         return False
 
     def _untouched_since(self, state: _State) -> bool:
-        """Return whether no transaction has ended since, and none is under way.
+        """Return whether no transaction ended since or is in progress.
 
-        The journal is looked at first: what wrote to the file before has counted by then.
+        The journal is checked first, when earlier writers have updated the counter.
         """
         return not self._is_being_written() and self._look() == state
 
     def _stays_hot(self) -> bool:
-        """Return whether the journal has been the same for some time."""
+        """Return whether the journal is unchanged for some time."""
         try:
             modified = self._journal.stat().st_mtime_ns
         except OSError:
@@ -744,13 +740,13 @@ class StoreFollower:
         return monotonic() - self._hot[1] > _HOT_SECONDS
 
     def _read_hot(self, state: _State) -> Reading:
-        """Read with SQLite's locks: it undoes what a killed run has left half written."""
+        """Read with SQLite's locks, which undoes a killed run's partial transaction."""
         with closing(_connect(self.path, "mode=rw")) as connection:
             found = self._read(connection, state)
         return self._take(found, self._look() or state)
 
     def _read(self, connection: sqlite3.Connection, state: _State) -> _Found:
-        """Return the next events, with the number of the last one and what tells it."""
+        """Return the next events, with number and mark of the last one."""
         try:
             check_format(connection, self.path)
             top = connection.execute("SELECT max(event) FROM events").fetchone()[0] or 0
@@ -758,7 +754,7 @@ class StoreFollower:
             restarted = self._last > 0 and (state.inode != before.inode or top < self._last)
             after = 0 if restarted else self._last
             if after and _mark(connection, after) != self._mark:
-                # A file system gives the number of a file that is gone to the next one.
+                # File systems reuse inodes.
                 restarted, after = True, 0
             end = min(after + _CHUNK, top)
             found = _events(connection, "WHERE event > ? AND event <= ?", (after, end))
@@ -787,7 +783,7 @@ def _said(path: Path, error: Exception) -> str:
 
 
 def _mark(connection: sqlite3.Connection, number: int) -> _Mark | None:
-    """Return by what an event of this number is known again."""
+    """Return the mark of an event by number."""
     row: _Mark | None = connection.execute(
         "SELECT time, kind FROM events WHERE event = ?", (number,)
     ).fetchone()

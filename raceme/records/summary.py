@@ -1,4 +1,4 @@
-"""The numbers of a run: gathered during the run, written as ``summary.json`` at its end."""
+"""Summary of a run, collected during the run and written as ``summary.json`` at its end."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from raceme.core.files import atomic_write
 from raceme.records.store import plain
 
 # -----------------------------------------------------------------------------
-# How a run's accuracy gets to its final value: when, and how steadily.
+# Convergence of a run's accuracy.
 # -----------------------------------------------------------------------------
 
 
 def convergence_index(accuracies: Sequence[float], measure: Measure = ACCURACY) -> int | None:
-    """Return from which evaluation on the accuracy stays near its final value.
+    """Return the evaluation from which the accuracy stays near its final value.
 
-    Papers report times to convergence without a rule for them; this one needs no smoothing, and
-    does not depend on how often a run is evaluated.
+    Papers report times to convergence without a rule; this one needs no smoothing and is
+    independent of the evaluation interval.
 
     Parameters
     ----------
     accuracies : Sequence[float]
         Mean client accuracy, or mean absolute error, of each evaluation, in their order.
     measure : Measure
-        Which of the two; near is a point of accuracy, or 1 % of the final error (our rule).
+        Which of the two; near means a point of accuracy, or 1 % of the final error (our rule).
 
     Returns
     -------
@@ -49,16 +49,15 @@ def convergence_index(accuracies: Sequence[float], measure: Measure = ACCURACY) 
     values = np.asarray(accuracies, np.float64)
     if not values.size or not np.isfinite(values[-1]):
         return None
-    # A float's last digit decides nothing: 0.95 is within a point of 0.94. NaN is never near.
+    # With a tolerance for rounding: 0.95 is within a point of 0.94. NaN is never near.
     away = ~(np.abs(values - values[-1]) <= measure.tolerance(float(values[-1])) + 1e-9)
     return int(np.max(np.flatnonzero(away), initial=-1)) + 1
 
 
 def unrest(accuracies: Sequence[float], measure: Measure = ACCURACY) -> float | None:
-    """Return how far the accuracy is behind its best so far, on the mean of the evaluations.
+    """Return the mean distance of the accuracy from its best so far.
 
-    0 for a curve that never falls. A curve that swings, or falls back when clients change
-    clusters, has more.
+    0 for a monotonic curve; larger for oscillations, or drops when clients change clusters.
 
     Parameters
     ----------
@@ -78,19 +77,19 @@ def unrest(accuracies: Sequence[float], measure: Measure = ACCURACY) -> float | 
 
 
 # -----------------------------------------------------------------------------
-# How accurate a run is over the steps of data that change.
+# Accuracy over the steps of a drift.
 # -----------------------------------------------------------------------------
 
 
 class StepAccuracies:
-    """The first and the last evaluation on the data of each step, an observer of evaluations."""
+    """The first and last evaluation of each step, as an observer of evaluations."""
 
     def __init__(self) -> None:
         self._first: dict[int, float] = {}
         self._last: dict[int, float] = {}
 
     def observe(self, event: events.Evaluated) -> None:
-        """Take note of an evaluation; its step is the latest that any client was tested on."""
+        """Process an evaluation, whose step is the latest of any client."""
         step = max(event.steps.values(), default=0)
         if step in self._first:
             self._last[step] = float(event.accuracy)
@@ -98,12 +97,12 @@ class StepAccuracies:
             self._first[step] = float(event.accuracy)
 
     def result(self, measure: str = "accuracy") -> dict[str, float | None]:
-        """Return the means over the steps, ready for JSON; None where data do not change.
+        """Return the means over the steps for JSON; None without drift.
 
         Parameters
         ----------
         measure : str
-            What was measured, for the keys: ``"accuracy"`` or ``"mae"``.
+            Name of the measure for the keys: ``"accuracy"`` or ``"mae"``.
 
         Notes
         -----
@@ -120,16 +119,16 @@ class StepAccuracies:
 
 
 # -----------------------------------------------------------------------------
-# What only a method measures, as its schemas say it is summarised.
+# Summaries of methods' own measures, as declared by their schemas.
 # -----------------------------------------------------------------------------
 
 
 LONG = (30, 50)
-"""Percentages of a whole beyond which a share is counted."""
+"""Percentages above which shares are counted."""
 
 
 class Measures:
-    """Summarises what methods measure, an observer of `Measured`."""
+    """Summarises methods' measures, as an observer of `Measured`."""
 
     def __init__(self) -> None:
         self._last: dict[str, events.Measured] = {}
@@ -138,7 +137,7 @@ class Measures:
         )
 
     def observe(self, event: events.Measured) -> None:
-        """Take note of what was measured."""
+        """Process a measurement."""
         self._last[event.name] = event
         if event.schema.summary in ("mean", "max", "shares"):
             for key, value in event.numbers().items():
@@ -146,10 +145,10 @@ class Measures:
                     self._values[event.name][str(key)].append(value)
 
     def result(self) -> dict[str, Any]:
-        """Return what the summary has of the measures, ready for JSON.
+        """Return the summary of the measures for JSON.
 
-        ``measures`` has title, unit and value of each measure by name. Shares, and what stands
-        under the name of its column, are keys of their own.
+        ``measures`` has title, unit and value of each measure by name. Shares, and measures
+        summarised by column, are keys of their own.
         """
         measures, found = {}, dict[str, Any]()
         for name, event in sorted(self._last.items()):
@@ -176,12 +175,12 @@ class Measures:
 
 
 def _ordered(value: Any) -> Any:
-    """Return a measured value as JSON has it, the keys of a mapping in order."""
+    """Convert a measured value to JSON, with sorted keys."""
     return plain(dict(sorted(value.items())) if isinstance(value, Mapping) else value)
 
 
 def _shares_of(name: str, shares: Sequence[float]) -> dict[str, float]:
-    """Return the mean of shares, and how often they are large."""
+    """Return the mean of shares, and the frequency of large ones."""
     often = {
         f"{name}_over_{percent}_percent": sum(x > percent / 100 for x in shares) / len(shares)
         for percent in LONG
@@ -190,18 +189,18 @@ def _shares_of(name: str, shares: Sequence[float]) -> dict[str, float]:
 
 
 # -----------------------------------------------------------------------------
-# Bytes that a run sent and received, by what the method did meanwhile.
+# Traffic of a run by phase of the method.
 # -----------------------------------------------------------------------------
 
 
 class Traffic:
-    """The traffic of updates and of answers to other work, an observer of these.
+    """The traffic of updates and answers, as an observer of these.
 
     Attributes
     ----------
     phases : dict[str, dict[str, int]]
-        By phase, in the order in which they began: ``down`` and ``up``, the bytes of the arrays to
-        the clients and from them, and ``messages``, the requests that were answered.
+        By phase in order of start: ``down`` and ``up``, the bytes of arrays to and from clients,
+        and ``messages``, the answered requests.
     """
 
     def __init__(self) -> None:
@@ -220,7 +219,7 @@ class Traffic:
 
 
 # -----------------------------------------------------------------------------
-# What a run has forgotten of former tasks, and what it knew of coming ones.
+# Forgetting of former tasks, and transfer to future ones.
 #
 # A task is a step of the data that change. R[t, j] is the accuracy on the test data of step j
 # after step t, the mean over the clients that tested it. The numbers that follow from it are
@@ -234,16 +233,15 @@ FloatArray = NDArray[np.float64]
 
 
 class TaskAccuracies:
-    """The matrix R of a run and what follows from it, an observer of tests on all steps.
+    """The matrix R of a run and derived measures, as an observer of tests on all steps.
 
-    What a client tells of a step again, e.g. at the end of a run that was made longer, replaces
-    what it has told before.
+    Repeated tests of a client on a step, e.g. at the end of an extended run, replace earlier ones.
 
     Attributes
     ----------
     measure : Measure
-        What the accuracies are; of errors every sign is turned, so that forgetting is always bad
-        and transfer always good if positive.
+        Measure of the tests; signs of errors are inverted, so that positive forgetting is bad and
+        positive transfer good.
     """
 
     def __init__(self, tests: Iterable[events.TasksTested] = ()) -> None:
@@ -254,7 +252,7 @@ class TaskAccuracies:
             self.observe(event)
 
     def observe(self, event: events.TasksTested) -> None:
-        """Take note of tests."""
+        """Process tests."""
         self.measure = event.measure
         self._clusters[event.step] = event.clusters
         self._scores[event.step].update(
@@ -263,33 +261,33 @@ class TaskAccuracies:
 
     @property
     def count(self) -> int:
-        """Number of steps that models were trained on, T + 1; 0 if nothing was tested."""
+        """Number of trained steps, T + 1; 0 without tests."""
         return max(self._scores, default=-1) + 1
 
     @property
     def clusters(self) -> list[int | None]:
-        """Number of cluster models after each step; None where it was not tested."""
+        """Number of cluster models after each step; None if not tested."""
         return [self._clusters.get(step) for step in range(self.count)]
 
     def matrix(self) -> FloatArray:
-        """Return R, shape (T + 1, T + 1): NaN where no client has tested."""
+        """Return R, shape (T + 1, T + 1), with NaN for untested entries."""
         return self._means("accuracy")
 
     def untrained(self) -> FloatArray:
         """Return the accuracy of the model before any training on each step, shape (T + 1,).
 
-        It was tested together with R[j − 1, j], by the same clients; NaN for step 0.
+        Tested together with R[j − 1, j] by the same clients; NaN for step 0.
         """
         means = self._means("untrained")
         return np.array([math.nan, *np.diagonal(means, 1)])[: self.count]
 
     def result(self, measure: str = "accuracy") -> dict[str, Any]:
-        """Return the matrix and the numbers that follow from it, ready for JSON.
+        """Return the matrix and derived measures for JSON.
 
         Parameters
         ----------
         measure : str
-            What was measured, for the keys: ``"accuracy"`` or ``"mae"``.
+            Name of the measure for the keys: ``"accuracy"`` or ``"mae"``.
         """
         names = (f"average_{measure}", f"current_{measure}")
         if not self.count:
@@ -338,13 +336,13 @@ _LEARNT = ("forgetting", "backward_transfer", "forward_transfer")
 
 
 def _mean(values: FloatArray) -> float | None:
-    """Return the mean of the values that are known and finite; None if there are none."""
+    """Return the mean of the finite values; None without any."""
     known = values[np.isfinite(values)]
     return float(known.mean()) if len(known) else None
 
 
 # -----------------------------------------------------------------------------
-# Uploads one by one: how good each was, and how well its mixture was estimated.
+# Single uploads: scores and estimates of mixtures.
 #
 # The measures of Li and Zhu, "Client-Driven Federated Learning": the accuracy of what a client
 # uploads and of what it gets in return, on the same data, and the divergence of the true mixture
@@ -353,27 +351,26 @@ def _mean(values: FloatArray) -> float | None:
 
 
 FLOOR = 1e-12
-"""The least share that an estimate is taken to give: a mixture that has more is infinitely far from
-an estimate of nothing."""
+"""Minimum estimated share, which keeps divergences finite."""
 
 
 @dataclass
 class Upload:
-    """An update that says how good it is, or of which mixture its data are.
+    """An update with scores or a stated mixture.
 
     Attributes
     ----------
     seq : int
         Sequence number of the update in the run.
     session : int
-        The session that it fell into, from 1.
+        Number of its session, from 1.
     before, after : float or None
-        Accuracy of the uploaded model, and of the one that the client got in return, both on the
-        test data of the upload. The latter is known once the client has uploaded again.
+        Accuracy of the uploaded and the returned model on the test data of the upload; the latter
+        is known at the client's next upload.
     mixture : tuple[float, ...]
         True share of each distribution in the data.
     estimate : Mapping[int, float]
-        Weight of each cluster of the client once the update was applied.
+        Cluster weights of the client after the update.
     """
 
     seq: int
@@ -386,19 +383,19 @@ class Upload:
 
 
 class Uploads(EventHandler):
-    """Gathers the uploads of a run and counts its sessions, an observer of the run.
+    """Collects the uploads and counts the sessions of a run, as an observer.
 
-    A session is a stretch in which every client that is online has uploaded at least once.
+    In a session, every online client uploads at least once.
 
     Parameters
     ----------
     membership : Membership
-        Which client is in which clusters; it has to be told of an event first.
+        Membership of clients, which must process events first.
 
     Attributes
     ----------
     session_ends : list[int]
-        Number of the update with which each session ended.
+        Last update of each session.
     """
 
     def __init__(self, membership: Membership) -> None:
@@ -406,7 +403,7 @@ class Uploads(EventHandler):
         self._rows: list[Upload] = []
         self._latest: dict[str, Upload] = {}
         self._after: dict[str, float] = {}
-        # Uploads whose estimate comes with the changes of clusters that follow them.
+        # Uploads whose estimate follows with later cluster changes.
         self._open: list[Upload] = []
         self._changed = False
         self._identified = False
@@ -421,7 +418,7 @@ class Uploads(EventHandler):
         self(event)
 
     def on_clusters_changed(self, event: events.ClustersChanged) -> None:
-        """Remember that estimates may be others than before."""
+        """Record that estimates may have changed."""
         self._changed = bool(self._open)
 
     def on_client_joined(self, event: events.ClientJoined) -> None:
@@ -436,34 +433,33 @@ class Uploads(EventHandler):
         self._missing.discard(event.client)
 
     def on_clusters_scored(self, event: events.ClustersScored) -> None:
-        """Remember that each cluster stands for the distribution of its number."""
+        """Record that cluster k corresponds to distribution k."""
         self._identified = True
 
     @property
     def rows(self) -> Sequence[Upload]:
-        """The uploads that say something, in their order."""
+        """The uploads with scores or mixtures, in order."""
         self._close()
         return self._rows
 
     @property
     def accuracy_before(self) -> float | None:
-        """Mean over the clients of the latest accuracy of an upload; None if none has any."""
+        """Mean over the clients of the latest accuracy of an upload; None without any."""
         return _mean_of(row.before for row in _last_of_each(self._rows, "before"))
 
     @property
     def accuracy_after(self) -> float | None:
-        """Mean over the clients of the latest accuracy of what they got; None if none has any.
+        """Mean over the clients of the latest accuracy of a returned model; None without any.
 
-        It is measured when a client trains again: of its last upload but one.
+        It is measured at a client's next training, so for its last upload but one.
         """
         return _mean_of(self._after.values())
 
     def matched(self) -> dict[int, int]:
-        """Return the distribution that each cluster stands for.
+        """Return the distribution of each cluster.
 
-        Where clusters were tested on sets of their own, cluster k is of distribution k; otherwise
-        the assignment is the one with the least divergence over the run. Clusters that stand for
-        none are left out.
+        With tests on the server, cluster k has distribution k; otherwise the assignment minimises
+        the divergence over the run. Clusters without a distribution are left out.
         """
         known = self._compared()
         clusters = sorted({cluster for row in known for cluster in row.estimate})
@@ -472,19 +468,18 @@ class Uploads(EventHandler):
         return matching(clusters, [(row.mixture, row.estimate) for row in known])
 
     def unmatched(self) -> list[int]:
-        """Return the distributions that no cluster stands for: there are fewer clusters.
+        """Return the distributions without a cluster.
 
-        Nothing of a method that puts every client into a single cluster.
+        Empty for methods with one cluster per client.
         """
         known = self._mixed()
         return _missing(known, self.matched()) if known else []
 
     def divergences(self) -> list[tuple[Upload, float]]:
-        """Return KL(true ‖ estimated) of every upload of which both are known.
+        """Return KL(true ‖ estimated) of every upload with both known.
 
-        Nothing of a method that puts every client into a single cluster: it estimates no mixture.
-        Nothing either where distributions are `unmatched`: what an estimate gives them is unknown,
-        and taking it for nothing would measure only how small nothing is taken to be.
+        Empty for methods with one cluster per client, which estimate no mixture, and if
+        distributions are `unmatched`, whose estimates are unknown.
         """
         known = self._mixed()
         of = self.matched() if known else {}
@@ -660,7 +655,7 @@ def _mean_of(values: Iterable[float | None]) -> float | None:
 
 
 # -----------------------------------------------------------------------------
-# The numbers of a run: gathered during the run, written as ``summary.json`` at its end.
+# Summary of a run, collected during the run and written as ``summary.json`` at its end.
 # -----------------------------------------------------------------------------
 
 
@@ -718,7 +713,7 @@ class RunSummary(EventHandler):
     membership : Membership
         Which client is in which clusters.
     uploads : Uploads
-        How good uploads were, and how well mixtures were estimated.
+        Scores of uploads and estimates of mixtures.
     cluster_scores : ClustersScored or None
         The latest test of the clusters' models on the server.
     tasks : TaskAccuracies
