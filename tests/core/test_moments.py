@@ -9,6 +9,7 @@ import pytest
 from fleets import MODEL, grid_of, pulled_app
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
+from runs import ONES, devices, of, run
 
 from raceme.core import events
 from raceme.core.clusters import Model
@@ -21,7 +22,6 @@ from raceme.datasets.drift import Schedule, Unit
 from raceme.runs.experiment import build_strategy, resolve
 from raceme.strategies import FedAsync, FedAvg, Plan
 from raceme.strategies.csafl import InWindows
-from runs import ONES, devices, of, run
 
 
 class InSpans(FedAsync):

@@ -9,6 +9,7 @@ import pytest
 from fleets import MODEL, Change, grid_of, pulled_app, read, write
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from runs import ONES, devices, of, run
 
 from raceme.core import events
 from raceme.core.clients import Client
@@ -22,7 +23,6 @@ from raceme.core.strategy import Needs
 from raceme.runs import experiment
 from raceme.strategies import FedAsync, FedAsyncParameters, Method
 from raceme.training import models
-from runs import ONES, devices, of, run
 
 
 class Asking(FedAsync):

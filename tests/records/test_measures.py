@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fleets import grid_of, pulled_app
+from runs import devices, run
 from summaries import summarise
 
 from raceme.core.config import RunConfig, write_toml
@@ -29,7 +30,6 @@ from raceme.reporting.console import summary_rows
 from raceme.reporting.dashboard.source import Columns
 from raceme.reporting.run_page import run_page
 from raceme.strategies import FedAsync
-from runs import devices, run
 
 GAP = MeasureSchema("gap", "distance to the start", ("client", "gap"), unit="m", summary="max")
 LOAD = MeasureSchema("load", "updates of a cluster", ("load",), per="cluster", figure="steps")
