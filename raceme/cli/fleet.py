@@ -288,7 +288,7 @@ def serve(
         return
     if run_config:
         raise UserError("--run-config changes the run config of an app: name its folder, APP_DIR.")
-    settings = prepare(keys if any_device else with_registry(keys, folder))
+    settings = prepare(keys if any_device else with_registry(keys, folder), clients_min)
     if is_complete(settings):
         print(f"The run in {settings.out} is complete: to continue it, raise --max-updates.")
         return

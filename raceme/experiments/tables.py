@@ -419,9 +419,10 @@ def to_latex(comparison: Comparison, table: PlainTable | None = None) -> str:
     lines = [
         "% Needs \\usepackage{booktabs} in the preamble.",
         r"\begin{table}",
-        r"\centering",
+        # Small, and without space at the sides: the table fits a page with margins.
+        r"\centering\small",
         rf"\caption{{{found.title.translate(_LATEX)}}}",
-        rf"\begin{{tabular}}{{l{'r' * (len(heads) - 1)}}}",
+        rf"\begin{{tabular}}{{@{{}}l{'r' * (len(heads) - 1)}@{{}}}}",
         r"\toprule",
         f"{' & '.join(heads)} \\\\",
         r"\midrule",

@@ -677,8 +677,15 @@ class ServeOptions:
     http: str | None = None
 
 
-def prepare(keys: Mapping[str, Value]) -> RunConfig:
+def prepare(keys: Mapping[str, Value], clients_min: int = 1) -> RunConfig:
     """Check the configuration of a run, and resume what is in its folder.
+
+    Parameters
+    ----------
+    keys : Mapping[str, Value]
+        Keys of the run.
+    clients_min : int
+        Devices that training waits for.
 
     Raises
     ------
@@ -691,7 +698,7 @@ def prepare(keys: Mapping[str, Value]) -> RunConfig:
     if given is None:
         # Each evaluation costs a device its time.
         config = config.with_values(eval_every=max(config.num_clients, _LEAST_EVAL_EVERY))
-    experiment.check_fleet(config, experiment.build_strategy(config))
+    experiment.check_fleet(config, experiment.build_strategy(config), clients_min)
     folder = config.resume or config.out
     if not folder:
         raise UserError(

@@ -152,12 +152,11 @@ def comparison_figure(
     if target is not None:
         _target_line(axes, target)
     seeds = max((len(records) for records in methods.values()), default=0)
-    of = "one seed" if seeds == 1 else f"mean of {seeds} seeds"
+    of = "one seed" if seeds == 1 else f"mean{' ± SD' if banded else ''} of {seeds} seeds"
     if not runs:
         say_empty(axes, "no runs")
     elif len(methods) <= _MOST_BANDS:
-        shaded = "; shaded: ± standard deviation" if banded else ""
-        axes.legend(loc=_legend_place(measure), title=f"{of}{shaded}")
+        axes.legend(loc=_legend_place(measure), title=of)
     else:
         # Beside the plot, for lack of room.
         legend_beside(axes, title=of)

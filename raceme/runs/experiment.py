@@ -273,16 +273,23 @@ def simulate(config: RunConfig, *observers: Observer, stop: StopCheck = never_st
         forget()
 
 
-def check_fleet(config: RunConfig, strategy: Method) -> None:
+def check_fleet(config: RunConfig, strategy: Method, devices: int = 0) -> None:
     """Check that a method fits the size of the fleet, and warn where it is of little use.
+
+    Parameters
+    ----------
+    config, strategy
+        The run's.
+    devices : int
+        Real devices that are expected at least; 0: a simulation, which has ``config.num_clients``.
 
     Raises
     ------
     UserError
         The hyper-parameters do not fit the number of clients.
     """
-    strategy.check(config.num_clients)
-    if config.num_clients == 1:
+    strategy.check(max(config.num_clients, devices))
+    if config.num_clients == 1 and not devices:
         log.warning("One client trains alone: federation needs at least two (--clients 2).")
     if config.attack == NONE:
         return

@@ -6,6 +6,7 @@ import resource
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from processes import free_port, loopback, raceme
 
@@ -27,6 +28,22 @@ def served(out: Path) -> str:
         serve(prepare({**KEYS, "max-updates": 9, "out": str(out)}), options)
     (line,) = str(refused.value).splitlines()
     return line
+
+
+def test_a_fleet_is_as_large_as_training_waits_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A server whose devices have their own data knows of one client: its sample."""
+    ones, classes = np.ones((4, 3), np.float32), np.array([0, 1, 0, 1])
+    arrays = {"x_train": ones, "y_train": classes, "x_test": ones, "y_test": classes}
+    np.savez(tmp_path / "sample.npz", **arrays, num_classes=2)
+    keys = {"dataset": "npz", "data-file": str(tmp_path / "sample.npz"), "out": str(tmp_path / "o")}
+    for strategy, said in (("panicle", ""), ("casa", "3 clients are too few for CASA")):
+        caplog.clear()
+        prepare({**keys, "strategy": strategy}, clients_min=3)
+        assert "alone" not in caplog.text
+        assert said in caplog.text
+        assert bool(caplog.text) is bool(said)
 
 
 @pytest.fixture(scope="module")

@@ -161,9 +161,7 @@ def test_a_comparison_draws_mean_and_deviation_of_its_seeds() -> None:
     assert line.get_ydata() == pytest.approx([0.3, 0.43, 0.625])
     # 0.3 less the deviation of 0.2 and 0.4 as a sample, √0.02.
     assert band.get_datalim(axes.transData).y0 == pytest.approx(0.3 - 0.02**0.5)
-    assert (
-        axes.get_legend().get_title().get_text() == "mean of 2 seeds; shaded: ± standard deviation"
-    )
+    assert axes.get_legend().get_title().get_text() == "mean ± SD of 2 seeds"
     (alone,) = comparison_figure({"one": [first]}).axes
     assert not alone.collections
     assert alone.get_legend().get_title().get_text() == "one seed"
