@@ -96,6 +96,10 @@ class SuiteProgress:
         return self
 
     def __exit__(self, *error: object) -> None:
+        # A notebook keeps the line of the suite: what was interrupted goes on no more.
+        for line in self._lines.values():
+            self._bars.remove_task(line)
+        self._bars.update(self._suite, state="")
         self._bars.stop()
 
     def add(self, total: int, done: int) -> None:

@@ -171,7 +171,7 @@ class RunProgress(EventHandler):
 
     def __exit__(self, *error: object) -> None:
         if self._bar is not None:
-            self._draw()
+            self._draw(left="")
             self._bar.stop()
 
     def observe(self, event: Event) -> None:
@@ -220,11 +220,11 @@ class RunProgress(EventHandler):
         seconds = self._pace.seconds_left(self._max_updates)
         return "" if seconds is None else f" · {shown_seconds(seconds)} left"
 
-    def _draw(self) -> None:
+    def _draw(self, left: str | None = None) -> None:
         assert self._bar is not None, "only called with a live line"
         self._drawn_at = self._clock()
         # The remaining time replaces the rate.
-        line = self._status(rate=False) + self._left()
+        line = self._status(rate=False) + (self._left() if left is None else left)
         done = self._summary.updates
         self._bar.update(self._line, completed=done, total=max(done, self._max_updates), line=line)
         self._bar.refresh()

@@ -189,6 +189,8 @@ def test_the_bar_says_how_long_it_will_take() -> None:
     text = told((1.0, applied(1)), (25.0, applied(25)), terminal=True)
     assert "25/100 t = 25.0 s · 0 clusters · 75 s left" in text
     assert "left" not in told((25.0, applied(100)), terminal=True)
+    # The last line is of a run that is interrupted, too.
+    assert text.rindex("25/100") > text.rindex("left")
 
 
 @pytest.mark.parametrize(
