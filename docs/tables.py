@@ -509,16 +509,17 @@ def cdfl(docs: Path) -> Table:
 
 
 def cdfl_bar(docs: Path) -> Table:
-    """CDFL with two bars of the losses, K = 4, a tenth of the length."""
+    """CDFL with two bars of the losses, a tenth of the length."""
     rows = []
-    for bar, name in (("0.5", "cdfl-bar-fashion-4"), ("min", "cdfl-bar-fashion-4-min")):
-        of = Experiment.read(docs, name)
-        cells = [f"`{bar}`"]
-        for score in _SCORES:
-            cells += [paper(of, score)("cdfl"), accuracy(of, 1, _score_key(score))("cdfl")]
-        rows.append([*cells, number(of.mean("cdfl", "mixture_divergence"), 2)])
+    for k in (4, 6):
+        for bar, suffix in (("0.5", ""), ("min", "-min")):
+            of = Experiment.read(docs, f"cdfl-bar-fashion-{k}{suffix}")
+            cells = [str(k), f"`{bar}`"]
+            for score in _SCORES:
+                cells += [paper(of, score)("cdfl"), accuracy(of, 1, _score_key(score))("cdfl")]
+            rows.append([*cells, number(of.mean("cdfl", "mixture_divergence"), 2)])
     columns = [head for score in _SCORES for head in (f"{score}, paper", "ours")]
-    return Table(("`loss-bar`", *columns, "KL"), rows)
+    return Table(("K", "`loss-bar`", *columns, "KL"), rows)
 
 
 def cdfl_sessions(docs: Path) -> Table:
