@@ -1,9 +1,9 @@
-"""CFL: federated averaging in clusters that are divided in two when their clients disagree.
+"""CFL: federated averaging in clusters, recursively bipartitioned.
 
 Sattler et al., "Clustered Federated Learning: Model-Agnostic Distributed Multitask Optimization
-under Privacy Constraints", 2020: a cluster that has come to rest as a whole while some of its
-clients still have large updates (Algorithm 1) is bi-partitioned by the cosines of the updates.
-CFL-Async is its asynchronous form in CASA's paper.
+under Privacy Constraints", 2020: a cluster that has converged as a whole while some of its clients
+still have large updates (Algorithm 1) is bipartitioned by the cosines of the updates. CFL-Async is
+its asynchronous form in CASA's paper.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = getLogger("raceme")
 
 @dataclass(frozen=True)
 class _Dividing:
-    """How clusters are divided; the defaults are the authors' code without its waiting."""
+    """Criteria of divisions; the defaults are the authors' code without its waiting."""
 
     linkage: str = option(
         "complete",
@@ -70,12 +70,12 @@ class CFLAsyncParameters(_Dividing, FedAsyncParameters):
 
 @dataclass
 class CFLState:
-    """What CFL knows beside its clusters.
+    """State of CFL besides its clusters.
 
     Attributes
     ----------
     deltas : dict[str, Vector]
-        The latest Δ_i of each client; emptied for the members of a cluster that is divided.
+        Latest Δ_i of each client; cleared for members of a divided cluster.
     examples : dict[str, int]
         n_i: number of training examples of each client.
     """
@@ -85,7 +85,7 @@ class CFLState:
 
 
 class Bipartitions(Method):
-    """What CFL does in rounds, and CFL-Async on every update."""
+    """Shared by CFL, in rounds, and CFL-Async, at every update."""
 
     state_type = CFLState
     needs = Needs(bases=True)
@@ -93,7 +93,7 @@ class Bipartitions(Method):
     state: CFLState
 
     def _take(self, update: Update) -> bool:
-        """Note Δ_i; give a newcomer a cluster, and return whether it was one.
+        """Store Δ_i; place a newcomer, and return whether it was one.
 
         Our reading, the paper has no newcomers: it joins the cluster whose members' latest updates
         are on average most similar to its own.
@@ -110,19 +110,19 @@ class Bipartitions(Method):
         return newcomer
 
     def _known(self, clients: Sequence[str]) -> list[Vector]:
-        """Return the latest updates of those of some clients that have one."""
+        """Return the latest updates of given clients, if any."""
         deltas = self.state.deltas
         return [deltas[client] for client in clients if client in deltas]
 
     def _divide_if_due(self, cluster: int, clients: Sequence[str], log_norms: bool) -> None:
-        """Bi-partition a cluster if its clients' updates meet the criterion, Algorithm 1."""
+        """Bipartition a cluster if its clients' updates meet the criterion, Algorithm 1."""
         state, options = self.state, self.parameters
         if len(clients) < 2:
             return
         deltas = np.stack([state.deltas[client] for client in clients])
         norms = norms_of(deltas, np.array([state.examples[client] for client in clients]))
         if log_norms:
-            # Lets a short run show where ε1 and ε2 belong.
+            # Shows suitable ε1 and ε2 in a short run.
             text = "cluster %d after %d updates: mean norm %.4f, largest norm %.4f"
             log.info(text, cluster, self.progress.updates, norms.mean, norms.largest)
         rounds = self.progress.updates / max(1, len(self.clusters.members))
@@ -138,7 +138,7 @@ class Bipartitions(Method):
             state.deltas.pop(client, None)
 
     def _add_absent(self, cluster: int, parts: list[list[str]]) -> None:
-        """Put members that had no say where their latest update fits, or else to the most.
+        """Add absent members to the most similar part, or else to the largest.
 
         Our reading: the paper lets all clients take part in every round.
         """
@@ -186,7 +186,7 @@ class CFLAsync(Bipartitions):
         newcomer = self._take(update)
         members = clusters.clients(clusters.main(client))
         if all(member in self.state.deltas for member in members):
-            # About as often as a round-based run would say it.
+            # About as often as in a round-based run.
             log_norms = self.progress.updates % max(1, len(members)) == 0
             self._divide_if_due(clusters.main(client), members, log_norms)
         home = clusters.main(client)

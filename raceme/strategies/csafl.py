@@ -235,7 +235,7 @@ class InWindows(Scheduler):
         if group is not None and self._gathers(group):
             self.state.joint[task.number] = group
 
-    # What came back.
+    # Updates.
 
     def accept(self, update: Update, now: float) -> Sequence[Update]:
         """Act on an update of this window at once, unless its group makes updates together."""
@@ -403,7 +403,7 @@ class CSAFL(Method):
 
     @property
     def needs(self) -> Needs:
-        """What a run of the method has to have."""
+        """Requirements of the method."""
         return Needs(bases=True, latencies=True, fits_clients=self._check_clients)
 
     def scheduler(self) -> Scheduler:

@@ -1,7 +1,7 @@
-"""Flower's own round-based strategies, FedAvg and FedProx, under Raceme's loop.
+"""Flower's round-based strategies under Raceme's loop.
 
-Flower's strategy chooses the clients of a round, with what settings, and how the updates are
-aggregated; the loop sends, waits, checks and reports as for every method.
+Flower's strategy decides clients, settings and aggregation of a round; the loop sends, waits,
+checks and reports as for every method.
 """
 
 from __future__ import annotations
@@ -36,35 +36,35 @@ class FedProxParameters(RoundsParameters):
 
 @dataclass
 class FlowerState:
-    """What Flower's strategy has said of the present round.
+    """Flower's strategy's decisions for the current round.
 
     Attributes
     ----------
     settings : dict[str, Any]
-        What the messages of the round say.
+        Settings of the round's messages.
     """
 
     settings: dict[str, Any] = field(default_factory=dict)
 
 
 class FlowerRounds(Method):
-    """Runs one of Flower's strategies, one that keeps a single model and no state of its own.
+    """Runs a Flower strategy with a single model and no state of its own.
 
     Parameters
     ----------
     inner : Strategy
-        Chooses clients, with what settings, and how updates are aggregated.
+        Flower's strategy.
     parameters : RoundsParameters
-        The hyper-parameters that `inner` was made with, for reports. Where they say that clients
-        are picked in turn, `inner` decides how many, not which.
+        Hyper-parameters of `inner`, for reports. With sampling in turn, `inner` decides only the
+        number of clients.
     seed : int
-        Decides which clients are sampled.
+        Seed of client sampling.
     """
 
     parameters_type = RoundsParameters
     state_type = FlowerState
     counts_examples: ClassVar[bool] = True
-    """Whether an update counts by its client's examples, or all count alike."""
+    """Whether updates are weighted by examples."""
     parameters: RoundsParameters
     state: FlowerState
     scheduling: InRounds
@@ -78,15 +78,15 @@ class FlowerRounds(Method):
 
     @property
     def needs(self) -> Needs:
-        """One model, for good, and any setting that Flower's strategy has for its client mods."""
+        """One model, and any setting of Flower's strategy for client mods."""
         return Needs(one_model=True, settings=None)
 
     def scheduler(self) -> Scheduler:
-        """Work in rounds, with the participants that Flower's strategy chooses."""
+        """Work in rounds, with participants chosen by Flower's strategy."""
         return InRounds(participants=self._participants, sampling=self.parameters.sampling)
 
     def _participants(self, online: Sequence[Client], rng: np.random.Generator) -> Sequence[Client]:
-        """Ask Flower's strategy; it samples with Python's `random`."""
+        """Let Flower's strategy sample, which uses Python's `random`."""
         nodes = {client.node_id: client for client in online}
         number = self.scheduling.state.number
         before = random.getstate()
@@ -108,11 +108,11 @@ class FlowerRounds(Method):
         return [nodes[message.metadata.dst_node_id] for message in asked]
 
     def request_for(self, client: str) -> Request:
-        """Let a client train with the settings of Flower's strategy."""
+        """Return training with the settings of Flower's strategy."""
         return Request(client, settings=self.state.settings)
 
     def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
-        """Let Flower's strategy aggregate; it weighs updates by their examples."""
+        """Let Flower's strategy aggregate, weighted by examples."""
         number = self.scheduling.state.number
         arrays, metrics = self.inner.aggregate_train(number, self._replies(updates))
         if arrays is not None:
@@ -122,20 +122,20 @@ class FlowerRounds(Method):
         return [Outcome(0, staleness=0, weight=weight) for weight in self.weights(updates)]
 
     def weights(self, updates: Sequence[Update]) -> list[float]:
-        """Return the share of each update in what Flower's strategy has made of them."""
+        """Return the share of each update in Flower's aggregation."""
         counts = [update.num_examples if self.counts_examples else 1 for update in updates]
         return [count / sum(counts) for count in counts]
 
     def _replies(self, updates: Sequence[Update]) -> Iterable[Message]:
         """Return the updates as messages, with the metrics that all of them have.
 
-        Flower's strategies end the run when replies differ; one odd client must not be able to.
+        Flower's strategies end the run if replies differ, which a single client must not cause.
         """
         common = set.intersection(*(set(update.metrics) for update in updates))
         replies = []
         for update in updates:
             metrics = {name: value for name, value in update.metrics.items() if name in common}
-            # A count, as Flower's weighted mean expects it.
+            # An integer, as expected by Flower's weighted mean.
             metrics[names.NUM_EXAMPLES] = update.num_examples
             arrays, measured = self.spec.pack(update.vector), MetricRecord(dict(metrics))
             records = RecordDict({names.ARRAYS: arrays, names.METRICS: measured})
@@ -149,7 +149,7 @@ class FlowerRounds(Method):
 
 
 class _Nodes:
-    """As much of a grid as Flower's strategies look at when they sample."""
+    """The part of a grid that Flower's strategies use for sampling."""
 
     def __init__(self, node_ids: list[int | None]) -> None:
         self._node_ids = node_ids
@@ -159,7 +159,7 @@ class _Nodes:
 
 
 class MadeOfParameters(FlowerRounds):
-    """One of Flower's own strategies, made with the hyper-parameters, which have Flower's names."""
+    """A Flower strategy made from hyper-parameters with Flower's names."""
 
     flower: ClassVar[type[strategy.FedAvg]]
 
@@ -169,8 +169,8 @@ class MadeOfParameters(FlowerRounds):
             item.name for item in fields(RoundsParameters)
         }
         settings = {name: getattr(made, name) for name in own if getattr(made, name) is not None}
-        # One client that is online is enough: Flower would sleep on the wall clock until more come,
-        # which never happens on virtual time.
+        # One online client suffices: Flower would sleep on the wall clock until more join, which
+        # never happens on virtual time.
         inner = self.flower(
             fraction_train=made.fraction,
             min_train_nodes=1,
@@ -197,8 +197,8 @@ class FedProx(MadeOfParameters):
 # -----------------------------------------------------------------------------
 # Flower's own robust strategies in rounds: median, trimmed mean, Krum and Multi-Krum.
 #
-# They take it that all clients have data of one distribution: what few of them send is poison. On
-# clients with groups of their own they drop honest groups, too.
+# They assume that all clients have one distribution and treat minorities as poison, so that honest
+# groups of clustered data are dropped too.
 # -----------------------------------------------------------------------------
 
 
@@ -247,7 +247,7 @@ class MultiKrum(MadeOfParameters):
 
     @property
     def needs(self) -> Needs:
-        """What a run of the method has to have."""
+        """Requirements of the method."""
         return Needs(one_model=True, fits_clients=self._check_clients)
 
     def __init__(self, parameters: Any = None, seed: int = 0, **arguments: Any) -> None:
@@ -258,12 +258,12 @@ class MultiKrum(MadeOfParameters):
         self._chosen: list[RecordDict] = []
 
     def _check_clients(self, clients: int) -> None:
-        """Find out whether so many attackers can be outvoted: n ≥ 2 f + 3.
+        """Check that the attackers can be outvoted: n ≥ 2 f + 3.
 
         Raises
         ------
         UserError
-            They cannot.
+            They cannot be.
         """
         count = math.floor(self.parameters.fraction * clients)
         attackers = self.parameters.num_malicious_nodes
@@ -274,7 +274,7 @@ class MultiKrum(MadeOfParameters):
             )
 
     def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
-        """Let Flower's strategy choose and average."""
+        """Let Flower's strategy select and average."""
         wanted, attackers = self.parameters.num_nodes_to_select, self.inner.num_malicious_nodes
         if wanted is None:
             wanted = max(1, len(updates) - attackers)
@@ -292,7 +292,7 @@ class MultiKrum(MadeOfParameters):
         return self._sent
 
     def _note_chosen(self, records: list[RecordDict], key: str) -> MetricRecord:
-        """Note what was chosen, and average the metrics of these as Flower does."""
+        """Record the selection, and average its metrics as Flower does."""
         self._chosen = records
         return self._mean(records, key)
 

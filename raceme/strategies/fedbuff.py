@@ -36,12 +36,12 @@ class FedBuffParameters:
 
 @dataclass
 class FedBuffState:
-    """What has been collected for the next version of the global model.
+    """The buffer for the next version of the global model.
 
     Attributes
     ----------
     total : Vector
-        Sum of the scaled deltas collected so far; of statistics, of what clients have. Shape (d,).
+        Sum of the buffered scaled deltas, and of clients' statistics. Shape (d,).
     count : int
         Number of deltas in the sum.
     """
@@ -60,13 +60,13 @@ class FedBuff(Method):
     parameters: FedBuffParameters
 
     def initialize(self, vector: Vector) -> None:
-        """Start from the initial model with nothing collected."""
+        """Start from the initial model with an empty buffer."""
         warn_of_short_run("FedBuff", "k", self.parameters.k, self.planned_updates)
         self.clusters = Clusters({0: Model(vector)})
         self.state = FedBuffState(np.zeros_like(vector))
 
     def on_update(self, update: Update) -> Outcome:
-        """Collect the scaled delta; with K of them, take the server step."""
+        """Buffer the scaled delta; take the server step at K of them."""
         state, options, model = self.state, self.parameters, self.models[0]
         staleness = update.staleness
         scale = 1.0 / math.sqrt(1.0 + staleness)
@@ -76,7 +76,7 @@ class FedBuff(Method):
         if state.count == options.k:
             step = np.float32(options.server_lr / options.k) * state.total
             mean = state.total / np.float32(options.k)
-            # Emptied first: a step that is not finite is refused, and the next one must come.
+            # Emptied first, since a non-finite step is refused and the next must follow.
             state.total[...] = 0.0
             state.count = 0
             model.replace(stepped(model.vector, step, mean, self.trainable))
@@ -84,14 +84,14 @@ class FedBuff(Method):
 
 
 def warn_of_short_run(name: str, option: str, needed: int, planned: int) -> None:
-    """Log it if a run ends before a method that waits for some updates has moved its model.
+    """Warn if a run ends before a buffering method changes its model.
 
     Parameters
     ----------
     name, option : str
-        The method, and its option that says for how many it waits.
+        Method, and its option for the buffer size.
     needed, planned : int
-        How many these are, and how many the run has; 0 if that is not known.
+        Buffer size, and number of updates of the run; 0 if unknown.
     """
     if 0 < planned < needed:
         log.warning(
@@ -132,7 +132,7 @@ class CA2FLParameters:
 
 @dataclass
 class CA2FLState:
-    """The cache, and what has been collected for the next step.
+    """The cache, and the buffer for the next step.
 
     Attributes
     ----------
@@ -143,7 +143,7 @@ class CA2FLState:
     mean : NDArray[np.float64]
         h: mean over all clients, from before the buffer. Shape (d,).
     residuals : NDArray[np.float64]
-        D: sum of Δ_i − h_i over the buffer; of statistics the sum of what clients have. Shape (d,).
+        D: sum of Δ_i − h_i over the buffer, and of clients' statistics. Shape (d,).
     count : int
         How many updates are in the buffer.
     """
@@ -165,14 +165,14 @@ class CA2FL(Method):
     parameters: CA2FLParameters
 
     def initialize(self, vector: Vector) -> None:
-        """Start from the initial model, with an empty cache and nothing collected."""
+        """Start from the initial model, with empty cache and buffer."""
         warn_of_short_run("CA2FL", "m", self.parameters.m, self.planned_updates)
         self.clusters = Clusters({0: Model(vector)})
         zeros = np.zeros(len(vector))
         self.state = CA2FLState(zeros, zeros.copy(), zeros.copy())
 
     def on_update(self, update: Update) -> Outcome:
-        """Collect the residual, overwrite the cache; with M of them, take the server step."""
+        """Buffer the residual, update the cache; take the server step at M of them."""
         state, options, client = self.state, self.parameters, update.task.client
         staleness = update.staleness
         brought = contribution(update.delta, update.vector, self.trainable)
@@ -242,14 +242,14 @@ class FADASParameters:
 
 @dataclass
 class FADASState:
-    """The optimiser, and what has been collected for its next step.
+    """The optimiser, and the buffer for its next step.
 
     Attributes
     ----------
     momentum, square, largest_square : NDArray[np.float64]
         m, v and v̂. Shape (d,).
     total : NDArray[np.float64]
-        Sum of the updates collected so far; of statistics, of what clients have. Shape (d,).
+        Sum of the buffered updates, and of clients' statistics. Shape (d,).
     count : int
         Number of updates in the sum.
     largest_staleness : int
@@ -277,14 +277,14 @@ class FADAS(Method):
     parameters: FADASParameters
 
     def initialize(self, vector: Vector) -> None:
-        """Start from the initial model with nothing collected."""
+        """Start from the initial model with an empty buffer."""
         warn_of_short_run("FADAS", "m", self.parameters.m, self.planned_updates)
         self.clusters = Clusters({0: Model(vector)})
         zeros = np.zeros(len(vector))
         self.state = FADASState(zeros, zeros.copy(), zeros.copy(), zeros.copy())
 
     def on_update(self, update: Update) -> Outcome:
-        """Collect the update; with M of them, take the server step."""
+        """Buffer the update; take the server step at M of them."""
         state, options = self.state, self.parameters
         staleness = update.staleness
         state.total += contribution(update.delta, update.vector, self.trainable)
@@ -292,7 +292,8 @@ class FADAS(Method):
         state.count += 1
         if state.count == options.m:
             self._step()
-        # Adam divides by the size of what it is given: the update's share of the mean.
+        # Adam normalises the size of its input, so the outcome states the update's share of the
+        # mean.
         return Outcome(cluster=0, staleness=staleness, weight=1.0 / options.m)
 
     def _step(self) -> None:
@@ -351,12 +352,12 @@ class PORTParameters:
 
 @dataclass
 class PORTState:
-    """What has been collected for the next step.
+    """The buffer for the next step.
 
     Attributes
     ----------
     total : NDArray[np.float64]
-        Sum of the weighted updates; of statistics, of what clients have. Shape (d,).
+        Sum of the weighted updates, and of clients' statistics. Shape (d,).
     weight : float
         Sum of the weights of these updates.
     count : int
@@ -384,22 +385,22 @@ class PORT(Method):
     parameters: PORTParameters
 
     def initialize(self, vector: Vector) -> None:
-        """Start from the initial model with nothing collected."""
+        """Start from the initial model with an empty buffer."""
         options = self.parameters
         warn_of_short_run("PORT", "min-clients", options.min_clients, self.planned_updates)
         self.clusters = Clusters({0: Model(vector)})
         self.state = PORTState(np.zeros(len(vector)))
 
     def on_sent(self, task: InFlight) -> None:
-        """Note which version a client trains."""
+        """Record the version that a client trains."""
         self.state.at_work[task.client] = task.version
 
     def on_closed(self, task: InFlight) -> None:
-        """Note that a client is done."""
+        """Record the end of a client's work."""
         self.state.at_work.pop(task.client, None)
 
     def on_update(self, update: Update) -> Outcome:
-        """Collect the update by its weight; take the step if no client is to be waited for."""
+        """Buffer the weighted update; take the step unless a stale client is awaited."""
         state, options = self.state, self.parameters
         staleness = update.staleness
         weight = options.weight(staleness, self._agreement(update, staleness)) * update.num_examples
@@ -423,7 +424,7 @@ class PORT(Method):
         return float(cosine(self.compared(update.delta), self.compared(direction)))
 
     def _waits(self) -> bool:
-        """Return whether a client is at work that is staler than the bound."""
+        """Return whether a working client is staler than the bound."""
         oldest = min(self.state.at_work.values(), default=self.models[0].version)
         return self.models[0].version - oldest > self.parameters.bound
 
@@ -472,12 +473,12 @@ class ACEParameters:
     )
 
     def longest_delay(self, clients: int) -> float:
-        """Return τ_algo: up to which age a gradient counts."""
+        """Return τ_algo: the maximum age of gradients."""
         return math.inf
 
     @property
     def counts_from_sending(self) -> bool:
-        """Whether the age of a client's gradient is that of the model that it got last."""
+        """Whether a gradient's age is that of the client's last received model."""
         return False
 
 
@@ -495,12 +496,12 @@ class ACEDParameters(ACEParameters):
     )
 
     def longest_delay(self, clients: int) -> float:
-        """Return τ_algo: up to which age a gradient counts."""
+        """Return τ_algo: the maximum age of gradients."""
         return clients if self.delay is None else self.delay
 
     @property
     def counts_from_sending(self) -> bool:
-        """Whether the age of a client's gradient is that of the model that it got last."""
+        """Whether a gradient's age is that of the client's last received model."""
         return self.clock == "sent"
 
 
@@ -513,7 +514,7 @@ class ACEState:
     total : NDArray[np.float64]
         −Σ U_i over the clients that count. Shape (d,).
     latest : dict[str, Vector]
-        −U_i: Δ_i of each client that has reported; of statistics what it has. Shape (d,).
+        −U_i: latest Δ_i of each client, with its statistics. Shape (d,).
     trained_from : dict[str, int]
         t_i of each of them.
     counted : dict[str, bool]
@@ -539,7 +540,7 @@ class ACE(Method):
     parameters: ACEParameters
 
     def scheduler(self) -> Scheduler:
-        """Wait for all clients once; then every client works all the time."""
+        """Wait for all clients once; then work asynchronously."""
         if self.parameters.start == "seen":
             return EveryIdle()
         return then(InRounds(), EveryIdle(), lambda: self.state.started)
@@ -550,13 +551,13 @@ class ACE(Method):
         self.state = ACEState(np.zeros(len(vector)), started=self.parameters.start == "seen")
 
     def on_sent(self, task: InFlight) -> None:
-        """Note which model a client got last, if ages are counted from there."""
+        """Record the model that a client received last, if ages count from it."""
         known = task.client in self.state.latest
         if self.parameters.counts_from_sending and known and task.kind in TRAINING:
             self.state.trained_from[task.client] = task.version
 
     def aggregate(self, updates: Sequence[Update]) -> Sequence[Outcome]:
-        """Fill the cache and take the first step; later act on each update by itself."""
+        """Fill the cache and take the first step; later apply single updates."""
         if self.state.started:
             return super().aggregate(updates)
         for update in updates:
@@ -568,7 +569,7 @@ class ACE(Method):
         return [Outcome(cluster=0, staleness=0, weight=weight) for _ in updates]
 
     def on_update(self, update: Update) -> Outcome:
-        """Put the update in the place of the client's former one, and step along the mean."""
+        """Replace the client's former update, and step along the mean."""
         version, clients = self.models[0].version, len(self.clusters.members)
         self._cache(update)
         self._count(version)
@@ -578,7 +579,7 @@ class ACE(Method):
         return Outcome(cluster=0, staleness=update.staleness, weight=rate)
 
     def _cache(self, update: Update) -> None:
-        """U_i ← U_new; it is counted anew."""
+        """U_i ← U_new, counted again."""
         state, client = self.state, update.task.client
         self._leave_out(client)
         brought = contribution(update.delta, update.vector, self.trainable)
@@ -587,7 +588,7 @@ class ACE(Method):
             state.trained_from[client] = update.task.version
 
     def _count(self, version: int) -> None:
-        """Let those count whose gradient is young enough: A."""
+        """Update the set A of recent gradients."""
         state, longest = self.state, self.parameters.longest_delay(len(self.clusters.members))
         for client, trained_from in state.trained_from.items():
             if version - trained_from > longest:

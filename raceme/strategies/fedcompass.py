@@ -4,9 +4,9 @@ Li et al., "FedCompass: Efficient Cross-Silo Federated Learning on Heterogeneous
 Using a Computing Power-Aware Scheduler", ICLR 2024. When a group is complete, ``w ← w + (α/N) Σ
 st(s_i) (w_i − w)``, with ``st(s) = (1 + s)^−a``: N clients, s_i staleness, all against the same w.
 
-The authors' code has st(s) = (1 + s)^a, which counts stale updates more; we take that for a slip.
-N is the number of clients online. The paper's local optimiser is Adam, with mini-batches of 64.
-Nothing is kept of the models that clients have started from.
+The authors' code has st(s) = (1 + s)^a, which counts stale updates more; which we consider an
+error. N is the number of clients online. The paper's local optimiser is Adam, with mini-batches of
+64. Base models of clients are not kept.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from raceme.core.scheduling import Scheduler, SelectionContext, sample
 from raceme.core.strategy import Method, Needs
 
 # -----------------------------------------------------------------------------
-# Groups that arrive together: each client is given the work that it can do until the others do.
+# Groups that arrive together: each client gets the work that it can do in the common time.
 # -----------------------------------------------------------------------------
 
 
 @dataclass
 class ArrivalGroup:
-    """Clients that are expected back at one time.
+    """Clients expected at one time.
 
     Attributes
     ----------
     expected : float
-        T: when they should be back, in seconds.
+        T: expected arrival time in seconds.
     latest : float
-        L: until when they are waited for.
+        L: latest arrival time.
     fastest : float
         Seconds for a step of its fastest member.
     open : dict[str, bool]
-        Members that are at work.
+        Working members.
     held : list[Update]
-        What the others have brought.
+        Updates of the others.
     """
 
     expected: float
@@ -57,7 +57,7 @@ class ArrivalGroup:
 
 @dataclass
 class ArrivalState:
-    """When clients are expected back.
+    """State of arrival groups.
 
     Attributes
     ----------
@@ -68,13 +68,13 @@ class ArrivalState:
     sent_at : dict[str, float]
         Time in seconds at which each client's latest work was sent.
     groups : dict[int, ArrivalGroup]
-        Groups that are waited for.
+        Open groups.
     made : int
-        How many there ever were.
+        Number of groups so far.
     home : dict[str, int]
-        The group of each client that is at work, or waits.
+        Group of each working or waiting client.
     late : list[Update]
-        What came after its group was over; acted on with the next group's.
+        Late updates, aggregated with the next group's.
     """
 
     seconds: dict[str, float] = field(default_factory=dict)
@@ -87,22 +87,21 @@ class ArrivalState:
 
 
 class ByArrival(Scheduler):
-    """Fast clients take more steps than slow ones, so that a group of clients is back at once.
+    """Schedules groups that arrive together: faster clients take more steps.
 
-    Of a client that nothing is known of the first work is as long as any, and what it brings is
-    acted on alone. From then on each client joins the group in which it can take most steps, or
-    founds one. A client that is back early waits; when the last is back, or the group's latest time
-    has passed, what its members have brought is acted on together, with all that came too late for
-    another group (Li et al., "FedCompass", ICLR 2024, Algorithms 1 and 2).
+    A client's first work has the standard length, and its update is applied alone. Then each client
+    joins the group in which it can take most steps, or founds one. Early clients wait; when the
+    last arrives, or at the group's latest time, its updates are aggregated together with late ones
+    of other groups (Li et al., "FedCompass", ICLR 2024, Algorithms 1 and 2).
 
     Parameters
     ----------
     fewest, most : int
         Q_min and Q_max: steps of a client's work.
     patience : float
-        λ: latest time of a group, in times of what its first member is expected to need.
+        λ: latest time of a group, in multiples of its first member's expected time.
     renewal : float
-        Share of the last measurement in what is known of a client's speed.
+        Weight of the last measurement in a client's speed estimate.
     """
 
     state: ArrivalState
@@ -113,13 +112,13 @@ class ByArrival(Scheduler):
         self.state = ArrivalState()
 
     def steps_of(self, client: str) -> int:
-        """Return how many steps the work has that a client was chosen for."""
+        """Return the number of steps of a selected client's work."""
         return self.state.steps[client]
 
     # Selection.
 
     def choose(self, moment: SelectionContext) -> Sequence[Client]:
-        """Return the idle clients that wait for no others, the fastest first."""
+        """Return the idle clients not waiting in a group, the fastest first."""
         state = self.state
         ready = [c for c in moment.idle.ready(moment.now) if c.client_id not in state.home]
         if moment.places is not None:
@@ -130,7 +129,7 @@ class ByArrival(Scheduler):
         return ready
 
     def _assign(self, client: str, now: float) -> None:
-        """Say how many steps a client takes, and which group it is to arrive with."""
+        """Decide a client's number of steps and group."""
         state = self.state
         seconds = state.seconds.get(client)
         if seconds is None:
@@ -155,7 +154,7 @@ class ByArrival(Scheduler):
         group.open[client] = True
 
     def _steps_of_founder(self, now: float, seconds: float) -> int:
-        """Return the steps after which a new group meets the next work of one that there is."""
+        """Return the steps after which a new group meets the next work of an existing one."""
         meets = [
             steps_until(group.latest + self._most * group.fastest, now, seconds)
             for group in self.state.groups.values()
@@ -164,13 +163,13 @@ class ByArrival(Scheduler):
         return max(self._fewest, max((q for q in meets if q <= self._most), default=self._most))
 
     def sent(self, task: InFlight, now: float) -> None:
-        """Note when a client was sent its work."""
+        """Record the time of sending work to a client."""
         self.state.sent_at[task.client] = now
 
-    # What came back.
+    # Updates.
 
     def accept(self, update: Update, now: float) -> Sequence[Update]:
-        """Hold an update until its group is complete; a client's first one is acted on alone."""
+        """Hold an update until its group is complete; a client's first one is applied alone."""
         state, client = self.state, update.task.client
         measured = (now - state.sent_at[client]) / state.steps[client]
         known = state.seconds.get(client)
@@ -188,11 +187,11 @@ class ByArrival(Scheduler):
         return self._if_complete(state.home[client])
 
     def lost(self, task: InFlight, now: float) -> Sequence[Update]:
-        """Wait no more for a client whose work brought nothing."""
+        """Do not wait for a client whose work failed."""
         return self._dropped(task.client)
 
     def left(self, client: str, now: float) -> Sequence[Update]:
-        """Wait no more for a client that is gone; what it has brought is kept."""
+        """Do not wait for a client that left; keep its updates."""
         return self._dropped(client)
 
     def _dropped(self, client: str) -> Sequence[Update]:

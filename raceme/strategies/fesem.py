@@ -1,4 +1,4 @@
-"""FeSEM: K centres, and every client belongs to the one nearest to its own model.
+"""FeSEM: K centres, each client assigned to the one nearest to its model.
 
 Xie et al., "Multi-Center Federated Learning", 2020, as the baseline of FlexCFL's paper (Duan et
 al., TPDS 2022, section 5) and its authors' code have it: expectation maximisation over l2 distances
@@ -46,12 +46,12 @@ class FeSEMParameters(RoundsParameters):
 
 @dataclass
 class FeSEMState:
-    """What FeSEM knows beside its centres, with ``start=models``.
+    """State of FeSEM besides its centres, with ``start=models``.
 
     Attributes
     ----------
     initial : Vector
-        w0: local model of a client that has not trained yet. Shape (d,).
+        w0: local model of a client before its training. Shape (d,).
     local : dict[str, Vector]
         w_i: the model that each client trained last. Shape (d,).
     """
@@ -63,8 +63,7 @@ class FeSEMState:
 class FeSEM(Method):
     """K-means over client models: each client joins the centre nearest in l2 distance (FeSEM).
 
-    If the centres start at clients' models, cluster 0 holds the initial model until the first round
-    is over.
+    If the centres start at clients' models, cluster 0 has the initial model during the first round.
     """
 
     parameters_type = FeSEMParameters
@@ -73,7 +72,7 @@ class FeSEM(Method):
     state: FeSEMState
 
     def initialize(self, vector: Vector) -> None:
-        """Start from K different models, or from the initial one until clients have trained it."""
+        """Start from K different models, or from the initial one for the first round."""
         count = self.parameters.k if self._assigns_first else 1
         self.clusters = different_models(vector, count, self._spec, self.rng)
         self.state = FeSEMState(vector.copy())
@@ -91,7 +90,7 @@ class FeSEM(Method):
         return Request(client)
 
     def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
-        """Move the centres (M); let clients go to their nearest ones if they have not before."""
+        """Update the centres (M); assign clients to the nearest ones if not done before."""
         if self._assigns_first:
             self.state.local.update({update.task.client: update.vector for update in updates})
             return average_by_cluster(self.clusters, updates, by_examples=False)
@@ -104,13 +103,13 @@ class FeSEM(Method):
         return average_by_cluster(self.clusters, updates, by_examples=False)
 
     def _nearest(self, vectors: NDArray[np.float32]) -> list[int]:
-        """Return the cluster of the centre nearest to each of some models, of their weights."""
+        """Return the cluster of the nearest centre for each model, by weights."""
         centres = np.stack([self.compared(model.vector) for model in self.models.values()])
         clusters = list(self.models)
         return [clusters[index] for index in nearest_centre(vectors, centres)]
 
     def _found_centres(self, updates: Sequence[Update], vectors: NDArray[np.float32]) -> None:
-        """Make K clients' models the first centres; clients that took no part have none yet."""
+        """Use K clients' models as first centres; absent clients have none."""
         count = min(self.parameters.k, len(updates))
         if self.parameters.start == "random":
             chosen = self.rng.choice(len(updates), size=count, replace=False)
@@ -118,14 +117,14 @@ class FeSEM(Method):
             seed = int(self.rng.integers(2**31))
             chosen = kmeans_plusplus(vectors, count, random_state=seed)[1]
         labels = nearest_centre(vectors, vectors[chosen])
-        # A centre is its own nearest one, so that none is empty, unless two models are equal.
+        # Each centre is nearest to itself, so none is empty unless models are equal.
         labels[chosen] = np.arange(count)
-        # Clients that took no part have no centre yet: the split places only those it names.
+        # The split places only named clients; absent ones have no centre.
         self.clusters.split(0, parts_of([update.task.client for update in updates], labels))
 
 
 def nearest_centre(vectors: NDArray[np.float32], centres: NDArray[np.float32]) -> NDArray[np.int64]:
-    """Return for each model the index of the centre at the least l2 distance.
+    """Return the index of the nearest centre in l2 distance for each model.
 
     Parameters
     ----------

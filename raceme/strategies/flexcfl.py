@@ -302,7 +302,7 @@ class GroupsByStart(Method):
 
     @property
     def needs(self) -> Needs:
-        """What a run of the method has to have."""
+        """Requirements of the method."""
         counts = self.parameters.counts_labels
         return Needs(
             kinds=frozenset({LABEL_COUNTS} if counts else ()),
@@ -432,7 +432,7 @@ class FlexCFL(GroupsByStart):
 
     @property
     def needs(self) -> Needs:
-        """What a run of the method has to have."""
+        """Requirements of the method."""
         needs = super().needs
         by_itself = self.parameters.placing == "client"
         return replace(needs, kinds=needs.kinds | ({NEAREST_DIRECTION} if by_itself else set()))

@@ -1,12 +1,12 @@
 """ICFL: incremental clustered federated learning.
 
 Yan et al., "Clustered Federated Learning in Heterogeneous Environment", 2023. The paper's text was
-not at hand: what follows is our reading of how CASA's paper and others describe it. The server
-keeps the mean of the cosines of every two clients' updates. A cluster in which some pair is less
-similar than α*(t) is bi-partitioned by spectral clustering; a client that is new, or that is now
-nearer to another cluster, joins the nearest if their mean similarity is above α*(t); a new one
-founds a cluster otherwise. α*(t) = 1 − (1 − α*(0)) e^(−ε t / T) grows towards 1 over the planned T
-rounds. ICFL-Async does the same on every update; for it CASA's paper slows time by a factor 0.01.
+unavailable: this is our reading of its description in CASA's paper and others. The server keeps the
+mean of the cosines of every two clients' updates. A cluster in which some pair is less similar than
+α*(t) is bi-partitioned by spectral clustering; a client that is new, or that is now nearer to
+another cluster, joins the nearest if their mean similarity is above α*(t); a new one founds a
+cluster otherwise. α*(t) = 1 − (1 − α*(0)) e^(−ε t / T) grows towards 1 over the planned T rounds.
+ICFL-Async does the same on every update; for it CASA's paper slows time by a factor 0.01.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from raceme.strategies import shared as spectral
 from raceme.strategies.fedasync import FedAsyncParameters, mix_by_staleness
 
 # -----------------------------------------------------------------------------
-# Similarities of clients, averaged over the times when they could be compared.
+# Similarities of clients, averaged over their comparisons.
 # -----------------------------------------------------------------------------
 
 
@@ -52,7 +52,7 @@ class MeanSimilarity:
     count: NDArray[np.int64] = field(default_factory=lambda: np.empty((0, 0), np.int64))
 
     def add(self, client: str) -> None:
-        """Make room for a client that is new."""
+        """Add a new client."""
         if client not in self.position:
             self.position[client] = len(self.position)
             self.mean = np.pad(self.mean, (0, 1))
@@ -62,12 +62,12 @@ class MeanSimilarity:
     def take(
         self, first: Sequence[str], second: Sequence[str], values: NDArray[np.floating]
     ) -> None:
-        """Take new similarities into the means.
+        """Add new similarities to the means.
 
         Parameters
         ----------
         first, second : Sequence[str]
-            Clients; either the same twice, or such that no pair is among them twice.
+            Clients, either the same twice or without repeated pairs.
         values : NDArray[np.floating]
             New similarities of these pairs. Shape (len(first), len(second)).
         """
@@ -80,12 +80,12 @@ class MeanSimilarity:
         np.fill_diagonal(self.mean, 1.0)
 
     def among(self, clients: Sequence[str]) -> NDArray[np.float32]:
-        """Return the means between some clients, NaN where they have never been compared."""
+        """Return the means between some clients; NaN if never compared."""
         block = np.ix_(self._rows(clients), self._rows(clients))
         return np.where(self.count[block] > 0, self.mean[block], np.float32(np.nan))
 
     def to_group(self, client: str, group: Sequence[str]) -> float | None:
-        """Return the mean over those of a group that the client has been compared with, if any."""
+        """Return a client's mean similarity to compared members of a group, if any."""
         row, others = self.position[client], self._rows([name for name in group if name != client])
         known = others[self.count[row, others] > 0]
         return float(self.mean[row, known].mean()) if len(known) else None
@@ -114,7 +114,7 @@ def alpha_star(t: float, planned: float, start: float, growth: float) -> float:
 
 @dataclass(frozen=True)
 class _Comparing:
-    """What ICFL and ICFL-Async can be told in common; the defaults are those of CASA's paper."""
+    """Common parameters of ICFL and ICFL-Async; the defaults are those of CASA's paper."""
 
     alpha_start: float = option(
         0.85, "α*(0): similarity that a cluster needs first", low=-1, high=1
@@ -139,27 +139,27 @@ class ICFLAsyncParameters(_Comparing, FedAsyncParameters):
 
 @dataclass
 class ICFLState:
-    """What ICFL knows beside its clusters.
+    """State of ICFL besides its clusters.
 
     Attributes
     ----------
     similarity : MeanSimilarity
         Mean cosine of every two clients.
     latest : dict[str, Vector]
-        What each client is compared by, at unit length; kept by ICFL-Async only.
+        Normalised vector of each client for comparisons; kept by ICFL-Async only.
     """
 
     similarity: MeanSimilarity = field(default_factory=MeanSimilarity)
     latest: dict[str, Vector] = field(default_factory=dict)
 
     def likeness(self) -> tuple[list[str], NDArray[np.float32]]:
-        """Return the mean similarities, NaN where two clients have not been compared."""
+        """Return the mean similarities; NaN for pairs not compared."""
         clients = list(self.similarity.position)
         return clients, self.similarity.among(clients)
 
 
 class DividesBySimilarity(Method):
-    """What ICFL does in rounds, and ICFL-Async on every update."""
+    """Shared by ICFL, in rounds, and ICFL-Async, at every update."""
 
     state_type = ICFLState
     needs = Needs(bases=True)
@@ -167,12 +167,12 @@ class DividesBySimilarity(Method):
     state: ICFLState
 
     def on_join(self, client: Client) -> None:
-        """Take a client in: into the only cluster, as a newcomer, or back into its own."""
+        """Add a client: to the only cluster, as a newcomer, or back to its own."""
         super().on_join(client)
         self.state.similarity.add(client.client_id)
 
     def _planned_rounds(self, fraction: float = 1.0) -> float:
-        """Return T: as configured, or the synchronous rounds that the run's updates come to.
+        """Return T: as configured, or the equivalent number of synchronous rounds.
 
         Parameters
         ----------
@@ -183,15 +183,15 @@ class DividesBySimilarity(Method):
         return self.parameters.rounds or max(1.0, self.planned_updates / clients)
 
     def _compared(self, update: Update) -> Vector:
-        """Return what a client is compared by."""
+        """Return the vector that represents a client in comparisons."""
         if self.parameters.compare == "models":
             return self.compared(update.vector)
         return self.compared(update.delta)
 
     def _place(self, update: Update, threshold: float) -> bool:
-        """Let a client that is new or has moved join a cluster; return whether it has.
+        """Place a new or moving client; return whether it was placed.
 
-        A newcomer to which no cluster is similar enough founds one, from its own model.
+        A newcomer without a similar cluster founds one from its own model.
         """
         clusters, client = self.clusters, update.task.client
         home = clusters.main(client) if clusters.is_placed(client) else None

@@ -1,13 +1,13 @@
-"""IFCA: K models, and every client trains the one that fits its data best.
+"""IFCA: K models, each client training the one that best fits its data.
 
 Ghosh et al., "An Efficient Framework for Clustered Federated Learning", NeurIPS 2020, Algorithm 1
 with model averaging: each participant receives all K models, takes the one with the least loss on
 its training data, trains it and returns it with its index; the server averages per model.
 IFCA-Async, as in CASA's paper, does the same on every update.
 
-A client whose data change keeps the model that it chose last until it trains again. With
-``detect=label-counts`` it chooses anew before the next round, for which it is sent all K models:
-IFCA-MIG of Duan et al. (TPDS 2022, section 5.3), with FlexCFL's criterion of a change.
+A client whose data change keeps its last choice until it trains again. With ``detect=label-counts``
+it chooses again before the next round, among all K models: IFCA-MIG of Duan et al. (TPDS 2022,
+section 5.3), with FlexCFL's criterion of a change.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _TOLERANCE = 0.2
 
 @dataclass(frozen=True)
 class _Choice:
-    """What IFCA and IFCA-Async can be told in common."""
+    """Common parameters of IFCA and IFCA-Async."""
 
     k: int = option(4, "K: number of models", low=1)
     choosing_cost: float = option(
@@ -69,13 +69,13 @@ class IFCAAsyncParameters(_Choice, FedAsyncParameters):
 
 
 class ChoosesModel(Method):
-    """What IFCA does in rounds, and IFCA-Async on every update."""
+    """Shared by IFCA, in rounds, and IFCA-Async, at every update."""
 
     parameters: _Choice
 
     @property
     def needs(self) -> Needs:
-        """What a run of the method has to have."""
+        """Requirements of the method."""
         return Needs(kinds=frozenset({TRAIN_BEST} if self.parameters.k > 1 else ()))
 
     def initialize(self, vector: Vector) -> None:
@@ -84,9 +84,9 @@ class ChoosesModel(Method):
         self.state = self.state_type()
 
     def request_for(self, client: str) -> Request:
-        """Let a client choose among all models, and train the one that it has chosen.
+        """Return training of the client's choice among all models.
 
-        All models are sent; the simulator charges for the choice, if it is to cost.
+        All models are sent; the simulator accounts for the choice if configured.
         """
         models = tuple(self.models)
         cost = self.parameters.choosing_cost * len(models)
@@ -97,8 +97,8 @@ class ChoosesModel(Method):
 class IFCA(ChoosesModel):
     """K models; each client trains the one with the lowest loss on its data, in rounds (IFCA).
 
-    A client is tested with the model that it chose last; before its first choice with the one that
-    most others have chosen, at the start the first.
+    A client is tested with its last choice; before the first choice with the most frequent one,
+    initially the first.
     """
 
     parameters_type = IFCAParameters
@@ -109,7 +109,7 @@ class IFCA(ChoosesModel):
 
     @property
     def needs(self) -> Needs:
-        """What a run of the method has to have."""
+        """Requirements of the method."""
         needs = super().needs
         if self.parameters.detect == "none":
             return needs
@@ -117,12 +117,12 @@ class IFCA(ChoosesModel):
         return replace(needs, kinds=kinds, classes="count their labels unless detect=none")
 
     def scheduler(self) -> Scheduler:
-        """Work in rounds; clients whose data have changed choose first."""
+        """Work in rounds; clients with changed data choose first."""
         parameters = self.parameters
         return InRounds(parameters.fraction, sampling=parameters.sampling, queries=self._queries)
 
     def _queries(self, moment: SelectionContext) -> Sequence[Request] | None:
-        """Ask for label counts before each round, and then for the choice of changed clients."""
+        """Query label counts before each round, and then the choices of changed clients."""
         if self.parameters.detect == "none":
             return None
         state = self.state
@@ -141,23 +141,23 @@ class IFCA(ChoosesModel):
         ]
 
     def _choice_of(self, client: str) -> Request:
-        """Let a client measure all models, and train none."""
+        """Return a measurement of all models without training."""
         models = tuple(self.models)
         settings = {COMPUTE_SCALE: self.parameters.choosing_cost * len(models)}
         return Request(client, SCORES, models, settings=settings)
 
     def on_sent(self, task: InFlight) -> None:
-        """Note which clients are asked."""
+        """Record the queried clients."""
         if task.kind in (LABEL_COUNTS, SCORES):
             self.state.ask(task.client)
 
     def on_answer(self, answer: Answer) -> None:
-        """Take label counts in, or move a client to the model with the least loss on its data.
+        """Process label counts, or move a client to the model with the lowest loss on its data.
 
         Raises
         ------
         InvalidReplyError
-            It brings not one loss for each model.
+            It does not have one loss per model.
         """
         client, models = answer.task.client, list(answer.task.candidates)
         if answer.task.kind == LABEL_COUNTS:
@@ -174,7 +174,7 @@ class IFCA(ChoosesModel):
         self.state.settle(client)
 
     def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
-        """Average the models that were trained from the same one."""
+        """Average the models trained from the same one."""
         for update in updates:
             self.clusters.assign(update.task.client, update.task.cluster)
             self.state.settle(update.task.client)
@@ -204,10 +204,10 @@ def different_models(
 
 
 def redrawn(vector: Vector, spec: ModelSpec | None, rng: np.random.Generator) -> Vector:
-    """Return another initial model: that one's numbers, shuffled inside each array.
+    """Return another initial model: the weights permuted within each array.
 
-    Our reading of "different initialisations": a server that knows no network gets so, layer by
-    layer, another draw from the same distribution.
+    Our reading of "different initialisations": another draw from the same distribution per layer,
+    without knowing the network.
     """
     drawn = vector.copy()
     arrays = [drawn] if spec is None else spec.views(drawn).values()

@@ -37,7 +37,7 @@ class Personalized(Method):
 
     @property
     def needs(self) -> Needs:
-        """What a run of the method has to have."""
+        """Requirements of the method."""
         return Needs(
             kinds=frozenset({self.kind}),
             settings=self.settings,

@@ -1,8 +1,8 @@
-"""What an update brings to a step of the server: a change of weights, statistics as they are.
+"""Server steps: changes of weights, with statistics averaged.
 
-Methods that take steps of their own length (a cache's correction, an adaptive optimiser) must not
-do so with the running mean and variance of batch normalisation: an extrapolated variance may be
-negative. Of these the step takes over the mean of what clients have sent.
+Methods with own step sizes (cache corrections, adaptive optimisers) must not apply them to the
+running mean and variance of batch normalisation, as an extrapolated variance may be negative. For
+these a step takes the clients' mean.
 """
 
 from __future__ import annotations
@@ -24,54 +24,54 @@ from raceme.core.scheduling import InRounds, Scheduler, SelectionContext
 from raceme.core.strategy import Method, average_by_cluster
 
 _TRIES = 3
-"""How often a client is asked that does not answer."""
+"""Number of queries to an unresponsive client."""
 
 Mask = NDArray[np.bool_]
 Total = NDArray[np.float64]
-"""A sum of very many vectors, of which some are taken out again. In float32 what one huge vector
-has pushed out of it would not come back when that is taken out. Shape (d,)."""
+"""A sum of very many vectors with later subtractions, in float64: in float32, a huge vector would
+permanently erase others. Shape (d,)."""
 
 
 def contribution(delta: Vector, vector: Vector, weights: Mask | None) -> Vector:
-    """Return Δ_i, but statistics and counters as the client's model has them.
+    """Return Δ_i, with statistics and counters of the client's model.
 
     Parameters
     ----------
     delta, vector : Vector
-        Δ_i, or what else is made of an update, and w_i. Shape (d,).
+        Δ_i or another change, and w_i. Shape (d,).
     weights : NDArray[np.bool_] or None
-        Which numbers are weights, shape (d,); None if all are.
+        Mask of the weights, shape (d,); None if all are.
     """
     return delta if weights is None else np.where(weights, delta, vector)
 
 
 def only_weights(vector: Vector, weights: Mask | None) -> Vector:
-    """Return a vector with zeros in the place of statistics and counters. Shape (d,)."""
+    """Return a vector with statistics and counters set to zero. Shape (d,)."""
     return vector if weights is None else np.where(weights, vector, np.float32(0.0))
 
 
 def stepped(
     vector: Vector, step: NDArray[np.floating], mean: NDArray[np.floating], weights: Mask | None
 ) -> Vector:
-    """Return a model after a step: w + step, but statistics and counters as in a mean.
+    """Return a model after a step, w + step, with statistics and counters of a mean.
 
     Parameters
     ----------
     vector : Vector
         w: the model before the step. Shape (d,).
     step : NDArray
-        How the weights change. Shape (d,).
+        Change of the weights. Shape (d,).
     mean : NDArray
         Mean of contributions. Shape (d,).
     weights : NDArray[np.bool_] or None
-        Which numbers are weights; None if all are. Shape (d,).
+        Mask of the weights; None if all are. Shape (d,).
     """
     moved = vector + step
     return np.asarray(moved if weights is None else np.where(weights, moved, mean), np.float32)
 
 
 # -----------------------------------------------------------------------------
-# How much an update weighs: the decay functions of the methods, as pure mathematics.
+# Decay functions of the methods.
 # -----------------------------------------------------------------------------
 
 
@@ -129,7 +129,7 @@ def staleness_factor(function: str, staleness: int, a: float, b: float) -> float
 
 @dataclass(frozen=True)
 class StalenessParameters:
-    """How an update loses weight by its staleness; the defaults are those of CASA's paper."""
+    """Staleness decay of an update; the defaults are those of CASA's paper."""
 
     decay: str = option("hinge", "staleness function s", among=("constant", "hinge", "polynomial"))
     a: float = option(1.0, "slope of the hinge, exponent of the polynomial", low=0)
@@ -141,19 +141,19 @@ class StalenessParameters:
 
 
 # -----------------------------------------------------------------------------
-# Finding out whether a cluster is several: eigengaps of the Laplacian, spectral clustering.
+# Splits of clusters: eigengaps of the Laplacian, spectral clustering.
 # -----------------------------------------------------------------------------
 
 
 Matrix = NDArray[np.float64]
 
 _LARGE = 300
-"""From this size on only the first eigenvalues are computed: that is when it is faster."""
+"""Size from which computing only the first eigenvalues is faster."""
 _RESTARTS = 100
-"""Restarts of Lanczos after which all eigenvalues are computed after all."""
+"""Restarts of Lanczos before falling back to all eigenvalues."""
 _SHUFFLES = 10
 _EIGENVALUES = 10
-"""Number of smallest eigenvalues that are looked at."""
+"""Number of smallest eigenvalues considered."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class Gap:
     Attributes
     ----------
     parts : int
-        R: number of parts that it suggests.
+        R: suggested number of parts.
     size : float
         Width of the gap, λ_{R+1} − λ_R.
     """
@@ -175,8 +175,8 @@ class Gap:
 def affinity(similarity: NDArray[np.floating]) -> Matrix:
     """Return a similarity matrix as edge weights: symmetric float64, negative ones as 0.
 
-    Cosines of whole weight vectors are positive in practice; a graph has no negative edges, so
-    opposed models count as not connected (our reading, the paper does not say).
+    Cosines of whole weight vectors are positive in practice; negative ones count as missing edges
+    (our reading).
     """
     weights: Matrix = np.maximum(similarity, 0.0, dtype=np.float64)
     return weights
@@ -202,20 +202,20 @@ def largest_gap(weights: Matrix) -> Gap | None:
     Returns
     -------
     Gap or None
-        None for fewer than three clients, which have no such gap.
+        None for fewer than three clients.
     """
     count = min(_EIGENVALUES, len(weights))
     if count < 3:
         return None
-    # Imported where they are used, as scikit-learn below: most methods group no clients.
+    # Imported late, like scikit-learn below, as most methods need neither.
     from scipy.linalg import eigh
     from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
 
     if len(weights) < _LARGE:
         values = eigh(laplacian(weights), eigvals_only=True, driver="ev")[:count]
     else:
-        # The smallest of L are the largest of I − L, which Lanczos finds without a factorisation
-        # and without a second matrix of this size; a fixed start makes it repeatable.
+        # The smallest eigenvalues of L are the largest of I − L, which Lanczos finds without
+        # factorisation or a second matrix; a fixed start makes it reproducible.
         scale = _scale(weights)
         shifted = LinearOperator(
             weights.shape, matvec=lambda x: scale * (weights @ (scale * x)), dtype=np.float64
@@ -225,7 +225,7 @@ def largest_gap(weights: Matrix) -> Gap | None:
         try:
             values = np.sort(1.0 - eigsh(shifted, k=count, **how))
         except ArpackNoConvergence:
-            # Clients that are all alike: the eigenvalues are nearly one, and Lanczos would not end.
+            # For nearly equal clients the eigenvalues coincide, and Lanczos does not converge.
             only = (0, count - 1)
             values = eigh(laplacian(weights), eigvals_only=True, subset_by_index=only)
     gaps = np.diff(values)[1:]
@@ -234,10 +234,10 @@ def largest_gap(weights: Matrix) -> Gap | None:
 
 
 def noise_gap(weights: Matrix, rng: np.random.Generator) -> float:
-    """Return the largest eigengap that the same similarities have without any structure.
+    """Return the largest eigengap of the similarities without structure.
 
-    They are dealt out to the pairs anew, at random, a few times, and the largest gap counts: Horn's
-    parallel analysis (Psychometrika 1965), which tells components from noise.
+    The largest gap over several random permutations of the pairs: Horn's parallel analysis
+    (Psychometrika 1965).
     """
     pairs = np.triu_indices(len(weights), k=1)
     largest = 0.0
@@ -271,7 +271,7 @@ def partition(weights: Matrix, parts: int, seed: int) -> NDArray[np.int64]:
         A label in 0 … parts − 1 per client, numbered in order of first appearance. Shape (m,).
     """
     if parts == len(weights):
-        # scikit-learn warns that it cannot look for so many eigenvectors as it usually does.
+        # scikit-learn warns of fewer eigenvectors than usual.
         return np.arange(parts)
     from sklearn.cluster import SpectralClustering
 
@@ -288,7 +288,7 @@ def numbered(labels: NDArray[np.integer]) -> NDArray[np.int64]:
 
 
 # -----------------------------------------------------------------------------
-# Dividing clients by the directions of their updates: CFL's criterion and linkage.
+# Dividing clients by update directions: CFL's criterion and linkage.
 #
 # Sattler et al., "Clustered Federated Learning: Model-Agnostic Distributed Multitask Optimization
 # under Privacy Constraints", 2020, sections III and IV.
@@ -297,14 +297,14 @@ def numbered(labels: NDArray[np.integer]) -> NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class Norms:
-    """How large the updates Δ_i of a cluster are.
+    """Norms of the updates Δ_i of a cluster.
 
     Attributes
     ----------
     mean : float
-        ‖Σ n_i Δ_i / Σ n_i‖: small when the cluster as a whole has come to rest.
+        ‖Σ n_i Δ_i / Σ n_i‖: small when the cluster as a whole has converged.
     largest : float
-        max ‖Δ_i‖: large while some client still wants to go elsewhere.
+        max ‖Δ_i‖: large while some client still changes the model.
     """
 
     mean: float
@@ -327,12 +327,12 @@ def norms_of(deltas: NDArray[np.float32], examples: NDArray[np.integer]) -> Norm
 
 
 def should_bipartition(norms: Norms, eps1: float, eps2: float) -> bool:
-    """Return whether ‖mean Δ‖ < ε1 and max ‖Δ_i‖ > ε2: at rest as a whole, but not its clients."""
+    """Return whether ‖mean Δ‖ < ε1 and max ‖Δ_i‖ > ε2: converged as a whole, but not per client."""
     return norms.mean < eps1 and norms.largest > eps2
 
 
 LINKAGES = ("complete", "single")
-"""Ways to tell how far two sets of clients are apart; see `linkage`."""
+"""Distances of two sets of clients; see `linkage`."""
 
 
 def linkage(
@@ -343,21 +343,20 @@ def linkage(
 ) -> NDArray[np.int64]:
     """Divide clients by agglomerative clustering.
 
-    With the distances 1 − cos and two parts, single linkage makes the largest similarity across
-    the parts as small as can be, which is what CFL's paper asks for;
-    complete linkage, which keeps every part compact, is what the authors' code does.
+    With distances 1 − cos and two parts, single linkage minimises the largest similarity across the
+    parts, as in CFL's paper; complete linkage, which keeps parts compact, is used in the authors'
+    code.
 
     Parameters
     ----------
     distances : NDArray[np.floating]
         Symmetric, finite. Shape (m, m), m at least 2.
     parts : int or None
-        Number of parts, at most m; None for as many as stay apart by `below`.
+        Number of parts, at most m; None to use `below`.
     how : str
-        One of `LINKAGES`: the distance of two sets is that of their farthest or their nearest
-        clients.
+        One of `LINKAGES`: distance of the farthest or nearest clients of two sets.
     below : float, optional
-        Instead of a number of parts: sets at this distance, or farther apart, stay apart.
+        Distance from which sets stay separate, instead of a number of parts.
 
     Returns
     -------
@@ -373,17 +372,17 @@ def linkage(
 
 
 # -----------------------------------------------------------------------------
-# Groups that are found anew, over all clients: which of them is which present cluster.
+# Matching of regrouped clients with current clusters.
 # -----------------------------------------------------------------------------
 
 
 def kept_homes(
     clients: Sequence[str], labels: NDArray[np.integer], homes: Mapping[str, int]
 ) -> dict[int, int]:
-    """Return which cluster a label stands for, so that most clients stay where they are.
+    """Return the clusters of labels, so that most clients keep theirs.
 
-    Labels are matched one to one with the clusters that clients are in (the Hungarian method); a
-    label that shares no client with its cluster, or finds none, is left out.
+    Labels are matched one to one with the clients' clusters (Hungarian method); labels without
+    common clients are left out.
 
     Parameters
     ----------
@@ -392,7 +391,7 @@ def kept_homes(
     labels : NDArray[np.integer]
         Label of each of them, from 0. Shape (n,).
     homes : Mapping[str, int]
-        Cluster of those of them that have one.
+        Cluster of the clients that have one.
     """
     from scipy.optimize import linear_sum_assignment
 
@@ -410,15 +409,14 @@ def kept_homes(
 
 
 def regroup(clusters: Clusters, clients: Sequence[str], labels: NDArray[np.integer]) -> None:
-    """Move clients into groups that were found anew; found clusters, and give up empty ones.
+    """Move clients into new groups; add clusters, and remove empty ones.
 
-    A new cluster starts with the model of the one that most of its clients come from, or that
-    serves the most clients.
+    A new cluster starts with the model of most of its clients' former cluster, or of the largest.
 
     Parameters
     ----------
     clusters : Clusters
-        The clusters, whose members are moved in place.
+        The clusters, changed in place.
     clients : Sequence[str]
         The clients that were grouped.
     labels : NDArray[np.integer]
@@ -443,7 +441,7 @@ def regroup(clusters: Clusters, clients: Sequence[str], labels: NDArray[np.integ
 
 
 # -----------------------------------------------------------------------------
-# Label counts: whose data have changed.
+# Label counts: detection of changed data.
 #
 # Duan et al., "Flexible Clustered Federated Learning for Client-Level Data Distribution Shift",
 # TPDS 2022, section 3.4.
@@ -452,18 +450,18 @@ def regroup(clusters: Clusters, clients: Sequence[str], labels: NDArray[np.integ
 
 @dataclass(kw_only=True)
 class LabelCounts:
-    """Each client's samples per label, and the clients whose counts have changed too much.
+    """Label counts per client, and clients whose counts changed too much.
 
     Attributes
     ----------
     cold : dict[str, bool]
-        Clients that are to be placed: they have no group, or their data have changed.
+        Clients to place: without a group or with changed data.
     counts : dict[str, list[int]]
-        Each client's training samples per label, as it has last said.
+        Each client's last stated training samples per label.
     placed_with : dict[str, list[int]]
-        The same when the client was placed.
+        Label counts at placement.
     unanswered : dict[str, int]
-        How often in a row a client was asked and has not said them.
+        Consecutive unanswered queries per client.
     """
 
     cold: dict[str, bool] = field(default_factory=dict)
@@ -472,27 +470,27 @@ class LabelCounts:
     unanswered: dict[str, int] = field(default_factory=dict)
 
     def settle(self, client: str) -> None:
-        """Note that a client was placed, with the data that it has now."""
+        """Record a client's placement with its current data."""
         self.cold.pop(client, None)
         if client in self.counts:
             self.placed_with[client] = self.counts[client]
 
     def answers(self, client: str) -> bool:
-        """Return whether it is worth asking a client for its label counts."""
+        """Return whether to query a client for label counts."""
         return self.unanswered.get(client, 0) < _TRIES
 
     def ask(self, client: str) -> None:
-        """Note that a client is asked for them."""
+        """Record a query of a client."""
         self.unanswered[client] = self.unanswered.get(client, 0) + 1
 
     def usual_labels(self, client: str, labels: int) -> int:
-        """Return how many labels a client's counts should have, which come with `labels` of them.
+        """Return the expected number of labels of a client's counts.
 
-        As many as most others' have. The first client does not speak for all: a device with
-        another task, or one that lies, would shut all others out.
+        The majority's number. The first client does not decide: a deviating or lying device would
+        exclude all others.
         """
         first, known = next(iter(self.counts.items()), ("", []))
-        # Mostly so, and it spares a look at all of a large fleet.
+        # Usually true, which avoids scanning a large fleet.
         if first != client and len(known) == labels:
             return labels
         lengths = Counter(len(told) for other, told in self.counts.items() if other != client)
@@ -500,19 +498,19 @@ class LabelCounts:
         return usual if clients > lengths[labels] + 1 else labels
 
     def take(self, answer: Answer, stated: int, tolerance: float) -> None:
-        """Take label counts in.
+        """Process label counts.
 
         Parameters
         ----------
         stated : int
-            The number of training samples with which the client has introduced itself.
+            Number of training samples in the client's greeting.
         tolerance : float
             Share of the data that may come or go.
 
         Raises
         ------
         InvalidReplyError
-            They are no counts, or of another number of labels than the client had before.
+            They are invalid or have another number of labels.
         """
         client = answer.task.client
         counts = answer.numbers.get(LABEL_COUNTS)
@@ -526,19 +524,19 @@ class LabelCounts:
         if answer.num_examples and int(counts.sum()) != answer.num_examples:
             total = int(counts.sum())
             raise InvalidReplyError(f"it counts {total} labels of {answer.num_examples} examples")
-        # n_i of eq (9): all samples of the client, also while only a part of them is released.
+        # n_i of eq (9): all samples of the client, released or not.
         examples = max(stated, count_of(answer.metrics.get(ALL_EXAMPLES)) or 0)
         self.count(client, counts.tolist(), examples, tolerance)
 
     def count(self, client: str, counts: Sequence[int], examples: int, tolerance: float) -> None:
-        """Note a client's label counts; it is cold if they have changed too much.
+        """Record a client's label counts; it becomes cold if they changed too much.
 
         Parameters
         ----------
         counts : Sequence[int]
             Training samples per label, now.
         examples : int
-            n_i: number of training samples, with those that are not released yet.
+            n_i: number of training samples, including unreleased ones.
         tolerance : float
             Share of the data that may come or go.
         """
@@ -556,18 +554,16 @@ def has_shifted(
 ) -> bool:
     """Return whether label counts moved further than τ_i = tolerance / LabelSize · n_i, eq (9).
 
-    The distance is the mean over the labels of ``|count now − count then|``. With a tolerance of
-    0.2 it is passed when more than a fifth of the samples have come or gone, or more than a tenth
-    were replaced by samples of other labels: a replaced one counts twice, in the label that loses
-    it and in the one that gains.
+    The distance is the mean over the labels of ``|count now − count then|``. A tolerance of 0.2 is
+    exceeded if more than a fifth of the samples were added or removed, or more than a tenth
+    replaced by other labels, which counts twice.
 
     Parameters
     ----------
     now, then : Sequence[int]
         Samples per label. Shape (labels,).
     examples : int
-        n_i: number of all training samples of the client, also if only a part is released, as in
-        the authors' code.
+        n_i: number of all training samples of the client, as in the authors' code.
     tolerance : float
         Share of n_i that may come or go; the paper's value is 0.2.
     """
@@ -576,25 +572,25 @@ def has_shifted(
 
 
 # -----------------------------------------------------------------------------
-# Rounds of averaging in clusters, before which clients are asked about their data.
+# Rounds of averaging in clusters, preceded by queries about clients' data.
 # -----------------------------------------------------------------------------
 
 
 @dataclass
 class QueryState:
-    """What a method knows of its queries.
+    """State of a method's queries.
 
     Attributes
     ----------
     asked : dict[str, int]
-        How often each client was asked the same, and has not answered if `on_answer` clears it.
+        Number of queries per client, reset by `on_answer`.
     """
 
     asked: dict[str, int] = field(default_factory=dict)
 
 
 class QueriesFirst(Method):
-    """A method that asks clients something before some rounds, and averages in each cluster."""
+    """A method with queries before some rounds and averaging in each cluster."""
 
     state: QueryState
 
@@ -606,14 +602,14 @@ class QueriesFirst(Method):
 
     @abstractmethod
     def _queries(self, moment: SelectionContext) -> Sequence[Request] | None:
-        """Return what clients are asked now; None if the next round may begin."""
+        """Return the current queries; None if the next round may begin."""
 
     def _has_tries(self, client: str) -> bool:
-        """Return whether it is worth asking a client that has not answered."""
+        """Return whether to query an unresponsive client again."""
         return self.state.asked.get(client, 0) < _TRIES
 
     def on_sent(self, task: InFlight) -> None:
-        """Note which client is asked."""
+        """Record the queried client."""
         if task.kind in self.needs.kinds:
             self.state.asked[task.client] = self.state.asked.get(task.client, 0) + 1
 

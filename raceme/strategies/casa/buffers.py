@@ -1,4 +1,4 @@
-"""CASA's buffers: recent models of other clients, kept to be compared with a client's next one."""
+"""CASA's buffers: recent models of other clients for comparison with a client's next one."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from raceme.core.messages import Vector
 from raceme.strategies.shared import affinity
 
 # -----------------------------------------------------------------------------
-# How CASA keeps models for comparison: whole, or as sketches that take far less memory.
+# Storage of models for comparison: whole, or as sketches that need far less memory.
 #
-# Every code has two sides: what is stored of one model, and what another is compared by. Their
-# product is the cosine of the two models, exactly or nearly.
+# A code has two vectors: a stored one and a query. The product of one model's stored and another's
+# query vector is their cosine, exactly or approximately.
 # -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Code:
-    """A model as it is compared.
+    """A model's code for comparisons.
 
     Attributes
     ----------
     stored : Vector
-        What a buffer keeps; linear in the model before it is divided by `norm`. Shape (c,).
+        Vector kept in buffers; linear in the model before the division by `norm`. Shape (c,).
     query : Vector
-        What the model is compared by with stored ones: ``stored_j @ query_i`` is cos(w_i, w_j).
+        Vector for comparisons with stored ones: ``stored_j @ query_i`` is cos(w_i, w_j).
     norm : float
         Euclidean length of the model.
     """
@@ -42,7 +42,7 @@ class Code:
 
 
 class WholeModels:
-    """Keeps models whole: cosines are exact, a code has as many numbers as the model."""
+    """Keeps whole models: exact cosines, codes as large as models."""
 
     def encode(self, w: Vector) -> Code:
         """Return the model, scaled to length 1."""
@@ -61,7 +61,7 @@ class WholeModels:
 
 
 class Sketches:
-    """Keeps a random projection of what a model differs by from a reference.
+    """Keeps a random projection of a model's difference from a reference.
 
     With w = w_ref + δ, the product of two models is |w_ref|² + w_ref·δ_i + w_ref·δ_j + δ_i·δ_j. The
     first three terms are exact; only the last, the smallest, is estimated from the projections
@@ -83,12 +83,12 @@ class Sketches:
                 f"sketch must be below the {len(reference):,} weights of the model to save "
                 f"anything, got {size:,}; 0 compares whole models."
             )
-        # Each column of the sparse projection has so many entries: a value and an index.
+        # Entries per column of the sparse projection, each a value and an index.
         entries = size * max(1.0, len(reference) ** 0.5)
         check_room(int(32 * entries), f"A projection of models to {size:,} numbers")
         self._reference = reference.copy()
         self._squared = float(reference @ reference)
-        # Only sketches need scikit-learn, which takes a second to import.
+        # Imported late: takes a second, and only sketches need it.
         from sklearn.random_projection import SparseRandomProjection
 
         projection = SparseRandomProjection(n_components=size, random_state=seed)
@@ -108,7 +108,7 @@ class Sketches:
         return Code(stored * scale, query * scale, norm)
 
     def sketch_of(self, code: Code) -> Vector:
-        """Return the projection of δ: distances of models, nearly. Shape (size,)."""
+        """Return the projection of δ, which approximates distances of models. Shape (size,)."""
         return np.asarray(code.stored[:-3] * np.float32(code.norm))
 
     def cosine(self, code: Code, mean: Vector) -> float:
@@ -122,7 +122,7 @@ Encoder = WholeModels | Sketches
 
 
 # -----------------------------------------------------------------------------
-# CASA's buffers: recent models of other clients, kept to be compared with a client's next one.
+# CASA's buffers: recent models of other clients for comparison with a client's next one.
 # -----------------------------------------------------------------------------
 
 
@@ -131,9 +131,9 @@ _EMPTY = -1
 
 @dataclass
 class ModelBuffers:
-    """One buffer per client, holding at most one model of each other client.
+    """One buffer per client, with at most one model of each other client.
 
-    Items are references: a model that is in many buffers is stored once.
+    Items are references: a model in several buffers is stored once.
 
     Attributes
     ----------
@@ -168,7 +168,7 @@ class ModelBuffers:
         return np.flatnonzero(self.slots[buffer] != _EMPTY)
 
     def holds(self, owner: int) -> NDArray[np.bool_]:
-        """Return for every client whether its buffer holds a model of the owner ("recurring")."""
+        """Return whether each client's buffer has a model of the owner ("recurring")."""
         return np.asarray(self.slots[:, owner] != _EMPTY)
 
     def cosines(self, buffer: int, query: Vector) -> tuple[NDArray[np.intp], NDArray[np.float32]]:
@@ -179,7 +179,7 @@ class ModelBuffers:
         buffer : int
             Index of the client that has the buffer.
         query : Vector
-            The model's side of the comparison; see `Code`. Shape (c,).
+            Query vector of the model; see `Code`. Shape (c,).
 
         Returns
         -------
@@ -190,7 +190,7 @@ class ModelBuffers:
         if not len(owners):
             return owners, np.empty(0, np.float32)
         slots = self.slots[buffer, owners]
-        # Gathering rows copies them; when most are wanted, comparing with all is cheaper.
+        # Gathering copies rows; comparing with all is cheaper if most are wanted.
         if 2 * len(slots) > len(self.codes):
             return owners, (self.codes @ query)[slots]
         return owners, self.codes[slots] @ query
@@ -198,14 +198,14 @@ class ModelBuffers:
     def mean_of(
         self, buffer: int, owners: NDArray[np.intp], weights: NDArray[np.float64]
     ) -> Vector:
-        """Return the weighted mean of buffered models, eq (15), as they are stored.
+        """Return the weighted mean of buffered models in stored form, eq (15).
 
         Parameters
         ----------
         buffer : int
             Index of the client that has the buffer.
         owners : NDArray[np.intp]
-            Whose models in it. Shape (m,).
+            Owners of the models. Shape (m,).
         weights : NDArray[np.float64]
             Their weights |D_j|. Shape (m,).
         """
@@ -214,7 +214,7 @@ class ModelBuffers:
         return np.asarray(shares.astype(np.float32) @ self.codes[slots])
 
     def insert(self, owner: int, code: Code, buffers: NDArray[np.intp]) -> None:
-        """Put a client's model into the buffers of others that have none of it."""
+        """Insert a client's model into other clients' buffers."""
         if not len(buffers):
             return
         slot = self._free_slot(len(code.stored))
@@ -229,13 +229,13 @@ class ModelBuffers:
         self.drop(np.full(len(self.owners(buffer)), buffer), self.owners(buffer))
 
     def forget(self, client: int) -> None:
-        """Empty a client's buffer, and take its model out of all others."""
+        """Empty a client's buffer, and remove its model from all others."""
         self.clear(client)
         holding = np.flatnonzero(self.holds(client))
         self.drop(holding, np.full(len(holding), client))
 
     def drop(self, buffers: NDArray[np.intp], owners: NDArray[np.intp]) -> None:
-        """Take items out: for each pair, the model of the owner out of the buffer."""
+        """Remove items: for each pair, the owner's model from the buffer."""
         np.subtract.at(self.references, self.slots[buffers, owners], 1)
         self.slots[buffers, owners] = _EMPTY
         self.total -= len(buffers)
@@ -249,11 +249,10 @@ class ModelBuffers:
     ) -> None:
         """Drop items until the budget M holds, Algorithm 2.
 
-        Items whose pair has not been computed yet are kept first, then those in the buffers of
-        clients with the smallest α_i, eq (11): slow clients have fewer chances. Our reading of
-        what the paper leaves open: α_i of the last update falls with t, so that of two clients
-        that are equally fast the one that was served later would always win; values are taken
-        for equal within a tenth, and among equal ones chance decides, lest the same buffers starve.
+        Items of pairs without a similarity are kept first, then those in the buffers of clients
+        with the smallest α_i, eq (11), i.e. slow clients. Our reading of what the paper leaves
+        open: since α_i decreases with t, values within a tenth count as equal, and ties are broken
+        at random so that no buffer starves.
 
         Parameters
         ----------
@@ -264,7 +263,7 @@ class ModelBuffers:
         alphas : NDArray[np.float64]
             Last α_i of every client. Shape (n,).
         rng : numpy.random.Generator
-            Decides among items that are equal by these rules.
+            Generator for ties.
         """
         excess = self.total - budget
         if excess <= 0:
@@ -276,7 +275,7 @@ class ModelBuffers:
         self.drop(buffers[worst], owners[worst])
 
     def _free_slot(self, size: int) -> int:
-        """Find a place for a model; the store doubles when it is full."""
+        """Return a free slot; the store doubles when full."""
         free = np.flatnonzero(self.references == 0)
         if len(free):
             return int(free[0])
@@ -298,35 +297,35 @@ def alpha_class(alphas: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 # -----------------------------------------------------------------------------
-# Landmarks: clients of a large fleet that are compared pair by pair.
+# Landmarks: the clients of a large fleet that are compared pairwise.
 # -----------------------------------------------------------------------------
 
 
 _NEIGHBOURS = 10
-"""Nearest sketches that decide together."""
+"""Number of nearest sketches that vote."""
 _SHORT = 256
-"""Numbers of a sketch by which clients are placed, if models are compared whole."""
+"""Size of sketches for placing clients, if models are compared whole."""
 
 
 def shortener(reference: Vector) -> Encoder:
-    """Return what makes short sketches of models that are compared whole."""
+    """Return the sketcher for models that are compared whole."""
     return Sketches(reference, _SHORT, seed=0) if len(reference) > 2 * _SHORT else WholeModels()
 
 
 @dataclass
 class Landmarks:
-    """The clients that are no landmarks, and the latest models of all as sketches.
+    """The other clients, and sketches of all clients' latest models.
 
-    Arrays have room for more clients than there are, n.
+    Arrays have spare capacity beyond the n clients.
 
     Attributes
     ----------
     others : dict[str, bool]
-        The clients that are no landmarks; empty where all are.
+        Clients that are no landmarks; may be empty.
     clients : list[str]
         Clients with a sketch in order of arrival; length n.
     sketches : NDArray[np.float32]
-        Distances between rows are, nearly, those between models. Shape (capacity, c).
+        Row distances approximate model distances. Shape (capacity, c).
     """
 
     others: dict[str, bool] = field(default_factory=dict)
@@ -337,9 +336,9 @@ class Landmarks:
         self._rows = {client: row for row, client in enumerate(self.clients)}
 
     def drawn(self, client: str, most: int, rng: np.random.Generator) -> int | None:
-        """Return the index of the landmark whose place a new client takes; None if it takes none.
+        """Return the index of the landmark that a new client replaces, if any.
 
-        Every client so far has had the same chance (Vitter's reservoir, 1985).
+        Reservoir sampling (Vitter 1985): every client has the same probability.
         """
         index = int(rng.integers(most + len(self.others) + 1))
         if index < most:
@@ -348,7 +347,7 @@ class Landmarks:
         return None
 
     def note(self, client: str, sketch: Vector) -> None:
-        """Keep a client's latest model."""
+        """Store the sketch of a client's latest model."""
         row = self._rows.get(client)
         if row is None:
             row = self._rows[client] = len(self.clients)
@@ -359,16 +358,16 @@ class Landmarks:
         self.sketches[row] = sketch
 
     def share_out(self, members: Sequence[str], parts: list[list[str]]) -> None:
-        """Add the members of a cluster that are no landmarks to its parts.
+        """Add a cluster's other members to its parts.
 
-        Those without a sketch are left out: they are newcomers when their first model comes.
+        Clients without a sketch are left out and count as newcomers later.
 
         Parameters
         ----------
         members : Sequence[str]
             All clients of the cluster, offline ones included.
         parts : list[list[str]]
-            Landmarks of the cluster, divided; the other members are appended in place.
+            Parts of landmarks; other members are appended in place.
         """
         labels = {client: label for label, part in enumerate(parts) for client in part}
         known = [client for client in labels if client in self._rows]
@@ -379,7 +378,7 @@ class Landmarks:
                 parts[label].append(client)
 
     def cluster_near(self, client: str, landmarks: Iterable[str], clusters: Clusters) -> int:
-        """Return the cluster of most of the landmarks that a newcomer is nearest to."""
+        """Return the cluster of most of a newcomer's nearest landmarks."""
         known = [c for c in landmarks if c in self._rows and clusters.is_placed(c)]
         if client not in self._rows or not known:
             return clusters.largest()
@@ -388,8 +387,8 @@ class Landmarks:
     def _nearest(
         self, clients: Sequence[str], known: Sequence[str], labels: Sequence[int]
     ) -> NDArray[np.int64]:
-        """Return for each client the label that most of its nearest neighbours have."""
-        # Only a large fleet needs scikit-learn, which takes a second to import.
+        """Return the majority label of each client's nearest neighbours."""
+        # Imported late: takes a second, and only large fleets need it.
         from sklearn.neighbors import KNeighborsClassifier
 
         vote = KNeighborsClassifier(min(_NEIGHBOURS, len(known)), algorithm="brute")
@@ -402,7 +401,7 @@ class Landmarks:
 
 
 # -----------------------------------------------------------------------------
-# When a cluster need not be looked at: a bound on how far its eigenvalues can have moved.
+# Skipping eigenvalue computations: a bound on the movement of a cluster's eigenvalues.
 #
 # Looking at a cluster means the eigenvalues of its Laplacian, the dearest part of CASA. An update
 # changes one row and column of the similarities. By Weyl's inequality no eigenvalue moves by more
@@ -413,18 +412,18 @@ class Landmarks:
 
 
 _ROUNDING = 1e-10
-"""Added to a bound: what rounding may do to computed eigenvalues."""
+"""Rounding error of eigenvalues, added to a bound."""
 
 
 def comparable(members: NDArray[np.intp], computed: NDArray[np.bool_]) -> NDArray[np.intp]:
-    """Return members of which every pair is known: one with most unknown pairs goes, and so on.
+    """Return members with all pairs known, by removing those with most unknown pairs.
 
     Parameters
     ----------
     members : NDArray[np.intp]
         Indices of clients. Shape (m,).
     computed : NDArray[np.bool_]
-        Which pairs are known, of all clients. Shape (n, n).
+        Known pairs of all clients. Shape (n, n).
     """
     unknown = ~computed[np.ix_(members, members)]
     lacking, kept = unknown.sum(axis=1), np.ones(len(members), np.bool_)
@@ -437,22 +436,22 @@ def comparable(members: NDArray[np.intp], computed: NDArray[np.bool_]) -> NDArra
 
 @dataclass
 class SplitWatch:
-    """What is known of one cluster without looking.
+    """Known bounds of a cluster between eigenvalue computations.
 
     Attributes
     ----------
     members : NDArray[np.intp]
-        Its clients that are online, by index. Shape (m,).
+        Indices of its online clients. Shape (m,).
     position : NDArray[np.intp]
-        Where each client is among the members; −1 for the others. Shape (n,).
+        Position of each client among the members, or −1. Shape (n,).
     missing : int
-        Pairs of members whose similarity is not known.
+        Number of unknown pairs of members.
     degrees : NDArray[np.float64] or None
-        Row sums of the similarities; None until the first look. Shape (m,).
+        Row sums of the similarities; None before the first computation. Shape (m,).
     gap : float
-        Largest eigengap at the last look.
+        Largest eigengap at the last computation.
     drift : float
-        Bound on how far any eigenvalue has moved since.
+        Bound on the movement of any eigenvalue since then.
     """
 
     members: NDArray[np.intp]
@@ -473,9 +472,9 @@ class SplitWatch:
         members : NDArray[np.intp]
             Indices of the cluster's clients.
         computed : NDArray[np.bool_]
-            Which pairs are known, of all clients.
+            Known pairs of all clients.
         clients : int
-            How many clients there are in all.
+            Total number of clients.
         """
         position = np.full(clients, -1, np.intp)
         position[members] = np.arange(len(members))
@@ -483,7 +482,7 @@ class SplitWatch:
         return cls(members, position, missing=(len(members) ** 2 - known) // 2)
 
     def look(self, weights: NDArray[np.float64], gap: float) -> None:
-        """Note what a look has found.
+        """Record a computation.
 
         Parameters
         ----------
@@ -502,16 +501,16 @@ class SplitWatch:
         similarity: NDArray[np.float32],
         computed: NDArray[np.bool_],
     ) -> None:
-        """Take note that similarities of client i are about to change.
+        """Record a coming change of client i's similarities.
 
         Parameters
         ----------
         i : int
             Index of the client, a member of the cluster.
         others : NDArray[np.intp]
-            Clients to which its similarity changes.
+            Clients with changed similarities.
         new : NDArray[np.float32]
-            To what. Same shape as `others`.
+            New similarities, in the shape of `others`.
         similarity, computed : ndarray
             The matrices before the change.
         """
@@ -527,7 +526,7 @@ class SplitWatch:
         self.drift += self._movement(int(self.position[i]), row, change)
 
     def bound(self) -> float:
-        """Return what the largest eigengap cannot exceed now; infinity before the first look."""
+        """Return an upper bound of the largest eigengap now; infinity if unknown."""
         if self.degrees is None:
             return np.inf
         return self.gap + 2.0 * self.drift + _ROUNDING

@@ -6,9 +6,9 @@ a newcomer is given a cluster (eq 15); the C-phase compares the update with the 
 its client (eq 10), splits the cluster if an eigengap says so (eqs 12-14, Algorithm 3) and buffers
 the update for others (Algorithm 2); the A-phase mixes it into the cluster's model (eqs 6-9).
 
-All this compares every client with every other. Of a fleet larger than `exact-up-to` so many
-clients, drawn at random, are *landmarks*: they are compared with one another, and when their
-cluster is split the others follow the landmarks that they are nearest to (`landmarks.py`).
+This compares every client with every other. In a fleet larger than `exact-up-to`, that many random
+clients are *landmarks*: only they are compared pairwise, and in a split the others follow their
+nearest landmarks.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ log = getLogger("raceme")
 
 _UNASSIGNED = -1
 _LARGE_GAP = 0.02
-"""An eigengap that clients hardly reach: the paper's lie between 1e-4 and 1e-3. On digits in four
-label groups ten clients, which need 0.016, are split, and eight, which need 0.024, are not."""
+"""An eigengap that is hardly reached: the paper's lie between 1e-4 and 1e-3. On digits in four
+label groups ten clients, which need 0.016, are split, but eight, which need 0.024, are not."""
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,9 @@ class CASAParameters:
 
 @dataclass
 class CASAState:
-    """What CASA knows beside its clusters. Arrays have room for more clients than there are, n.
+    """What CASA knows beside its clusters. Arrays have spare capacity beyond the n clients.
 
-    The clients here are the landmarks: all of them, up to `exact_up_to`.
+    The clients here are the landmarks: all clients, up to `exact_up_to`.
 
     Attributes
     ----------
@@ -99,7 +99,7 @@ class CASAState:
     clients : list[str]
         Client ids; the position of a client is its index i. Length n.
     start : NDArray[np.int64]
-        Version of the model that it was given last; with global staleness, updates by then.
+        Version of the last received model; with global staleness, the update count then.
     alpha : NDArray[np.float64]
         Its last α_i; 0 before its first update.
     examples : NDArray[np.int64]
@@ -109,9 +109,9 @@ class CASAState:
     computed : NDArray[np.bool_]
         Which pairs of A are known.
     buffers : ModelBuffers
-        buf_i: the models that each client is compared with.
+        buf_i: models for comparison with each client.
     landmarks : Landmarks
-        The clients that are none, and how they follow those that are.
+        Other clients, and their assignment to landmarks.
     """
 
     reference: Vector
@@ -126,7 +126,7 @@ class CASAState:
     landmarks: Landmarks = field(default_factory=Landmarks)
 
     def add(self, client: str) -> int:
-        """Make room for a client, and return its index."""
+        """Add a client, and return its index."""
         index = len(self.clients)
         self.clients.append(client)
         if index == len(self.start):
@@ -134,7 +134,7 @@ class CASAState:
         return index
 
     def replace(self, index: int, client: str) -> None:
-        """Let another client, of which nothing is known yet, be the landmark of an index."""
+        """Replace the landmark of an index by a new client."""
         self.landmarks.others[self.clients[index]] = True
         self.clients[index] = client
         self.start[index] = self.alpha[index] = 0
@@ -144,13 +144,13 @@ class CASAState:
         self.buffers.forget(index)
 
     def likeness(self) -> tuple[list[str], NDArray[np.float32]]:
-        """Return A, with NaN where a pair has not been compared."""
+        """Return A, with NaN for pairs not compared."""
         n = len(self.clients)
         known = np.where(self.computed[:n, :n], self.similarity[:n, :n], np.float32(np.nan))
         return list(self.clients), known
 
     def _grow(self, capacity: int) -> None:
-        """Give every array room for more clients."""
+        """Enlarge all arrays."""
         more = capacity - len(self.start)
         for name in ("start", "alpha", "examples"):
             setattr(self, name, np.pad(getattr(self, name), (0, more)))
@@ -171,11 +171,11 @@ class CASA(Method):
 
     @property
     def needs(self) -> Needs:
-        """What a run of the method has to have."""
+        """Requirements of the method."""
         return Needs(fits_clients=self._check_clients)
 
     def _check_clients(self, clients: int) -> None:
-        """Warn of a fleet so small that eq (14) hardly ever splits it."""
+        """Warn of a fleet too small for splits by eq (14)."""
         own = self.parameters
         if not own.clustering or not own.bi_level or clients < 2:
             return
@@ -202,7 +202,7 @@ class CASA(Method):
         self.restored()
 
     def restored(self) -> None:
-        """Derive from the state what makes it quick to work with."""
+        """Derive caches from the state."""
         self._index = {client: index for index, client in enumerate(self.state.clients)}
         capacity = len(self.state.start)
         self._cluster = np.full(capacity, _UNASSIGNED, np.int64)
@@ -217,7 +217,7 @@ class CASA(Method):
         self._shortener: Encoder | None = None
 
     def on_join(self, client: Client) -> None:
-        """Take a client in: into the only cluster, or as a newcomer; or back into its own."""
+        """Add a client: to the only cluster, as a newcomer, or back to its own."""
         super().on_join(client)
         state, name = self.state, client.client_id
         if name not in self._index and name not in state.landmarks.others:
@@ -230,7 +230,7 @@ class CASA(Method):
         state.examples[index] = client.num_examples
 
     def _index_new(self, name: str) -> None:
-        """Let a new client be compared; of a large fleet only if it is drawn for a landmark."""
+        """Add a new client to the compared ones; in a large fleet only if drawn as a landmark."""
         state, most = self.state, self.parameters.exact_up_to
         if most and len(state.clients) >= most:
             drawn = state.landmarks.drawn(name, most, self.rng)
@@ -247,14 +247,14 @@ class CASA(Method):
         self._locate([name])
 
     def on_leave(self, client: str) -> None:
-        """Leave a client that went offline out of sizes and splits; it keeps its cluster."""
+        """Exclude an offline client from sizes and splits; it keeps its cluster."""
         super().on_leave(client)
         if client in self._index:
             self._present[self._index[client]] = False
             self._watches.clear()
 
     def on_sent(self, task: InFlight) -> None:
-        """Note from where a client starts, in the unit of τ."""
+        """Record a client's start, in the unit of τ."""
         if task.client in self._index:
             self.state.start[self._index[task.client]] = self._start_of(task)
 
@@ -273,7 +273,7 @@ class CASA(Method):
 
     @contextmanager
     def _as_member(self, client: str) -> Iterator[None]:
-        """Count a client that was taken for gone, but has sent an update, as a member meanwhile."""
+        """Count a presumably offline client that sent an update as a member."""
         i = self._index.get(client)
         if i is None or self._present[i]:
             yield
@@ -288,7 +288,7 @@ class CASA(Method):
         """Place a newcomer, compare, split and buffer: eqs (10) to (15), Algorithms 2 and 3."""
         client = update.task.client
         if client in self.progress.fleet.clients:
-            # A ClientApp that answers no greeting says it with its first update.
+            # Without greetings, the first update states it.
             self.state.examples[i] = self.progress.fleet.clients[client].num_examples
         code = self._encoder.encode(self.compared(update.vector))
         if newcomer:
@@ -300,7 +300,7 @@ class CASA(Method):
             self._split_if_due(int(self._cluster[i]))
         start = self._start_of(update.task)
         if newcomer and self.parameters.staleness_unit == "cluster":
-            # Its version is another cluster's: it counts as if it had started from here.
+            # Its version is another cluster's, so it counts as started from here.
             start = self.models[int(self._cluster[i])].version
         self._buffer(i, code, start)
 
@@ -321,7 +321,7 @@ class CASA(Method):
         return task.updates if self.parameters.staleness_unit == "global" else task.version
 
     def _locate(self, clients: Iterable[str]) -> None:
-        """Note where clients are now, by index."""
+        """Record clients' clusters, by index."""
         for client in clients:
             if client not in self._index:
                 continue
@@ -337,10 +337,10 @@ class CASA(Method):
         self.models[k].mix(update.vector, alpha)
 
     def _alpha_c(self, k: int, size: int | None = None) -> float:
-        """Return α_c,k, eq (6); that of so many members, if a size is given.
+        """Return α_c,k, eq (6), optionally for another size.
 
-        A share of a model, and so never above 1, whatever α0 is: of small clusters α0 > 2 would
-        make more of it (our reading; eqs (7), (14) and (17) all take the α_c,k that is used).
+        At most 1, as a share of a model, which α0 > 2 would exceed for small clusters (our reading;
+        eqs (7), (14) and (17) use this α_c,k).
         """
         if not self.parameters.bi_level:
             return self.parameters.constant_alpha
@@ -373,7 +373,7 @@ class CASA(Method):
         state.buffers.clear(i)
 
     def _buffer(self, i: int, code: Code, start: int) -> None:
-        """Put w_i into the buffers of its cluster where it is not redundant, Algorithm 2.
+        """Insert w_i into the buffers of its cluster unless redundant, Algorithm 2.
 
         Newcomers are given it too: eq (15) compares them with the clients of every cluster.
         """
@@ -401,13 +401,13 @@ class CASA(Method):
         """
         watch, gamma = self._watch(k), self.parameters.gamma
         members, how = watch.members, self.parameters.missing_pairs
-        # At first few pairs are known, and a split of so few is one by chance.
+        # Initially few pairs are known, and splits would be random.
         patient = self.state.round < self.parameters.patience * len(self.state.clients)
         if watch.missing and (how == "wait" or (how == "leave-out" and patient)):
             return
         if leaves_out := bool(watch.missing) and how == "leave-out":
             members = comparable(members, self.state.computed)
-        # Eigengaps of chance shrink as members grow, and so does α_c: both are of those compared.
+        # Random eigengaps shrink with size, as does α_c: both use the compared members.
         alpha_c = self._alpha_c(k, len(members))
         if not (leaves_out or spectral.should_split(alpha_c, watch.bound(), gamma)):
             return
@@ -435,8 +435,7 @@ class CASA(Method):
     ) -> list[NDArray[np.intp]]:
         """Return the parts of cluster k, by index.
 
-        Clients that are offline, or were left out, go where the clients are that they are most
-        similar to, as far as that is known, or else into the largest part.
+        Offline and left-out clients join the most similar part, if known, else the largest.
         """
         state, n = self.state, len(self.state.clients)
         absent = np.setdiff1d(np.flatnonzero(self._cluster[:n] == k), members)
@@ -454,7 +453,7 @@ class CASA(Method):
     # Large fleets.
 
     def _note_model(self, update: Update) -> None:
-        """Keep the latest model of every client of a fleet in which some are no landmarks."""
+        """Store the sketch of every client in a fleet with landmarks."""
         if self.state.landmarks.others:
             if self._shortener is None:
                 is_short = self.parameters.sketch > 0
@@ -463,7 +462,7 @@ class CASA(Method):
             self.state.landmarks.note(update.task.client, self._shortener.sketch_of(code))
 
     def _follow_landmarks(self, client: str, newcomer: bool) -> None:
-        """Place a newcomer that is no landmark; split its cluster by the landmarks in it."""
+        """Place a newcomer that is no landmark; split its cluster by its landmarks."""
         if newcomer:
             near = self.state.landmarks.cluster_near(client, self.state.clients, self.clusters)
             self.clusters.assign(client, near)
@@ -494,26 +493,26 @@ class CASA(Method):
         return max(similarity, key=lambda k: similarity[k])
 
     def _watch(self, k: int) -> SplitWatch:
-        """Return what is known of cluster k without looking at its eigenvalues."""
+        """Return the split watch of cluster k."""
         if k not in self._watches:
             n = len(self.state.clients)
             self._watches[k] = SplitWatch.over(self._members(k), self.state.computed, n)
         return self._watches[k]
 
     def _size(self, k: int) -> int:
-        """Return |C_k|: its clients that are online, landmarks or not."""
+        """Return |C_k|: its online clients, landmarks or not."""
         if self.state.landmarks.others:
             return max(1, self.clusters.size(k))
         return len(self._members(k))
 
     def _members(self, k: int) -> NDArray[np.intp]:
-        """Return the clients of C_k that are online and are landmarks, by index."""
+        """Return the online landmarks of C_k, by index."""
         n = len(self.state.clients)
         return np.flatnonzero((self._cluster[:n] == k) & self._present[:n])
 
 
 # -----------------------------------------------------------------------------
-# CASA+: CASA with sparse training, which gives slow clients less to do.
+# CASA+: CASA with sparse training, which reduces the work of slow clients.
 #
 # Liu et al., "CASA: Clustered Federated Learning with Asynchronous Clients", KDD 2024, section 4.4.
 # The staler a client's update was, the larger the share of its smallest weights that it does not
@@ -529,7 +528,7 @@ Mask = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class CASAPlusParameters(CASAParameters):
-    """Hyper-parameters of CASA+; those of CASA, and how sparsely slow clients train."""
+    """Hyper-parameters of CASA+: those of CASA, and the sparsity of slow clients."""
 
     sparsity: float = option(
         0.5, "S0: initial sparsity; the paper's figure 9 tries several", low=0, high=1
@@ -539,12 +538,12 @@ class CASAPlusParameters(CASAParameters):
 
 @dataclass
 class CASAPlusState(CASAState):
-    """What CASA+ knows on top.
+    """Additional state of CASA+.
 
     Attributes
     ----------
     masks : dict[str, NDArray[np.bool_]]
-        Which weights each client is to train next; clients that train all are left out.
+        Mask of the weights that each client trains next; absent for full training.
     sent : dict[int, NDArray[np.bool_]]
         The masks of open tasks, by number.
     """
@@ -561,10 +560,10 @@ class CASAPlus(CASA):
     state: CASAPlusState
     parameters: CASAPlusParameters
 
-    # On its way out.
+    # Requests.
 
     def request_for(self, client: str) -> Request:
-        """Send the mask along, if there is one: training then takes 1 − S_i of the time."""
+        """Add the mask, if any: training then takes 1 − S_i of the time."""
         mask = self.state.masks.get(client)
         if mask is None:
             return Request(client)
@@ -572,21 +571,21 @@ class CASAPlus(CASA):
         return Request(client, arrays=arrays, settings={COMPUTE_SCALE: float(mask.mean())})
 
     def on_sent(self, task: InFlight) -> None:
-        """Note with which mask a client trains."""
+        """Record the mask of a client's task."""
         super().on_sent(task)
         mask = self.state.masks.get(task.client)
         if mask is not None:
             self.state.sent[task.number] = mask
 
     def on_closed(self, task: InFlight) -> None:
-        """Forget the mask of a task that is over."""
+        """Drop the mask of a closed task."""
         super().on_closed(task)
         self.state.sent.pop(task.number, None)
 
-    # On its way in.
+    # Updates.
 
     def _mix(self, k: int, update: Update, alpha: float) -> None:
-        """Mix in what was trained, eq (16), and choose what the client trains next, eq (17)."""
+        """Mix in the trained weights, eq (16), and choose the client's next mask, eq (17)."""
         state, client = self.state, update.task.client
         mask = state.sent.get(update.task.number)
         self.models[k].mix(update.vector, alpha, where=mask)
@@ -602,7 +601,7 @@ class CASAPlus(CASA):
 def sparsity(s0: float, alpha_c: float, alpha_i: float, t: int, end: int) -> float:
     """Return S_i(t) = S0/2 · (α_c,k − α_i) · (1 + cos((t − 1) π / R_end)), eq (17).
 
-    Beyond R_end it stays 0, where the cosine would let it grow again (our reading).
+    0 beyond R_end, where the cosine would increase again (our reading).
     """
     if t - 1 >= end:
         return 0.0
@@ -617,9 +616,9 @@ def magnitude_mask(w_i: Vector, share: float, trainable: Mask | None = None) -> 
     w_i : Vector
         The client's model. Shape (d,).
     share : float
-        S_i: share of the weights that is masked, from 0 to 1.
+        S_i: masked share of the weights, from 0 to 1.
     trainable : Mask, optional
-        Which numbers of it are weights; the others are never masked. Shape (d,); None for all.
+        Mask of the weights; other elements are never masked. Shape (d,); None for all.
     """
     mask = np.ones(len(w_i), np.bool_)
     weights = np.arange(len(w_i)) if trainable is None else np.flatnonzero(trainable)

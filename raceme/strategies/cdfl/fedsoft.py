@@ -105,7 +105,7 @@ class FedSoft(Method):
 
     @property
     def needs(self) -> Needs:
-        """What a run of the method has to have."""
+        """Requirements of the method."""
         return Needs(
             kinds=frozenset({names.LOSSES, TRAIN_OWN}),
             pretrained=True,
@@ -291,7 +291,7 @@ class FedSoftAsync(SoftUploads):
 
     @property
     def needs(self) -> Needs:
-        """What a run of the method has to have."""
+        """Requirements of the method."""
         return Needs(
             kinds=frozenset({TRAIN_MIXED}) | self.scheduling.asked_kinds,
             pretrained=True,

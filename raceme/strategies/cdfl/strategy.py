@@ -661,7 +661,7 @@ class CDFL(SoftUploads):
 
     @property
     def needs(self) -> Needs:
-        """What a run of the method has to have."""
+        """Requirements of the method."""
         return Needs(
             kinds=self.scheduling.asked_kinds,
             pretrained=True,

@@ -234,7 +234,7 @@ class CFAACL(FAACL):
 
     @property
     def needs(self) -> Needs:
-        """What a run of the method has to have."""
+        """Requirements of the method."""
         return Needs(
             kinds=frozenset({keys.LEARN, keys.LEND, LOSSES, keys.MATCH}),
             settings=frozenset({keys.MEMORY_STEPS, keys.PAIRS, keys.REMEMBERED}),

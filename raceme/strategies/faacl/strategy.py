@@ -371,7 +371,7 @@ class FindsSupport(Method):
 
     @property
     def needs(self) -> Needs:
-        """What a run of the method has to have."""
+        """Requirements of the method."""
         return Needs(
             kinds=frozenset({names.LOSSES}), validation=True, fits_validation=self._check_samples
         )

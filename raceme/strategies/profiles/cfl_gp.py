@@ -100,7 +100,7 @@ class CFLGP(QueriesFirst):
 
     @property
     def needs(self) -> Needs:
-        """What a run of the method has to have."""
+        """Requirements of the method."""
         return Needs(kinds=frozenset({GRADIENT}), fits_clients=self._check_clients)
 
     def _check_clients(self, clients: int) -> None:

@@ -126,7 +126,7 @@ class FLUX(QueriesFirst):
 
     @property
     def needs(self) -> Needs:
-        """What a run of the method has to have."""
+        """Requirements of the method."""
         scores = () if self.parameters.warmup else (names.SCORES,)
         return Needs(
             kinds=frozenset({LATENT_MOST, DESCRIPTORS, *scores}),
