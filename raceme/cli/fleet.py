@@ -8,6 +8,7 @@ import os
 import platform
 import sys
 from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,9 +17,23 @@ import typer
 
 from raceme.cli import PLAIN
 from raceme.cli.report import ADDRESS, Address, Watch, parsed_address, watched
-from raceme.core.errors import PlainFormatter, UserError, printable, show_log, unknown_name
+from raceme.core.errors import (
+    JsonFormatter,
+    PlainFormatter,
+    UserError,
+    printable,
+    show_log,
+    unknown_name,
+)
 from raceme.core.options import Value
 
+_LogFormat = Annotated[
+    str,
+    typer.Option(
+        "--log-format", metavar="NAME", help="text, or json: a line for each event and message"
+    ),
+]
+_LOG_FORMATS = ("text", "json")
 _TRANSPORTS = ("auto", "grpc", "http")
 _LEVELS = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3}
 
@@ -111,6 +126,7 @@ def device(
     verbose: Annotated[
         bool, typer.Option("--verbose", help="also log tracebacks of the ClientApp")
     ] = False,
+    log_format: _LogFormat = "text",
 ) -> None:
     """Connect this machine to a server as a device, and train until stopped."""
     if insecure and (key or root_certificates):
@@ -118,7 +134,14 @@ def device(
             "--insecure sends everything in plain text: leave it out to use --key or "
             "--root-certificates."
         )
-    formatter = _Formatter(journal="JOURNAL_STREAM" in os.environ)
+    is_json = _is_json(log_format)
+    config = _node_config(node_config, device_id, {"threads": threads, "accelerator": accelerator})
+    name = config.get("device-id") or f"client-{config.get('partition-id')}"
+    formatter = (
+        JsonFormatter(device=printable(name, 128))
+        if is_json
+        else _Formatter(journal="JOURNAL_STREAM" in os.environ)
+    )
     show_log(sys.stderr, formatter, logging.DEBUG if verbose else logging.INFO)
     logging.getLogger("flwr").setLevel(logging.ERROR)
 
@@ -138,9 +161,7 @@ def device(
         DeviceOptions(
             endpoint=Endpoint(superlink, insecure, authority, transport),
             keys=read_keys,
-            node_config=_node_config(
-                node_config, device_id, {"threads": threads, "accelerator": accelerator}
-            ),
+            node_config=config,
             trust=Trust(tuple(trusted_app or ()), tuple(trusted_model or ())),
             memory_limit=memory_limit,
             grace=grace,
@@ -170,6 +191,12 @@ def _node_config(
     elif "device-id" not in config and "partition-id" not in config:
         config["device-id"] = platform.node()
     return {**processors, **config}
+
+
+def _is_json(log_format: str) -> bool:
+    if log_format not in _LOG_FORMATS:
+        raise unknown_name("log format", log_format, _LOG_FORMATS)
+    return log_format == "json"
 
 
 class _Formatter(PlainFormatter):
@@ -252,6 +279,7 @@ def serve(
             show_default="loopback, the port after --address's",
         ),
     ] = "",
+    log_format: _LogFormat = "text",
     watch: Watch = False,
     watch_address: Address = ADDRESS,
 ) -> None:
@@ -269,6 +297,8 @@ def serve(
     if any_device and certificates is None:
         raise UserError("Without --certificates every device is accepted: leave out --any-device.")
 
+    is_json = _is_json(log_format)
+    lines = JsonFormatter() if is_json else PlainFormatter("%(levelname)s: %(message)s")
     # Our error replaces gRPC's lines about a taken port.
     if os.environ.get("GRPC_VERBOSITY", "error") == "error":
         os.environ["GRPC_VERBOSITY"] = "none"
@@ -283,7 +313,7 @@ def serve(
         if watch:
             raise UserError("--watch is for Raceme's own app: use `raceme watch` with the --out.")
         options = ServeOptions(address, folder, any_device, clients_min, metrics, reconnect, http)
-        show_log(sys.stdout, PlainFormatter("%(levelname)s: %(message)s"))
+        show_log(sys.stdout, lines)
         end_app_with(*serve_app(app, run_config or (), keys, options))
         return
     if run_config:
@@ -292,18 +322,21 @@ def serve(
     if is_complete(settings):
         print(f"The run in {settings.out} is complete: to continue it, raise --max-updates.")
         return
-    options = ServeOptions(address, folder, any_device, clients_min, metrics, reconnect, http)
+    options = ServeOptions(
+        address, folder, any_device, clients_min, metrics, reconnect, http, logs_events=is_json
+    )
     with watched(watch, Path(settings.out), watch_address, certificates=folder):
-        with (
-            StopRequest() as stop,
-            RunProgress(max_updates=settings.planned_updates, each_update=True) as progress,
-        ):
+        with StopRequest() as stop, ExitStack() as stack:
+            observers = []
+            if not is_json:
+                progress = RunProgress(max_updates=settings.planned_updates, each_update=True)
+                observers.append(stack.enter_context(progress).observe)
             # Only now, so that lines go above the progress bar.
-            show_log(sys.stdout, PlainFormatter("%(levelname)s: %(message)s"))
+            show_log(sys.stdout, lines)
             # Flower logs every call; devices report their own problems.
             logging.getLogger("flwr").setLevel(logging.CRITICAL)
-            outcome = run(settings, options, progress.observe, stop=stop)
-        end_with(outcome)
+            outcome = run(settings, options, *observers, stop=stop)
+        end_with(outcome, silent=is_json)
 
 
 # -----------------------------------------------------------------------------

@@ -73,8 +73,8 @@ class _Lines(logging.Handler):
 # -----------------------------------------------------------------------------
 
 
-def end_with(outcome: Outcome) -> None:
-    """Print the result of a run.
+def end_with(outcome: Outcome, *, silent: bool = False) -> None:
+    """Print the result of a run, unless that is to be silent.
 
     Raises
     ------
@@ -84,7 +84,8 @@ def end_with(outcome: Outcome) -> None:
     from raceme.reporting.artefacts import missing_line
     from raceme.reporting.console import print_summary
 
-    print_summary(outcome.summary, outcome.out)
+    if not silent:
+        print_summary(outcome.summary, outcome.out)
     if outcome.unwritten:
         print(f"raceme: {missing_line(outcome.out, outcome.unwritten)}", file=sys.stderr)
         raise typer.Exit(1)

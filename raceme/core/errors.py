@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import json
 import logging
 import reprlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from types import TracebackType
 from typing import TextIO
 
@@ -101,6 +103,33 @@ class PlainFormatter(logging.Formatter):
             line[: len(line) - len(line.lstrip(" "))] + printable(line, _LONGEST_MESSAGE)
             for line in lines
         )
+
+
+class JsonFormatter(PlainFormatter):
+    """Formats a record as one line of JSON.
+
+    Parameters
+    ----------
+    **fields : str
+        Fields of every line. Those of one are its attribute ``fields``, a mapping.
+    """
+
+    def __init__(self, **fields: str) -> None:
+        super().__init__()
+        self.fields = fields
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return time, level, message and the fields."""
+        said = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "message": printable(record.getMessage(), _LONGEST_MESSAGE),
+            **self.fields,
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            said["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(said)
 
 
 def show_log(stream: TextIO, formatter: logging.Formatter, level: int = logging.INFO) -> None:

@@ -76,6 +76,7 @@ from raceme.flower.ports import (
     read_body,
 )
 from raceme.records.folder import ControlSocket, new_folder
+from raceme.records.record import line_of
 from raceme.records.store import read_events
 from raceme.runs import experiment
 from raceme.runs.checkpoints import CHECKPOINTS
@@ -498,6 +499,58 @@ def is_reading(line: bytes) -> bool:
 
 
 # -----------------------------------------------------------------------------
+# The log as JSON: a line for each request and each event.
+# -----------------------------------------------------------------------------
+
+
+_KEPT_REQUESTS = 10_000
+
+
+class EventLog:
+    """Logs requests to devices, and the events of a run, with device, cluster and request.
+
+    Parameters
+    ----------
+    method : Method
+        The run's method.
+    """
+
+    def __init__(self, method: Method) -> None:
+        self._method, self._last = method, -1
+        # Events name no request, but when it was sent.
+        self._sent: dict[tuple[str, float], int] = {}
+
+    def look(self) -> bool:
+        """Log what was sent since the last look, in the method's thread; return False."""
+        new: list[InFlight] = []
+        for task in reversed(self._method.progress.in_flight.values()):
+            if task.number <= self._last:
+                break
+            new.append(task)
+        for task in reversed(new):
+            self._last = task.number
+            self._sent[task.client, task.sent_at] = task.number
+            if len(self._sent) > _KEPT_REQUESTS:
+                del self._sent[next(iter(self._sent))]
+            fields = {"device": task.client, "cluster": task.cluster, "request": task.number}
+            self._write("Requested", {"kind": task.kind, **fields})
+        return False
+
+    def observe(self, event: Event) -> None:
+        """Log an event."""
+        fields = line_of(event)
+        name, fields["run_seconds"] = fields.pop("event"), fields.pop("time")
+        if "client" in fields:
+            fields["device"] = fields.pop("client")
+        if isinstance(event, UpdateApplied | UpdateRejected):
+            fields["request"] = self._sent.pop((event.client, event.dispatched_at), None)
+        self._write(name, fields)
+
+    def _write(self, name: str, fields: Mapping[str, object]) -> None:
+        log.info("%s", name, extra={"fields": {"event": name, **fields}})
+
+
+# -----------------------------------------------------------------------------
 # Commands to a running server: `raceme fleet`.
 # -----------------------------------------------------------------------------
 
@@ -666,6 +719,8 @@ class ServeOptions:
         Seconds that devices which were online when the server ended may take to come back.
     http : str, optional
         ``HOST:PORT`` for SuperNodes of Flower 1.40 and later.
+    logs_events : bool
+        Log every request and event, for logs in JSON.
     """
 
     address: str = "0.0.0.0:9092"
@@ -675,6 +730,7 @@ class ServeOptions:
     metrics: str = ""
     reconnect: float = RECONNECT_SECONDS
     http: str | None = None
+    logs_events: bool = False
 
 
 def prepare(keys: Mapping[str, Value], clients_min: int = 1) -> RunConfig:
@@ -785,7 +841,12 @@ def serve(
             _private_files(),
             _answering(state, options, metrics, grid_of, out, lambda: strategy) as grid,
         ):
-            return experiment.conduct(config, strategy, grid, *observers, metrics, stop=stop)
+            listening: list[Observer] = [*observers, metrics]
+            if options.logs_events:
+                event_log = EventLog(strategy)
+                grid.turns.append(event_log.look)
+                listening.append(event_log.observe)
+            return experiment.conduct(config, strategy, grid, *listening, stop=stop)
     except (OSError, sqlite3.OperationalError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         if isinstance(error, OSError) and error.errno not in _UNWRITABLE:
@@ -895,12 +956,12 @@ def _taking_commands(
             stack.enter_context(socket)
         except OSError as error:
             log.warning("`raceme fleet` cannot be used: no socket in %s: %s", out, error.strerror)
-        grid.on_turn = socket.act
+        grid.turns.append(socket.act)
         if port is not None:
             port.command = socket.answer
             stack.callback(setattr, port, "command", None)
         yield
-        grid.on_turn = lambda: False
+        grid.turns.remove(socket.act)
 
 
 def _health(api: FleetApi, grid: ServedGrid, state: LinkState) -> tuple[bool, Mapping[str, object]]:

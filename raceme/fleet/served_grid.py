@@ -149,7 +149,7 @@ class ServedGrid(PatientGrid):
 
     Attributes
     ----------
-    on_turn : Callable
+    turns : list[Callable]
         Called in the strategy's thread whenever it looks for replies; returns whether it has done
         something that the strategy should look at.
     """
@@ -185,7 +185,7 @@ class ServedGrid(PatientGrid):
         self._files: list[int] = []
         # Bytes per node in the current file.
         self._kept: Counter[int] = Counter()
-        self.on_turn: Callable[[], bool] = lambda: False
+        self.turns: list[Callable[[], bool]] = []
         state.on_news = self.tell
         state.on_reply = self._keep
 
@@ -206,7 +206,7 @@ class ServedGrid(PatientGrid):
             self.looked_at = self._clock()
             with self._news:
                 self._has_news = False
-            acted = self.on_turn()
+            acted = True in [turn() for turn in self.turns]
             replies = self._state.take(wanted, _MOST)
             if replies or acted or self._has_fleet_changed() or self._stopping():
                 return replies

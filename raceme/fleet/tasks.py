@@ -704,7 +704,8 @@ class Tasks:
             self._send(link, head, _error(head, MESSAGE_UNAVAILABLE, str(error)), started)
             return
         if self.invitations.take(message):
-            log.info("run %d: %s: invited", message.metadata.run_id, _label(message))
+            run_id = message.metadata.run_id
+            log.info("run %d: %s: invited", run_id, _label(message), extra=_fields(message))
             return
         self._work(link, message, started)
 
@@ -759,20 +760,23 @@ class Tasks:
     def _send(self, link: Link, message: Message, reply: Message, started: float) -> None:
         """Send a reply, and log one line about it."""
         computed = time.monotonic()
-        run_id, label = message.metadata.run_id, _label(message)
+        run_id, label, extra = message.metadata.run_id, _label(message), _fields(message)
         try:
             link.send(reply, computed - started)
         except fleet.ObjectPushError as error:
-            log.warning("run %d: %s: the reply could not be delivered: %s", run_id, label, error)
+            text = "run %d: %s: the reply could not be delivered: %s"
+            log.warning(text, run_id, label, error, extra=extra)
             # The server learns of the missing reply only when this node leaves.
             raise RejoinError("a reply could not be delivered") from None
         self.answered_at = time.monotonic()
         if reply.has_error():
-            log.error("run %d: %s: answered with an error: %s", run_id, label, error_line(reply))
+            text = "run %d: %s: answered with an error: %s"
+            log.error(text, run_id, label, error_line(reply), extra=extra)
         else:
             seconds = computed - started
             sent = self.answered_at - computed
-            log.info("run %d: %s: done in %.2f s, sent in %.2f s", run_id, label, seconds, sent)
+            text = "run %d: %s: done in %.2f s, sent in %.2f s"
+            log.info(text, run_id, label, seconds, sent, extra=extra)
 
     def _look(self, link: Link, message: Message) -> float:
         """Return the loss of a message's model on the device's current training samples.
@@ -849,10 +853,20 @@ def _error(message: Message, code: int, reason: str) -> Message:
 
 def _label(message: Message) -> str:
     """Return a message's name in the log: its type and the number of a Raceme task."""
-    label = message.metadata.message_type
+    label, number = message.metadata.message_type, _number(message)
+    return label if number is None else f"{label} task {number}"
+
+
+def _fields(message: Message) -> dict[str, dict[str, object]]:
+    """Return what a line in JSON says of a message, as a log record takes it."""
+    fields = {"request": _number(message), "kind": message.metadata.message_type}
+    return {"fields": {"run": message.metadata.run_id, **fields}}
+
+
+def _number(message: Message) -> int | None:
     record = message.content.get(CONFIG) if message.has_content() else None
     number = record.get(TASK) if isinstance(record, ConfigRecord) else None
-    return f"{label} task {number}" if isinstance(number, int) else label
+    return number if isinstance(number, int) else None
 
 
 def _stated_loss(reply: Message) -> float:

@@ -62,6 +62,10 @@ def are_applied_once(out: Path, count: int) -> None:
     assert query(out, different) == [(count,)]
 
 
+def is_of(line: dict[str, Any], event: str) -> bool:
+    return line.get("event") == event
+
+
 def test_the_same_command_resumes_after_ctrl_c_and_after_a_kill(tmp_path: Path) -> None:
     out = tmp_path / "out"
     metrics = f"127.0.0.1:{free_port()}"
@@ -69,7 +73,8 @@ def test_the_same_command_resumes_after_ctrl_c_and_after_a_kill(tmp_path: Path) 
     options += ("--metrics", metrics)
     with loopback(tmp_path) as bed:
         server = start_server(bed, *options)
-        devices = [start_device(bed, number) for number in range(2)]
+        devices = [start_device(bed, 0)]
+        devices.append(start_device(bed, 1, "--insecure", "--log-format", "json"))
         server.wait_for(r"update +4 ", 240)
         assert stop(server, signal.SIGINT) == 130
         assert (out / "summary.json").is_file()
@@ -97,7 +102,7 @@ def test_the_same_command_resumes_after_ctrl_c_and_after_a_kill(tmp_path: Path) 
         told = command(out, "status")
         assert (told["status"], told["devices_online"], told["clusters"]) == ("ok", 2, 1)
         devices_told = command(out, "devices")
-        assert [row["device"] for row in devices_told] == ["client-0", "client-1"]
+        assert {row["device"] for row in devices_told} == {"client-0", "client-1"}
         assert command(out, "show", device="client-1")["samples"] > 100
         with pytest.raises(UserError, match=r"'clint-1'\. Did you mean 'client-"):
             command(out, "show", device="clint-1")
@@ -105,8 +110,20 @@ def test_the_same_command_resumes_after_ctrl_c_and_after_a_kill(tmp_path: Path) 
         server.wait()
         with pytest.raises(UserError, match="No server runs in"):
             command(out, "status")
-        server = start_server(bed, *options)
+        server = start_server(bed, *options, "--log-format", "json")
         assert server.wait(240) == 0
+        told = [json.loads(line) for line in server.text().splitlines()]
+        requested = {(line["device"], line["request"]) for line in told if is_of(line, "Requested")}
+        applied = [line for line in told if is_of(line, "UpdateApplied")]
+        assert len(applied) > 5
+        for line in applied:
+            assert (line["device"], line["request"]) in requested
+            assert line["cluster"] == 0
+        assert len({line["request"] for line in applied}) == len(applied)
+        told = [json.loads(line) for line in devices[1].text().splitlines()]
+        assert {line["device"] for line in told} == {"client-1"}
+        done = {line["request"] for line in told if "train task" in line["message"]}
+        assert {line["request"] for line in applied if line["device"] == "client-1"} <= done
         # They stayed the nodes that they were, and were not even asked anew who they are.
         for device in devices:
             assert device.text().count("query: done") == 1
