@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import config, files, replies, signals
+from . import config, files, ports, replies, signals
 from .case import Category
 
 CATEGORIES = {
@@ -13,6 +13,7 @@ CATEGORIES = {
         Category("config", config.SUBJECTS, config.attack),
         Category("nested", config.NESTED, config.attack),
         Category("files", files.SUBJECTS, files.attack),
+        Category("ports", ports.SUBJECTS, ports.attack),
         Category("signals", signals.SUBJECTS, signals.attack),
     )
 }
