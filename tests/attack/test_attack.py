@@ -25,7 +25,9 @@ def test_an_attack_breaks_nothing(case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", _cases("pages", "nested", "signals", "ports"), ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", _cases("pages", "nested", "signals", "ports"), ids=lambda case: case.name
+)
 def test_a_long_attack_breaks_nothing(case: Case) -> None:
     finding = case.play()
     assert not finding, f"python -m tests.attack --case {case.name}\n{finding}"

@@ -302,6 +302,42 @@ def test_keys_are_revoked_and_rotated_while_the_server_runs(tmp_path: Path) -> N
     are_applied_once(out, len(updates(out)))
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_only_devices_with_a_label_take_part(tmp_path: Path) -> None:
+    certs, names = tmp_path / "certs", ("kitchen", "garden", "hall")
+    stated = ("", " labels='room=garden'", " labels='room=kitchen,floor=1'")
+    metrics = f"127.0.0.1:{free_port()}"
+
+    def change(*options: str) -> None:
+        assert bed.start("certs", raceme("certs", "--out", str(certs), *options)).wait() == 0
+
+    with loopback(tmp_path) as bed:
+        change("--host", "127.0.0.1", *(f"--device={name}" for name in names))
+        change("--device", "kitchen", "--label", "room=kitchen")
+        options = ("--certificates", str(certs), "--where", "room=kitchen", "--metrics", metrics)
+        server = start_server(bed, *options, "--max-updates", "100000")
+        server.wait_for("Listening on", 240)
+        for number, (name, labels) in enumerate(zip(names, stated, strict=True)):
+            bed.device(
+                *("--root-certificates", f"{certs}/ca.crt", "--key", f"{certs}/devices/{name}"),
+                *("--device-id", name),
+                *("--node-config", f"partition-id={number % 2} num-partitions=2{labels}"),
+            )
+        server.wait_for("garden takes no part: it is not room=kitchen", 240)
+        for name in ("kitchen", "hall"):
+            server.wait_for(rf"update.* {name} ", 240)
+        with urllib.request.urlopen(f"http://{metrics}/metrics", timeout=60) as page:
+            text = page.read().decode()
+        assert 'device="hall",label_floor="1",label_room="kitchen"' in text
+        assert 'device="kitchen",label_floor="",label_room="kitchen"' in text
+        assert stop(server) == 130
+    out = tmp_path / "out"
+    assert {client for _, client in updates(out)} == {"kitchen", "hall"}
+    labels = query(out, "SELECT DISTINCT client, labels FROM client_events WHERE kind = 'joined'")
+    assert sorted(labels) == [("hall", "room=kitchen,floor=1"), ("kitchen", "room=kitchen")]
+
+
 def test_a_kill_undoes_little_by_default(tmp_path: Path) -> None:
     checkpoints = tmp_path / "out" / CHECKPOINTS
     with loopback(tmp_path) as bed:
