@@ -135,9 +135,8 @@ def test_a_server_of_another_version_is_named(run: Path, monkeypatch: pytest.Mon
         said = spoken(run, b'{"protocol": 1, "command": "add", "arguments": {"first": 1}}\n')
         assert "use the `raceme` of its version" in said["error"]
     with ControlSocket(run, {}, lambda: None) as control:
-        monkeypatch.setattr(control, "_answer", lambda _line: b'{"protocol": 7, "version": "9"}\n')
         assert control._server is not None
-        control._server.answer = control._answer
+        control._server.answer = lambda _line: b'{"protocol": 7, "version": "9"}\n'
         with pytest.raises(UserError, match=r"is raceme 9, and this is .*: use the"):
             command(run, "status")
 
