@@ -21,6 +21,7 @@ from matplotlib.patches import Circle, FancyArrowPatch, Patch, Rectangle, Wedge
 from matplotlib.ticker import FixedLocator, Locator, MaxNLocator, PercentFormatter
 from numpy.typing import NDArray
 
+from raceme.core.errors import printable
 from raceme.core.events import (
     ACCURACY,
     ClusterChange,
@@ -428,6 +429,8 @@ def _draw_staleness(
 
 _LABELLED = 12
 """Maximum number of labelled clusters."""
+_NAMED_ROWS = 24
+"""Maximum number of devices whose rows have their names."""
 
 
 @style()
@@ -520,7 +523,13 @@ def devices_figure(record: RunRecord, *, clock: str = CLOCK) -> Figure:
         spans = zip(of.client.tolist(), of.dispatched_at.tolist(), of.time.tolist(), strict=True)
         draw_spans(axes, rows, spans, end, seconds, colours, edge, hatch)
     axes.set_ylim(len(rows) - 0.4, -0.6)
-    axes.set_yticks([0, len(rows) - 1], ["fastest", "slowest"] if len(rows) > 1 else ["", ""])
+    if len(rows) <= _NAMED_ROWS:
+        # A name may look like a formula.
+        names = [printable(client, 20) for client in rows]
+        axes.set_yticks(range(len(rows)), names, fontsize="small", parse_math=False)
+        axes.set_title(f"Devices at work, the fastest on top{part}")
+    else:
+        axes.set_yticks([0, len(rows) - 1], ["fastest", "slowest"])
     axes.set_ylabel(f"{len(rows)} of {len(record.clients)} devices")
     axes.grid(False, axis="y")
     clusters = sorted({int(cluster) for cluster in updates.cluster})

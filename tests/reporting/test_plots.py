@@ -357,6 +357,19 @@ def test_the_devices_figure_has_a_bar_for_each_task() -> None:
     assert figure.axes[0].get_ylabel() == "4 of 4 devices"
 
 
+def test_a_few_devices_have_their_names(tmp_path: Path) -> None:
+    """The fastest is on top, and a name is no formula."""
+    took = {"slow": 9.0, "$x_": 1.0}
+    tasks = [
+        UpdateApplied(1, 9.0, name, 0, 0, 0, 0.5, 9.0 - seconds, 1.0, 1, 1)
+        for name, seconds in took.items()
+    ]
+    figure = devices_figure(RunRecord.of([*joined(dict.fromkeys(took)), *tasks]))
+    labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert labels == ["$x_", "slow"]
+    saved(figure, tmp_path / "figure.png")
+
+
 def test_a_long_run_shows_its_first_tasks_and_some_devices(tmp_path: Path) -> None:
     names = [f"c{i}" for i in range(300)]
     tasks = [
