@@ -357,6 +357,18 @@ def test_the_devices_figure_has_a_bar_for_each_task() -> None:
     assert figure.axes[0].get_ylabel() == "4 of 4 devices"
 
 
+@pytest.mark.parametrize(("largest", "turned"), [(3, 0.0), (100, 45.0)])
+def test_bins_of_staleness_fit_a_column(largest: int, turned: float) -> None:
+    tasks = [
+        UpdateApplied(i + 1, i + 1.0, "a", 0, 0, stale, 0.5, float(i), 1.0, 1, 1)
+        for i, stale in enumerate((0, largest))
+    ]
+    figure = staleness_figure({"one": RunRecord.of([*joined({"a": 0}), *tasks])})
+    labels = figure.axes[0].get_xticklabels()
+    assert [text.get_text() for text in labels][:3] == ["0", "1", "2-3"]
+    assert {text.get_rotation() for text in labels} == {turned}
+
+
 def test_a_few_devices_have_their_names(tmp_path: Path) -> None:
     """The fastest is on top, and a name is no formula."""
     took = {"slow": 9.0, "$x_": 1.0}
