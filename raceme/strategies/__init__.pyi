@@ -925,6 +925,7 @@ class Panicle(_Panicle):
         reassign: bool = True,
         recheck: int = 20,
         drift: bool = True,
+        together: bool = False,
         growth: float = 2.0,
         alpha0: float = 2.0,
         ease: float = 10.0,

@@ -176,6 +176,26 @@ def nearest_group(
     return int(order[0]) if joined + _LONELY >= separate else None
 
 
+def silhouette(own: NDArray[np.float64], labels: Labels, group: int) -> float:
+    """Return how much nearer a client is to a group than to the next one; 1 if there is none.
+
+    Parameters
+    ----------
+    own : NDArray[np.float64]
+        Its distances from others. Shape (m,).
+    labels : Labels
+        Their groups, from 0, of which none is empty. Shape (m,).
+    group : int
+        The one that it belongs to.
+    """
+    means = np.bincount(labels, weights=own) / np.bincount(labels)
+    a, others = float(means[group]), np.delete(means, group)
+    if not len(others):
+        return 1.0
+    b = float(others.min())
+    return (b - a) / max(a, b, FLOOR)
+
+
 # -----------------------------------------------------------------------------
 # From the groups that there are to those that there should be, with as few changes as can be.
 # -----------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +37,7 @@ from raceme.flower.messages import Shelf
 from raceme.strategies.panicle.probes import (
     HALVES,
     Examples,
+    Labels,
     Probes,
     Sketcher,
     apartness,
@@ -51,6 +52,7 @@ from raceme.strategies.panicle.probes import (
     plan_reassignment,
     settings_of_probe,
     shown,
+    silhouette,
     spread,
 )
 from raceme.strategies.shared import cluster_decay, contribution
@@ -77,6 +79,9 @@ class PanicleParameters:
     )
     recheck: int = option(20, "own updates after which a client is probed again (0: never)", low=0)
     drift: bool = option(True, "probe clients again whose updates suddenly grow")
+    together: bool = option(
+        False, "let a cluster go on as it is if its members' data change the same way"
+    )
     growth: float = option(2.0, "growth of an update that is sudden", above=1)
     alpha0: float = option(2.0, "α0 of a cluster's first updates: α0 / log2(members + 3)", above=0)
     ease: float = option(10.0, "updates per member after which the share has halved", above=0)
@@ -440,6 +445,10 @@ class DriftDetector:
         Updates of the run at its last probe.
     trained : bool
         Whether its latest model is that of a whole task, not of a probe.
+    steady : int
+        Updates of the run when it was given its last task whose update was not sudden.
+    is_stale : bool
+        Whether its probes are of data that all of its cluster no longer have.
     """
 
     length: float = 0.0
@@ -451,6 +460,8 @@ class DriftDetector:
     called: bool = False
     probed: int = 0
     trained: bool = False
+    steady: int = -1
+    is_stale: bool = False
 
     def is_sudden(self, length: float, typical: float) -> bool:
         """Return whether an update is suddenly long.
@@ -472,6 +483,31 @@ class DriftDetector:
     def learn(self, length: float) -> None:
         """Take the length of one more update in."""
         self.length = _KEPT * self.length + (1 - _KEPT) * length if self.length else length
+
+
+@dataclass(frozen=True)
+class Jump:
+    """A sudden update.
+
+    Attributes
+    ----------
+    cluster : int
+        The cluster that its client was in.
+    when : int
+        Updates of the run by then.
+    sent : int
+        Updates of the run when its client was given the task.
+    direction : Vector
+        Of the change, at unit length. Shape (size,).
+    is_common : bool
+        Whether its cluster has changed with it.
+    """
+
+    cluster: int
+    when: int
+    sent: int
+    direction: Vector
+    is_common: bool = False
 
 
 class SettledClients:
@@ -566,6 +602,8 @@ _MOST_PROBES = 6
 """Probes after which a client that does not agree with itself is given up."""
 _ALIKE = 0.5
 """Likeness to its own former direction below which a client's data have changed."""
+_FEW_SPEAK_FOR_ALL = 3
+"""A third of a cluster that changes together, where none of it is seen not to, is all of it."""
 _RARELY = 5
 """Updates per client after which clusters are looked at even if nothing new is known."""
 _MORE_PROBES = 4
@@ -606,6 +644,8 @@ class PanicleState:
         Probes that each client is to answer; more where two leave it open if there are clusters.
     withheld : dict[str, Vector]
         Models that moved nothing, of clients whose data may have changed. Shape (d,).
+    jumps : dict[str, Jump]
+        The last sudden update of each client within two updates per client.
     """
 
     initial: Vector
@@ -622,6 +662,7 @@ class PanicleState:
     unlooked: int = 0
     wanted: int = HALVES
     withheld: dict[str, Vector] = field(default_factory=dict)
+    jumps: dict[str, Jump] = field(default_factory=dict)
 
     def likeness(self) -> tuple[list[str], NDArray[np.float32]]:
         """Return how far clients agree, free of chance; NaN where that is not known."""
@@ -716,7 +757,10 @@ class Panicle(Method):
         detector, delta = self._detector(client), self.compared(update.vector - self.state.initial)
         direction = self._sketcher.direction(delta)
         detector.asked, detector.since, detector.probed = 0, 0, self.progress.updates
-        if probes.is_clear(client) and probes.likeness(client, direction) < _ALIKE:
+        if detector.is_stale:
+            detector.is_stale = False
+            probes.forget(client)
+        elif probes.is_clear(client) and probes.likeness(client, direction) < _ALIKE:
             probes.forget(client)
             self.state.latest.withdraw(client)
             detector.every = self.parameters.recheck
@@ -762,15 +806,30 @@ class Panicle(Method):
         names, labels, distances = self.state.examples.seen_from(
             client, probes, clusters, self._clear, self.rng
         )
-        if not len(names):
+        if not len(names) or self._waits_for_probes(client, names):
             return
         has_room = clusters.is_alone(client) or len(self.models) < self.parameters.most
         group = nearest_group(distances, labels, may_be_alone=has_room)
+        if self._may_have_changed_with_others(client, group, distances, labels):
+            return
         if group is not None:
             self._move(client, int(names[group]))
         elif is_known and not clusters.is_alone(client):
             self._found(client)
             self.state.changed = len(probes.clients)
+
+    def _may_have_changed_with_others(
+        self, client: str, group: int | None, distances: NDArray[np.float64], labels: Labels
+    ) -> bool:
+        """Return whether a client that changed suddenly is to wait for its cluster's other members.
+
+        It goes at once where it clearly belongs, and founds a cluster once one of the others has
+        been seen not to have changed the same way.
+        """
+        belongs = group is not None and (
+            silhouette(distances, labels, group) >= self.parameters.level
+        )
+        return not belongs and self._awaits_others(client)
 
     def _look_if_due(self) -> None:
         """Look for other clusters if enough is new, and enough is known."""
@@ -799,9 +858,18 @@ class Panicle(Method):
             self._rearrange(clients, now, wanted, found.score)
 
     def _clear(self) -> list[str]:
-        """Return the clients online that agree with themselves."""
-        online = self.clusters.online
-        return [client for client in self.state.probes.clear() if online[client]]
+        """Return the clients online that agree with themselves, by probes of their present data."""
+        online, detectors = self.clusters.online, self.state.detectors
+        clear = (client for client in self.state.probes.clear() if online[client])
+        return [c for c in clear if c not in detectors or not detectors[c].is_stale]
+
+    def _waits_for_probes(self, client: str, known: NDArray[np.int64]) -> bool:
+        """Return whether nothing is known yet of the present data of a client's own cluster."""
+        home = self._home(client)
+        if not self.parameters.together or home is None or home in known:
+            return False
+        others = [other for other in self.clusters.clients(home) if other != client]
+        return any(self._detector(c).is_stale or not self._is_settled(c) for c in others)
 
     # From the clusters that there are to those that there should be.
 
@@ -920,8 +988,14 @@ class Panicle(Method):
         typical = self._settled.lengths.median_of_others(client, k, FEWEST_LENGTHS)
         is_watched = self.parameters.drift and self.parameters.clustering
         if is_watched and detector.is_sudden(length, typical):
-            detector.suspected, state.withheld[client] = True, update.vector
-            return Outcome(k, staleness, weight=0.0)
+            alike = self._jumping_alike(update, k) if self.parameters.together else []
+            if not alike:
+                detector.suspected, state.withheld[client] = True, update.vector
+                return Outcome(k, staleness, weight=0.0)
+            if any(other in state.withheld for other in alike):
+                return self._begin_anew(update, k, alike, staleness)
+        else:
+            detector.steady = update.task.updates
         detector.learn(length)
         self._recount(client)
         vector = cut(update.vector, delta, length, self.parameters.clip * typical)
@@ -929,6 +1003,88 @@ class Panicle(Method):
         counted = len(self.clusters.members) if has_moved else self.clusters.size(k)
         fresh = freshness(staleness, counted, self.parameters.stale)
         return Outcome(k, staleness, self._mix(update, k, vector, fresh, carries=not has_moved))
+
+    # What becomes of a cluster whose data change together.
+
+    def _jumping_alike(self, update: Update, k: int) -> list[str]:
+        """Return the members of a cluster that lately changed as suddenly, and the same way.
+
+        None unless they are, with the client itself, a third of the cluster, and more than the
+        members that are seen since the first of them not to have changed that way.
+        """
+        client, now, jumps = update.task.client, self.progress.updates, self.state.jumps
+        clients, direction = len(self.clusters.online), self.compared(update.delta)
+        direction = self._sketcher.direction(direction)
+        for gone in [c for c, jump in jumps.items() if not _is_recent(jump.when, now, clients)]:
+            del jumps[gone]
+        jumps[client] = Jump(k, now, update.task.updates, direction)
+        here = [c for c, jump in jumps.items() if jump.cluster == k == self._home(c)]
+        alike = [c for c in here if float(jumps[c].direction @ direction) >= _ALIKE]
+        unlike = self._unlike(client, jumps[alike[0]].sent)
+        is_third = _FEW_SPEAK_FOR_ALL * len(alike) >= self.clusters.size(k)
+        is_most = len(alike) > max(1, len(unlike))
+        if not (is_third and is_most):
+            return []
+        for one in alike:
+            jumps[one] = replace(jumps[one], is_common=True)
+        return [c for c in alike if c != client]
+
+    def _awaits_others(self, client: str) -> bool:
+        """Return whether a client has changed, and none of its cluster is seen not to have."""
+        jump, clients = self.state.jumps.get(client), len(self.clusters.online)
+        now = self.progress.updates
+        if jump is None or jump.is_common or not _is_recent(jump.when, now, clients):
+            return False
+        is_here = jump.cluster == self._home(client) and not self.clusters.is_alone(client)
+        return is_here and not self._unlike(client, jump.sent)
+
+    def _unlike(self, client: str, since: int) -> set[str]:
+        """Return the others of a client's cluster that changed in another way, or not at all.
+
+        Parameters
+        ----------
+        client : str
+            One that has changed.
+        since : int
+            Updates of the run from which on a task is of data as new as the client's.
+        """
+        jumps, unlike = self.state.jumps, set()
+        own = jumps[client]
+        for other in self.clusters.clients(own.cluster):
+            jump = jumps.get(other)
+            if jump is None:
+                is_unlike = self._detector(other).steady >= since
+            else:
+                # One that changed elsewhere has come because its new data are like this cluster's.
+                has_come = jump.cluster != own.cluster
+                is_unlike = has_come or float(jump.direction @ own.direction) < _ALIKE
+            if is_unlike and other != client:
+                unlike.add(other)
+        return unlike
+
+    def _begin_anew(self, update: Update, k: int, alike: list[str], staleness: int) -> Outcome:
+        """Let a cluster's model begin as the mean of its members' models of their new data.
+
+        The members' probes are of their former data: they are compared no more, until each has
+        answered another. Nobody moves meanwhile.
+        """
+        state, client = self.state, update.task.client
+        models = {c: state.withheld.pop(c) for c in alike if c in state.withheld}
+        models[client] = update.vector
+        for member in self.clusters.clients(k, online_only=False):
+            detector = self._detector(member)
+            detector.is_stale, detector.since, detector.every = True, 0, self.parameters.recheck
+            state.latest.withdraw(member)
+        for member, vector in models.items():
+            state.latest.renew(member, k, vector)
+            detector = self._detector(member)
+            detector.suspected, detector.trained, detector.length = False, True, 0.0
+            self._recount(member)
+        self.models[k].average(list(models.values()), [1.0] * len(models))
+        state.learned[k] = len(models)
+        state.averages.restart(k)
+        state.examples.forget()
+        return Outcome(k, staleness, weight=1.0 / len(models))
 
     def _mix(self, update: Update, k: int, vector: Vector, fresh: float, carries: bool) -> float:
         """Mix a member's model into its cluster's: w ← (1 − α) w + α (z + β (w − w₀) − λ (z' − z̄)).
