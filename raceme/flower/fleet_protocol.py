@@ -144,38 +144,41 @@ class Signer:
     ) -> None:
         self._private = private_key
         self.public_bytes = public_key_to_bytes(public_key)
-        self._signed_at = float("-inf")
-        self._timestamp, self._signature = "", b""
+        # One value: heartbeats are signed in another thread.
+        self._signed = (float("-inf"), "", b"")
         self._session = f"{__version__[:20]}/{secrets.token_hex(8)}"
 
     def metadata(self) -> list[tuple[str, str | bytes]]:
         """Return the signature as metadata of a call over gRPC."""
-        self._renew()
+        timestamp, signature = self._current()
         return [
             (_PUBLIC_KEY + _BINARY, self.public_bytes),
-            (_TIMESTAMP, self._timestamp),
-            (_SIGNATURE + _BINARY, self._signature),
+            (_TIMESTAMP, timestamp),
+            (_SIGNATURE + _BINARY, signature),
             (_SESSION, self._session),
             *_versions().items(),
         ]
 
     def headers(self) -> dict[str, str]:
         """Return the signature as headers of a call over HTTP."""
-        self._renew()
+        timestamp, signature = self._current()
         return {
             _PUBLIC_KEY: b64encode(self.public_bytes).decode(),
-            _TIMESTAMP: self._timestamp,
-            _SIGNATURE: b64encode(self._signature).decode(),
+            _TIMESTAMP: timestamp,
+            _SIGNATURE: b64encode(signature).decode(),
             _SESSION: self._session,
             **_versions(),
         }
 
-    def _renew(self) -> None:
-        if time.monotonic() < self._signed_at + _REUSED_SECONDS:
-            return
-        self._timestamp = datetime.now(UTC).isoformat()
-        self._signature = sign_message(self._private, self._timestamp.encode())
-        self._signed_at = time.monotonic()
+    def _current(self) -> tuple[str, bytes]:
+        """Return a timestamp and its signature, new ones if the last are old."""
+        signed_at, timestamp, signature = self._signed
+        now = time.monotonic()
+        if now >= signed_at + _REUSED_SECONDS:
+            timestamp = datetime.now(UTC).isoformat()
+            signature = sign_message(self._private, timestamp.encode())
+            self._signed = (now, timestamp, signature)
+        return timestamp, signature
 
 
 @cache

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import re
 import signal
+import sys
+import threading
 import time
 import urllib.request
+from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,8 +24,9 @@ from test_serve import are_applied_once, start_server, updates
 
 from raceme import __version__
 from raceme.core.errors import UserError
-from raceme.flower import fleet_client, link_state
+from raceme.flower import fleet_client, fleet_protocol, link_state
 from raceme.flower.fleet_client import generate_keys
+from raceme.flower.fleet_protocol import Signatures, Signer
 from raceme.flower.messages import NODE_UNAVAILABLE
 from raceme.records.folder import command
 
@@ -187,3 +191,27 @@ def test_a_device_that_is_killed_is_missed_in_15_s_and_takes_its_place_at_once(
     print(f"{transport}: missed {missed:.1f} s, vanished {vanished:.1f} s, back {returned:.1f} s")
     assert max(missed, vanished) <= 15.0
     are_applied_once(out, len(updates(out)))
+
+
+def test_heartbeats_and_calls_of_two_threads_are_signed_as_they_say(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fleet_protocol, "_REUSED_SECONDS", 0.0)
+    before = sys.getswitchinterval()
+    signer, said = Signer(*KEYS), deque[dict[str, object]]()
+
+    def sign() -> None:
+        for _ in range(200):
+            said.append(dict(signer.metadata()))
+
+    try:
+        sys.setswitchinterval(1e-6)
+        threads = [threading.Thread(target=sign) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    for metadata in said:
+        Signatures().caller(metadata)
