@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -12,9 +13,12 @@ from typing import Any
 
 import pytest
 import yaml
+from processes import free_port
 from typer.testing import CliRunner
 
 from raceme.cli import app
+from raceme.fleet.certificates import make_certificates, make_tokens
+from raceme.fleet.serve import StatusPort
 
 DOCKER = Path(__file__).resolve().parents[2] / "docker"
 DOCKERFILES = sorted(DOCKER.glob("*.Dockerfile"))
@@ -120,6 +124,25 @@ def test_the_server_lets_registered_devices_in_and_nobody_else() -> None:
     assert service["ports"] == ["9092:9092"]
     assert "--certificates=/certs" in service["command"]
     assert "--any-device" not in service["command"]
+
+
+@pytest.mark.parametrize("tokens", [[], ["view"]])
+def test_the_health_check_is_that_of_the_status_port(tmp_path: Path, tokens: list[str]) -> None:
+    make_certificates(tmp_path, ["localhost"], [])
+    make_tokens(tmp_path, tokens)
+    text, port, well = (DOCKER / "server.Dockerfile").read_text(), free_port(), [True]
+    found = re.search(r"HEALTHCHECK .*\\\n +CMD (\[.*\])", text)
+    assert found
+    _, *words = json.loads(found[1].replace("9093", str(port)))
+
+    def check() -> int:
+        return subprocess.run([sys.executable, *words], check=False).returncode
+
+    assert check() == 1
+    with StatusPort(f"0.0.0.0:{port}", lambda: b"", lambda: (well[0], {}), tmp_path):
+        assert check() == 0
+        well[0] = False
+        assert check() == 1
 
 
 def options_of(words: list[str]) -> set[str]:
