@@ -241,8 +241,8 @@ class RunConfig:
     )
     own_model: bool = option(
         False,
-        "clients also train a model of their own, and use what suits their validation samples "
-        "best: that, the received one or a mixture",
+        "clients also train a model of their own, and use the best on their validation samples: "
+        "that, the received one or a mixture",
     )
     upload: str = option(
         "float32",

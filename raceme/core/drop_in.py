@@ -544,7 +544,7 @@ class ReplyAdapter:
             log.info("\t├── accuracy is '%s', loss is %s", self.accuracy, quoted)
         elif self.loss is not None:
             log.info(
-                "\t├── no accuracy among %s: what is charted is the loss '%s' (accuracy_key= names "
+                "\t├── no accuracy among %s: the loss '%s' is charted (accuracy_key= names "
                 "another metric)",
                 listed,
                 self.loss,
@@ -629,7 +629,7 @@ class Names:
         self._of_node[node] = known
         self.mistaken.add(own)
         self.moved.add(node)
-        return f"it is '{stated}', a known client: it goes on as that"
+        return f"it is '{stated}', a known client: it continues as that"
 
     def shown(self, event: Any) -> Any:
         """Return a report with clients' stated names."""

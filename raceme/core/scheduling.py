@@ -420,15 +420,15 @@ class FlowerArguments:
         2, "nodes that must be connected before the run begins", low=0
     )
     weighted_by_key: str = option(
-        NUM_EXAMPLES, "the metric that says how much a client counts: its number of examples"
+        NUM_EXAMPLES, "the metric with a client's weight: its number of examples"
     )
     arrayrecord_key: str = option(ARRAYS, "name of the record with the model in messages")
     configrecord_key: str = option(CONFIG, "name of the record with the settings in messages")
     train_metrics_aggr_fn: MetricsFn | None = option(  # noqa: RUF009
-        None, "aggregates what clients measured in training; by default the mean by weight"
+        None, "aggregates clients' training metrics; by default the weighted mean"
     )
     evaluate_metrics_aggr_fn: MetricsFn | None = option(  # noqa: RUF009
-        None, "aggregates what clients measured in tests; by default the mean by weight"
+        None, "aggregates clients' test metrics; by default the weighted mean"
     )
     accuracy_key: str = option(
         "", "the metric of a test that is the accuracy; by default it is found by its name"

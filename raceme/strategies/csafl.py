@@ -350,22 +350,22 @@ class CSAFLParameters:
     threshold: int = option(5, "staleness δ beyond which a group updates together", low=0)
     stale: str = option(
         "mixed",
-        "what becomes of an update beyond the threshold: mixed in like any other (Algorithm 2), or "
+        "treatment of an update beyond the threshold: mixed in like any other (Algorithm 2), or "
         "dropped",
         among=("mixed", "dropped"),
     )
-    rho: float = option(0.1, "ρ: weight of the latency beside the cosines", low=0)
+    rho: float = option(0.1, "ρ: weight of the latency relative to the cosines", low=0)
     width: float = option(0.0, "width of the Gaussian kernel (0: the median distance)", low=0)
     pretrain_epochs: int = option(2, "passes over the samples in pre-training", low=1)
     unfinished: str = option(
         "averaged",
-        "what becomes of a synchronous update when the budget ends before some members are back: "
-        "the others are averaged, or it is dropped",
+        "treatment of a synchronous update if members are missing at the end of the budget: the "
+        "others are averaged, or it is dropped",
         among=("averaged", "dropped"),
     )
     mixing: str = option(
         "model",
-        "what of an update goes into its group: the share of the model, or that of its change",
+        "part of an update mixed into its group: the share of the model, or of its change",
         among=("model", "change"),
     )
 
@@ -447,7 +447,9 @@ class CSAFL(Method):
         seconds = np.array([latency_of(update) for update in updates])
         count = min(self.parameters.groups, len(clients))
         if count < self.parameters.groups:
-            log.warning("Only %d clients have pre-trained: there are so many groups.", count)
+            log.warning(
+                "Only %d clients have pre-trained, which limits the number of groups.", count
+            )
         weights = affinity_of(deltas, seconds, self.parameters.rho, self.parameters.width)
         labels = np.zeros(len(clients), np.int64)
         if count > 1:

@@ -220,8 +220,8 @@ class FADASParameters:
 
     m: int = option(5, "M: updates per server step", low=1)
     server_lr: float = option(1e-3, "server learning rate η (without delay rule: 1e-4)", above=0)
-    beta1: float = option(0.9, "β1: what is left of the mean", low=0, below=1)
-    beta2: float = option(0.99, "β2: what is left of the mean square", low=0, below=1)
+    beta1: float = option(0.9, "β1: decay of the mean", low=0, below=1)
+    beta2: float = option(0.99, "β2: decay of the mean square", low=0, below=1)
     epsilon: float = option(1e-8, "ε, added to the root", above=0)
     calm_delay: int = option(1, "τ_c: staleness up to which η is not reduced", low=0)
     delay_rule: str = option(

@@ -248,12 +248,12 @@ class FedCompassParameters:
     min_steps: int = option(20, "Q_min: mini-batches of a client's work, at least", low=1)
     max_steps: int = option(100, "Q_max: mini-batches of a client's work, at most", low=1)
     patience: float = option(
-        1.5, "λ: latest time of a group, in times of what its first member needs", low=1
+        1.5, "λ: latest time of a group, in multiples of its first member's time", low=1
     )
     renewal: float = option(
         0.9, "share of the last measurement in a client's speed", above=0, high=1
     )
-    alpha: float = option(0.9, "α: what all clients together move the model by", above=0, high=1)
+    alpha: float = option(0.9, "α: step of the model for all clients together", above=0, high=1)
     a: float = option(0.5, "a: power by which staleness counts, (1 + s)^−a", low=0)
 
     def __post_init__(self) -> None:

@@ -294,7 +294,7 @@ class ConceptParameters:
     isolation: int = option(1, "W: steps for which no other client may join a new model", low=1)
     measure: str = option(
         "accuracy",
-        "what counts as loss: 1 - accuracy (the authors' code), or the mean loss (the paper)",
+        "loss measure: 1 - accuracy (the authors' code), or the mean loss (the paper)",
         among=("accuracy", "loss"),
     )
     start: str = option(

@@ -250,7 +250,7 @@ class ColdStartParameters:
     )
     detect: str = option(
         "label-counts",
-        "what tells that a client's data have changed: label-counts, direction, or none",
+        "detection of changed data of a client: label-counts, direction, or none",
         among=("label-counts", "direction", "none"),
     )
     tolerance: float = option(
@@ -291,7 +291,7 @@ class FlexCFLParameters(ColdStartParameters, RoundsParameters):
 class FedGroupParameters(FlexCFLParameters):
     """Hyper-parameters of FedGroup."""
 
-    detect: str = option("none", "what tells that data have changed", among=("none",))
+    detect: str = option("none", "detection of changed data", among=("none",))
 
 
 class GroupsByStart(Method):
@@ -367,7 +367,9 @@ class GroupsByStart(Method):
         deltas = np.stack([self.compared(update.vector - start.initial) for update in updates])
         count = min(self.parameters.groups, len(updates))
         if count < self.parameters.groups:
-            log.warning("Only %d clients have pre-trained: there are so many groups.", count)
+            log.warning(
+                "Only %d clients have pre-trained, which limits the number of groups.", count
+            )
         labels = find_groups(deltas, count, self.parameters.measure, self.rng)
         groups = clusters.split(_W0, parts_of(clients, labels))
         applied = average_by_cluster(clusters, updates, by_examples=False)

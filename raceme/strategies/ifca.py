@@ -57,8 +57,8 @@ class IFCAParameters(_Choice, RoundsParameters):
     by_examples: bool = option(False, "weigh models by their examples (the paper: all alike)")
     detect: str = option(
         "none",
-        "what tells that a client's data have changed, so that it chooses anew before the next "
-        "round: label-counts (IFCA-MIG of FlexCFL's paper), or none",
+        "detection of changed data, after which a client chooses again before the next round: "
+        "label-counts (IFCA-MIG of FlexCFL's paper), or none",
         among=("none", "label-counts"),
     )
 

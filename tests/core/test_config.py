@@ -87,7 +87,7 @@ def test_a_limit_is_filled_in_unless_rounds_are_the_limit() -> None:
     assert (rounds.max_updates, rounds.max_rounds) == (None, 3)
     assert RunConfig.from_mapping(rounds.to_mapping()) == rounds
     build_strategy(rounds)
-    with pytest.raises(UserError, match="max-rounds counts rounds or windows, and fedbuff works"):
+    with pytest.raises(UserError, match="max-rounds counts rounds or windows, and fedbuff has"):
         build_strategy(resolve(config_of(clients=8, max_rounds=3, strategy="fedbuff")))
 
 

@@ -248,7 +248,7 @@ def test_without_an_accuracy_the_loss_is_what_is_charted(lines: list[str], tmp_p
     axes = accuracy_figure(record).axes[0]
     assert axes.get_ylabel() == "loss"
     assert axes.get_ylim()[1] > 1
-    assert any("what is charted is the loss 'loss'" in line for line in lines)
+    assert any("the loss 'loss' is charted" in line for line in lines)
 
 
 def test_another_metric_is_the_accuracy_if_the_user_says_so() -> None:

@@ -209,7 +209,7 @@ def test_a_device_that_comes_back_as_another_node_is_the_client_that_it_was() ->
     assert set(result.client_clusters) == {"robot-0", "robot-1"}
     joined = [(e.client, e.returned) for e in seen if isinstance(e, events.ClientJoined)]
     assert joined[-1] == ("robot-0", True)
-    assert "error 0: it is 'robot-0', a known client: it goes on as that" in refusals(seen)
+    assert "error 0: it is 'robot-0', a known client: it continues as that" in refusals(seen)
     late = [e.client for e in seen if isinstance(e, events.UpdateApplied) and e.time > 30]
     assert set(late) == {"robot-0", "robot-1"}
 

@@ -182,7 +182,10 @@ def test_without_a_proxy_set_for_each_cluster(options: dict, sets: int, told: st
         ({"c1": 0.7, "c2": 0.4}, r"c1 \+ cdfl.c2 is 1.1"),
         ({"sharpness": "sharp"}, "cdfl.sharpness must be a number above 0"),
         ({"sharpness": "3, 0"}, "cdfl.sharpness"),
-        ({"loss_bar": "max"}, "cdfl.loss-bar must be a number from 0 on, a share as 80%, or min"),
+        (
+            {"loss_bar": "max"},
+            "cdfl.loss-bar must be a number of at least 0, a share such as 80%, or min",
+        ),
         ({"loss_bar": "101%"}, "got '101%'"),
         ({"distance_bar": "-1"}, "cdfl.distance-bar"),
     ],
@@ -261,7 +264,7 @@ def test_a_method_that_does_not_start_from_pretrained_models_says_so(tmp_path: P
 def test_fedsoft_async_takes_only_shares_that_are_a_mixture() -> None:
     assert stated_shares(upload("c0", 1.0, shares=[0.25, 0.75]), 2).tolist() == [0.25, 0.75]
     for shares in ([], [1.0], [0.5, 0.6], [-0.5, 1.5]):
-        with pytest.raises(InvalidReplyError, match="how much each of 2 models counts"):
+        with pytest.raises(InvalidReplyError, match="the weights of 2 models"):
             stated_shares(upload("c0", 1.0, shares=shares), 2)
 
 

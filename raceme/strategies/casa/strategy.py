@@ -78,8 +78,8 @@ class CASAParameters:
     constant_alpha: float = option(0.3, "α where bi-level is false", above=0, high=1)
     exact_up_to: int = option(
         2000,
-        "clients compared pair by pair; of a larger fleet so many, drawn at random, stand for all "
-        "(0: all are compared)",
+        "clients compared pairwise; a larger fleet is represented by so many random ones (0: "
+        "compare all)",
         low=0,
     )
 

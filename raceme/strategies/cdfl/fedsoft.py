@@ -364,8 +364,8 @@ def stated_shares(update: Update, count: int) -> Shares:
     shares = np.asarray(update.numbers.get(SHARES, ()), np.float64)
     if shares.shape != (count,) or shares.min() < 0 or abs(shares.sum() - 1.0) > 1e-6:
         raise InvalidReplyError(
-            f"it must state as '{SHARES}' how much each of {count} models counts: numbers from 0 "
-            "on, sum 1"
+            f"it must state the weights of {count} models as '{SHARES}': numbers of at least 0, "
+            "sum 1"
         )
     return np.asarray(shares / shares.sum())
 

@@ -683,8 +683,8 @@ class CDFL(SoftUploads):
         options = self.parameters
         if options.c1 + options.c2 > 1:
             raise UserError(
-                f"cdfl.c1 + cdfl.c2 is {options.c1 + options.c2:g} and must be 1 at most: what is "
-                "left to 1 is the weight of the distance of models."
+                f"cdfl.c1 + cdfl.c2 is {options.c1 + options.c2:g} and must be at most 1: the "
+                "rest to 1 is the weight of the distance of models."
             )
         self._losses: dict[int, tuple[Model, int, float]] = {}
         self._sharpness = sharpness_of(options.sharpness)
@@ -755,7 +755,7 @@ class CDFL(SoftUploads):
             far = [np.linalg.norm(weights - self.compared(m.vector)) for m in models.values()]
         distances = np.array(far, np.float64)
         if not np.isfinite(distances).all():
-            raise NonFiniteModelError("its weights are too large to tell how far clusters are")
+            raise NonFiniteModelError("its weights are too large to compute distances to clusters")
         measured = (losses, np.abs(own - losses), distances)
         keeps = options.high_bar == "keep"
         pairs = zip(measured, self._bars, strict=True)
@@ -813,7 +813,9 @@ def bar_of(name: str, text: str) -> Bar:
     except ValueError:
         bar = float("nan")
     if not 0 <= bar <= (100 if follows else LARGEST):
-        raise UserError(f"{name} must be a number from 0 on, a share as 80%, or min; got '{text}'.")
+        raise UserError(
+            f"{name} must be a number of at least 0, a share such as 80%, or min; got '{text}'."
+        )
     return Bar(bar / 100, follows=True) if follows else Bar(bar)
 
 

@@ -71,7 +71,7 @@ class CFAACLParameters(FAACLParameters):
     remembered: int = option(50, "|S|: samples of each task that a client remembers", low=1)
     borrow: str = option(
         "samples",
-        "what travels to test a remembered sample of another client: samples (the thesis), or "
+        "content sent to test another client's remembered sample: samples (the thesis), or "
         "models, so that only losses leave it: losses (our own)",
         among=("samples", "losses"),
     )
