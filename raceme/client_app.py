@@ -211,6 +211,7 @@ def work_of(
         tuple(steps),
         0 if own is not None else _clients.since(context),
         str(context.node_config.get(names.LABELS, "")),
+        str(context.node_config.get(names.MODEL_FILE, "")),
     )
 
 
@@ -298,7 +299,7 @@ def _meter() -> Meter | None:
 
 EPSILON, DELTA, CLIP, SEED = "local-dp-epsilon", "local-dp-delta", "local-dp-clip", "local-dp-seed"
 """Keys of a node's configuration."""
-_ALLOWED = frozenset({names.TRAIN, names.EVALUATE, names.TEST_STEPS, names.DESCRIBE})
+_ALLOWED = frozenset({names.TRAIN, names.EVALUATE, names.TEST_STEPS, names.DESCRIBE, names.USE})
 _PREFIX = "local-dp-"
 _DEFAULT_DELTA = 1e-5
 _DEFAULT_CLIP = 1.0

@@ -123,6 +123,13 @@ def device(
     health_file: Annotated[
         Path | None, typer.Option(help="file to touch while the server answers, for health checks")
     ] = None,
+    model_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="file for the model that serves this device, always whole, for an application",
+            show_default=False,
+        ),
+    ] = None,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="also log tracebacks of the ClientApp")
     ] = False,
@@ -135,7 +142,12 @@ def device(
             "--root-certificates."
         )
     is_json = _is_json(log_format)
-    config = _node_config(node_config, device_id, {"threads": threads, "accelerator": accelerator})
+    own = {"threads": threads, "accelerator": accelerator}
+    if model_file is not None:
+        from raceme.fleet.device import checked_model_file
+
+        own["model-file"] = checked_model_file(model_file)
+    config = _node_config(node_config, device_id, own)
     name = config.get("device-id") or f"client-{config.get('partition-id')}"
     formatter = (
         JsonFormatter(device=printable(name, 128))
@@ -171,10 +183,8 @@ def device(
     )
 
 
-def _node_config(
-    text: str, device_id: str | None, processors: Mapping[str, str]
-) -> Mapping[str, Value]:
-    """Return the node config with device id and processors."""
+def _node_config(text: str, device_id: str | None, own: Mapping[str, str]) -> Mapping[str, Value]:
+    """Return the node config with the device id and the values of other options."""
     from raceme.flower.app import parse_pairs
 
     try:
@@ -190,7 +200,7 @@ def _node_config(
         config["device-id"] = device_id
     elif "device-id" not in config and "partition-id" not in config:
         config["device-id"] = platform.node()
-    return {**processors, **config}
+    return {**own, **config}
 
 
 def _is_json(log_format: str) -> bool:
@@ -280,12 +290,39 @@ def serve(
         ),
     ] = "",
     log_format: _LogFormat = "text",
+    keep_versions: Annotated[
+        int | None,
+        typer.Option(
+            metavar="INTEGER",
+            help="versions of each cluster's model to keep and bring into use; 0: none",
+            show_default="5, or 0 in a run with a limit",
+            min=0,
+        ),
+    ] = None,
+    margin: Annotated[
+        float,
+        typer.Option(
+            help="a new version comes into use if its accuracy is lower by at most this, on the "
+            "same samples (regression: its error higher by this share)",
+            min=0,
+        ),
+    ] = 0.01,
+    canary: Annotated[
+        float,
+        typer.Option(
+            metavar="SHARE",
+            help="devices of a cluster that try a new version first; one at least",
+            min=0,
+            max=1,
+        ),
+    ] = 0.1,
     watch: Watch = False,
     watch_address: Address = ADDRESS,
 ) -> None:
     """Start a server that coordinates training on devices (raceme device).
 
-    --out is required. The same command with the same --out resumes a stopped or crashed run.
+    --out is required. Without --max-updates it runs until it is stopped. The same command with the
+    same --out resumes a stopped or crashed run.
 
     With APP_DIR the server runs your own Flower app, whose run cannot be resumed.
     """
@@ -323,13 +360,23 @@ def serve(
         print(f"The run in {settings.out} is complete: to continue it, raise --max-updates.")
         return
     options = ServeOptions(
-        address, folder, any_device, clients_min, metrics, reconnect, http, logs_events=is_json
+        address,
+        folder,
+        any_device,
+        clients_min,
+        metrics,
+        reconnect,
+        http,
+        logs_events=is_json,
+        keep_versions=keep_versions,
+        margin=margin,
+        canary=canary,
     )
     with watched(watch, Path(settings.out), watch_address, certificates=folder):
         with StopRequest() as stop, ExitStack() as stack:
             observers = []
             if not is_json:
-                progress = RunProgress(max_updates=settings.planned_updates, each_update=True)
+                progress = RunProgress(max_updates=settings.max_updates or 0, each_update=True)
                 observers.append(stack.enter_context(progress).observe)
             # Only now, so that lines go above the progress bar.
             show_log(sys.stdout, lines)
@@ -499,6 +546,26 @@ def show(
 ) -> None:
     """Show a device's details."""
     _show(_answer(run, "show", device=device), as_json)
+
+
+@fleet.command()
+def versions(run: _Run, as_json: _Json = False) -> None:
+    """List the versions of the clusters' models that are kept, and which are in use."""
+    _show(_answer(run, "versions"), as_json)
+
+
+@fleet.command()
+def rollback(
+    run: _Run,
+    cluster: Annotated[int, typer.Option(metavar="K", help="the cluster")],
+    to: Annotated[str, typer.Option(metavar="VERSION", help="number of a kept version, or latest")],
+    as_json: _Json = False,
+) -> None:
+    """Let a cluster's devices use an earlier version; `latest` ends that."""
+    if to != "latest" and not to.isdecimal():
+        raise UserError(f"--to takes the number of a version or latest, got '{to}'.")
+    number = None if to == "latest" else int(to)
+    _show(_answer(run, "rollback", cluster=cluster, to=number), as_json)
 
 
 def _answer(run: Path, name: str, **arguments: object) -> Any:

@@ -255,8 +255,9 @@ class RunConfig:
     )
     max_updates: int | None = option(
         None,
-        f"stop after this number of client updates (auto: {_MAX_UPDATES}; none with max-rounds)",
-        low=1,
+        f"stop after this number of client updates (0: no limit; auto: {_MAX_UPDATES}, but none "
+        "with max-rounds and in `raceme serve`)",
+        low=0,
     )
     max_rounds: int = option(0, "stop after this number of rounds or windows (0: no limit)", low=0)
     max_time: float = option(
@@ -434,10 +435,12 @@ class RunConfig:
     def planned_updates(self) -> int:
         """Client updates of the run; with max-rounds an estimate.
 
+        Without a limit, that of a run that names none, for what is scheduled by it.
+
         The parameters of a method in rounds state its clients per round by
         ``participants(clients)``; by default all clients, once each.
         """
-        if self.max_updates is not None:
+        if self.max_updates:
             return self.max_updates
         if not self.max_rounds:
             return _MAX_UPDATES

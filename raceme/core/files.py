@@ -177,6 +177,15 @@ def atomic_write(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+def flush(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 # -----------------------------------------------------------------------------
 # Memory: whether there is enough of it, found out before it is taken.
 # -----------------------------------------------------------------------------

@@ -759,6 +759,7 @@ CLIENT_WORK = Registry(
         "train-borrowing": "raceme.strategies.continual.client:train_borrowing",
         "evaluate": "raceme.training.work:evaluate",
         "test-steps": "raceme.training.work:test_steps",
+        "use": "raceme.training.work:use",
         "losses": "raceme.training.work:losses",
         "scores": "raceme.training.work:scores",
         "label-counts": "raceme.training.work:label_counts",

@@ -90,6 +90,24 @@ class HealthFile:
                 self._path.touch()
 
 
+def checked_model_file(path: Path) -> str:
+    """Return the path of the file for the device's model, as the ClientApp is told it.
+
+    Raises
+    ------
+    UserError
+        Nothing can be written there.
+    """
+    path = path.expanduser().absolute()
+    if path.exists() and not path.is_file():
+        raise UserError(f"The model file '{path}' is not a regular file.")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise UserError(
+            f"The model file '{path}' cannot be written: its folder is missing or another user's."
+        )
+    return str(path)
+
+
 # -----------------------------------------------------------------------------
 # A limit to the memory of this process.
 # -----------------------------------------------------------------------------

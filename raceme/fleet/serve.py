@@ -24,7 +24,7 @@ import tomli_w
 import uvicorn
 from flwr.app import Message, MessageType
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 from starlette.applications import Starlette
@@ -54,7 +54,7 @@ from raceme.core.requests import InFlight
 from raceme.core.signals import interrupted_by_signals
 from raceme.core.strategy import Method, StopCheck, never_stop
 from raceme.fleet.certificates import DEVICE_KEYS, LABELS, Registry, access_to, read_certificates
-from raceme.fleet.served_grid import ServedGrid
+from raceme.fleet.served_grid import Rollouts, ServedGrid
 from raceme.fleet.tasks import OWN_APP
 from raceme.flower.app import App, app_metadata, build_bundle, server_context
 from raceme.flower.fleet_client import SINCE, Certificates
@@ -75,7 +75,7 @@ from raceme.flower.ports import (
     most_connections,
     read_body,
 )
-from raceme.records.folder import ControlSocket, new_folder
+from raceme.records.folder import ControlSocket, Stage, VersionStore, new_folder
 from raceme.records.record import line_of
 from raceme.records.store import read_events
 from raceme.runs import experiment
@@ -172,6 +172,8 @@ class Metrics(EventHandler, Collector):
     ----------
     evaluated : Evaluated or None
         The latest evaluation.
+    rollouts : Rollouts or None
+        The versions of the clusters' models, if any are kept.
     """
 
     def __init__(
@@ -213,6 +215,7 @@ class Metrics(EventHandler, Collector):
                 self._verdicts.labels(verdict)
         self._evaluations = Counter("raceme_evaluations", "Evaluations", registry=self._registry)
         self.evaluated: Evaluated | None = None
+        self.rollouts: Rollouts | None = None
         found = Gauge("raceme_clusters", "Cluster models", registry=self._registry)
         found.set_function(clusters)
         ProcessCollector(registry=self._registry)
@@ -323,10 +326,27 @@ class Metrics(EventHandler, Collector):
         title = f"Mean {measure.label} of the worst tenth of the devices"
         yield GaugeMetricFamily(f"raceme_worst_tenth_{measure.name}", title, worst)
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
+    def _versions(self, rollouts: Rollouts) -> Iterator[Metric]:
+        """Yield which versions are in use, and how many came into use or were held."""
+        in_use = GaugeMetricFamily(
+            "raceme_version_in_use", "Number of the version in use", labels=["cluster"]
+        )
+        store = rollouts.store
+        for cluster in store.clusters:
+            if version := store.in_use(cluster):
+                in_use.add_metric([str(cluster)], version.number)
+        yield in_use
+        decided = CounterMetricFamily("raceme_versions", "Versions decided", labels=["outcome"])
+        for stage in (Stage.IN_USE, Stage.HELD):
+            decided.add_metric([stage.value], rollouts.outcomes[stage])
+        yield decided
+
+    def collect(self) -> Iterator[Metric]:
         """Yield gauges of devices, messages and quality, as of the moment of the request."""
         if self.evaluated is not None:
             yield from self._quality(self.evaluated)
+        if self.rollouts is not None:
+            yield from self._versions(self.rollouts)
         online = len(self._state.online())
         yield GaugeMetricFamily("raceme_devices_online", "Devices that are online", online)
         queue = GaugeMetricFamily("raceme_messages", "Messages to devices", labels=["state"])
@@ -588,7 +608,13 @@ class FleetCommands:
 
     def by_name(self) -> dict[str, Callable[..., object]]:
         """Return all commands."""
-        return {"status": self.status, "devices": self.devices, "show": self.show}
+        return {
+            "status": self.status,
+            "devices": self.devices,
+            "show": self.show,
+            "versions": self.versions,
+            "rollback": self.rollback,
+        }
 
     @property
     def _method(self) -> Method:
@@ -647,6 +673,38 @@ class FleetCommands:
         tasks = {task.client: task for task in progress.in_flight.values()}
         return self._shown(device, tasks.get(device), silences.get(device))
 
+    @property
+    def _rollouts(self) -> Rollouts:
+        if self._metrics.rollouts is None:
+            raise UserError("This server keeps no versions: start it with --keep-versions 5.")
+        return self._metrics.rollouts
+
+    def versions(self) -> list[dict[str, Any]]:
+        """Return the versions that are kept."""
+        rollouts, store = self._rollouts, self._rollouts.store
+        score = "error" if store.of_errors else "accuracy"
+        return [
+            {
+                "cluster": version.cluster,
+                "version": version.number,
+                "stage": version.stage.value,
+                score: _finite(version.score),
+                "devices": rollouts.devices_with(version),
+                "pinned": version.cluster in store.pinned and version.stage is Stage.IN_USE,
+            }
+            for cluster in store.clusters
+            for version in store.of(cluster)
+        ]
+
+    def rollback(self, cluster: int, to: int | None) -> dict[str, Any]:
+        """Let a cluster's devices use an earlier version, or new ones again."""
+        version = self._rollouts.rollback(cluster, to)
+        return {
+            "cluster": cluster,
+            "in_use": None if version is None else version.number,
+            "new_versions": "come into use again" if to is None else "are held",
+        }
+
     def _shown(self, device: str, task: InFlight | None, silent: float | None) -> dict[str, Any]:
         method = self._method
         client, tested = method.progress.fleet.clients[device], self._metrics.evaluated
@@ -691,6 +749,8 @@ GridT = TypeVar("GridT", bound=ServedGrid)
 _ANSWER_SECONDS = 2.0
 _TURN_SECONDS = 300.0
 """A server that has not answered a call, or a method not looked for replies, for so long fails."""
+_KEPT_VERSIONS = 5
+"""Versions of each cluster's model, where nothing else is said and the run has no limit."""
 _LEAST_EVAL_EVERY = 10
 """Updates between two evaluations, where nothing else is said."""
 _LEAST_LIMIT, _MODELS_LIMIT = 16 << 20, 8
@@ -721,6 +781,11 @@ class ServeOptions:
         ``HOST:PORT`` for SuperNodes of Flower 1.40 and later.
     logs_events : bool
         Log every request and event, for logs in JSON.
+    keep_versions : int, optional
+        Versions of each cluster's model that are kept and brought into use; 0: none. By default 5
+        in a run without a limit.
+    margin, canary : float
+        How new versions come into use; see :class:`~raceme.fleet.served_grid.Rollouts`.
     """
 
     address: str = "0.0.0.0:9092"
@@ -731,6 +796,9 @@ class ServeOptions:
     reconnect: float = RECONNECT_SECONDS
     http: str | None = None
     logs_events: bool = False
+    keep_versions: int | None = None
+    margin: float = 0.01
+    canary: float = 0.1
 
 
 def prepare(keys: Mapping[str, Value], clients_min: int = 1) -> RunConfig:
@@ -749,8 +817,10 @@ def prepare(keys: Mapping[str, Value], clients_min: int = 1) -> RunConfig:
         It cannot work.
     """
     config = RunConfig.from_mapping({"strategy": FEW_DEVICES, **keys})
-    given = config.eval_every
+    given, is_limited = config.eval_every, config.max_updates or config.max_rounds
     config = experiment.resolve(config)
+    if not is_limited:
+        config = config.with_values(max_updates=0)
     if given is None:
         # Each evaluation costs a device its time.
         config = config.with_values(eval_every=max(config.num_clients, _LEAST_EVAL_EVERY))
@@ -846,6 +916,15 @@ def serve(
                 event_log = EventLog(strategy)
                 grid.turns.append(event_log.look)
                 listening.append(event_log.observe)
+            if last := _versions_kept(config, options):
+                grid.rollouts = metrics.rollouts = Rollouts(
+                    strategy,
+                    state,
+                    VersionStore(out, last),
+                    margin=options.margin,
+                    canary=options.canary,
+                )
+                listening.append(grid.rollouts)
             return experiment.conduct(config, strategy, grid, *listening, stop=stop)
     except (OSError, sqlite3.OperationalError) as error:
         reason = getattr(error, "strerror", None) or str(error)
@@ -855,6 +934,14 @@ def serve(
             f"Cannot go on writing to {config.out}: {reason}. Once this is fixed, the same "
             "command resumes from the last checkpoint."
         ) from error
+
+
+def _versions_kept(config: RunConfig, options: ServeOptions) -> int:
+    """Return how many versions of each cluster's model are kept; 0 for none."""
+    if options.keep_versions is not None:
+        return options.keep_versions
+    is_limited = config.max_updates or config.max_rounds or config.max_time
+    return 0 if is_limited else _KEPT_VERSIONS
 
 
 @contextmanager

@@ -4,20 +4,56 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
 import struct
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
+from zlib import crc32
 
-from flwr.app import Message
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
+from safetensors import SafetensorError
 
+from raceme.core.clients import Fleet
+from raceme.core.clusters import blended
+from raceme.core.errors import UserError
+from raceme.core.evaluation import read_scores
+from raceme.core.events import (
+    ACCURACY,
+    ClientJoined,
+    ClientLeft,
+    ClustersChanged,
+    Evaluated,
+    EventHandler,
+)
+from raceme.core.messages import (
+    ARRAYS,
+    CONFIG,
+    KIND,
+    STEP,
+    TEST_STEPS,
+    TESTED_MODELS,
+    TESTED_STEPS,
+    USE,
+    USED_CLUSTER,
+    USED_RUN,
+    USED_VERSION,
+    USES,
+    InvalidReplyError,
+    candidate,
+    error_line,
+)
+from raceme.core.strategy import Method
 from raceme.flower.grid import PatientGrid
 from raceme.flower.link_state import LinkState
 from raceme.flower.messages import Run, join, split
+from raceme.records.folder import Pair, Stage, Version, VersionStore, is_no_worse
 
 # -----------------------------------------------------------------------------
 # The journal: replies since the last checkpoint, written before they are acknowledged.
@@ -152,6 +188,8 @@ class ServedGrid(PatientGrid):
     turns : list[Callable]
         Called in the strategy's thread whenever it looks for replies; returns whether it has done
         something that the strategy should look at.
+    rollouts : Rollouts or None
+        Brings versions into use meanwhile.
     """
 
     is_virtual = False
@@ -186,6 +224,7 @@ class ServedGrid(PatientGrid):
         # Bytes per node in the current file.
         self._kept: Counter[int] = Counter()
         self.turns: list[Callable[[], bool]] = []
+        self.rollouts: Rollouts | None = None
         state.on_news = self.tell
         state.on_reply = self._keep
 
@@ -207,7 +246,12 @@ class ServedGrid(PatientGrid):
             with self._news:
                 self._has_news = False
             acted = True in [turn() for turn in self.turns]
-            replies = self._state.take(wanted, _MOST)
+            if self.rollouts is None:
+                replies = self._state.take(wanted, _MOST)
+            else:
+                self.rollouts.turn()
+                taken = self._state.take(wanted | self.rollouts.open.keys(), _MOST)
+                replies = [reply for reply in taken if not self.rollouts.take(reply)]
             if replies or acted or self._has_fleet_changed() or self._stopping():
                 return replies
             left = _SLICE_SECONDS
@@ -231,11 +275,9 @@ class ServedGrid(PatientGrid):
 
     def _has_fleet_changed(self) -> bool:
         """Return whether nodes have joined or left since the last query."""
-        if not self._look():
+        if not self._look() or not self._is_open:
             return False
-        if not self._is_open and len(self._online) >= self._clients_min:
-            self._open()
-        return self._is_open and (self._online != self._nodes or bool(self._state.renewed))
+        return self._online != self._nodes or bool(self._state.renewed)
 
     def _look(self) -> bool:
         """List the online nodes unless just done; return whether it was."""
@@ -244,6 +286,8 @@ class ServedGrid(PatientGrid):
             return False
         # For thousands of nodes it takes longer than an update.
         self._seen_at, self._online = now, self._state.online()
+        if not self._is_open and len(self._online) >= self._clients_min:
+            self._open()
         return True
 
     def _open(self) -> None:
@@ -354,3 +398,493 @@ class ServedGrid(PatientGrid):
     def close(self) -> None:
         """Close the files."""
         self._journal.close()
+
+
+# -----------------------------------------------------------------------------
+# Rollouts: which version of its cluster's model each device uses.
+#
+# After an evaluation the models of that moment become new versions. Some devices of the cluster
+# test a new version beside the one in use (trial), then use it (canary), then all do. Messages are
+# sent and answered beside those of the method, which knows nothing of them.
+# -----------------------------------------------------------------------------
+
+
+_MESSAGE_SECONDS = 600.0
+"""Longest wait for a device's answer; it may be training meanwhile."""
+_RETRY_SECONDS = 60.0
+"""Pause after a device could not do what it was asked."""
+_LOOK_SECONDS = 1.0
+_PROBE, _TRY, _USE = "probe", "try", "use"
+
+
+@dataclass
+class _Device:
+    """What is known of a device on its present node.
+
+    Attributes
+    ----------
+    node : int
+        Its node.
+    uses : bool or None
+        Whether an application uses its model; None before it has said so.
+    has : tuple[int, int] or None
+        Cluster and number of the version that it has.
+    asked : tuple[str, Version or None]
+        What the open message asks.
+    message : str
+        Id of the open message; empty if there is none.
+    until : float
+        When that is given up, or when the device is asked again.
+    failures : int
+        Versions in a row that it could not use.
+    """
+
+    node: int
+    uses: bool | None = None
+    has: tuple[int, int] | None = None
+    asked: tuple[str, Version | None] = (_PROBE, None)
+    message: str = ""
+    until: float = 0.0
+    failures: int = 0
+
+    def is_unknown(self, now: float) -> bool:
+        """Return whether it will say any moment whether an application uses its model."""
+        asked_at = self.until - _MESSAGE_SECONDS
+        return self.uses is None and (not self.message or now < asked_at + _RETRY_SECONDS)
+
+
+class Rollouts(EventHandler):
+    """Keeps versions of the clusters' models, and brings them into use.
+
+    Parameters
+    ----------
+    method : Method
+        The method whose models are served.
+    state : LinkState
+        Sends messages to devices.
+    store : VersionStore
+        The versions, and how far each of them is.
+    margin : float
+        How much worse than the version in use a new one may be; see `is_no_worse`.
+    canary : float
+        Share of a cluster's devices that a new version is tried on, one at least.
+    clock : Callable
+        Monotonic, in seconds.
+
+    Attributes
+    ----------
+    outcomes : Counter
+        Versions that came into use, or were held, since the process began.
+    open : dict[str, str]
+        Open messages, with the device that each is for.
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        state: LinkState,
+        store: VersionStore,
+        *,
+        margin: float,
+        canary: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._method, self._state, self.store = method, state, store
+        self._margin, self._canary, self._clock = margin, canary, clock
+        self.outcomes: Counter[Stage] = Counter()
+        self._devices: dict[str, _Device] = {}
+        self.open: dict[str, str] = {}
+        # Of each new version the devices that try it, and what they have found.
+        self._testers: dict[int, dict[str, Pair | None]] = {}
+        self._records: dict[tuple[int, int], ArrayRecord] = {}
+        self._measure = ACCURACY
+        self._is_due, self._has_news, self._looked_at = False, True, -math.inf
+        self._unsaved, self._warned = False, False
+
+    # Events of the run, in the method's thread.
+
+    def on_evaluated(self, event: Evaluated) -> None:
+        """Take the models of this moment as new versions soon."""
+        self._is_due, self._measure = True, event.measure
+
+    def on_client_joined(self, event: ClientJoined) -> None:
+        """Ask a device anew what it has."""
+        self._devices.pop(event.client, None)
+        self._has_news = True
+
+    def on_client_left(self, _event: ClientLeft) -> None:
+        """Wait for a device no more."""
+        self._has_news = True
+
+    def on_clusters_changed(self, _event: ClustersChanged) -> Any:
+        """Serve devices what their cluster uses."""
+        self._has_news = True
+
+    def turn(self) -> None:
+        """Decide, and send what is due."""
+        if self._is_due:
+            self._is_due = False
+            self._propose()
+            self._has_news = True
+        now = self._clock()
+        if not self._has_news and now < self._looked_at + _LOOK_SECONDS:
+            return
+        self._has_news, self._looked_at = False, now
+        self._look_at_devices(now)
+        for cluster in self.store.clusters:
+            if version := self.store.new(cluster):
+                self._decide(version)
+        if self._unsaved:
+            self._save()
+        for client, device in self._devices.items():
+            if not device.message and now >= device.until:
+                self._ask(client, device, now)
+
+    def _look_at_devices(self, now: float) -> None:
+        """Notice devices that came, left, or do not answer."""
+        present = {client.client_id: client.node_id for client in self._fleet.online()}
+        for name, device in list(self._devices.items()):
+            is_gone = present.get(name) != device.node
+            if is_gone or (device.message and now >= device.until):
+                self.open.pop(device.message, None)
+                self._state.forget([device.message] if device.message else [])
+                device.message = ""
+            if is_gone:
+                del self._devices[name]
+        for name, node in present.items():
+            if node is not None and name not in self._devices:
+                self._devices[name] = _Device(node)
+
+    @property
+    def _fleet(self) -> Fleet:
+        return self._method.progress.fleet
+
+    # New versions.
+
+    def _propose(self) -> None:
+        """Keep the present models as new versions, where the last one is decided."""
+        method, spec, store = self._method, self._method.spec, self.store
+        store.of_errors = self._measure.is_error
+        store.keep_only([*method.models, *self._inherited()])
+        online = [client.client_id for client in self._fleet.online()]
+        for cluster, model in list(method.served.items()):
+            changes = method.models[cluster].version if cluster in method.models else -1
+            former = store.of(cluster)
+            if changes < 0 or store.new(cluster) or (former and former[-1].changes == changes):
+                continue
+            members = [name for name in online if method.clusters.main(name) == cluster]
+            if not members:
+                continue
+            own = {name: spec.views(vector) for name, vector in method.used(members)}
+            for name in members:
+                if name not in own and len(method.placement(name)) > 1:
+                    own[name] = spec.views(blended(method.served, method.placement(name)))
+            try:
+                store.add(cluster, changes, spec.views(model.vector), own)
+            except OSError as error:
+                self._warn(error)
+                return
+            self._warned = False
+
+    def _inherited(self) -> list[int]:
+        """Return the clusters that are gone whose versions are still in use in their heirs."""
+        clusters = self._method.clusters
+        return [
+            gone
+            for gone in self.store.clusters
+            if gone not in clusters.models
+            and any(self.store.in_use(heir) is None for heir in clusters.continuations(gone))
+        ]
+
+    def current(self, cluster: int) -> Version | None:
+        """Return the version that a cluster uses: its own, or else that of what it came from."""
+        if found := self.store.in_use(cluster):
+            return found
+        for gone in self.store.clusters:
+            if gone != cluster and cluster in self._method.clusters.continuations(gone):
+                return self.store.in_use(gone)
+        return None
+
+    def _choose(self, version: Version) -> dict[str, Pair | None]:
+        """Return the devices that try a version: those first that an application uses."""
+        main = self._method.clusters.main
+        members = [name for name in self._devices if main(name) == version.cluster]
+
+        def order(name: str) -> tuple[bool, int]:
+            return not self._devices[name].uses, crc32(f"{version.number} {name}".encode())
+
+        count = math.ceil(self._canary * len(members))
+        return dict.fromkeys(sorted(members, key=order)[: max(1, count)])
+
+    def _decide(self, version: Version) -> None:
+        """Bring a new version to its next stage, if its devices have answered."""
+        cluster = version.cluster
+        if cluster not in self._method.models:
+            return
+        if cluster not in self._testers:
+            now = self._clock()
+            if any(device.is_unknown(now) for device in self._devices.values()):
+                return
+            self._testers[cluster] = self._choose(version)
+        testers = {
+            name: pair
+            for name, pair in self._testers[cluster].items()
+            if name in self._devices or pair is not None
+        }
+        if not testers:
+            # All have left: others try it.
+            del self._testers[cluster]
+            return
+        if version.stage is Stage.TRIAL:
+            if None in testers.values():
+                return
+            pairs = [pair for pair in testers.values() if pair is not None]
+            scores = [new for new, _ in pairs if math.isfinite(new)]
+            score = math.fsum(scores) / len(scores) if scores else math.nan
+            version = self.store.change(version, Stage.CANARY, score)
+            self._unsaved = True
+            if cluster in self.store.pinned:
+                self._hold(version, "an operator has chosen the version in use", logging.INFO)
+                return
+            if not is_no_worse(pairs, self._margin, self.store.of_errors):
+                used = [score for _, score in pairs if math.isfinite(score)]
+                mean = math.fsum(used) / len(used) if used else math.nan
+                found = f"{self._measure.word} {score:.4g}, {mean:.4g} of the one in use"
+                self._hold(version, f"{found}, on {len(pairs)} devices")
+                return
+        canaries = [name for name in testers if name in self._devices and self._devices[name].uses]
+        if all(self._devices[name].has == version.key for name in canaries):
+            self.store.change(version, Stage.IN_USE)
+            self._close(cluster, Stage.IN_USE)
+            log.info(
+                "Version %d of cluster %d is in use: %s %.4g",
+                version.number,
+                cluster,
+                self._measure.word,
+                version.score,
+            )
+
+    def _hold(self, version: Version, reason: str, level: int = logging.WARNING) -> None:
+        self.store.change(version, Stage.HELD)
+        self._close(version.cluster, Stage.HELD)
+        held = "Version %d of cluster %d is held: %s"
+        log.log(level, held, version.number, version.cluster, reason)
+
+    def _close(self, cluster: int, outcome: Stage) -> None:
+        self.outcomes[outcome] += 1
+        self._testers.pop(cluster, None)
+        self._records.clear()
+        self._unsaved = self._has_news = True
+
+    # Messages.
+
+    def _target(self, client: str) -> Version | None:
+        """Return the version that a device is to use."""
+        cluster = self._method.clusters.main(client)
+        new = self.store.new(cluster)
+        if new and new.stage is Stage.CANARY and client in self._testers.get(cluster, ()):
+            return new
+        return self.current(cluster)
+
+    def _ask(self, client: str, device: _Device, now: float) -> None:
+        """Send a device what is due, if anything is."""
+        cluster = self._method.clusters.main(client)
+        new = self.store.new(cluster)
+        asked: tuple[str, Version | None] = (_PROBE, None)
+        records: dict[str, ArrayRecord] = {}
+        settings: dict[str, Any] = {KIND: USE}
+        kind = MessageType.QUERY
+        try:
+            if device.uses is None:
+                pass
+            elif (
+                new
+                and new.stage is Stage.TRIAL
+                and self._testers.get(cluster, {}).get(client, ()) is None
+            ):
+                asked, kind = (_TRY, new), MessageType.EVALUATE
+                models = [new, *([used] if (used := self.current(cluster)) else [])]
+                records = {
+                    candidate(place): self._record(version, client)
+                    for place, version in enumerate(models)
+                }
+                step = self._method.step_of(client) or 0
+                settings = {
+                    KIND: TEST_STEPS,
+                    STEP: step,
+                    TESTED_STEPS: [step] * len(models),
+                    TESTED_MODELS: list(range(len(models))),
+                }
+            elif device.uses and (target := self._target(client)):
+                if device.has == target.key:
+                    return
+                asked, records = (_USE, target), {ARRAYS: self._record(target, client)}
+                settings |= {
+                    USED_RUN: self.store.run_id,
+                    USED_CLUSTER: target.cluster,
+                    USED_VERSION: target.number,
+                }
+            else:
+                return
+        except (OSError, SafetensorError) as error:
+            log.warning("A version of cluster %d cannot be read: %s", cluster, error)
+            device.until = now + _RETRY_SECONDS
+            return
+        content = RecordDict({**records, CONFIG: ConfigRecord(settings)})
+        message = Message(content, device.node, kind, ttl=_MESSAGE_SECONDS)
+        message_id = self._state.push(message)
+        device.until = now + (_RETRY_SECONDS if message_id is None else _MESSAGE_SECONDS)
+        if message_id is not None:
+            device.message, device.asked = message_id, asked
+            self.open[message_id] = client
+
+    def _record(self, version: Version, client: str) -> ArrayRecord:
+        """Return the model of a version that serves a client, as it travels."""
+        has_own = self.store.has_own(version, client)
+        if not has_own and version.key in self._records:
+            return self._records[version.key]
+        arrays, spec = self.store.load(version, client if has_own else ""), self._method.spec
+        flat = np.concatenate([arrays[name].reshape(-1) for name in spec.names])
+        record = spec.pack(np.asarray(flat, np.float32))
+        if not has_own:
+            self._records[version.key] = record
+        return record
+
+    def take(self, reply: Message) -> bool:
+        """Take a device's answer; return False for a reply to another message."""
+        message_id = reply.metadata.reply_to_message_id
+        if message_id not in self.open:
+            return False
+        client, self._has_news = self.open.pop(message_id), True
+        device = self._devices.get(client)
+        if device is not None and device.message == message_id:
+            self._take(client, device, reply)
+        return True
+
+    def _take(self, client: str, device: _Device, reply: Message) -> None:
+        (asked, version), device.message, device.until = device.asked, "", 0.0
+        if asked == _TRY:
+            self._take_scores(client, version, reply)
+            return
+        failed = reply.has_error()
+        told: Mapping[str, object] = {}
+        if not failed:
+            told = reply.content.config_records.get(CONFIG, {})
+            metrics: Mapping[str, object] = next(iter(reply.content.metric_records.values()), {})
+            device.uses = metrics.get(USES) == 1
+        elif asked == _PROBE:
+            # An app of its own, which knows no such question.
+            device.uses = False
+        cluster, number = told.get(USED_CLUSTER), told.get(USED_VERSION)
+        is_ours = told.get(USED_RUN) == self.store.run_id
+        if is_ours and isinstance(cluster, int) and isinstance(number, int):
+            device.has = cluster, number
+        if asked == _USE and version and device.has == version.key:
+            device.failures = 0
+        elif asked == _USE and version:
+            device.until = self._clock() + _RETRY_SECONDS * 2 ** min(device.failures, 6)
+            device.failures += 1
+            reason = error_line(reply) if failed else "its application has no file any more"
+            log.warning(
+                "%s does not use version %d of cluster %d: %s",
+                client,
+                version.number,
+                version.cluster,
+                reason,
+            )
+            new = self.store.new(version.cluster)
+            if new and new.key == version.key:
+                self._hold(new, f"{client} could not use it")
+
+    def _take_scores(self, client: str, version: Version | None, reply: Message) -> None:
+        """Take a device's scores of a new version and of the one in use."""
+        new = None if version is None else self.store.new(version.cluster)
+        if version is None or new is None or new.key != version.key:
+            return
+        testers = self._testers.get(version.cluster, {})
+        if client not in testers:
+            return
+        count = 1 + (self.current(version.cluster) is not None)
+        try:
+            _, scores = read_scores(reply, count)
+        except InvalidReplyError:
+            scores = []
+        first, *others = scores or [math.nan]
+        testers[client] = first, others[0] if others else math.nan
+
+    # What an operator asks for.
+
+    def devices_with(self, version: Version) -> int:
+        """Return how many devices online have a version."""
+        return sum(device.has == version.key for device in self._devices.values())
+
+    def rollback(self, cluster: int, to: int | None) -> Version | None:
+        """Let a cluster's devices use a version that is kept, until an operator says otherwise.
+
+        Parameters
+        ----------
+        cluster : int
+            The cluster.
+        to : int, optional
+            Number of the version; None lets new versions come into use again.
+
+        Returns
+        -------
+        Version or None
+            The version in use.
+
+        Raises
+        ------
+        UserError
+            There is no such cluster or version, or it cannot be written down.
+        """
+        clusters, store = self._method.clusters, self.store
+        if cluster not in clusters.models:
+            heirs = ", ".join(map(str, clusters.continuations(cluster)))
+            there = (
+                f"its devices are in {heirs}" if heirs else f"there are {_listed(clusters.models)}"
+            )
+            raise UserError(f"There is no cluster {cluster}: {there}.")
+        if to is None:
+            store.pinned.discard(cluster)
+        else:
+            version = store.at(cluster, to)
+            if version is None or version.stage.is_new:
+                found = [each.number for each in store.of(cluster) if not each.stage.is_new]
+                raise UserError(
+                    f"Version {to} of cluster {cluster} is not kept; there are {_listed(found)}."
+                )
+            if new := store.new(cluster):
+                self._hold(new, "an operator has gone back to another")
+            store.pinned.add(cluster)
+            store.change(version, Stage.IN_USE)
+            log.warning("Version %d of cluster %d is in use: an operator's choice", to, cluster)
+        self._has_news, self._records = True, {}
+        try:
+            store.save()
+        except OSError as error:
+            self._unsaved = True
+            raise UserError(
+                f"It is done, but a restart will not know of it: {error.strerror}."
+            ) from None
+        return store.in_use(cluster)
+
+    def _save(self) -> None:
+        try:
+            self.store.save()
+        except OSError as error:
+            self._warn(error)
+        else:
+            self._unsaved = False
+
+    def _warn(self, error: OSError) -> None:
+        """Say once that versions cannot be kept."""
+        if not self._warned:
+            log.warning(
+                "Versions cannot be kept: %s. The run goes on; it is tried again", error.strerror
+            )
+        self._warned = True
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, numbers)) or "none"

@@ -27,7 +27,7 @@ from raceme.core.config import RunConfig, read_toml
 from raceme.core.errors import UserError, unknown_name
 from raceme.core.files import atomic_write
 from raceme.core.registry import EXPORT, explained
-from raceme.records.folder import CONFIG, MODELS, model_file, saved_in
+from raceme.records.folder import CONFIG, MODELS, VersionStore, model_file, saved_in
 from raceme.records.positions import Similarity
 from raceme.records.record import RunRecord, read_run
 from raceme.records.summary import write_summary
@@ -268,14 +268,16 @@ def export_model(
     out = run / "export" / f"{name}-{kind}" if out is None else out
     if out.exists():
         raise UserError(f"{out} exists already and is kept: choose another folder with --out.")
+    from raceme.training.models import deployed_network, description_of
+
     data = datasets.described(config)
-    network = _deployed(config, data, arrays)
+    network = deployed_network(config, data, arrays)
     stated = _stated_labels(data, labels)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         partial_ = Path(tempfile.mkdtemp(prefix=f".{out.name}-", suffix=".partial", dir=out.parent))
         try:
-            about |= _description(config, data, stated, kind)
+            about |= description_of(config, data, stated, kind)
             (partial_ / "model.json").write_text(json.dumps(about, indent=2) + "\n")
             imports, own = _written(kind, network, data, partial_)
             program = _TEMPLATE.read_text(encoding="utf-8")
@@ -294,28 +296,42 @@ def export_model(
 def _chosen(
     run: Path, cluster: int | None, device: str | None
 ) -> tuple[str, Arrays, dict[str, Any]]:
-    """Return the name of a model in the run's folder, its arrays, and whose it is."""
+    """Return the name of a model in the run's folder, its arrays, and whose it is.
+
+    Of a run that keeps versions it is that in use.
+    """
     if cluster is not None and device is not None:
         raise UserError("--cluster and --device each name a model: give one of them.")
-    record = read_run(run)
-    numbers = sorted(int(path.stem) for path in (run / MODELS[0]).glob("*.safetensors"))
+    record, store = read_run(run), VersionStore(run)
+    versions = {k: used for k in store.clusters if (used := store.in_use(k)) is not None}
+    numbers = sorted(versions) or sorted(
+        int(path.stem) for path in (run / MODELS[0]).glob("*.safetensors")
+    )
     if not numbers:
-        raise UserError(f"{run} has no models: a run leaves them when it ends.")
+        raise UserError(
+            f"{run} has no models: a run leaves them when it ends, or keeps versions while it is "
+            "served."
+        )
     about: dict[str, Any] = {"updates": len(record.updates.seq)}
+    name = ""
     if device is not None:
         known = {client.client for client in record.clients}
         if device not in known:
             raise unknown_name("device", device, known)
+        about["device"] = device
         own = model_file(run, device)
-        if own.is_file():
-            return f"device-{own.stem}", load_file(own), about | {"device": device}
+        name = f"device-{own.stem}"
+        if own.is_file() and not versions:
+            return name, load_file(own), about
         weights = record.memberships().get(device) or {}
-        if len(weights) != 1:
+        if len(weights) != 1 and not versions:
             raise UserError(
                 f"No single cluster serves {device}: resume the run with --set client-models=true, "
                 "which leaves each device's own model."
             )
-        cluster, about["device"] = next(iter(weights)), device
+        cluster = record.assignment().get(device)
+        if cluster is None:
+            raise UserError(f"No cluster serves {device} yet: choose one with --cluster.")
     if cluster is None:
         if len(numbers) > 1:
             raise UserError(
@@ -326,7 +342,15 @@ def _chosen(
     if cluster not in numbers:
         raise UserError(f"{_fate(record, cluster)} There are {', '.join(map(str, numbers))}.")
     about["cluster"] = cluster
-    return f"cluster-{cluster}", load_file(model_file(run, cluster)), about
+    name = name or f"cluster-{cluster}"
+    if cluster not in versions:
+        return name, load_file(model_file(run, cluster)), about
+    about["version"] = versions[cluster].number
+    try:
+        return name, store.load(versions[cluster], device or ""), about
+    except (OSError, SafetensorError) as error:
+        # It has been replaced meanwhile.
+        raise UserError(f"{versions[cluster].file} cannot be read: {error}. Try again.") from None
 
 
 def _fate(record: RunRecord, cluster: int) -> str:
@@ -338,26 +362,6 @@ def _fate(record: RunRecord, cluster: int) -> str:
     return f"There is no cluster {cluster}."
 
 
-def _deployed(config: RunConfig, data: Dataset, arrays: Arrays) -> DeployedNetwork:
-    """Return the network of a run with these weights."""
-    import torch
-
-    from raceme.training.models import DeployedNetwork, build
-
-    shape = data.shape
-    network = build(str(config.model), shape.input_shape, shape.outputs, 0, shape.tokens)
-    weights = {name: torch.from_numpy(np.array(values)) for name, values in arrays.items()}
-    try:
-        network.load_state_dict(weights)
-    except RuntimeError as error:
-        lines = str(error).splitlines()
-        raise UserError(
-            f"The model does not fit the network '{config.model}', which may have been changed "
-            f"since: {lines[-1].strip()}"
-        ) from None
-    return DeployedNetwork(network, data).eval()
-
-
 def _stated_labels(data: Dataset, labels: Sequence[str]) -> list[str] | None:
     """Return the names of the classes; None of a regression."""
     if data.target is not None:
@@ -367,28 +371,6 @@ def _stated_labels(data: Dataset, labels: Sequence[str]) -> list[str] | None:
     if labels and len(labels) != data.num_classes:
         raise UserError(f"--labels has {len(labels)} names, and there are {data.num_classes}.")
     return list(labels or data.labels or map(str, range(data.num_classes)))
-
-
-def _description(
-    config: RunConfig, data: Dataset, labels: list[str] | None, kind: str
-) -> dict[str, Any]:
-    """Return the content of `model.json` but for whose model it is."""
-    from raceme.training.models import raw_type
-
-    type_ = raw_type(data)
-    return {
-        "format": kind,
-        "run": {key: config.to_mapping()[key] for key in ("strategy", "dataset", "model", "seed")},
-        "input": {"shape": list(data.shape.input_shape), "type": type_},
-        "normalisation": {
-            "in_model": True,
-            "divided_by": 255 if type_ == "uint8" else 1,
-            "mean": np.asarray(data.mean).tolist(),
-            "std": np.asarray(data.std).tolist(),
-        },
-        "labels": labels,
-        "unit": None if data.target is None else data.target.unit,
-    }
 
 
 def _written(kind: str, network: DeployedNetwork, data: Dataset, folder: Path) -> tuple[str, str]:
@@ -409,7 +391,7 @@ def _written(kind: str, network: DeployedNetwork, data: Dataset, folder: Path) -
 def _torchscript(network: DeployedNetwork, data: Dataset, folder: Path) -> tuple[str, str]:
     from raceme.training.models import torchscript_of
 
-    torchscript_of(network, data).save(str(folder / "model.pt"))
+    (folder / "model.pt").write_bytes(torchscript_of(network, data))
     return (
         "import torch",
         f"""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -21,7 +20,14 @@ from safetensors.numpy import save_file
 import raceme
 from raceme.core.config import RunConfig, keys_of
 from raceme.core.errors import UserError
-from raceme.core.files import ReadingError, atomic_write, check_regular, check_room, parse_json
+from raceme.core.files import (
+    ReadingError,
+    atomic_write,
+    check_regular,
+    check_room,
+    flush,
+    parse_json,
+)
 from raceme.core.options import Value
 from raceme.core.strategy import Method
 from raceme.core.timeline import Resumable, timeline_of
@@ -80,8 +86,8 @@ def write_tree(path: Path, tree: Any, note: Mapping[str, str]) -> None:
     metadata[_HASH] = _digest(metadata, tensors)
     with atomic_write(path) as file:
         save_file(tensors, file, metadata=metadata)
-        _flush(file)
-    _flush(path.parent)
+        flush(file)
+    flush(path.parent)
 
 
 def read_tree(path: Path) -> tuple[Any, dict[str, str]]:
@@ -184,15 +190,6 @@ def _digest(metadata: Mapping[str, str], tensors: Mapping[str, _Array]) -> str:
         digest.update(json.dumps([name, array.dtype.str, list(array.shape)]).encode("ascii"))
         digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     return digest.hexdigest()
-
-
-def _flush(path: Path) -> None:
-    """Flush a file or folder to disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 # -----------------------------------------------------------------------------

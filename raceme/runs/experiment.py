@@ -121,9 +121,11 @@ def resolve(config: RunConfig) -> RunConfig:
     target, stop = config.target_accuracy, config.stop_at_target
     if target is not None and target > 1 and datasets.data_shape(config).target is None:
         raise UserError(f"target-accuracy must be at most 1, got {target:g}.")
-    unlimited = config.max_rounds and config.max_updates is None
+    max_updates = config.max_updates
+    if max_updates is None and not config.max_rounds:
+        max_updates = config.planned_updates
     return config.with_values(
-        max_updates=None if unlimited else config.planned_updates,
+        max_updates=max_updates,
         target_accuracy=datasets.default_target(config) if target is None else target,
         stop_at_target=target is not None if stop is None else stop,
         eval_every=config.num_clients if config.eval_every is None else config.eval_every,
@@ -260,6 +262,8 @@ def simulate(config: RunConfig, *observers: Observer, stop: StopCheck = never_st
     config = resolve(config)
     if config.device_keys:
         raise UserError("device-keys is for real devices: leave it out of a simulation.")
+    if not (config.max_updates or config.max_rounds or config.max_time):
+        raise UserError("Without --max-updates a simulation needs --max-time or --max-rounds.")
     strategy = build_strategy(config)
     check_fleet(config, strategy)
     grid = build_grid(config, strategy)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import Parameter, signature
 from math import prod
+from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile, ZipFile
 
 import numpy as np
 import torch
@@ -20,6 +23,7 @@ from torch.nn.functional import cross_entropy, huber_loss
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
 from raceme.core.events import ACCURACY, Measure
+from raceme.core.files import atomic_write, flush
 from raceme.core.messages import LARGEST_SQUARE, InvalidModelError, ModelSpec, from_array, to_array
 from raceme.core.registry import MODELS
 from raceme.datasets import data_shape, with_defaults
@@ -684,6 +688,62 @@ class DeployedNetwork(nn.Module):
         return outputs
 
 
+def deployed_network(
+    config: RunConfig, data: Dataset, arrays: Mapping[str, NDArray[np.generic]]
+) -> DeployedNetwork:
+    """Return the network of a run with these weights.
+
+    Raises
+    ------
+    UserError
+        They are not those of the network, which may be a user's own and have been changed.
+    """
+    shape = data.shape
+    network = build(str(config.model), shape.input_shape, shape.outputs, 0, shape.tokens)
+    weights = {name: torch.from_numpy(np.array(values)) for name, values in arrays.items()}
+    try:
+        network.load_state_dict(weights)
+    except RuntimeError as error:
+        lines = str(error).splitlines()
+        raise UserError(
+            f"The model does not fit the network '{config.model}', which may have been changed "
+            f"since: {lines[-1].strip()}"
+        ) from None
+    return DeployedNetwork(network, data).eval()
+
+
+def description_of(
+    config: RunConfig, data: Dataset, labels: Sequence[str] | None, kind: str
+) -> dict[str, Any]:
+    """Return what `model.json` says of a model, but for whose it is.
+
+    Parameters
+    ----------
+    config : RunConfig
+        Configuration of the run.
+    data : Dataset
+        Says how inputs are normalised; see :func:`raceme.datasets.described`.
+    labels : Sequence[str] or None
+        Names of the classes; None for a regression.
+    kind : str
+        Format of the model's file.
+    """
+    type_, keys = raw_type(data), config.to_mapping()
+    return {
+        "format": kind,
+        "run": {key: keys[key] for key in ("strategy", "dataset", "model", "seed")},
+        "input": {"shape": list(data.shape.input_shape), "type": type_},
+        "normalisation": {
+            "in_model": True,
+            "divided_by": 255 if type_ == "uint8" else 1,
+            "mean": np.asarray(data.mean).tolist(),
+            "std": np.asarray(data.std).tolist(),
+        },
+        "labels": None if labels is None else list(labels),
+        "unit": None if data.target is None else data.target.unit,
+    }
+
+
 def raw_type(data: Dataset) -> str:
     """Return the type of a dataset's inputs before they are normalised."""
     if data.tokens:
@@ -700,14 +760,60 @@ def raw_inputs(data: Dataset, count: int) -> NDArray[Any]:
     return np.asarray(values, np.float32)
 
 
-def torchscript_of(network: DeployedNetwork, data: Dataset) -> Any:
-    """Return a network as TorchScript, which needs nothing but torch, for any number of inputs."""
+def torchscript_of(
+    network: DeployedNetwork, data: Dataset, extra: Mapping[str, str] | None = None
+) -> bytes:
+    """Return a network as a file of TorchScript, which needs nothing but torch.
+
+    Parameters
+    ----------
+    network : DeployedNetwork
+        The network, which will take any number of inputs.
+    data : Dataset
+        What its inputs look like.
+    extra : Mapping[str, str], optional
+        Texts that the file holds beside it, by name.
+    """
     example = torch.from_numpy(raw_inputs(data, _PROBE))
     with warnings.catch_warnings(), torch.inference_mode():
         # torch recommends torch.export, which takes seconds instead of a tenth of one.
         warnings.simplefilter("ignore")
         trace: Callable[..., Any] = torch.jit.trace
-        return trace(network.eval(), example, check_trace=False)
+        traced = trace(network.eval(), example, check_trace=False)
+    # Not to a path: where the disk is full torch aborts the process.
+    return bytes(traced.save_to_buffer(_extra_files=dict(extra or {})))
+
+
+_ABOUT = "model.json"
+"""A member of a model file: what :func:`description_of` returns, and which version it is."""
+
+
+def write_model_file(
+    path: Path, network: DeployedNetwork, data: Dataset, about: Mapping[str, Any]
+) -> None:
+    """Write a model for an application that may read the file at any time: whole, or not at all.
+
+    It is TorchScript, with its description as the extra file ``model.json``.
+
+    Raises
+    ------
+    OSError
+        It cannot be written; what was there before still is.
+    """
+    content = torchscript_of(network, data, {_ABOUT: json.dumps(about)})
+    with atomic_write(path) as file:
+        file.write_bytes(content)
+        flush(file)
+
+
+def read_model_file(path: Path) -> dict[str, Any]:
+    """Return the description in a model file; nothing where there is no such file."""
+    try:
+        with ZipFile(path) as archive:
+            member = next(name for name in archive.namelist() if name.endswith(f"/extra/{_ABOUT}"))
+            return dict(json.loads(archive.read(member)))
+    except (OSError, BadZipFile, StopIteration, ValueError, TypeError):
+        return {}
 
 
 # -----------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TypeGuard
 from zlib import crc32
 
@@ -19,6 +20,7 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 from numpy.typing import ArrayLike, NDArray
 
+from raceme import datasets
 from raceme.core import messages as names
 from raceme.core.clusters import cosine
 from raceme.core.errors import UserError
@@ -30,7 +32,14 @@ from raceme.training.local import TermBuilder, TrainingSettings, epoch_sizes
 from raceme.training.local import evaluate as test_locally
 from raceme.training.local import losses as sample_losses
 from raceme.training.local import train as train_locally
-from raceme.training.models import Samples, is_usable
+from raceme.training.models import (
+    Samples,
+    deployed_network,
+    description_of,
+    is_usable,
+    read_model_file,
+    write_model_file,
+)
 
 Metric = int | float | list[int] | list[float]
 
@@ -64,6 +73,8 @@ class ClientWork:
         First step whose data the client still has, after a replacement of a device's file.
     labels : str
         The client's labels, from the node's configuration.
+    model_file : str
+        File of the model for the device's application; empty if there is none.
     """
 
     kind: str
@@ -75,6 +86,7 @@ class ClientWork:
     steps: tuple[Client, ...] = ()
     since: int = 0
     labels: str = ""
+    model_file: str = ""
 
     @property
     def arrays(self) -> Mapping[str, ArrayRecord]:
@@ -442,6 +454,45 @@ def test_steps(work: ClientWork) -> Answer:
         numbers={names.ACCURACIES: measured},
         told={} if unit is None else {names.UNIT: unit},
     )
+
+
+def use(work: ClientWork) -> Answer:
+    """Write a received model to the application's file; say which version is there.
+
+    Raises
+    ------
+    OSError
+        The file cannot be written: it keeps what it has.
+    """
+    if not work.model_file:
+        return Answer({names.USES: 0})
+    path = Path(work.model_file)
+    if names.ARRAYS in work.arrays:
+        work.receive(work.model)
+        config, state = work.client.config, work.client.network.module.state_dict()
+        data = datasets.described(config)
+        arrays = {name: values.cpu().numpy() for name, values in state.items()}
+        labels = list(data.labels or map(str, range(data.num_classes)))
+        about = description_of(config, data, labels if data.target is None else None, "torchscript")
+        about["run_id"] = str(work.settings[names.USED_RUN])
+        about["cluster"] = work.settings[names.USED_CLUSTER]
+        about["version"] = work.settings[names.USED_VERSION]
+        about["device"] = work.client.id
+        write_model_file(path, deployed_network(config, data, arrays), data, about)
+    return Answer({names.USES: 1}, told=_version_in(path))
+
+
+def _version_in(path: Path) -> dict[str, Value]:
+    """Return which version a model file holds, as far as it says."""
+    about, told = read_model_file(path), dict[str, Value]()
+    for name, key, kind in (
+        (names.USED_RUN, "run_id", str),
+        (names.USED_CLUSTER, "cluster", int),
+        (names.USED_VERSION, "version", int),
+    ):
+        if isinstance(about.get(key), kind):
+            told[name] = about[key]
+    return told
 
 
 def _are_counts(stated: object) -> TypeGuard[list[int]]:

@@ -642,7 +642,7 @@ class _Curve(EventHandler):
 
     def _about(self) -> dict[str, Any]:
         """Return metadata from the run's path and configuration."""
-        if self._known.get("planned"):
+        if self._known.get("started"):
             return self._known
         try:
             config: Mapping[str, Any] = read_toml(self._folder / CONFIG)
@@ -671,4 +671,4 @@ class _Curve(EventHandler):
             return "finished"
         if self._summary.ending is not None:
             return "ended"
-        return "running" if self._has_writer or not self._known.get("planned") else "stopped"
+        return "running" if self._has_writer or not self._known.get("started") else "stopped"
