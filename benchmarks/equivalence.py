@@ -78,6 +78,8 @@ NEW_KEYS: frozenset[str] = frozenset(
     | {f"{name}.{key}" for name in _WINDOWED for key in ("stale", "unfinished")}
 )
 """Keys that the committed file does not have: left out of configurations."""
+NEW_FIELDS = {("ClientJoined", "labels")}
+"""Fields of events that the runs of the committed file did not have: left out of hashes."""
 
 TEXTS = ("reason",)
 """Fields of events with a sentence for people."""
@@ -93,7 +95,8 @@ def described(event: Any) -> tuple[str, dict[str, Any]]:
         # Idle times had no number of updates when they were an event of their own.
         number = {} if event.name == "idle" else {"updates": event.updates}
         return RENAMED.get(name, name), {"time": event.time, **number, **event.values}
-    return RENAMED.get(kind, kind), {item.name: getattr(event, item.name) for item in fields(event)}
+    names = [item.name for item in fields(event) if (kind, item.name) not in NEW_FIELDS]
+    return RENAMED.get(kind, kind), {name: getattr(event, name) for name in names}
 
 
 def essential(kind: str, of: Mapping[str, Any]) -> tuple[str, tuple[Any, ...]] | None:
