@@ -1,0 +1,85 @@
+"""A server that runs for long: its memory, files and threads.
+
+    python benchmarks/soak.py [--devices 30] [--seconds 3600] [--think 0.7] [--stay 180]
+        [--json FILE]
+
+`raceme serve` with FedAsync, its store, checkpoints and `/metrics`, which is read every ten
+seconds. Light devices in one process, threads with the connection of `raceme device`, return the
+model that they get after so many seconds of work, more or less; each leaves after `--stay` seconds
+on average, and comes back as a new node.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from light_devices import Behaviour, online  # noqa: E402
+from processes import free_port, loopback, raceme, wait_until  # noqa: E402
+
+from raceme.flower.fleet_client import Endpoint  # noqa: E402
+from raceme.records.folder import command  # noqa: E402
+
+
+def looked_at(process: int, out: Path, metrics: str, started: float) -> dict[str, float]:
+    """Return what a server uses now."""
+    with urllib.request.urlopen(f"http://{metrics}/metrics", timeout=60) as page:
+        page.read()
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    status = dict(line.split(":", 1) for line in lines)
+    return {
+        "minutes": (time.monotonic() - started) / 60,
+        "updates": command(out, "status")["updates"],
+        "mib": int(status["VmRSS"].split()[0]) / 1024,
+        "files": len(os.listdir(f"/proc/{process}/fd")),
+        "threads": int(status["Threads"]),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--devices", type=int, default=30)
+    parser.add_argument("--seconds", type=float, default=3600.0)
+    parser.add_argument("--think", type=float, default=0.7, help="seconds of work on a message")
+    parser.add_argument("--stay", type=float, default=180.0, help="seconds online, on average")
+    parser.add_argument("--json", type=Path, help="write the numbers here too")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder, loopback(Path(folder)) as bed:
+        bed.fleet_port, metrics = free_port(), f"127.0.0.1:{free_port()}"
+        keys = ("--strategy", "fedasync", "--dataset", "digits", "--clients", "2")
+        keys += ("--groups", "0.5,0.5", "--max-updates", "100000000", "--eval-every", "500")
+        places = ("--address", bed.fleet_address, "--metrics", metrics)
+        server = bed.start("serve", raceme("serve", *places, "--out", "out", *keys))
+        server.wait_for("Listening on", 240)
+        does = Behaviour(think=options.think, stay=options.stay)
+        devices = {f"device-{number}": does for number in range(options.devices)}
+        with online(Endpoint(bed.fleet_address, insecure=True), devices):
+            out, started, rows = Path(folder, "out"), time.monotonic(), []
+            wait_until(lambda: command(out, "status")["updates"] > 0, 240, server.describe)
+            while time.monotonic() < started + options.seconds:
+                rows.append(looked_at(server.handle.pid, out, metrics, started))
+                if len(rows) % 15 == 1:
+                    print({name: round(value, 1) for name, value in rows[-1].items()}, flush=True)
+                time.sleep(10.0)
+        assert server.stop() == 130, server.describe()
+    print("| minutes | updates | MiB | files | threads |\n|---|---|---|---|---|")
+    for share in (0.0, 0.1, 0.25, 0.5, 0.75, 1.0):
+        row = rows[min(int(share * len(rows)), len(rows) - 1)]
+        print("|" + "|".join(f" {value:,.0f} " for value in row.values()) + "|")
+    most = {name: max(row[name] for row in rows) for name in ("mib", "files", "threads")}
+    print("at most:", {name: round(value) for name, value in most.items()})
+    if options.json:
+        options.json.write_text(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()
