@@ -10,7 +10,15 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.app import (
+    Array,
+    ArrayRecord,
+    ConfigRecord,
+    Message,
+    MessageType,
+    MetricRecord,
+    RecordDict,
+)
 
 from raceme.core.signals import StopSignal
 from raceme.fleet.device import RunOverError, StoppedError, join
@@ -70,15 +78,9 @@ def reply_to(message: Message, name: str, does: Behaviour) -> Message:
                 (array + does.step * noise.standard_normal(array.shape)).astype(array.dtype)
                 for array in whole
             ]
-            arrays = ArrayRecord(dict(zip(arrays, map(_array, moved), strict=True)))
+            arrays = ArrayRecord(dict(zip(arrays, map(Array, moved), strict=True)))
         content = RecordDict({"arrays": arrays, "metrics": metrics, "config": echo})
     return Message(content, reply_to=message)
-
-
-def _array(values: np.ndarray) -> object:
-    from flwr.app import Array
-
-    return Array(values)
 
 
 def _be_online(link: Link, stop: StopSignal, name: str, does: Behaviour) -> None:
