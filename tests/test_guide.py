@@ -146,9 +146,11 @@ def start_raceme(words: list[str], folder: Path) -> subprocess.Popen[str]:
 
 def test_the_readme_installs_what_there_is_and_names_commands_that_there_are() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
-        "optional-dependencies"
-    ]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    (flower,) = (one for one in project["dependencies"] if one.startswith("flwr"))
+    first, beyond = (int(minor) for minor in re.findall(r"1\.(\d+)", flower))
+    assert f"[Flower 1.{first} to 1.{beyond - 1}]" in text
     named = {name for group in re.findall(r"\.\[([\w,]+)\]", text) for name in group.split(",")}
     assert named
     assert named <= set(extras)
