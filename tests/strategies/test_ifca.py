@@ -91,26 +91,26 @@ def test_a_round_by_hand(by_examples: bool, expected: float) -> None:
 def asked_of(strategy: IFCA, client: str, kind: str, **numbers: np.ndarray) -> Answer:
     models = {0: 3, 1: 2}
     task = InFlight(9, client, 0, 0, 0, sent_at=0.0, bytes_down=0, candidates=models, kind=kind)
-    return Answer(task, 10, {}, numbers)
+    return Answer(task, 20, {}, numbers)
 
 
 def test_a_client_whose_data_have_changed_chooses_anew() -> None:
     strategy = with_clients(IFCA(IFCAParameters(k=2, detect="label-counts")), 3)
-    strategy.progress.fleet.clients = {f"c{i}": Client(f"c{i}", 10) for i in range(3)}
+    strategy.progress.fleet.clients = {f"c{i}": Client(f"c{i}", 20) for i in range(3)}
 
     def counts(client: str, *values: int) -> None:
         numbers = {LABEL_COUNTS: np.array(values, np.int64)}
         strategy.on_answer(asked_of(strategy, client, LABEL_COUNTS, **numbers))
 
-    counts("c0", 10, 0)
-    counts("c2", 10, 0)
+    counts("c0", 20, 0)
+    counts("c2", 20, 0)
     strategy.applied([chose("c0", 0, 1.0, 0.0), chose("c1", 1, 5.0, 5.0)])
-    # τ = 0.2 / 2 · 10 = 1: one replaced sample is a mean difference of 1, two are one of 2. A
+    # τ = 0.2 / 2 · 20 = 2: two replaced samples are a mean difference of 2, three are one of 3. A
     # client that has not chosen yet has nothing to choose anew.
-    counts("c0", 9, 1)
-    counts("c2", 0, 10)
+    counts("c0", 18, 2)
+    counts("c2", 0, 20)
     assert strategy.state.cold == {}
-    counts("c0", 8, 2)
+    counts("c0", 17, 3)
     assert strategy.state.cold == {"c0": True}
     request = strategy._choice_of("c0")
     assert (request.kind, request.models) == ("scores", (0, 1))
@@ -118,7 +118,7 @@ def test_a_client_whose_data_have_changed_chooses_anew() -> None:
         strategy.on_answer(asked_of(strategy, "c0", "scores", losses=np.zeros((3, 1))))
     strategy.on_answer(asked_of(strategy, "c0", "scores", losses=np.array([[0.7], [0.2]])))
     assert strategy.clusters.main("c0") == 1
-    counts("c0", 8, 2)
+    counts("c0", 17, 3)
     assert strategy.state.cold == {}
 
 
