@@ -492,7 +492,8 @@ def test_a_reproduction_has_the_finished_runs_of_a_folder(tmp_path: Path) -> Non
         raceme.reproduce("nothing")
 
 
-def test_a_flower_app_on_virtual_time(tmp_path: Path) -> None:
+def test_a_flower_app_on_virtual_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     found = raceme.simulate(
         QUICKSTARTS / "numpy_app",
         clients=3,

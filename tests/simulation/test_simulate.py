@@ -20,16 +20,19 @@ def run(app: Path, out: Path, **options: object) -> Simulated:
     return simulate(Settings(app, **settings))  # type: ignore[arg-type]
 
 
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Apps write their models to the working folder."""
+    monkeypatch.chdir(tmp_path)
+
+
 def spans(simulated: Simulated) -> list[tuple[str, float, float]]:
     """Return who was at work when."""
     tasks = [task for task in simulated.fleet.tasks if task.takes_time]
     return [(task.client, task.begun, task.ended) for task in tasks]
 
 
-def test_the_numpy_quickstart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_the_numpy_quickstart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     app = QUICKSTARTS / "numpy_app"
     first = run(app, tmp_path / "one", run_config=("num-server-rounds=4",), devices="slow30x5")
     with np.load("final_model.npz") as stored:
@@ -60,9 +63,8 @@ def test_the_scikit_learn_quickstart(tmp_path: Path, capsys: pytest.CaptureFixtu
     "workers", [(0, 0), pytest.param((0, 2), marks=pytest.mark.slow)], ids=["again", "side-by-side"]
 )
 def test_the_pytorch_quickstart_gives_the_same_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: tuple[int, int]
+    tmp_path: Path, workers: tuple[int, int]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     models = []
     for number, count in enumerate(workers):
         simulated = run(
