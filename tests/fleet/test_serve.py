@@ -115,7 +115,7 @@ def test_the_same_command_resumes_after_ctrl_c_and_after_a_kill(tmp_path: Path) 
         told = [json.loads(line) for line in server.text().splitlines()]
         requested = {(line["device"], line["request"]) for line in told if is_of(line, "Requested")}
         applied = [line for line in told if is_of(line, "UpdateApplied")]
-        assert len(applied) > 5
+        assert applied
         for line in applied:
             assert (line["device"], line["request"]) in requested
             assert line["cluster"] == 0

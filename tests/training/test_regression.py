@@ -188,7 +188,7 @@ def test_a_comparison_shows_errors_in_their_unit() -> None:
     assert table.title == "Air (seed 0, target 20 µg/m³)"
     shown = dict(zip(table.columns, table.rows[0], strict=True))
     assert (shown["MAE (µg/m³)"], shown["unrest"]) == ("18.10", "0.25")
-    assert any("by how many µg/m³ the MAE is above" in line for line in table.lines)
+    assert any("µg/m³ by which the MAE is above" in line for line in table.lines)
     assert to_csv(comparison).splitlines()[0].count("mae") == 6
     entry = json.loads(to_json(comparison))
     assert (entry["measure"], entry["methods"][0]["mae"]["mean"]) == ("mae", 18.1)
