@@ -202,7 +202,9 @@ class RunConfig:
     )
     drift: str = option("none", "change of the clients' data; see `raceme list`", names=DRIFTS)
     protection: str = option(
-        "none", "defence against poisoned updates: norm, filter, or module:Name", names=PROTECTIONS
+        "none",
+        "defence against poisoned updates: norm, filter, trust, or module:Name",
+        names=PROTECTIONS,
     )
     attack: str = option(
         "none",

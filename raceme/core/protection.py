@@ -8,6 +8,12 @@ the server are needed; what is accepted goes through as it came, bit by bit.
 directions. As AsyncFilter (Kang and Li, Middleware 2024) it judges each update against the last
 ones of others, wherever their staleness; unlike it, it excludes no client of a fleet that agrees,
 and what decides is a client's record over many updates, not one update.
+
+`trust` is for attackers that know the other two. It bounds lengths closely, by the clients of the
+same cluster. Where one model serves all, it refuses at once what the largest set of clients that
+agree contradicts, one vote for each client: a majority decides, as in FLAME (Nguyen et al., USENIX
+Security 2022). Equal updates of several clients bear each other out no more (FoolsGold, Fung et
+al., RAID 2020).
 """
 
 from __future__ import annotations
@@ -44,8 +50,40 @@ _LEAST_TYPICAL = 0.2
 """Agreement of the median client below which directions say nothing."""
 
 
+_FEWEST_MATES = 3
+"""Other clients of a cluster with which `trust` compares a client alone, not with all."""
+_TWIN = 0.99
+"""Cosine from which on updates of two clients are the same; of honest ones it was 0.983 at most."""
+_PAIR = 0.3
+"""Cosine from which on two clients speak for or against each other in a vote."""
+_VOTED_OUT = -0.5
+"""Sum of votes c |c| below which an update is contradicted."""
+_OFF_CENTRE = -0.4
+"""Cosine with the mean direction of others below which an update is contradicted."""
+_TO_MODEL = 10.0
+"""Longest update in lengths of the model that it started from, while there is nothing else."""
+
+
 @dataclass(frozen=True)
-class NormOptions:
+class WindowOptions:
+    """What is kept of former updates."""
+
+    protection_window: int = option(
+        64, "clients whose last update others are compared with", low=FEWEST + 1
+    )
+
+
+@dataclass(frozen=True)
+class ShareOptions(WindowOptions):
+    """What excludes clients by their record."""
+
+    protection_share: float = option(
+        0.4, "agreement that a client needs, as a share of the median client's", above=0, below=1
+    )
+
+
+@dataclass(frozen=True)
+class NormOptions(WindowOptions):
     """What the bound on lengths reads."""
 
     protection_factor: float = option(
@@ -54,17 +92,19 @@ class NormOptions:
     protection_beyond: str = option(
         "scale", "longer ones: scale to the median length, or refuse", among=("scale", "refuse")
     )
-    protection_window: int = option(
-        64, "clients whose last update others are compared with", low=FEWEST + 1
-    )
 
 
 @dataclass(frozen=True)
-class FilterOptions(NormOptions):
+class FilterOptions(NormOptions, ShareOptions):
     """What the filter of directions reads."""
 
-    protection_share: float = option(
-        0.4, "agreement that a client needs, as a share of the median client's", above=0, below=1
+
+@dataclass(frozen=True)
+class TrustOptions(ShareOptions):
+    """What trust reads."""
+
+    protection_length: float = option(
+        2.0, "length to which longer updates are cut, in median lengths of their cluster", low=1
     )
 
 
@@ -146,6 +186,8 @@ class Ruling:
 
 _ACCEPTED = Ruling()
 _DISAGREES = "its updates agree with those of no others"
+_CONTRADICTED = "an update that those of others contradict"
+_TOO_LONG = "an update that is longer than those of others"
 
 
 class Guard:
@@ -166,7 +208,7 @@ class Guard:
         Lengths, directions and records of former updates; part of a checkpoint.
     """
 
-    options_type: type[NormOptions] | None = None
+    options_type: type[WindowOptions] | None = None
     is_on = True
 
     def __init__(self, options: Any = None) -> None:
@@ -201,42 +243,10 @@ class NoProtection(Guard):
     is_on = False
 
 
-class NormProtection(Guard):
-    """Updates much longer than the median of their cluster are scaled to it, or refused."""
+class _Compares(Guard):
+    """What protections share that compare an update with the last ones of other clients."""
 
-    options_type = NormOptions
-    options: NormOptions
-
-    def judge(
-        self, client: str, delta: Vector, start: float, home: Home, awaited: int = 0
-    ) -> Ruling:
-        """Judge an update by its length alone, against those of other clients."""
-        length = float(np.linalg.norm(delta))
-        ruling = self._by_length(client, length, start, home)
-        # What is refused is remembered too: half of the clients would have to lie for a median to.
-        self._remember(client, length)
-        return ruling
-
-    def _by_length(self, client: str, length: float, start: float, home: Home) -> Ruling:
-        known = self.state.lengths
-        others = self._others(client, home)
-        if len(others) < FEWEST:
-            others = self._others(client)
-        if len(others) < FEWEST:
-            # Before there is anything to compare with, the model itself is the measure.
-            bound = self.options.protection_factor * start
-            if not 0.0 < bound < length:
-                return _ACCEPTED
-            reason = "a first update that is far longer than the model that it started from"
-            return Ruling(Verdict.REFUSED, 0.0, length, bound, reason)
-        typical = statistics.median(known[other] for other in others)
-        bound = self.options.protection_factor * typical
-        if not typical or length <= bound:
-            return _ACCEPTED
-        reason = "an update that is far longer than those of others"
-        if self.options.protection_beyond == "refuse":
-            return Ruling(Verdict.REFUSED, 0.0, length, bound, reason)
-        return Ruling(Verdict.SCALED, typical / length, length, bound, reason)
+    options: Any
 
     def _others(self, client: str, home: Home | None = None) -> list[str]:
         """Return the other clients that are remembered; with `home` those of the same cluster."""
@@ -253,37 +263,6 @@ class NormProtection(Guard):
             oldest = next(iter(state.lengths))
             del state.lengths[oldest]
             state.directions.pop(oldest, None)
-
-
-class FilterProtection(NormProtection):
-    """Clients whose updates point where no others do, or against them, are excluded."""
-
-    options_type = FilterOptions
-    options: FilterOptions
-
-    def judge(
-        self, client: str, delta: Vector, start: float, home: Home, awaited: int = 0
-    ) -> Ruling:
-        """Judge the length, and then the client's record of directions, this update's included.
-
-        An excluded client goes on being asked and judged: if it comes to agree, it is let in again.
-        """
-        ruling = super().judge(client, delta, start, home, awaited)
-        if ruling.verdict is Verdict.REFUSED:
-            return ruling
-        length = float(np.linalg.norm(delta))
-        if not length:
-            return ruling
-        direction = np.asarray(delta / np.float32(length))
-        others = [other for other in self._others(client, home) if other in self.state.directions]
-        if self._waits(client, awaited):
-            others = []
-        if len(others) >= FEWEST:
-            # An update is never heavier than what a method would get of it.
-            record = self.state.records.setdefault(client, Record())
-            record.add(self._agreement(direction, others), length * ruling.scale)
-        self.state.directions[client] = direction
-        return self._by_record(client, home) or ruling
 
     def _waits(self, client: str, awaited: int) -> bool:
         """Return whether those that an honest client would agree with may not be known yet."""
@@ -338,6 +317,169 @@ class FilterProtection(NormProtection):
             and records[client].updates >= _FIRST_JUDGED
             and (cluster is None or home(client) == cluster)
         }
+
+
+class NormProtection(_Compares):
+    """Updates much longer than the median of their cluster are scaled to it, or refused."""
+
+    options_type: type[NormOptions] = NormOptions
+    options: NormOptions
+
+    def judge(
+        self, client: str, delta: Vector, start: float, home: Home, awaited: int = 0
+    ) -> Ruling:
+        """Judge an update by its length alone, against those of other clients."""
+        length = float(np.linalg.norm(delta))
+        ruling = self._by_length(client, length, start, home)
+        # What is refused is remembered too: half of the clients would have to lie for a median to.
+        self._remember(client, length)
+        return ruling
+
+    def _by_length(self, client: str, length: float, start: float, home: Home) -> Ruling:
+        known = self.state.lengths
+        others = self._others(client, home)
+        if len(others) < FEWEST:
+            others = self._others(client)
+        if len(others) < FEWEST:
+            # Before there is anything to compare with, the model itself is the measure.
+            bound = self.options.protection_factor * start
+            if not 0.0 < bound < length:
+                return _ACCEPTED
+            reason = "a first update that is far longer than the model that it started from"
+            return Ruling(Verdict.REFUSED, 0.0, length, bound, reason)
+        typical = statistics.median(known[other] for other in others)
+        bound = self.options.protection_factor * typical
+        if not typical or length <= bound:
+            return _ACCEPTED
+        reason = "an update that is far longer than those of others"
+        if self.options.protection_beyond == "refuse":
+            return Ruling(Verdict.REFUSED, 0.0, length, bound, reason)
+        return Ruling(Verdict.SCALED, typical / length, length, bound, reason)
+
+
+class FilterProtection(NormProtection):
+    """Clients whose updates point where no others do, or against them, are excluded."""
+
+    options_type = FilterOptions
+    options: FilterOptions
+
+    def judge(
+        self, client: str, delta: Vector, start: float, home: Home, awaited: int = 0
+    ) -> Ruling:
+        """Judge the length, and then the client's record of directions, this update's included.
+
+        An excluded client goes on being asked and judged: if it comes to agree, it is let in again.
+        """
+        ruling = super().judge(client, delta, start, home, awaited)
+        if ruling.verdict is Verdict.REFUSED:
+            return ruling
+        length = float(np.linalg.norm(delta))
+        if not length:
+            return ruling
+        direction = np.asarray(delta / np.float32(length))
+        others = [other for other in self._others(client, home) if other in self.state.directions]
+        if self._waits(client, awaited):
+            others = []
+        if len(others) >= FEWEST:
+            # An update is never heavier than what a method would get of it.
+            record = self.state.records.setdefault(client, Record())
+            record.add(self._agreement(direction, others), length * ruling.scale)
+        self.state.directions[client] = direction
+        return self._by_record(client, home) or ruling
+
+
+class TrustProtection(_Compares):
+    """For attackers that know the filter: close bounds on lengths, votes, and records."""
+
+    options_type = TrustOptions
+    options: TrustOptions
+
+    def judge(
+        self, client: str, delta: Vector, start: float, home: Home, awaited: int = 0
+    ) -> Ruling:
+        """Judge the length, then whether others contradict the update, then the client's record."""
+        state, length = self.state, float(np.linalg.norm(delta))
+        others = self._others(client)
+        mates = self._others(client, home)
+        if len(mates) < _FEWEST_MATES:
+            mates = others
+        bound = self._longest(mates, start)
+        self._remember(client, length)
+        if not length:
+            return _ACCEPTED
+        ruling = _ACCEPTED
+        if 0.0 < bound < length:
+            ruling = Ruling(Verdict.SCALED, bound / length, length, bound, _TOO_LONG)
+        direction = np.asarray(delta / np.float32(length))
+        mates = [other for other in mates if other in state.directions]
+        waits, contradicted = self._waits(client, awaited), 0.0
+        if len(mates) >= _FEWEST_MATES:
+            # Before clusters are found, those to come contradict each other.
+            if awaited:
+                known = [state.directions[other] for other in mates]
+                contradicted = contradiction(np.stack([direction, *known]))
+            if not waits:
+                # A client in a cluster that is not its own has those that agree elsewhere.
+                agreement = max(self._borne_out(direction, near) for near in (mates, others))
+                record = state.records.setdefault(client, Record())
+                record.add(agreement, length * ruling.scale)
+        state.directions[client] = direction
+        by_record = self._by_record(client, home)
+        if contradicted and (by_record is None or not by_record.verdict.keeps_out):
+            return Ruling(Verdict.REFUSED, 0.0, contradicted, _VOTED_OUT, _CONTRADICTED)
+        return by_record or ruling
+
+    def _borne_out(self, direction: Vector, others: list[str]) -> float:
+        """Return the agreement with those of some clients that do not send the same."""
+        known = self.state.directions
+        single = [name for name in others if name in known and known[name] @ direction < _TWIN]
+        return self._agreement(direction, single) if single else 0.0
+
+    def _longest(self, others: list[str], start: float) -> float:
+        """Return the length that an update may have; of few others the shortest is the measure."""
+        lengths = [self.state.lengths[other] for other in others]
+        if not lengths:
+            return _TO_MODEL * start
+        measure = statistics.median(lengths) if len(lengths) >= _FEWEST_MATES else min(lengths)
+        return self.options.protection_length * measure
+
+
+def contradiction(directions: Vector) -> float:
+    """Return how far the first of some directions is contradicted; 0 if it is not.
+
+    Whichever is contradicted most is left out until none is, so that those that are left out, and
+    the order in which clients are heard, have no say. A direction is contradicted if the votes
+    c |c| of its cosines c with the others, or the cosine with their mean, are below a bound.
+
+    Parameters
+    ----------
+    directions : Vector
+        One for each client, of length 1. Shape (clients, weights).
+
+    Returns
+    -------
+    float
+        The sum of the votes, or what is as far below its bound; 0 if it belongs to the largest set
+        that agrees.
+    """
+    cosines = (directions @ directions.T).astype(np.float64)
+    np.fill_diagonal(cosines, 0.0)
+    votes = np.where(np.abs(cosines) >= _PAIR, cosines * np.abs(cosines), 0.0)
+    left = np.ones(len(cosines), np.bool_)
+    while left.sum() > FEWEST:
+        sums = cosines @ left
+        # Of the mean of all but one: |Σ u|² less what the one adds to it.
+        squares = left @ cosines @ left + left.sum() - 2 * sums - 1
+        central = sums / np.sqrt(np.maximum(squares, 1e-3))
+        worst = np.maximum(votes @ left / _VOTED_OUT, central / _OFF_CENTRE)
+        worst[~left] = 0.0
+        most = int(np.argmax(worst))
+        if worst[most] <= 1.0:
+            break
+        if most == 0:
+            return float(worst[most] * _VOTED_OUT)
+        left[most] = False
+    return 0.0
 
 
 # -----------------------------------------------------------------------------

@@ -47,6 +47,8 @@ _FIRST_MODEL = "attack-first-model"
 """Record of an attacker's state: the first model that it received."""
 _MOST_KNOWN = 10
 """Honest clients whose updates an informed attacker knows at most: it trains for each of them."""
+_TRUSTED = 2.0
+"""Length that `protection=trust` lets pass, in median lengths of honest updates."""
 
 
 @dataclass(frozen=True)
@@ -163,6 +165,15 @@ class Attack:
         """Return the number of the run's first attacked request, of about so many."""
         return int(self.options.attack_start)
 
+    def is_due(self, request: int, config: RunConfig) -> bool:
+        """Return whether a request of the run is attacked, by its number."""
+        return request >= self.first(config.planned_updates)
+
+    def victims(self, config: RunConfig, own: int) -> list[int]:
+        """Return the honest clients of which an attacker mimics the first."""
+        groups, honest = datasets.true_groups(config), _honest(config, own)
+        return [number for number in honest if groups[number] != groups[own]] or honest
+
     def check(self, shape: DataShape) -> None:
         """Find out whether the attack is possible on a dataset.
 
@@ -205,7 +216,9 @@ class Attack:
         """Return what an attacker sends as Δ = w − the model that it received. Shape (d,)."""
         return delta
 
-    def against(self, honest: NDArray[np.float32], push: Vector) -> Vector:
+    def against(
+        self, honest: NDArray[np.float32], push: Vector, rng: np.random.Generator
+    ) -> Vector:
         """Return what an informed attacker sends as Δ. Shape (d,).
 
         Parameters
@@ -214,6 +227,8 @@ class Attack:
             Δ of honest clients that received the same model, of shape (clients, d).
         push : Vector
             A fixed direction of length 1, common to all attackers of the run. Shape (d,).
+        rng : numpy.random.Generator
+            Another for each request to one client.
         """
         return push
 
@@ -232,6 +247,15 @@ class Scale(Attack):
     def update(self, delta: Vector, rng: np.random.Generator) -> Vector:
         """Return Δ times the factor."""
         return np.asarray(delta * np.float32(self.options.attack_factor))
+
+
+class LabelFlip(Attack):
+    """Attackers train on class C − 1 − y instead of y; of a regression on −y."""
+
+    def samples(self, own: Samples, num_classes: int, rng: np.random.Generator) -> Samples:
+        """Return the same inputs with C − 1 − y."""
+        y: Labels = own.y.numpy()
+        return own.with_labels(num_classes - 1 - y if num_classes else -y)
 
 
 class SignFlip(Attack):
@@ -273,7 +297,9 @@ class EdgeAnti(Attack):
     options_type: type[InformedOptions] = EdgeOptions
     informed = True
 
-    def against(self, honest: NDArray[np.float32], push: Vector) -> Vector:
+    def against(
+        self, honest: NDArray[np.float32], push: Vector, rng: np.random.Generator
+    ) -> Vector:
         """Return a direction at the given length."""
         typical = np.median(np.linalg.norm(honest, axis=1))
         return np.asarray(self.options.attack_length * typical * self.direction(honest, push))
@@ -296,9 +322,63 @@ class Collude(EdgePush):
 
     options_type = InformedOptions
 
-    def against(self, honest: NDArray[np.float32], push: Vector) -> Vector:
+    def against(
+        self, honest: NDArray[np.float32], push: Vector, rng: np.random.Generator
+    ) -> Vector:
         """Return the direction at the median length."""
         return np.asarray(np.median(np.linalg.norm(honest, axis=1)) * push)
+
+
+class HiddenPush(Collude):
+    """The same with noise of each attacker's own, so that no two updates are equal.
+
+    Against `protection=trust`: at the length that it lets pass.
+    """
+
+    def against(
+        self, honest: NDArray[np.float32], push: Vector, rng: np.random.Generator
+    ) -> Vector:
+        """Return the direction with noise, at twice the median length."""
+        noise = _unit(rng.standard_normal(len(push), np.float32))
+        length = _TRUSTED * np.median(np.linalg.norm(honest, axis=1))
+        return np.asarray(length * _unit(self.hidden(honest, push) + np.float32(0.3) * noise))
+
+    def hidden(self, honest: NDArray[np.float32], push: Vector) -> Vector:
+        """Return the direction that is hidden, of length 1."""
+        return push
+
+
+class HiddenAnti(HiddenPush):
+    """Attackers push against honest updates, as far as `protection=trust` lets pass.
+
+    The cosine with the mean is just above that at which an update is contradicted.
+    """
+
+    def hidden(self, honest: NDArray[np.float32], push: Vector) -> Vector:
+        """Return the common direction, turned against the mean of honest ones."""
+        mean = _unit(honest.mean(axis=0))
+        aside = _unit(push - np.float32(push @ mean) * mean)
+        return np.asarray(np.float32(0.93) * aside - np.float32(0.37) * mean)
+
+
+class Pulse(SignFlip):
+    """Attackers flip the sign of every third update, to keep the record of an honest client."""
+
+    def is_due(self, request: int, config: RunConfig) -> bool:
+        """Return whether about two updates for each client have passed since the last time."""
+        return request // config.num_clients % 3 == 2 and super().is_due(request, config)
+
+
+class FalseGroup(LabelFlip):
+    """Attackers train as clients of one group, on flipped labels: a group with data of its own."""
+
+    mimics = True
+
+    def victims(self, config: RunConfig, own: int) -> list[int]:
+        """Return the honest clients of the largest group, another one first for each attacker."""
+        order = _of_largest(sorted(_honest(config, own)), datasets.true_groups(config))
+        at = sorted(attackers_of(config)).index(own) % len(order)
+        return order[at:] + order[:at]
 
 
 class MinMax(Attack):
@@ -311,7 +391,9 @@ class MinMax(Attack):
     options_type = InformedOptions
     informed = True
 
-    def against(self, honest: NDArray[np.float32], push: Vector) -> Vector:
+    def against(
+        self, honest: NDArray[np.float32], push: Vector, rng: np.random.Generator
+    ) -> Vector:
         """Return the mean, moved against its own direction as far as the distances allow."""
         mean = honest.mean(axis=0)
         away = -_unit(mean)
@@ -346,15 +428,6 @@ class MinSum(MinMax):
     ) -> float:
         """Return the largest γ at which the mean is within the bound."""
         return super().reach(slopes.mean(keepdims=True), offsets.mean(keepdims=True), bound)
-
-
-class LabelFlip(Attack):
-    """Attackers train on class C − 1 − y instead of y; of a regression on −y."""
-
-    def samples(self, own: Samples, num_classes: int, rng: np.random.Generator) -> Samples:
-        """Return the same inputs with C − 1 − y."""
-        y: Labels = own.y.numpy()
-        return own.with_labels(num_classes - 1 - y if num_classes else -y)
 
 
 class Noise(Attack):
@@ -504,10 +577,10 @@ def _respond(
     attack = attack_of(config)
     trains = message.metadata.message_type.partition(".")[0] == MessageType.TRAIN
     if attack.mimics and trains:
-        work = replace(work, client=_as(_victim(config, own), message, context).client)
+        work = replace(work, client=_as(attack.victims(config, own)[0], message, context).client)
     if attack.replays and trains and _FIRST_MODEL not in work.state:
         work.state[_FIRST_MODEL] = work.models[0]
-    is_attacked = work.number(TASK, work.number(ROUND, 0)) >= attack.first(config.planned_updates)
+    is_attacked = attack.is_due(int(work.number(TASK, work.number(ROUND, 0))), config)
     if not is_attacked and not attack.mimics:
         return honestly(message, context)
     known = _others(config, own) if attack.informed and is_attacked else []
@@ -543,20 +616,16 @@ def _change(work: ClientWork) -> Vector | None:
 
 def _others(config: RunConfig, own: int) -> list[int]:
     """Return the honest clients that an informed attacker knows, those of its group first."""
-    groups = datasets.true_groups(config)
-    order = map(int, generator(config.seed, _VICTIMS, own).permutation(config.num_clients))
-    honest = [number for number in order if number not in attackers_of(config)]
+    groups, honest = datasets.true_groups(config), _honest(config, own)
     mates = [number for number in honest if groups[number] == groups[own]]
     knows_all = attack_of(config).options.attack_knows != OWN_GROUP or not mates
     return (honest if knows_all else mates)[:_MOST_KNOWN]
 
 
-def _victim(config: RunConfig, own: int) -> int:
-    """Return the honest client that an attacker mimics."""
-    groups = datasets.true_groups(config)
+def _honest(config: RunConfig, own: int) -> list[int]:
+    """Return the honest clients, in an order of one attacker's own."""
     order = map(int, generator(config.seed, _VICTIMS, own).permutation(config.num_clients))
-    honest = [number for number in order if number not in attackers_of(config)]
-    return next((number for number in honest if groups[number] != groups[own]), honest[0])
+    return [number for number in order if number not in attackers_of(config)]
 
 
 def _unit(vector: Vector) -> Vector:
@@ -601,7 +670,7 @@ def _poisoned_answer(
     with np.errstate(over="ignore", invalid="ignore"):
         if attack.informed:
             push = _unit(generator(seed, _PUSH).standard_normal(size, np.float32))
-            sent = received + attack.against(np.stack(honest), push)
+            sent = received + attack.against(np.stack(honest), push, rng)
         else:
             sent = received + attack.update(np.asarray(trained - received), rng)
     poisoned = spec.pack(sent.astype(np.float32))

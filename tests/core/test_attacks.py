@@ -18,7 +18,7 @@ from raceme.core.requests import Outcome, Update
 from raceme.core.strategy import Method
 from raceme.datasets.source import DataShape, Target
 from raceme.runs import experiment
-from raceme.simulation.attacks import SuccessTest, attack_of, attackers_of
+from raceme.simulation.attacks import Pulse, SignFlip, SuccessTest, attack_of, attackers_of
 from raceme.training import models
 from raceme.training.models import Samples
 
@@ -107,6 +107,7 @@ def test_what_becomes_of_an_update(keys: dict[str, object], expected: list[float
 HONEST = np.array([[3.0, 0.0], [1.0, 0.0], [2.0, 3.0]], np.float32)
 """Lengths 3, 1 and √13, of which 3 is the median; mean (2, 1)."""
 PUSH = np.array([0.0, 1.0], np.float32)
+RNG = np.random.default_rng(0)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +120,7 @@ PUSH = np.array([0.0, 1.0], np.float32)
     ],
 )
 def test_what_informed_attackers_send(keys: dict[str, object], expected: list[float]) -> None:
-    sent = attack_of(config_of(**keys)).against(HONEST, PUSH)
+    sent = attack_of(config_of(**keys)).against(HONEST, PUSH, RNG)
     assert sent.tolist() == pytest.approx(expected, rel=1e-5)
 
 
@@ -127,12 +128,12 @@ def test_min_max_and_min_sum_go_as_far_from_honest_updates_as_these_are_apart() 
     def squares(of: np.ndarray) -> np.ndarray:
         return np.sum((HONEST - of) ** 2, axis=1)
 
-    sent = attack_of(config_of(attack="min-max")).against(HONEST, PUSH)
+    sent = attack_of(config_of(attack="min-max")).against(HONEST, PUSH, RNG)
     # (2, 3) and each of the others are √10 apart.
     assert max(squares(sent)) == pytest.approx(10.0, rel=1e-5)
     assert (sent - HONEST.mean(axis=0)) @ [1.0, -2.0] == pytest.approx(0.0, abs=1e-5)
     assert sent @ [2.0, 1.0] < 5.0
-    summed = attack_of(config_of(attack="min-sum")).against(HONEST, PUSH)
+    summed = attack_of(config_of(attack="min-sum")).against(HONEST, PUSH, RNG)
     assert squares(summed).sum() == pytest.approx(20.0, rel=1e-5)
 
 
@@ -199,8 +200,13 @@ def replies(config: RunConfig) -> dict[int, np.ndarray]:
 
 
 @pytest.mark.parametrize("attack", [name for name in ATTACKS if name != "none"])
-def test_honest_clients_send_what_they_send_without_attackers(attack: str) -> None:
-    turn = {"attack_turn": 0.0} if attack in ("mimic", "long-good") else {}
+def test_honest_clients_send_what_they_send_without_attackers(
+    attack: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turn: dict[str, object] = {"attack_turn": 0.0} if attack in ("mimic", "long-good") else {}
+    if attack == "pulse":
+        # Requests 0 to 7 are the first of eight clients: not the third of each.
+        monkeypatch.setattr(Pulse, "is_due", SignFlip.is_due)
     config = config_of(**SMALL, attack=attack, attackers=0.25, **turn)
     clean, attacked, bad = replies(config_of(**SMALL)), replies(config), attackers_of(config)
     assert len(bad) == 2
@@ -366,3 +372,24 @@ def test_stacked_clients_are_all_honest_and_that_is_refused() -> None:
         UserError, match=re.escape("attack=scale is simulated one client at a time")
     ):
         experiment.build_grid(config)
+
+
+def test_a_pulse_comes_with_every_third_request_for_each_client() -> None:
+    config = config_of(attack="pulse", attack_start=100)
+    due = [number for number in range(240) if attack_of(config).is_due(number, config)]
+    assert due == [*range(100, 120), *range(160, 180), *range(220, 240)]
+
+
+@pytest.mark.parametrize("attack", ["hidden-push", "hidden-anti"])
+def test_hidden_attackers_keep_within_the_bounds_of_trust(attack: str) -> None:
+    honest = np.random.default_rng(1).standard_normal((9, 1000)).astype(np.float32) + 1
+    push = np.random.default_rng(2).standard_normal(1000).astype(np.float32)
+    made = attack_of(config_of(attack=attack))
+    sent = [made.against(honest, push / np.linalg.norm(push), RNG) for _ in range(2)]
+    lengths = np.linalg.norm(honest, axis=1)
+    assert np.linalg.norm(sent[0]) == pytest.approx(2 * np.median(lengths), rel=1e-4)
+    mean = honest.mean(axis=0)
+    centre = float(sent[0] @ mean / np.linalg.norm(sent[0]) / np.linalg.norm(mean))
+    assert centre == pytest.approx(0.0 if attack == "hidden-push" else -0.35, abs=0.05)
+    alike = float(sent[0] @ sent[1] / np.linalg.norm(sent[0]) / np.linalg.norm(sent[1]))
+    assert 0.85 < alike < 0.99

@@ -16,6 +16,9 @@ from raceme.core.protection import (
     NormOptions,
     NormProtection,
     Record,
+    TrustOptions,
+    TrustProtection,
+    contradiction,
 )
 
 
@@ -251,3 +254,106 @@ def test_an_update_that_moves_nothing_is_accepted() -> None:
     # It has no direction that others could be compared with.
     assert not guard.state.directions
     assert not guard.state.records
+
+
+# Trust: for attackers that know the filter.
+
+
+def near(axis: int, other: int, share: float, length: float = 1.0) -> np.ndarray:
+    """Return a vector along one axis, with a share along another."""
+    vector = along(axis) * np.float32(1 - share**2) ** 0.5 + along(other, share)
+    return np.asarray(vector * np.float32(length))
+
+
+def test_trust_cuts_an_update_to_the_bound_of_its_cluster() -> None:
+    guard = TrustProtection(TrustOptions(protection_length=2.0))
+    for client, length in {**FIVE, "x0": 0.1, "x1": 0.2, "x2": 0.3}.items():
+        guard.state.lengths[client] = length
+    # The median of three in a small cluster is 0.2, whatever is usual elsewhere.
+    ruling = guard.judge("x3", along(1, 0.5), 10.0, home)
+    assert (ruling.verdict, ruling.bound) == (Verdict.SCALED, pytest.approx(0.4))
+    assert ruling.scale == pytest.approx(0.8)
+    # Of two the shortest counts, and without any the model.
+    guard.state.lengths = {"a": 3.0, "b": 1.0}
+    assert guard.judge("c", along(1, 9.0), 10.0, home).bound == pytest.approx(2.0)
+    guard.state.lengths = {}
+    assert guard.judge("d", along(1, 99.0), 10.0, home).verdict is Verdict.ACCEPTED
+    guard.state.lengths = {}
+    assert guard.judge("e", along(1, 101.0), 10.0, home).bound == pytest.approx(100.0)
+
+
+def test_those_that_oppose_their_likes_are_contradicted_in_any_order() -> None:
+    honest = [near(0, axis, 0.3) for axis in range(1, 6)]
+    against = -along(0)
+    assert contradiction(np.stack([against, *honest])) == pytest.approx(-5 * 0.91, rel=1e-3)
+    # The attacker alone contradicts each of them; together they are borne out.
+    for one in honest:
+        rest = [other for other in honest if other is not one]
+        assert contradiction(np.stack([one, against, *rest])) == 0.0
+    # Two attackers bear each other out, and are too few.
+    assert contradiction(np.stack([against, against, *honest])) < -0.5
+
+
+def test_groups_with_nothing_in_common_contradict_nobody() -> None:
+    groups = [near(2 * group, 2 * group + 1, 0.4) for group in range(4) for _ in range(3)]
+    assert contradiction(np.stack(groups)) == 0.0
+
+
+def test_what_is_slightly_against_everybody_is_contradicted_too() -> None:
+    """Each cosine is −0.29, too small for a vote; with the mean of the twelve it is −1."""
+    honest = [along(axis) for axis in range(12)]
+    against = -np.sum(honest, axis=0) / np.float32(12**0.5)
+    assert -0.3 < float(against @ honest[0]) < -0.28
+    assert contradiction(np.stack([against, *honest])) < -0.5
+    assert contradiction(np.stack([honest[0], against, *honest[1:]])) == 0.0
+
+
+def trusted(first: int) -> list[Verdict]:
+    """Return what becomes of an attacker's updates in one model, from its own number on."""
+    guard, verdicts = TrustProtection(), []
+    for turn in range(6):
+        for client in range(8):
+            sent = near(0, client + 1, 0.3)
+            if client == 7 and turn >= first:
+                sent = -sent
+            ruling = guard.judge(f"c{client}", sent, 10.0, lambda _: 0, awaited=8)
+            if client == 7:
+                verdicts.append(ruling.verdict)
+            else:
+                assert ruling.verdict is Verdict.ACCEPTED, (turn, client)
+    return verdicts
+
+
+def test_a_long_record_does_not_cover_a_contradicted_update() -> None:
+    accepted, refused = Verdict.ACCEPTED, Verdict.REFUSED
+    assert trusted(first=4) == [accepted] * 4 + [refused, Verdict.EXCLUDED]
+    assert trusted(first=0)[0] is refused
+    assert Verdict.EXCLUDED in trusted(first=0)
+
+
+def test_equal_updates_bear_nobody_out() -> None:
+    """Four of twelve push in one direction; the filter takes them for a group."""
+
+    def excluded(guard: Guard, noise: float) -> set[str]:
+        for _ in range(8):
+            for client in range(12):
+                own = near(0, client + 2, 0.4)
+                push = near(1, 14 + client % 2, noise)
+                guard.judge(f"c{client}", push if client < 4 else own, 10.0, lambda _: 0)
+        return set(guard.state.excluded)
+
+    colluding = {"c0", "c1", "c2", "c3"}
+    assert excluded(TrustProtection(), 0.0) == colluding
+    assert not excluded(FilterProtection(), 0.0)
+    # What docs/protection.md says of it: a little noise is enough.
+    assert not excluded(TrustProtection(), 0.2)
+
+
+def test_a_client_in_a_wrong_cluster_is_borne_out_by_those_elsewhere() -> None:
+    guard = TrustProtection()
+    for _ in range(6):
+        for client in range(6):
+            guard.judge(f"c{client}", near(0, client + 2, 0.3), 10.0, home)
+            guard.judge(f"x{client}", near(1, client + 9, 0.3), 10.0, home)
+        lost = guard.judge("x9", near(0, 8, 0.3), 10.0, home)
+        assert not lost.verdict.keeps_out

@@ -208,7 +208,9 @@ def test_a_configuration_names_a_protection_and_its_options() -> None:
     assert type(guard) is FilterProtection
     assert guard.options == FilterOptions(protection_share=0.5)
     assert type(protection_of(RunConfig(protection="norm"))) is NormProtection
-    with pytest.raises(UserError, match="protection-share is read by protection filter; this run"):
+    with pytest.raises(
+        UserError, match="protection-share is read by protection filter and trust; this run"
+    ):
         RunConfig.from_mapping({"protection": "norm", "protection-share": 0.5})
     with pytest.raises(UserError, match=r"attackers is read by attack .* this run has attack none"):
         RunConfig.from_mapping({"attackers": 0.5})
