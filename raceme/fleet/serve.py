@@ -1025,8 +1025,8 @@ def _status_port(
     log.info("Metrics: %s/metrics", made.address)
     if made.is_open:
         log.warning(
-            "Whoever reaches %s sees the metrics: `raceme certs --token view` in the folder of "
-            "--certificates makes a token, for HTTPS too",
+            "The metrics at %s are open to all callers: `raceme certs --token view` in the folder "
+            "of --certificates makes a token, for HTTPS too",
             options.metrics,
         )
     return made

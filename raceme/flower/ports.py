@@ -176,7 +176,7 @@ class Access:
     host : str
         The address that is listened at.
     tokens : Mapping[str, str]
-        The token of each role; without any, whoever reaches the port may look.
+        The token of each role; without any, every caller may look.
     certificate, key : str
         Certificate and key of the server (PEM) for HTTPS; empty for HTTP.
     """

@@ -1066,7 +1066,7 @@ class Panicle(Method):
         """Let a cluster's model begin as the mean of its members' models of their new data.
 
         The members' probes are of their former data: they are compared no more, until each has
-        answered another. Nobody moves meanwhile.
+        answered another. No client moves meanwhile.
         """
         state, client = self.state, update.task.client
         models = {c: state.withheld.pop(c) for c in alike if c in state.withheld}
