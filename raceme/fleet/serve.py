@@ -593,7 +593,7 @@ class FleetCommands:
         Whether all is well, and the details.
     """
 
-    READING = frozenset({"status", "devices", "show"})
+    READING = frozenset({"status", "devices", "show", "versions"})
     """Commands that change nothing."""
 
     def __init__(

@@ -250,7 +250,9 @@ class ServedGrid(PatientGrid):
                 replies = self._state.take(wanted, _MOST)
             else:
                 self.rollouts.turn()
-                taken = self._state.take(wanted | self.rollouts.open.keys(), _MOST)
+                # The open messages of thousands of devices are not copied for none of a rollout.
+                open_too = self.rollouts.open.keys()
+                taken = self._state.take(wanted | open_too if open_too else wanted, _MOST)
                 replies = [reply for reply in taken if not self.rollouts.take(reply)]
             if replies or acted or self._has_fleet_changed() or self._stopping():
                 return replies

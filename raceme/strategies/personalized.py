@@ -14,6 +14,7 @@ server's model. Client halves: :mod:`raceme.training.personal`.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -49,9 +50,9 @@ class Personalized(Method):
         """Let a client train the received model and what is its own."""
         return Request(client, self.kind, settings=self.said(client))
 
+    @abstractmethod
     def said(self, client: str) -> dict[str, Value]:
         """Return the settings of a request: the hyper-parameters, and what the work costs."""
-        raise NotImplementedError
 
     def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
         """Average the received models, weighted by their clients' examples."""

@@ -295,12 +295,13 @@ def test_beyond_loopback_tokens_decide_over_https(
         for name in ("server.example.org", "localhost", "10.0.0.7", "server"):
             assert ask("/metrics", view, f"{name}:{port}")[0] == 200
         assert ask("/metrics", view, "evil.example")[0] == 400
-        assert ask("/fleet", view, body='{"command": "status"}') == (200, "{}")
+        for reading in ("status", "devices", "show", "versions"):
+            assert ask("/fleet", view, body=json.dumps({"command": reading})) == (200, "{}")
         for changing in ('{"command": "rollback"}', "nonsense", "[]", '{"command": []}'):
             assert ask("/fleet", view, body=changing)[0] == 403
-        assert len(carried_out) == 1
+        assert len(carried_out) == 4
         assert ask("/fleet", operate, body='{"command": "rollback"}')[0] == 200
-        assert carried_out[1:] == [b'{"command": "rollback"}']
+        assert carried_out[4:] == [b'{"command": "rollback"}']
         assert ask("/fleet", operate, body=" " * 70_000)[0] == 400
         with pytest.raises((OSError, HTTPException)):
             get(f"127.0.0.1:{port}", "/metrics")
