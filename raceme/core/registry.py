@@ -755,7 +755,7 @@ CLIENT_WORK = Registry(
         "train-beside": "raceme.training.personal:train_beside",
         "train-interpolated": "raceme.training.personal:train_interpolated",
         "train-mixed": "raceme.strategies.cdfl.client:train_mixed",
-        "train-own": "raceme.strategies.cdfl.client:train_own",
+        "train-own": "raceme.training.personal:train_own",
         "learn": "raceme.strategies.faacl.client:learn",
         "match": "raceme.strategies.faacl.client:match",
         "lend": "raceme.strategies.faacl.client:lend",
@@ -788,7 +788,7 @@ COMPLETIONS = Registry(
     {
         "task-parts": "raceme.strategies.continual.client:complete",
         "own-head": "raceme.training.personal:use_own_head",
-        "own-model": "raceme.training.personal:use_own_model",
+        "pulled-model": "raceme.training.personal:use_own_model",
         "interpolation": "raceme.training.personal:use_interpolation",
         "own-mixture": "raceme.training.work:mix_with_own",
     },

@@ -115,7 +115,7 @@ class Ditto(Personalized):
 
     parameters_type = DittoParameters
     kind = names.TRAIN_BESIDE
-    completed_by = "own-model"
+    completed_by = "pulled-model"
     settings = frozenset()
     parameters: DittoParameters
 

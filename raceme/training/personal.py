@@ -1,26 +1,23 @@
 """Personal models of clients: layers, a model or a share of one that never leave the device.
 
-The kinds of work of FedPer, FedRep, Ditto and APFL, and what makes of the server's model the one
-that a client is tested with.
+The kinds of work of FedPer, FedRep, FedSoft, Ditto and APFL, and what makes of the server's model
+the one that a client is tested with.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
-from flwr.app import ConfigRecord
+from flwr.app import ArrayRecord, ConfigRecord
 from torch import Tensor
 
 from raceme.core import messages as names
+from raceme.core.messages import to_array
 from raceme.flower.messages import array_record
-from raceme.training.local import (
-    Term,
-    TermBuilder,
-    TrainingSettings,
-    differentiate,
-    optimiser_of,
-)
+from raceme.training.local import differentiate, optimiser_of
 from raceme.training.models import Network, is_usable
 from raceme.training.work import OWN_MODEL, Answer, ClientWork, train_model
 
@@ -45,15 +42,15 @@ def train_split(work: ClientWork) -> Answer:
     head = head_arrays(network, work.count(names.HEAD_LAYERS))
     model = array_record(dict(received))
     model.update(work.state.array_records.get(HEAD, {}))
-    terms: list[TermBuilder] = []
+    masked = None
     if names.HEAD_EPOCHS in work.settings:
         epochs = {names.LOCAL_EPOCHS: work.count(names.HEAD_EPOCHS), names.LOCAL_STEPS: 0}
         first = replace(work, settings=ConfigRecord({**work.settings, **epochs, names.SCORED: 0}))
-        body = [name for name in network.slices if name not in head]
-        trained = train_model(first, model, terms=[freezes(body)]).model
+        trained = train_model(first, model, arrays={names.MASK: mask_of(network, head)}).model
         assert trained is not None, "training answers with a model"
-        model, terms = trained, [freezes(head)]
-    answer = train_model(work, model, terms=terms)
+        model = trained
+        masked = {names.MASK: mask_of(network, network.slices.keys() - head)}
+    answer = train_model(work, model, arrays=masked)
     assert answer.model is not None, "training answers with a model"
     # A training that diverged is refused by the server; it must not spoil all that follow.
     if is_usable(network.weights):
@@ -81,14 +78,15 @@ def head_arrays(network: Network, layers: int) -> list[str]:
     return [name for layer in list(names_of)[-layers:] for name in names_of[layer]]
 
 
-def freezes(arrays: list[str]) -> TermBuilder:
-    """Return the term that keeps some arrays of a network as they are."""
-
-    def build(network: Network, settings: TrainingSettings, _: object) -> Term:
-        frozen = [network.slices[name] for name in arrays]
-        return lambda weights, gradient: [gradient[where].zero_() for where in frozen]
-
-    return build
+def mask_of(network: Network, trained: Collection[str]) -> ArrayRecord:
+    """Return the mask by which some arrays of a network are trained, and no others."""
+    weights = network.module.named_parameters()
+    return array_record(
+        {
+            name: to_array(np.full(tuple(values.shape), name in trained, np.uint8))
+            for name, values in weights
+        }
+    )
 
 
 def use_own_head(work: ClientWork) -> None:
@@ -98,28 +96,31 @@ def use_own_head(work: ClientWork) -> None:
 
 
 # -----------------------------------------------------------------------------
-# Ditto: a model of the client's own, pulled towards the server's.
+# FedSoft and Ditto: a model of the client's own, pulled towards the server's.
 # -----------------------------------------------------------------------------
 
 
-def train_beside(work: ClientWork) -> Answer:
-    """Train the received model, and the client's own with a pull towards it; return the former.
+def train_own(work: ClientWork) -> Answer:
+    """Train the client's own model, which it keeps, pulled towards the received one.
 
-    ``w ← train(w)``, and ``v ← v − η (∇F(v) + λ (v − w_received))`` with λ the ``proximal-mu`` of
-    the message. A client's first model of its own is the received one.
+    ``v ← v − η (∇F(v) + λ (v − w_received))`` with λ the ``proximal-mu`` of the message. A client's
+    first model of its own is the received one.
     """
     received = work.model
-    pulled = {**work.arrays, names.ANCHOR: received}
-    free = ConfigRecord({**work.settings, names.PROXIMAL_MU: 0.0})
-    own = train_model(
-        replace(work, settings=ConfigRecord({**work.settings, names.SCORED: 0})),
-        work.state.array_records.get(OWN_MODEL, received),
-        arrays=pulled,
-    ).model
-    assert own is not None, "training answers with a model"
+    own = work.state.array_records.get(OWN_MODEL, received)
+    answer = train_model(work, own, arrays={**work.arrays, names.ANCHOR: received})
+    assert answer.model is not None, "training answers with a model"
+    # A training that diverged must not spoil all that follow.
     if is_usable(work.client.network.weights):
-        work.state[OWN_MODEL] = own
-    return train_model(replace(work, settings=free), received)
+        work.state[OWN_MODEL] = answer.model
+    return answer
+
+
+def train_beside(work: ClientWork) -> Answer:
+    """Train the client's own model (Ditto), and the received one without a pull; return that."""
+    train_own(replace(work, settings=ConfigRecord({**work.settings, names.SCORED: 0})))
+    free = ConfigRecord({**work.settings, names.PROXIMAL_MU: 0.0})
+    return train_model(replace(work, settings=free), work.model)
 
 
 def use_own_model(work: ClientWork) -> None:

@@ -111,7 +111,7 @@ def test_ditto_pulls_the_own_model_towards_the_received_one() -> None:
     returned = client.train("train-beside", received, proximal_mu=0.5)
     assert np.array_equal(returned, OneClient().train("train", received))
     own = own - LR * (client.gradient(own) + 0.5 * (own - received))
-    tested = client.loss(received, completed_by="own-model")
+    tested = client.loss(received, completed_by="pulled-model")
     assert tested == pytest.approx(OneClient().loss(own), rel=1e-5)
     # What is returned has no pull in it, from the second step on either.
     returned = client.train("train-beside", received, proximal_mu=0.5, local_steps=2)

@@ -1,4 +1,4 @@
-"""FedSoft's client halves: mixtures of several models, and a model of the client's own."""
+"""FedSoft-Async's client half: mixtures of several models."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import numpy as np
 from flwr.app import ArrayRecord
 from numpy.typing import NDArray
 
-from raceme.core.messages import ANCHOR, ModelSpec, from_array
+from raceme.core.messages import ModelSpec, from_array
 from raceme.strategies.cdfl import SHARES
-from raceme.training.work import OWN_MODEL, Answer, ClientWork, losses_of, train_model
+from raceme.training.work import Answer, ClientWork, losses_of, train_model
 
 
 def train_mixed(work: ClientWork) -> Answer:
@@ -29,20 +29,6 @@ def train_mixed(work: ClientWork) -> Answer:
     returned = mixed(models, _stated(work, len(models))) if SHARES in work.arrays else None
     answer = train_model(work, mixed(models, shares), forward=forward, returned=returned)
     return replace(answer, numbers={SHARES: shares})
-
-
-def train_own(work: ClientWork) -> Answer:
-    """Train the client's personal model, pulled towards the received one (FedSoft).
-
-    A client that has none yet starts from the received one.
-    """
-    received = work.model
-    own = work.state.array_records.get(OWN_MODEL, received)
-    anchored = {**work.arrays, ANCHOR: received}
-    answer = train_model(work, own, arrays=anchored)
-    assert answer.model is not None, "training answers with a model"
-    work.state[OWN_MODEL] = answer.model
-    return answer
 
 
 def mixed(models: Sequence[ArrayRecord], shares: NDArray[np.float64]) -> ArrayRecord:
