@@ -44,10 +44,11 @@ def run(
     strategy : str or type[Method]
         A name of `raceme list`, ``module:Class``, or such a class.
     data : Mapping or Iterable, optional
-        Each client's samples, instead of a dataset: ``(x, y)`` or ``(x_train, y_train, x_test,
-        y_test)``, arrays or tensors; a torch Dataset of pairs, or two, the second for testing; or a
-        mapping with the names of an .npz file: x, y, heldout, group, num_classes, unit. Inputs have
-        shape (samples, ...) and are used as they are, bytes divided by 255.
+        Each client's samples, in order or by name, instead of a dataset: ``(x, y)`` or
+        ``(x_train, y_train, x_test, y_test)``, arrays or tensors; a torch Dataset of pairs, or two,
+        the second for testing; or a mapping with the names of an .npz file: x, y, heldout, group,
+        num_classes, unit. Inputs have shape (samples, ...) and are used as they are, bytes divided
+        by 255.
     model : str or Callable, optional
         A name of `raceme list`, ``module:function``, or a function that returns a
         ``torch.nn.Module``. It is given ``input_shape`` and ``num_classes`` if it takes arguments.

@@ -201,10 +201,11 @@ def test_a_run_on_data_and_a_model_of_its_own(here: Path) -> None:
             torch.nn.Linear(*input_shape, hidden), torch.nn.Linear(hidden, num_classes)
         )
 
-    run = raceme.run("fedasync", data=readings(), model=sized, **TINY)
+    rooms = dict(zip(("kitchen", "hall"), readings(), strict=True))
+    run = raceme.run("fedasync", data=rooms, model=sized, **TINY)
     assert run.model(0)["0.weight"].shape == (5, 3)
     assert run.model(0)["1.weight"].shape == (2, 5)
-    assert len(run.clients) == 2
+    assert sorted(run.clients["client"]) == ["hall", "kitchen"]
 
 
 def test_a_run_is_resumed_with_the_same_data_only(here: Path) -> None:

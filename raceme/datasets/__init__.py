@@ -203,6 +203,16 @@ def client_data(config: RunConfig, client: int, step: int = 0) -> ClientData:
     return _drift_of(config, client).data(client, step)
 
 
+def client_names(config: RunConfig) -> tuple[str, ...]:
+    """Return the clients' names in a simulation; none where they have numbers only."""
+    return _drift_of_all(with_clients(config)).dealt.dataset.names
+
+
+def client_name(config: RunConfig, client: int) -> str:
+    """Return the name of a client in a simulation, by default ``client-`` and its number."""
+    return _drift_of(config, client).dealt.name(client)
+
+
 def fewest_training(config: RunConfig, client: int) -> int:
     """Return the minimum number of training samples of a client at any step, as far as known.
 

@@ -145,6 +145,10 @@ class Dealt:
         scenario = scenario_of(self.config) if self.dataset.users is None else None
         return scenario if scenario is not None and scenario.changes_samples else None
 
+    def name(self, client: int) -> str:
+        """Return the name of a client, by default ``client-`` and its number."""
+        return self.dataset.names[client] if self.dataset.names else f"client-{client}"
+
     def group(self, client: int) -> int | None:
         """Return the true group of a client, if any."""
         return self.partition.groups[self._position(client)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -480,12 +481,15 @@ _IMAGES = (3, 4)
 """Axes of integer inputs that are images."""
 
 
+_FOLDER = "npz-folder"
+
+
 class NpzFolder(Source):
-    """A folder of .npz files with x and y, one file per client (data-root)."""
+    """A folder of .npz files with x and y, one file per client, which has its name (data-root)."""
 
     has_clients = True
 
-    inner: tuple[str, ...] = ("npz-folder", "har")
+    inner: tuple[str, ...] = (_FOLDER, "har")
     """Subfolders to search if data-root has no .npz file itself."""
 
     def load(self, config: RunConfig) -> Dataset:
@@ -495,6 +499,9 @@ class NpzFolder(Source):
         and per feature of a vector.
         """
         dataset = self._unscaled(config, config.num_clients)
+        if config.dataset == _FOLDER:
+            names = tuple(path.stem for path in self._files(config)[1])
+            dataset = replace(dataset, names=names[: config.num_clients])
         return dataset if dataset.tokens else standardised(dataset)
 
     def count_clients(self, config: RunConfig) -> int:
@@ -508,7 +515,7 @@ class NpzFolder(Source):
             there = f"there are only {len(paths)} .npz files in {folder}. Take fewer clients, or "
             source.check_clients(config, len(paths), f"{there}another --data-root.")
         paths = paths[:count]
-        arrays = cached("npz-folder", paths, (_LAYOUT,), lambda: _read(paths))
+        arrays = cached(_FOLDER, paths, (_LAYOUT,), lambda: _read(paths))
         dataset = _dataset(folder, arrays)
         assert dataset.groups is not None
         by_name = None in dataset.groups
@@ -549,6 +556,7 @@ def _dataset(where: Path, arrays: Arrays) -> Dataset:
         groups=tuple(None if group < 0 else int(group) for group in arrays["groups"]),
         tokens=int(arrays["tokens"]),
         target=target,
+        names=tuple(map(str, arrays.get("names", ()))),
     )
 
 
@@ -735,12 +743,13 @@ class Given(Source):
         assert dataset.users is not None
         found, count = len(dataset.users), config.num_clients
         source.check_clients(config, found, f"data holds {found}. Leave clients out.")
-        tested, groups = dataset.test_users, dataset.groups
+        tested, groups, names = dataset.test_users, dataset.groups, dataset.names
         return replace(
             dataset,
             users=dataset.users[:count],
             test_users=tested and tested[:count],
             groups=groups and groups[:count],
+            names=names[:count],
         )
 
     def count_clients(self, config: RunConfig) -> int:
@@ -772,9 +781,9 @@ def keep(data: Mapping[Any, Any] | Iterable[Any]) -> str:
     Parameters
     ----------
     data : Mapping or Iterable
-        For each client ``(x, y)`` or ``(x_train, y_train, x_test, y_test)``, arrays or tensors; a
-        torch Dataset of pairs, or two, for training and for testing; or a mapping with the names
-        of an .npz file: x, y, heldout, group, num_classes, unit.
+        For each client, in order or by name, ``(x, y)`` or ``(x_train, y_train, x_test, y_test)``,
+        arrays or tensors; a torch Dataset of pairs, or two, for training and for testing; or a
+        mapping with the names of an .npz file: x, y, heldout, group, num_classes, unit.
 
     Returns
     -------
@@ -793,10 +802,13 @@ def keep(data: Mapping[Any, Any] | Iterable[Any]) -> str:
         )
     named = data.items() if isinstance(data, Mapping) else enumerate(data)
     by_name = {Path(f"data[{name!r}]"): of for name, of in named}
+    names = list(map(str, data)) if isinstance(data, Mapping) else []
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise UserError(f"data has two clients of the name {twice[0]!r}.")
     if not by_name:
         raise UserError(f"data holds no clients. Expected of each: {_EXPECTED_CLIENT}.")
     parts = {path: _part(path, _arrays(path, of)) for path, of in by_name.items()}
-    arrays = _joined(parts, "clients in data")
+    arrays = {**_joined(parts, "clients in data"), "names": np.array(names, np.str_)}
     digest = hashlib.sha256()
     for name, values in sorted(arrays.items()):
         digest.update(f"{name} {values.dtype.str} {values.shape} ".encode())
@@ -853,7 +865,7 @@ def _array(path: Path, name: str, values: Any) -> NDArray[Any]:
     try:
         return np.asarray(values.detach().cpu() if hasattr(values, "detach") else values)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise UserError(f"{path}: {name} is no array: {error}.") from None
+        raise UserError(f"{path}: {name} is no array: {str(error).rstrip('.')}.") from None
 
 
 # -----------------------------------------------------------------------------

@@ -119,6 +119,8 @@ class Dataset:
         Target of a regression.
     labels : tuple[str, ...]
         Names of the classes; empty where they have numbers only.
+    names : tuple[str, ...]
+        Names of the clients if the data come with clients; empty where they have numbers only.
     """
 
     x: NDArray[np.generic]
@@ -133,6 +135,7 @@ class Dataset:
     periods: Indices | None = None
     target: Target | None = None
     labels: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
 
     @property
     def shape(self) -> DataShape:

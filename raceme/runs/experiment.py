@@ -66,7 +66,7 @@ from raceme.simulation.attacks import (
     attackers_of,
     with_late_attackers,
 )
-from raceme.simulation.devices import PREFIX, Workload, fleet, traced_fleet
+from raceme.simulation.devices import PREFIX, Workload, fleet, numbered, traced_fleet
 from raceme.simulation.executor import load
 from raceme.simulation.virtual_grid import VirtualGrid, communication_of, nodes_of
 from raceme.training import models
@@ -221,7 +221,8 @@ def build_grid(config: RunConfig, strategy: Method | None = None) -> VirtualGrid
         share = DEFAULT_VALIDATION_SHARE if share is None else share
         fewest = min(datasets.fewest_training(config, k) for k in range(config.num_clients))
         strategy.needs.fits_validation(kept_for_validation(fewest, share))
-    nodes = with_late_attackers(config, nodes_of(config.devices, examples, config.seed))
+    names = datasets.client_names(config)
+    nodes = with_late_attackers(config, nodes_of(config.devices, examples, config.seed, names))
     executor = executor_for(
         target,
         config.workers,
@@ -235,11 +236,12 @@ def build_grid(config: RunConfig, strategy: Method | None = None) -> VirtualGrid
     )
 
 
-def _client_names(config: RunConfig) -> list[str]:
-    """Return the names of the simulated clients, by their number."""
+def _client_names(config: RunConfig) -> Sequence[str]:
+    """Return the names of the simulated clients, those of a trace before their own."""
+    names = datasets.client_names(config)
     if config.devices.startswith(PREFIX):
-        return traced_fleet(config.devices.removeprefix(PREFIX), config.num_clients)[1]
-    return [f"client-{number}" for number in range(config.num_clients)]
+        return traced_fleet(config.devices.removeprefix(PREFIX), config.num_clients, names)[1]
+    return names or numbered(config.num_clients)
 
 
 def simulate(config: RunConfig, *observers: Observer, stop: StopCheck = never_stop) -> Outcome:

@@ -719,7 +719,9 @@ class TracedDevice(Device):
         return self.legs[task % len(self.legs)].failure
 
 
-def traced_fleet(folder: str, clients: int) -> tuple[list[Device], list[str]]:
+def traced_fleet(
+    folder: str, clients: int, names: Sequence[str] = ()
+) -> tuple[list[Device], Sequence[str]]:
     """Return the devices of a recorded run, and their ids.
 
     Parameters
@@ -728,12 +730,14 @@ def traced_fleet(folder: str, clients: int) -> tuple[list[Device], list[str]]:
         Folder of the recorded run, with its ``run.sqlite``.
     clients : int
         Number of devices, which must equal the recording's.
+    names : Sequence[str]
+        Names of the clients, by default ``client-`` and their numbers.
 
     Returns
     -------
-    tuple[list[Device], list[str]]
-        Devices and their recorded ids. ``client-3`` is the fourth; other ids are ordered
-        alphabetically.
+    tuple[list[Device], Sequence[str]]
+        Devices and their ids, those of `names` if the recording has them, else the recorded ones
+        in alphabetical order.
 
     Raises
     ------
@@ -743,7 +747,7 @@ def traced_fleet(folder: str, clients: int) -> tuple[list[Device], list[str]]:
     if not folder:
         raise UserError("--devices trace: needs the folder of a run, as in trace:runs/mine.")
     record = read_run(Path(folder).expanduser())
-    names = _recorded_clients(folder, record, clients)
+    names = _recorded_clients(folder, record, names or numbered(clients))
     rounds = _in_rounds(record)
     legs = {name: _legs(record, name, rounds) for name in names}
     periods = {client.client: client.online for client in record.clients}
@@ -753,18 +757,22 @@ def traced_fleet(folder: str, clients: int) -> tuple[list[Device], list[str]]:
     return devices, names
 
 
-def _recorded_clients(folder: str, record: RunRecord, clients: int) -> list[str]:
+def numbered(clients: int) -> list[str]:
+    """Return the default names of clients."""
+    return [f"client-{number}" for number in range(clients)]
+
+
+def _recorded_clients(folder: str, record: RunRecord, own: Sequence[str]) -> Sequence[str]:
     """Return the recorded clients in the order of the simulated ones."""
     recorded = {str(name) for name in record.updates.client}
     if not recorded:
         raise UserError(f"The run in {folder} has no updates: there are no times to replay.")
-    numbered = [f"client-{index}" for index in range(clients)]
-    names = numbered if recorded <= set(numbered) else sorted(recorded)
-    if set(names) != recorded or len(names) != clients:
+    names = own if recorded <= set(own) else sorted(recorded)
+    if set(names) != recorded or len(names) != len(own):
         shown = ", ".join(sorted(recorded)[:5]) + (", …" if len(recorded) > 5 else "")
         raise UserError(
             f"The run in {folder} has updates of {len(recorded)} clients ({shown}), this one has "
-            f"{clients} clients: use --clients {len(recorded)}."
+            f"{len(own)} clients: use --clients {len(recorded)}."
         )
     return names
 

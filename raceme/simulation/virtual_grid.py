@@ -705,7 +705,9 @@ def communication_of(grid: Grid) -> Communication | None:
     return communication
 
 
-def nodes_of(profile: str, examples: Sequence[int], seed: int) -> list[Node]:
+def nodes_of(
+    profile: str, examples: Sequence[int], seed: int, names: Sequence[str] = ()
+) -> list[Node]:
     """Make one node per client, with its device.
 
     Parameters
@@ -716,15 +718,16 @@ def nodes_of(profile: str, examples: Sequence[int], seed: int) -> list[Node]:
         Training examples of each client.
     seed : int
         Seed of the choice of stragglers.
+    names : Sequence[str]
+        Names of the clients, by default ``client-`` and their numbers.
 
     Raises
     ------
     UserError
         Unknown profile, unusable trace.
     """
-    names: list[str] = []
     if profile.startswith(PREFIX):
-        devices, names = traced_fleet(profile.removeprefix(PREFIX), len(examples))
+        devices, names = traced_fleet(profile.removeprefix(PREFIX), len(examples), names)
     else:
         devices = fleet(profile, len(examples), seed)
     nodes = []

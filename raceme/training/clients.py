@@ -226,7 +226,7 @@ def load(run_items: _Items, node_items: _Items, step: int) -> Client:
     network = _fastest_network(config, node, data)
     kept = network.channels_last, network.accelerator
     return Client(
-        id=str(node.get("device-id", f"client-{position}")),
+        id=str(node.get("device-id", datasets.client_name(config, position))),
         config=config,
         train=Samples(data.x_train, data.y_train, *kept),
         test=Samples(data.x_test, data.y_test, *kept),

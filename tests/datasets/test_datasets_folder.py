@@ -43,6 +43,7 @@ def test_every_file_is_a_client_in_the_order_of_the_numbers(tmp_path: Path) -> N
         write(tmp_path, f"person-{person}", count)
     config = datasets.with_defaults(folder(tmp_path))
     assert (config.clients, config.model) == (2, "mlp")
+    assert datasets.client_names(config) == ("person-2", "person-10")
     data = datasets.client_data(config, 0)
     # 2 comes before 10; four fifths of ten samples are for training.
     assert (len(data.y_train), len(data.y_test)) == (8, 2)

@@ -62,8 +62,16 @@ def test_a_dataset_of_pairs_is_split_and_groups_and_quantities_are_taken() -> No
 
 
 def test_the_fingerprint_is_of_the_content() -> None:
-    assert keep([PAIR]) == keep({"anna": (torch.tensor(X), Y)})
+    assert keep([PAIR]) == keep([(torch.tensor(X), Y)])
     assert len({keep([PAIR]), keep([PAIR, PAIR]), keep([(X + 1, Y)]), keep([(X, Y[::-1])])}) == 4
+
+
+def test_clients_of_a_mapping_keep_their_names() -> None:
+    config = given({"anna": PAIR, "ben": PAIR, 7: PAIR}, clients=2)
+    assert datasets.client_names(config) == ("anna", "ben")
+    assert datasets.client_name(config, 1) == "ben"
+    assert datasets.client_names(given([PAIR, PAIR])) == ()
+    assert datasets.client_name(given([PAIR, PAIR]), 1) == "client-1"
 
 
 def test_what_is_not_in_the_cache_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,6 +87,7 @@ def test_what_is_not_in_the_cache_is_said(tmp_path: Path, monkeypatch: pytest.Mo
     ("data", "said"),
     [
         ([], "data holds no clients"),
+        ({7: PAIR, "7": PAIR}, "data has two clients of the name '7'"),
         (3, "data must be a list or a mapping .* got an object of type int"),
         (PAIR, r"data\[0\] must be .* got an object of type ndarray"),
         ([PAIR, (X, Y, X)], r"data\[1\] must be .* got an object of type tuple"),
