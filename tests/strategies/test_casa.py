@@ -1,5 +1,6 @@
 """CASA step by step: a short sequence of updates traced by hand, splits, newcomers."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -183,8 +184,13 @@ def test_clients_that_are_not_compared_yet_need_not_hold_up_a_split(
 ) -> None:
     """Six clients in two groups are compared; a slow one has sent nothing yet."""
     strategy = casa_with(7, gap_range=1000.0, **parameters)
+    seen: list[events.Event] = []
+    strategy.clusters.report_to(seen.append)
     feed_two_groups(strategy)
     assert len(strategy.models) == count
+    # The gap and its bound are of the six: α_c = 2 Ω(12) / log2(6 + 3).
+    bounds = [split.threshold for split in placed(seen, ClusterChange.SPLIT)]
+    assert bounds == pytest.approx([2 * (math.e / 2.8) ** 0.012 / math.log2(9)] * (count - 1))
     # The slow one follows the first of two parts that are equally large.
     own = homes(strategy)
     assert own["c6"] == own["c0"]

@@ -114,18 +114,22 @@ def test_statistics_of_a_batch_are_mixed_in_whatever_is_done_with_weights() -> N
 
 
 @pytest.mark.parametrize(
-    ("stale", "weight", "model"), [("mixed", 0.25, [1.75, 3.5]), ("dropped", 0.0, [1.0, 2.0])]
+    ("options", "weight", "model"),
+    [({}, 0.25, [1.75, 3.5]), ({"stale": "dropped"}, 0.0, [1.0, 2.0])],
+    ids=["mixed", "dropped"],
 )
-def test_the_threshold_on_both_sides(stale: str, weight: float, model: list[float]) -> None:
-    strategy = in_a_window(stale=stale)
+def test_the_threshold_on_both_sides(
+    options: dict[str, str], weight: float, model: list[float]
+) -> None:
+    strategy = in_a_window(**options)
     one, two = update(strategy, "c0", 4, 8), update(strategy, "c1", 4, 8)
     at_version(strategy, 2)
     (applied,) = strategy.applied([one])
     assert (applied.staleness, applied.weight) == (2, 0.25)
     assert strategy.models[0].vector.tolist() == [1.0, 2.0]
     assert strategy.windows.state.gathering == {}
-    # Three changes since: beyond δ = 2 the group updates together next. The paper mixes the update
-    # in all the same: (1, 2) + ((4, 8) − (1, 2)) / 4.
+    # Three changes since: beyond δ = 2 the group updates together next. By default, as in
+    # the paper, the update is mixed in all the same: (1, 2) + ((4, 8) − (1, 2)) / 4.
     (applied,) = strategy.applied([two])
     assert (applied.staleness, applied.weight) == (3, weight)
     assert strategy.models[0].vector.tolist() == model

@@ -74,7 +74,10 @@ def test_rounds_by_hand() -> None:
     assert strategy.models[first].vector.tolist() == [0.0, 0.5]
     assert strategy.models[second].vector.tolist() == [10.0, 12.0]
     # c3 has come nearer to the first centre: it belongs there now, and the mean moves.
-    round_of(strategy, (0, 0), (10, 10), (0, 1), (3, 2))
+    # c2's examples do not make it count for more.
+    updates = [update(strategy, "c0", 0, 0), update(strategy, "c1", 10, 10)]
+    updates.append(update(strategy, "c2", 0, 1, examples=90))
+    strategy.applied([*updates, update(strategy, "c3", 3, 2)])
     assert strategy.clusters.main("c3") == first
     assert strategy.models[first].vector.tolist() == [1.0, 1.0]
     assert strategy.models[second].vector.tolist() == [10.0, 10.0]
