@@ -1,27 +1,25 @@
-"""CSAFL: groups by direction and latency, and windows of time in which they update.
+"""CSAFL: groups by update direction and latency, semi-asynchronous in time windows.
 
 Zhang et al., "CSAFL: A Clustered Semi-Asynchronous Federated Learning Framework", IJCNN 2021. All
-clients pre-train the initial model w0 once, and spectral clustering on latencies and cosines of
-their updates makes groups (Algorithms 3 and 4). Then a communication round is a time budget: K
-clients are picked at random and update the models of their groups again and again until it is
-spent (Algorithm 2), each at once when it is done. After an update that is too stale the members of
-its group update together once.
+clients pre-train the initial model w0 once; spectral clustering of latencies and update cosines
+divides them into groups (Algorithms 3 and 4). A communication round is a time window: K random
+clients train the models of their groups repeatedly until the window ends, and each update is
+aggregated on arrival (Algorithm 2). After an update that is too stale, the members of its group
+update synchronously once.
 
-The variants of the paper's Table II are the same loop with parts switched: `update` and `grouping`.
+The variants of the paper's Table II differ in `update` and `grouping` only.
 
-In Algorithm 2 staleness is compared with the threshold before a client trains (line 15), so that no
-trained update is ever dropped: one that is late by more than the threshold is mixed in like any
-other, and then its group's members, when all are free, train from the same model (line 17).
-``stale=dropped`` is the other reading, in which the check is of the arrival and `ModelUpdates`
-(line 19) is left out for it.
+Algorithm 2 compares the staleness with the threshold before a client trains (line 15), so that no
+trained update is dropped: a stale update is mixed in like any other, and then the group's members,
+once all are idle, train from the same model (line 17). With ``stale=dropped`` the check is of the
+arrival, and a stale update is discarded (line 19).
 
-What the paper leaves open, or lost, is read so: what is not back when the budget is spent does not
-count; a client is idle while it waits for others before or after updates that are made together. A
-client's latency for the grouping is the mean of its pre-training's, as in section IV-B3, where the
-grid knows its devices; on real devices it is the one that the server measures. A client that joins
-later pre-trains in its first window, and goes to the group whose mean direction its update has the
-largest cosine with. A synchronous update that the budget ends is the mean of the members that are
-back; ``unfinished=dropped`` leaves it out.
+Our readings where the paper is silent: updates that arrive after the window do not count; a client
+is idle while it waits for others before or after a synchronous update; the latency for the grouping
+is the expected one of pre-training (section IV-B3) in a simulation, and the measured one on real
+devices; a client that joins later pre-trains in its first window and joins the group whose mean
+direction has the largest cosine with its update; a synchronous update that the window ends is the
+mean of the members that have answered (``unfinished=dropped`` discards it).
 """
 
 from __future__ import annotations
@@ -48,51 +46,51 @@ from raceme.core.strategy import Method, Needs, Variant, average_by_cluster
 from raceme.strategies.shared import contribution, partition
 
 # -----------------------------------------------------------------------------
-# Windows: time is cut into stretches in which some clients work again and again.
+# Windows: time slices in which selected clients train repeatedly.
 # -----------------------------------------------------------------------------
 
 
 log = getLogger("raceme")
 
 _HOPELESS_WINDOWS = 3
-"""Windows in a row in which work was given and none was done, after which none ever will be."""
+"""Consecutive windows without a finished update after which the run stops."""
 
 Members = Callable[[Sequence[Client], np.random.Generator], Sequence[Client]]
-"""Chooses the clients of a window: from the online clients, with a generator."""
+"""Selects the clients of a window from the online clients, with a random generator."""
 GroupOf = Callable[[str], int | None]
-"""Returns the group in which a client waits for others; None for a client without one."""
+"""Returns the group of a client; None for a client without one."""
 Idled = Callable[[str, int, float], None]
-"""Told, when a window ends, how long clients waited: client, number of the window, seconds."""
+"""Reports a client's idle time at the end of a window: client, window number, seconds."""
 
 
 @dataclass
 class WindowState:
-    """A window of time.
+    """A time window.
 
     Attributes
     ----------
     number : int
         Number of the window, from 1; 0 before the first.
     ends_at : float
-        When it ends; 0 before the first.
+        Its end; 0 before the first.
     members : dict[str, bool]
-        Clients that take part in it.
+        Clients of the window.
     open : dict[str, int]
-        Members that work, to the number of their task.
+        Task number of each training member.
     gathering : dict[int, bool]
-        Groups whose members wait for each other, to update together.
+        Groups whose next update is synchronous.
     joint : dict[int, int]
-        Tasks of updates that are made together, to their group.
+        Group of each task of a synchronous update.
     held : list[Update]
-        Updates that came back and wait for those of the same group.
+        Updates that wait for others of their synchronous update.
     waiting : dict[str, float]
-        Since when a member has waited for others.
+        Start of each member's present idle time.
     waited : dict[str, float]
-        How long it has waited in this window before that, in seconds.
+        Earlier idle time of each member in this window, in seconds.
     done : int
-        Updates of this window so far.
+        Updates received in this window.
     fruitless : int
-        Windows in a row, up to the last, in which no client was done before the end.
+        Consecutive windows, up to the last, without an update in time.
     """
 
     number: int = 0
@@ -118,7 +116,7 @@ IDLE = MeasureSchema(
     summary="shares",
     figure="shares",
 )
-"""One event for every client that took part in a window; one that never waited has 0 seconds."""
+"""One event per client and window; 0 seconds for a client that never waited."""
 
 
 def _alone(client: str) -> int | None:
@@ -130,25 +128,24 @@ def _ignore(client: str, window: int, seconds: float) -> None:
 
 
 class InWindows(Scheduler):
-    """Time is cut into windows; in each, some clients work again and again until it ends.
+    """Time windows in which selected clients train repeatedly.
 
-    A client's budget in a window is its length: what is not back by its end is given up. Updates
-    are acted on at once, but for those that a group makes together: its members first wait until
-    all of them are free, then all train, and what they bring is acted on when the last is back, or
-    when the window ends.
+    Tasks that are open at the end of a window time out. Updates are aggregated on arrival, except
+    synchronous ones of a group: its members wait until all of them are idle, then all train, and
+    their updates are aggregated after the last arrival or at the end of the window.
 
     Parameters
     ----------
     budget : float
         Length of a window in seconds.
     members : Callable
-        Chooses the clients of a window: from the online clients, with a generator.
+        Selects the clients of a window from the online clients, with a random generator.
     group_of : Callable, optional
-        Returns the group in which a client waits for others.
+        Returns the group of a client.
     together : bool
-        All updates are made together; else those of a group after :meth:`gather`.
+        Whether all updates are synchronous; else only those of a group after :meth:`gather`.
     idled : Callable, optional
-        Told at the end of each window how long each of its members waited for others.
+        Reports the idle time of each member at the end of each window.
     """
 
     state: WindowState
@@ -167,30 +164,30 @@ class InWindows(Scheduler):
         self._together, self._idled = together, idled
         self.state = WindowState()
 
-    # What a method may say and ask.
+    # Interface of the method.
 
     def gather(self, group: int) -> None:
-        """Let the members of a group make their next updates together."""
+        """Make the next update of a group synchronous."""
         self.state.gathering[group] = True
 
     def is_joint(self, update: Update) -> bool:
-        """Return whether an update that was released is one of several made together."""
+        """Return whether a released update is part of a synchronous one."""
         return update.task.number in self.state.joint
 
     @property
     def is_open(self) -> bool:
-        """Whether a window is under way: else, what is released is not of all members."""
+        """Whether a window is open; updates released at its end lack members."""
         return bool(self.state.members)
 
     @property
     def rounds(self) -> int:
-        """Windows that are over."""
+        """Number of completed windows."""
         return self.state.number - bool(self.state.members)
 
     # Selection.
 
     def choose(self, moment: SelectionContext) -> Sequence[Client]:
-        """Return the window's members that are to work; begin a window if none is under way."""
+        """Return the members that train next; open a window if none is open."""
         state = self.state
         if moment.now >= state.ends_at and not moment.greeting:
             online = moment.fleet.online()
@@ -217,7 +214,7 @@ class InWindows(Scheduler):
         return [*alone, *self._that_start(together, moment.now)]
 
     def _that_start(self, together: dict[int, list[Client]], now: float) -> list[Client]:
-        """Return the members of groups of which all are free now."""
+        """Return the members of the groups whose members are all idle."""
         state, starting = self.state, []
         busy = {self._group_of(client) for client in state.open}
         for group, clients in together.items():
@@ -229,7 +226,7 @@ class InWindows(Scheduler):
         return starting
 
     def sent(self, task: InFlight, now: float) -> None:
-        """Note that a client works, and whether it does so together with others."""
+        """Record a member's task, and whether it is part of a synchronous update."""
         self.state.open[task.client] = task.number
         group = self._group_of(task.client)
         if group is not None and self._gathers(group):
@@ -238,7 +235,7 @@ class InWindows(Scheduler):
     # Updates.
 
     def accept(self, update: Update, now: float) -> Sequence[Update]:
-        """Act on an update of this window at once, unless its group makes updates together."""
+        """Release an update of this window, unless it is part of a synchronous one."""
         state, client = self.state, update.task.client
         if state.open.get(client) != update.task.number:
             raise InvalidReplyError("it came after its window was over")
@@ -252,7 +249,7 @@ class InWindows(Scheduler):
         return self._released(group)
 
     def lost(self, task: InFlight, now: float) -> Sequence[Update]:
-        """Note that a member has nothing to do."""
+        """Record that a member is idle."""
         state = self.state
         if state.open.get(task.client) != task.number:
             return []
@@ -261,7 +258,7 @@ class InWindows(Scheduler):
         return [] if group is None else self._released(group)
 
     def left(self, client: str, now: float) -> Sequence[Update]:
-        """Drop a client that left."""
+        """Remove a client that left."""
         state = self.state
         self._end_wait(client, now)
         number = state.open.pop(client, None)
@@ -269,11 +266,11 @@ class InWindows(Scheduler):
         return [] if group is None else self._released(group)
 
     def wake_at(self) -> float:
-        """Return when the window ends; infinity if none is open."""
+        """Return the end of the window; infinity if none is open."""
         return self.state.ends_at if self.state.members else math.inf
 
     def wake(self, now: float) -> tuple[Collection[int], Sequence[Update]]:
-        """End the window: what is not back by now is not counted."""
+        """Close the window: open tasks time out."""
         state = self.state
         late, released = list(state.open.values()), state.held
         state.fruitless = state.fruitless + 1 if late and not state.done else 0
@@ -287,12 +284,12 @@ class InWindows(Scheduler):
             self._end_wait(client, now)
         for client in state.members:
             self._idled(client, state.number, state.waited.get(client, 0.0))
-        # Which updates were made together is still asked of those that are released here.
+        # `joint` is kept: `is_joint` is still asked of the updates released here.
         state.members, state.open, state.held, state.gathering = {}, {}, [], {}
         return late, released
 
     def hopeless(self) -> str:
-        """Return that the budget is too short, when no client was ever done within it."""
+        """Return an error if the window is too short for any update."""
         if self.state.fruitless < _HOPELESS_WINDOWS:
             return ""
         return (
@@ -300,19 +297,19 @@ class InWindows(Scheduler):
             "windows in a row no client was done before the end: it must be longer"
         )
 
-    # Groups that update together.
+    # Synchronous updates of a group.
 
     def _gathers(self, group: int) -> bool:
-        """Return whether a group's next updates are made together."""
+        """Return whether a group's next update is synchronous."""
         return self._together or group in self.state.gathering
 
     def _is_under_way(self, group: int) -> bool:
-        """Return whether members of a group are making updates together."""
+        """Return whether a group has an open synchronous update."""
         state = self.state
         return any(state.joint.get(number) == group for number in state.open.values())
 
     def _released(self, group: int) -> list[Update]:
-        """Return the updates that a group has made together, if all are back."""
+        """Return a group's synchronous update if it is complete, else none."""
         state = self.state
         if self._is_under_way(group):
             return []
@@ -322,7 +319,7 @@ class InWindows(Scheduler):
         return released
 
     def _end_wait(self, client: str, now: float) -> None:
-        """Count how long a client has waited, if it has."""
+        """End a client's idle time, if any, and count it."""
         state = self.state
         if client in state.waiting:
             waited = now - state.waiting.pop(client)
@@ -330,7 +327,7 @@ class InWindows(Scheduler):
 
 
 # -----------------------------------------------------------------------------
-# CSAFL: groups by direction and latency, and windows of time in which they update.
+# CSAFL: groups by update direction and latency, semi-asynchronous in time windows.
 # -----------------------------------------------------------------------------
 
 
@@ -340,7 +337,7 @@ GROUPINGS = ("spectral", "random", "none")
 
 @dataclass(frozen=True)
 class CSAFLParameters:
-    """Hyper-parameters of CSAFL; the paper's are lost, but for the budget."""
+    """Hyper-parameters of CSAFL; of the paper's only the budget is known."""
 
     update: str = option("semi-asynchronous", "how the members of a group update", among=UPDATES)
     grouping: str = option("spectral", "how clients are grouped", among=GROUPINGS)
@@ -370,22 +367,22 @@ class CSAFLParameters:
     )
 
     def participants(self, clients: int) -> int:
-        """Return how many of so many clients are picked for a communication round."""
+        """Return the number of clients selected for a communication round."""
         return min(self.picked, clients)
 
 
 @dataclass
 class CSAFLState:
-    """What CSAFL knows beside its groups.
+    """State of CSAFL besides its groups.
 
     Attributes
     ----------
     initial : Vector
         w0: weights of the initial model. Shape (d,).
     grouped : bool
-        Whether clients have been divided into groups.
+        Whether the clients are divided into groups.
     directions : dict[int, Vector]
-        Mean of the unit updates of each group's members, for clients that join later.
+        Mean unit update of each group's members, for clients that join later.
     """
 
     initial: Vector
@@ -407,7 +404,7 @@ class CSAFL(Method):
         return Needs(bases=True, latencies=True, fits_clients=self._check_clients)
 
     def scheduler(self) -> Scheduler:
-        """Pre-train all clients in one round, then work in windows."""
+        """Pre-train all clients in one round, then train in windows."""
         self.windows = InWindows(
             self.parameters.budget,
             self._pick,
@@ -426,14 +423,14 @@ class CSAFL(Method):
             )
 
     def initialize(self, vector: Vector) -> None:
-        """Start from w0; only spectral clustering needs pre-training."""
+        """Start with w0; only spectral clustering needs pre-training."""
         self.clusters = Clusters({0: Model(vector)})
         self.state = CSAFLState(vector.copy(), grouped=self.parameters.grouping != "spectral")
 
     # Algorithms 3 and 4: grouping clients.
 
     def request_for(self, client: str) -> Request:
-        """Let a client without a group pre-train w0, and others train their group's model."""
+        """Return pre-training of w0 for a client without a group, else training of its group."""
         if self.state.grouped and self.clusters.is_placed(client):
             return Request(client)
         settings = {LOCAL_EPOCHS: self.parameters.pretrain_epochs, LOCAL_STEPS: 0}
@@ -441,7 +438,7 @@ class CSAFL(Method):
         return Request(client, models=(), arrays={ARRAYS: w0}, settings=settings)
 
     def _form_groups(self, updates: Sequence[Update]) -> list[Outcome]:
-        """Group the clients that have pre-trained: cosines and latency, spectral clustering."""
+        """Group the pre-trained clients by spectral clustering of cosines and latencies."""
         clients = [update.task.client for update in updates]
         deltas = np.stack([self._change(update) for update in updates])
         seconds = np.array([latency_of(update) for update in updates])
@@ -461,7 +458,7 @@ class CSAFL(Method):
         return [Outcome(self.clusters.main(client), staleness=0, weight=0.0) for client in clients]
 
     def _place(self, update: Update) -> Outcome:
-        """Let a client that came later join the group of the nearest direction."""
+        """Assign a client that joined later to the group of the nearest direction."""
         delta, directions = self._change(update), self.state.directions
         group = max(directions, key=lambda group: cosine(directions[group], delta))
         self.clusters.assign(update.task.client, group)
@@ -471,7 +468,7 @@ class CSAFL(Method):
         return self.compared(np.asarray(update.vector - self.state.initial))
 
     def _group_at_random(self, clients: Sequence[Client]) -> None:
-        """Deal clients without a group out to equally large groups, for R-FedAvg."""
+        """Assign clients at random to groups of equal size, for R-FedAvg."""
         if 0 in self.clusters.models:
             count = min(self.parameters.groups, len(clients))
             labels = self.rng.permutation(np.arange(len(clients)) % count)
@@ -485,13 +482,13 @@ class CSAFL(Method):
     # Algorithm 2: training.
 
     def _pick(self, online: Sequence[Client], rng: np.random.Generator) -> Sequence[Client]:
-        """Pick K clients of all, whatever their group."""
+        """Select K clients at random, of all groups."""
         if self.parameters.grouping == "random":
             self._group_at_random(online)
         return sample(online, self.parameters.picked, rng)
 
     def _idled(self, client: str, window: int, seconds: float) -> None:
-        """Report how long a client has waited for others in a window."""
+        """Report a client's idle time in a window."""
         budget = self.parameters.budget
         values = {"client": client, "window": window, "seconds": seconds, "budget": budget}
         self.report(Measured(self.now(), self.progress.updates, IDLE, values))
@@ -500,7 +497,7 @@ class CSAFL(Method):
         return self.clusters.main(client) if self.clusters.is_placed(client) else None
 
     def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
-        """Form the groups first; later mix each update in at once, or average those of a group."""
+        """Form the groups first; later mix single updates in, and average synchronous ones."""
         if not self.state.grouped:
             return self._form_groups(updates)
         if self.parameters.unfinished == "dropped" and not self.windows.is_open:
@@ -514,8 +511,8 @@ class CSAFL(Method):
     def on_update(self, update: Update) -> Outcome:
         """Mix one update in with its client's share of the group's samples (Algorithm 2, line 19).
 
-        ``w_g ← w_g + n_i / Σ n_j · (w_i − w_g)``, the sum over the members picked for the window.
-        An update of a staleness beyond δ also lets the members update together next (line 17).
+        ``w_g ← w_g + n_i / Σ n_j · (w_i − w_g)``, the sum over the group's members in the window. A
+        staleness above δ also makes the group's next update synchronous (line 17).
         """
         client = update.task.client
         if not self.clusters.is_placed(client):
@@ -538,18 +535,18 @@ class CSAFL(Method):
         return Outcome(group, staleness, share)
 
     def _examples(self, group: int) -> int:
-        """Return Σ n_j over the members of a group that take part in this window."""
+        """Return Σ n_j over the members of a group in this window."""
         fleet, picked = self.progress.fleet, self.windows.state.members
         return sum(fleet.counted(c) for c in picked if self._group_of(c) == group)
 
 
 def latency_of(update: Update) -> float:
-    """Return a client's update latency: its mean (section IV-B3) if known, else as measured.
+    """Return a client's update latency: the expected one (section IV-B3) if known, else measured.
 
     Returns
     -------
     float
-        Seconds, ``D (a + 1/μ)`` for the computation and the update's size by the rate for the
+        Seconds: ``D (a + 1/μ)`` for the computation, and the update's size over the rate for the
         transfer.
     """
     measured = update.arrived_at - update.task.sent_at
@@ -559,7 +556,7 @@ def latency_of(update: Update) -> float:
 def affinity_of(
     deltas: NDArray[np.float32], seconds: NDArray[np.float64], rho: float, width: float = 0.0
 ) -> NDArray[np.float64]:
-    """Return how alike clients are: a Gaussian kernel of rows of latency and cosines.
+    """Return the affinity of clients: a Gaussian kernel of their rows of latency and cosines.
 
     Row i is ``[ρ z_i, cos(i, 1), …, cos(i, n)]``, with z_i the latency in standard deviations from
     the mean; the affinity of two clients is ``exp(−‖row_i − row_j‖² / (2 σ²))``.
@@ -567,13 +564,13 @@ def affinity_of(
     Parameters
     ----------
     deltas : NDArray[np.float32]
-        An update per client. Shape (n, d).
+        Update of each client. Shape (n, d).
     seconds : NDArray[np.float64]
-        A latency per client. Shape (n,).
+        Latency of each client. Shape (n,).
     rho : float
-        ρ, weight of the latency.
+        ρ: weight of the latency.
     width : float
-        σ; 0 for the median distance of two rows.
+        σ; 0 for the median distance between rows.
 
     Returns
     -------

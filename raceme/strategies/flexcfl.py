@@ -1,23 +1,23 @@
-"""FlexCFL: groups by the directions of first updates, for clients whose data may change.
+"""FlexCFL: groups by the directions of first updates, with migration under distribution shift.
 
 Duan et al., "Flexible Clustered Federated Learning for Client-Level Data Distribution Shift", TPDS
-2022. Some clients train the initial model w0 first; the directions of their updates are grouped
-(Algorithm 3: EDC, eq 7, or MADC, eq 6). Every other client trains w0 when it is first picked, joins
-the group of the nearest direction (eq 8), and trains that group's model in the same round. Rounds
-of federated averaging go on inside each group (Algorithm 2), if wanted with a share of the other
-groups' models. Before each round clients say how many samples of each label they have; a client
-whose labels have changed trains w0 again, and joins the group that is nearest now.
+2022. Group cold start (Algorithm 3): some clients pre-train the initial model w0, and their update
+directions are clustered by EDC (eq 7) or MADC (eq 6). Client cold start: every other client
+pre-trains w0 when it is first selected, joins the group of the nearest direction (eq 8), and trains
+that group's model in the same round. Each group runs federated averaging (Algorithm 2), optionally
+with inter-group aggregation. Migration: clients state their label counts before each round, and a
+client whose counts have changed repeats the client cold start.
 
-In the paper a cold client finds its group itself: it keeps w0 and the groups' directions, and
-nothing but the group's number leaves it (``placing=client``). By default the server does so, and
-devices need no memory.
+In the paper a cold client determines its group itself: it keeps w0 and the groups' directions, and
+sends the group's number only (``placing=client``). By default the server does so, and devices need
+no memory.
 
-FedGroup, a preliminary version, is FlexCFL without this migration. Ablations of the paper: RCC
+FedGroup, a preliminary version, is FlexCFL without migration. Ablations of the paper: RCC
 (``measure=random-clients``) and RAC (``newcomers=random``).
 
-Label counts tell the server what a client has, if not the samples: of a person's photographs how
-many show what, of a ward how many had which illness. ``detect=direction`` does without them (our
-own): a client is placed anew when its latest update is nearer to the direction of another group.
+Label counts reveal a client's label distribution to the server, for instance the diagnoses of a
+ward. ``detect=direction`` does without them (our own): a client is placed again when its latest
+update is nearer to the direction of another group.
 """
 
 from __future__ import annotations
@@ -62,28 +62,24 @@ from raceme.strategies.fedasync import FedAsyncParameters, mix_by_staleness
 from raceme.strategies.shared import LabelCounts, linkage, numbered
 
 # -----------------------------------------------------------------------------
-# Groups by the directions of first updates: how they begin, and how a client finds its own.
-#
-# Duan et al., "Flexible Clustered Federated Learning for Client-Level Data Distribution Shift",
-# TPDS 2022: the group cold start (Algorithm 3, eqs 6 and 7), the client cold start (eq 8), and the
-# change of label counts after which a client is taken through it again.
+# Group cold start (Algorithm 3, eqs 6 and 7) and client cold start (eq 8).
 # -----------------------------------------------------------------------------
 
 
 _MUCH = 0.5
-"""Two clients have much the same labels if they share so much of their samples' labels."""
+"""Minimum overlap of two clients' label distributions to count as similar."""
 
 
 @dataclass
 class ColdStart(LabelCounts):
-    """What is known for placing clients, beside their label counts.
+    """State for placing clients, besides their label counts.
 
     Attributes
     ----------
     initial : Vector
-        w0: what every client trains to be placed. Shape (d,).
+        w0: initial model, which clients pre-train to be placed. Shape (d,).
     directions : dict[int, Vector]
-        Δw0^(g) of each group; empty before there are groups. They never change.
+        Δw0^(g) of each group, constant; empty before there are groups.
     """
 
     initial: Vector
@@ -95,38 +91,36 @@ class ColdStart(LabelCounts):
         Parameters
         ----------
         delta : Vector
-            What training w0 has changed. Shape (d,), weights only.
+            Change of w0 by pre-training. Shape (d,), weights only.
         """
         directions = self.directions
         return min(directions, key=lambda group: (1 - cosine(directions[group], delta)) / 2)
 
     def looks_foreign(self, group: int, delta: Vector) -> bool:
-        """Return whether a client's latest update goes where another group's first ones went.
+        """Return whether a client's latest update is nearest to the direction of another group.
 
-        Our own: eq (8) asked of an update of the group's model, not of w0. A client whose data
-        are those of another group now is pulled towards it. It costs a needless pre-training where
-        it is wrong, which it often is where groups overlap.
+        Our own: eq (8) for an update of the group's model instead of w0. False alarms, which are
+        frequent if groups overlap, cost a pre-training.
 
         Parameters
         ----------
         delta : Vector
-            What training its model has changed. Shape (d,), weights only.
+            Change of the group's model by training. Shape (d,), weights only.
         """
         return self.nearest(delta) != group
 
     def group_by_labels(self, client: str, homes: Mapping[str, int]) -> int | None:
-        """Return the group whose clients have much the same labels, if it is the only one.
+        """Return the only group with clients of similar label distributions, None if ambiguous.
 
-        Our own: eq (8) needs a training of w0, and a client whose labels are those of one group
-        alone is told by them. Groups that differ in other things have the same labels, and none is
-        returned.
+        Our own: saves the pre-training of eq (8) where labels identify the group; groups that
+        differ in something else share labels, which is ambiguous.
 
         Parameters
         ----------
         client : str
-            The client to be placed; its label counts are known.
+            The client to place; its label counts are known.
         homes : Mapping[str, int]
-            The groups of the clients that are placed.
+            Groups of the placed clients.
         """
         own = np.asarray(self.counts[client], np.float64)
         found = {
@@ -140,7 +134,7 @@ class ColdStart(LabelCounts):
 
 
 def overlap(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
-    """Return how much of two clients' samples is of the same labels: Σ min of their shares.
+    """Return the overlap of two label distributions: the sum of the smaller shares.
 
     Parameters
     ----------
@@ -153,7 +147,7 @@ def overlap(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
 def find_groups(
     deltas: NDArray[np.float32], groups: int, measure: str, rng: np.random.Generator
 ) -> NDArray[np.int64]:
-    """Group the first updates, Algorithm 3.
+    """Cluster the first updates, Algorithm 3.
 
     Parameters
     ----------
@@ -163,15 +157,15 @@ def find_groups(
         m: number of groups, at most n.
     measure : str
         ``"edc"``: k-means++ on the updates' cosines to their main directions. ``"madc"``:
-        hierarchical clustering on the differences of their cosines. ``"random-clients"``: each
-        update is a group (RCC), if m random clients have trained.
+        hierarchical clustering on the differences of their cosines. ``"random-clients"``: each of
+        m updates is a group (RCC).
     rng : numpy.random.Generator
-        Draws what is left to chance.
+        Source of the seed of k-means.
 
     Returns
     -------
     NDArray[np.int64]
-        A label in 0 … m − 1 per update. Shape (n,).
+        Group of each update, from 0. Shape (n,).
     """
     if measure == "edc":
         return group_by_edc(deltas, groups, seed=int(rng.integers(2**31)))
@@ -181,10 +175,10 @@ def find_groups(
 
 
 def group_by_edc(deltas: NDArray[np.float32], groups: int, seed: int) -> NDArray[np.int64]:
-    """Group updates by the Euclidean distance of decomposed cosines (EDC), eq (7).
+    """Cluster updates by the Euclidean distance of decomposed cosines (EDC), eq (7).
 
-    The updates' m main directions V come from a truncated SVD; each update is embedded as its
-    cosines to them, divided by m, and k-means++ groups these points.
+    The m main directions V are those of a truncated SVD of the updates, which are not centred. An
+    update is embedded as its cosines to V, divided by m; k-means++ clusters the embeddings.
 
     Parameters
     ----------
@@ -216,7 +210,7 @@ def madc(similarity: NDArray[np.floating]) -> NDArray[np.float64]:
     distances = np.zeros((n, n))
     for i in range(n):
         differences = np.abs(similarity - similarity[i])
-        # z = i and z = j are the two terms that the sum leaves out.
+        # The sum leaves the terms z = i and z = j out.
         own = differences[:, i] + differences[np.arange(n), np.arange(n)]
         distances[i] = (differences.sum(axis=1) - own) / max(1, n - 2)
     np.fill_diagonal(distances, 0.0)
@@ -224,19 +218,19 @@ def madc(similarity: NDArray[np.floating]) -> NDArray[np.float64]:
 
 
 # -----------------------------------------------------------------------------
-# FlexCFL: groups by the directions of first updates, for clients whose data may change.
+# FlexCFL in rounds.
 # -----------------------------------------------------------------------------
 
 
 log = getLogger("raceme")
 
 _W0 = 0
-"""The cluster whose model is w0, until there are groups."""
+"""Cluster of w0, before there are groups."""
 
 
 @dataclass(frozen=True)
 class ColdStartParameters:
-    """What FlexCFL and FlexCFL-Async can be told in common."""
+    """Common hyper-parameters of FlexCFL and FlexCFL-Async."""
 
     groups: int = option(4, "m: number of groups", low=1)
     pretrain: int = option(20, "α: clients per group that train before the groups are found", low=1)
@@ -259,13 +253,13 @@ class ColdStartParameters:
 
     @property
     def counts_labels(self) -> bool:
-        """Whether label counts tell that data have changed."""
+        """Whether changes are detected from label counts."""
         return self.detect == "label-counts"
 
 
 @dataclass(frozen=True)
 class FlexCFLParameters(ColdStartParameters, RoundsParameters):
-    """Hyper-parameters of FlexCFL; but for the number of groups the defaults are the paper's."""
+    """Hyper-parameters of FlexCFL; all defaults but the number of groups are the paper's."""
 
     newcomers: str = option(
         "direction",
@@ -295,7 +289,7 @@ class FedGroupParameters(FlexCFLParameters):
 
 
 class GroupsByStart(Method):
-    """What FlexCFL does in rounds, and FlexCFL-Async on every update."""
+    """Common part of FlexCFL and FlexCFL-Async."""
 
     parameters: ColdStartParameters
     state: ColdStart
@@ -320,7 +314,7 @@ class GroupsByStart(Method):
             )
 
     def initialize(self, vector: Vector) -> None:
-        """Keep w0; all clients are cold."""
+        """Store w0; all clients are cold."""
         self.clusters = Clusters({_W0: Model(vector)})
         self.state = self.state_type(vector.copy())
 
@@ -333,34 +327,34 @@ class GroupsByStart(Method):
         return self.state.cold
 
     def on_join(self, client: Client) -> None:
-        """Take a client in: cold, or back into its group."""
+        """Add a client: cold, or back in its group."""
         super().on_join(client)
         if self._has_groups and not self.clusters.is_placed(client.client_id):
             self._cold[client.client_id] = True
 
     def on_sent(self, task: InFlight) -> None:
-        """Note which clients are asked for label counts."""
+        """Record queries for label counts."""
         if task.kind == LABEL_COUNTS:
             self.state.ask(task.client)
 
     def _first(self, online: Sequence[Client], rng: np.random.Generator) -> Sequence[Client]:
-        """Pick α m clients, whose first updates make the groups."""
+        """Select the α m clients of the group cold start."""
         alone = self.parameters.measure == "random-clients"
         per_group = 1 if alone else self.parameters.pretrain
         return sample(online, per_group * self.parameters.groups, rng)
 
     def _pretraining(self, client: str) -> Request:
-        """Return the work of a client that is to be placed: it trains w0 for a little while."""
+        """Return the pre-training of w0."""
         w0 = self.record_of(self.state.initial)
         steps = self.parameters.pretrain_steps
         settings = {LOCAL_STEPS: steps} if steps else {LOCAL_STEPS: 0, LOCAL_EPOCHS: 1}
         return Request(client, models=(), arrays={ARRAYS: w0}, settings=settings)
 
     def _start_groups(self, updates: Sequence[Update]) -> list[Outcome]:
-        """Group the clients of the first round, Algorithm 3; all others are cold from now on.
+        """Group the clients of the first round, Algorithm 3; all others are cold.
 
-        A group's model is the plain mean of what its clients have trained; its direction, for good,
-        the change from w0.
+        A group's model is the plain mean of its clients' models; its constant direction is the
+        change from w0.
         """
         start, clusters = self.state, self.clusters
         clients = [update.task.client for update in updates]
@@ -384,7 +378,7 @@ class GroupsByStart(Method):
         return applied
 
     def _place(self, update: Update) -> Outcome:
-        """Put a cold client into the nearest group; what it has trained is used for nothing."""
+        """Assign a cold client to the nearest group; its pre-trained model is discarded."""
         client = update.task.client
         group = self.state.nearest(self.compared(np.asarray(update.vector - self.state.initial)))
         self.clusters.assign(client, group)
@@ -392,21 +386,21 @@ class GroupsByStart(Method):
         return Outcome(group, staleness=0, weight=0.0)
 
     def _take_counts(self, answer: Answer) -> None:
-        """Take label counts in; a client whose data have changed is cold."""
+        """Process label counts; a client whose data have changed becomes cold."""
         stated = self.progress.fleet.clients[answer.task.client].num_examples
         self.state.take(answer, stated, self.parameters.tolerance)
 
 
 @dataclass
 class FlexCFLState(ColdStart):
-    """What FlexCFL knows beside its groups.
+    """State of FlexCFL besides its groups.
 
     Attributes
     ----------
     picked : dict[str, bool]
-        Clients that train in this round; others take part only to be placed.
+        Clients selected for training in this round; others are only placed.
     holding : dict[str, bool]
-        Clients that keep w0 and the groups' directions, with ``placing=client``.
+        With ``placing=client``: clients that store w0 and the groups' directions.
     """
 
     picked: dict[str, bool] = field(default_factory=dict)
@@ -423,7 +417,7 @@ class FlexCFL(GroupsByStart):
     scheduling: InRounds
 
     def scheduler(self) -> Scheduler:
-        """Work in rounds; a cold client is placed first, and then trains if it was drawn."""
+        """Work in rounds; a cold client is placed first, and trains then if selected."""
         return InRounds(
             participants=self._participants,
             prepares=lambda update: self._has_groups and update.task.client in self._cold,
@@ -439,10 +433,10 @@ class FlexCFL(GroupsByStart):
         by_itself = self.parameters.placing == "client"
         return replace(needs, kinds=needs.kinds | ({NEAREST_DIRECTION} if by_itself else set()))
 
-    # Before a round: whose data have changed?
+    # Before a round: detection of changed data.
 
     def _queries(self, moment: SelectionContext) -> Sequence[Request] | None:
-        """Ask for label counts before each round; then let its participants work."""
+        """Query label counts before each round."""
         if self.parameters.counts_labels:
             asked = self.scheduling.ask_first(moment, self.state.answers)
             if asked is not None:
@@ -450,19 +444,19 @@ class FlexCFL(GroupsByStart):
         return None
 
     def on_answer(self, answer: Answer) -> None:
-        """Take label counts in, or the group that a cold client has found for itself."""
+        """Process label counts, or a cold client's own choice of a group."""
         if answer.task.kind == LABEL_COUNTS:
             self._take_counts(answer)
         else:
             self._take_choice(answer)
 
     def _take_choice(self, answer: Answer) -> None:
-        """Put a client into the group that it is nearest to; if it was drawn it trains then.
+        """Assign a client to the group of its choice; it trains then if selected.
 
         Raises
         ------
         InvalidReplyError
-            There is no such group.
+            The group does not exist.
         """
         client, groups = answer.task.client, list(self.state.directions)
         chosen = count_of(answer.metrics.get(CHOSEN))
@@ -475,11 +469,11 @@ class FlexCFL(GroupsByStart):
             self.scheduling.work_again(client)
 
     def _participants(self, online: Sequence[Client], rng: np.random.Generator) -> Sequence[Client]:
-        """Pick α m clients before there are groups, then K, and with them all that have changed."""
+        """Select α m clients before there are groups, then K and all whose data have changed."""
         parameters, state = self.parameters, self.state
         if not self._has_groups:
             return self._first(online, rng)
-        # Pre-training counts as no turn: all train in the rounds after it.
+        # Pre-training does not count as a turn.
         picked = self.scheduling.pick(online, parameters.participants(len(online)), rng)
         state.picked = {client.client_id: True for client in picked}
         if parameters.newcomers == "random":
@@ -491,14 +485,14 @@ class FlexCFL(GroupsByStart):
         return self.clusters.is_placed(client.client_id)
 
     def _place_at_random(self, rng: np.random.Generator) -> None:
-        """Assign the picked clients that have no group to any, for RAC."""
+        """Assign the selected cold clients to random groups, for RAC."""
         for client in [client for client in self.state.picked if client in self._cold]:
             group = int(rng.choice(list(self.state.directions)))
             self.clusters.assign(client, group)
             self.state.settle(client)
 
     def request_for(self, client: str) -> Request:
-        """Let a cold client train w0, and others the model of their group."""
+        """Return pre-training of w0 for a cold client, else training of its group's model."""
         if self._has_groups and client not in self._cold:
             return Request(client)
         pretraining = self._pretraining(client)
@@ -506,7 +500,7 @@ class FlexCFL(GroupsByStart):
             return pretraining
         directions = self.state.directions.values()
         arrays = {str(index): to_array(one) for index, one in enumerate(directions)}
-        # A client is sent w0 and the directions once: it keeps them, and they never change.
+        # Sent once: the client stores them, and they are constant.
         return replace(
             pretraining,
             kind=NEAREST_DIRECTION,
@@ -517,13 +511,13 @@ class FlexCFL(GroupsByStart):
     # After a round.
 
     def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
-        """Find the groups first; later place cold clients, and average inside each group."""
+        """Form the groups first; later place cold clients, and average inside each group."""
         if not self._has_groups:
             return self._start_groups(updates)
         cold = [update for update in updates if update.task.client in self._cold]
         others = [update for update in updates if update.task.client not in self._cold]
         placed = [self._place(update) for update in cold]
-        # A client that has gone elsewhere meanwhile has trained a model that is not its group's.
+        # A client that has migrated since then has trained the model of its former group.
         trained = [update for update in others if update.task.cluster == self._home(update)]
         if self.parameters.detect == "direction":
             self._look_at_directions(trained)
@@ -534,10 +528,9 @@ class FlexCFL(GroupsByStart):
         return [done.get(id(u)) or Outcome(self._home(u), staleness=0, weight=0.0) for u in updates]
 
     def _mix_groups(self) -> None:
-        """Aggregate between groups: all that have clients, also those that are idle in the round.
+        """Aggregate between all groups with clients, including those idle in the round.
 
-        Algorithm 2, lines 12 and 13: a group without a picked client enters with the model that it
-        has (line 16).
+        Algorithm 2, lines 12 and 13: a group without a selected client keeps its model (line 16).
         """
         clusters, parameters = self.clusters, self.parameters
         groups = [g for g in sorted(self.models) if clusters.size(g, online_only=False)]
@@ -548,7 +541,7 @@ class FlexCFL(GroupsByStart):
         return self.clusters.main(update.task.client)
 
     def _look_at_directions(self, updates: Sequence[Update]) -> None:
-        """Note whose update goes where another group's go: its data may have changed."""
+        """Make clients cold whose update is nearest to another group's direction."""
         for update in updates:
             delta = self.compared(update.delta)
             if self.state.looks_foreign(self._home(update), delta):
@@ -562,17 +555,16 @@ def mix_groups(models: Sequence[Model], eta_g: float, divided: bool = True) -> N
     """Add to each group η_g Σ_{l≠j} w̃_l / ‖w̃_l‖ of the others: Algorithm 2, line 21; eq (20).
 
     As in the authors' code the sum is divided by 1 + η_g Σ_{l≠j} 1/‖w̃_l‖: a weighted mean of the
-    groups' models, w̃_j with weight 1. Without this, every round would add a norm of up to
-    η_g (m − 1).
+    groups' models, w̃_j with weight 1. Undivided, each round adds a norm of up to η_g (m − 1).
 
     Parameters
     ----------
     models : Sequence[Model]
-        The groups that have clients.
+        Models of the groups with clients.
     eta_g : float
-        η_g: learning rate between groups; 0 leaves them apart.
+        η_g: inter-group learning rate.
     divided : bool
-        Whether the sum is divided; the paper's text does not.
+        Whether the sum is divided, as in the authors' code; the paper's text does not.
     """
     norms = [float(np.linalg.norm(model.vector)) or 1.0 for model in models]
     units = [model.vector / np.float32(norm) for model, norm in zip(models, norms, strict=True)]
@@ -588,18 +580,13 @@ def mix_groups(models: Sequence[Model], eta_g: float, divided: bool = True) -> N
 
 
 # -----------------------------------------------------------------------------
-# FlexCFL-Async: FlexCFL's groups and migration on every single update.
+# FlexCFL-Async: FlexCFL's groups and migration at every update (our own).
 #
-# Our own: Duan et al. (TPDS 2022) wait for rounds. Some clients train the initial model w0 first,
-# and the directions of their updates are grouped; then no client waits for others. A client without
-# a group trains w0 for a little while and joins the group of the nearest direction; each later
-# update is mixed into its group's model at once, with a weight that falls with staleness as
-# FedAsync's does. Before a client is given work it is asked for its label counts, or the direction
-# of its latest update is looked at. If its data have changed, it joins the group that alone has
-# clients with such labels, and else it trains w0 again. An update that comes from a model which is
-# not that of its client's group is dropped.
-#
-# There is no inter-group aggregation: η_g belongs to a round, after which all groups are at rest.
+# After a synchronous group cold start, each update is mixed into its group's model on arrival, with
+# FedAsync's staleness weight. Before a client trains, its label counts are queried, or the
+# direction of its latest update is checked. If its data have changed, it joins the only group with
+# similar label distributions, or else repeats the client cold start. An update of a model that is
+# not of its client's group is dropped. There is no inter-group aggregation, which needs rounds.
 # -----------------------------------------------------------------------------
 
 
@@ -610,12 +597,12 @@ class FlexCFLAsyncParameters(ColdStartParameters, FedAsyncParameters):
 
 @dataclass
 class FlexCFLAsyncState(ColdStart):
-    """What FlexCFL-Async knows beside its groups.
+    """State of FlexCFL-Async besides its groups.
 
     Attributes
     ----------
     told : dict[str, bool]
-        Clients that have said their label counts since they were last given other work.
+        Clients queried for label counts since their last training.
     """
 
     told: dict[str, bool] = field(default_factory=dict)
@@ -630,12 +617,12 @@ class FlexCFLAsync(GroupsByStart):
     state: FlexCFLAsyncState
 
     def scheduler(self) -> Scheduler:
-        """Wait for the clients that make the groups; then every client works all the time."""
+        """Run the group cold start in one round; then keep every client busy."""
         first = InRounds(participants=self._first)
         return then(first, EveryIdle(), lambda: self._has_groups)
 
     def request_for(self, client: str) -> Request:
-        """Let a cold client train w0, ask others for label counts, or train their group's model."""
+        """Return pre-training of w0, a query for label counts, or training of the group's model."""
         start = self.state
         if not self._has_groups or client in start.cold:
             return self._pretraining(client)
@@ -645,7 +632,7 @@ class FlexCFLAsync(GroupsByStart):
         return Request(client)
 
     def on_answer(self, answer: Answer) -> None:
-        """Take label counts in: a client whose data have changed is cold."""
+        """Process label counts: a client whose data have changed becomes cold."""
         client = answer.task.client
         start = self.state
         was_cold = client in start.cold
@@ -654,7 +641,7 @@ class FlexCFLAsync(GroupsByStart):
             self._place_by_labels(client)
 
     def _place_by_labels(self, client: str) -> None:
-        """Move a client whose data have changed at once, if its labels are those of one group."""
+        """Move a cold client at once if its labels identify a group."""
         start, members = self.state, self.clusters.members
         homes = {c: self.clusters.main(c) for c in members if c not in start.cold}
         group = start.group_by_labels(client, homes)
@@ -663,20 +650,20 @@ class FlexCFLAsync(GroupsByStart):
             start.settle(client)
 
     def on_closed(self, task: InFlight) -> None:
-        """Ask a client again after each of its trainings, and only once if it does not answer."""
+        """Allow the next query after each training, without repeating unanswered ones."""
         if task.kind == LABEL_COUNTS:
             self.state.told[task.client] = True
         else:
             self.state.told.pop(task.client, None)
 
     def aggregate(self, updates: Sequence[Update]) -> Sequence[Outcome]:
-        """Find the groups first; then act on each update by itself."""
+        """Form the groups first; then process each update by itself."""
         if not self._has_groups:
             return self._start_groups(updates)
         return super().aggregate(updates)
 
     def on_update(self, update: Update) -> Outcome:
-        """Place a cold client; mix what others bring into their group's model."""
+        """Place a cold client; mix other updates into their group's model."""
         client, start = update.task.client, self.state
         if client in start.cold:
             return self._place(update)
