@@ -1,17 +1,17 @@
-"""FedDrift: a model for each concept that clients' data come to follow, as concepts come and go.
+"""FedDrift: one model per concept, with drift detection and hierarchical merging.
 
-Jothimurugesan et al., "Federated Learning under Distributed Concept Drift", AISTATS 2023. Whenever
-clients have new data, each measures every model on them. A client whose least loss has grown by
-more than δ since it was last asked has drifted; others take the model of least loss. Every drifted
-client founds a model of its own, a copy of its best one, which no other may join for W steps;
-models that are alike are merged then (hierarchically, complete linkage). FedDrift-Eager founds one
-model for all that have drifted together, and merges nothing. Model m is trained on all data that
-were ever assigned to it, of whichever client and step, by federated averaging: a client that has
-had data of several concepts trains several models.
+Jothimurugesan et al., "Federated Learning under Distributed Concept Drift", AISTATS 2023. Clients
+with new data evaluate every model on them. A client whose lowest loss has grown by more than δ
+since its last query has drifted; others are assigned the model of lowest loss. Each drifted client
+founds a model, a copy of its best one, which is isolated: no other client may join it for W steps.
+Similar models are merged then (hierarchical clustering, complete linkage). FedDrift-Eager founds
+one model for all drifted clients, and does not merge. Federated averaging trains a model on all
+data ever assigned to it, of any client and step; a client with data of several concepts trains
+several models.
 
-No data leave a client: the server sees losses (or accuracies, as in the authors' code) of models.
-A client in a simulation has its data of former steps, since these are a function of the step; a
-device keeps what it can: ``memory`` says how many steps are used, all in the paper.
+Data stay on the clients: the server sees losses (or accuracies, as in the authors' code). In a
+simulation a client has its data of former steps; a device keeps what it can. ``memory`` limits the
+steps that are used (all in the paper).
 """
 
 from __future__ import annotations
@@ -34,42 +34,39 @@ from raceme.strategies.fedasync import FedAsyncParameters, mix_by_staleness
 from raceme.strategies.shared import linkage
 
 # -----------------------------------------------------------------------------
-# Concepts that come and go: which data belong to which model, when data have drifted, what merges.
-#
-# Jothimurugesan et al., "Federated Learning under Distributed Concept Drift" (FedDrift), AISTATS
-# 2023. What is compared are losses, in whichever measure: the lower the better.
+# Concepts: assignment of data to models, drift detection and merging.
 # -----------------------------------------------------------------------------
 
 
 def has_drifted(loss: float, before: float | None, delta: float) -> bool:
-    """Return whether a client's data have drifted: its least loss has grown by more than δ.
+    """Return whether a client's data have drifted: its lowest loss has grown by more than δ.
 
     Parameters
     ----------
     loss : float
-        Least loss of any model on its data now.
+        Lowest loss of any model on its present data.
     before : float or None
-        The same when the client was last asked; None if it never was: then nothing has drifted.
+        Lowest loss at the last query; None, before the first, is no drift.
     delta : float
-        δ: increase of the loss that is still tolerated.
+        δ: tolerated increase of the loss.
     """
     return before is not None and loss - before > delta
 
 
 def cluster_distances(losses: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return how much worse two models are on each other's data than on their own.
+    """Return the distances of models: the increase of the loss on each other's data.
 
     ``d(p, q) = max(L(p, q) − L(p, p), L(q, p) − L(q, q), 0)``.
 
     Parameters
     ----------
     losses : NDArray[np.float64]
-        L(p, q), the loss of model p on the data of q; NaN where it is not known. Shape (k, k).
+        L(p, q): loss of model p on the data of q; NaN if unknown. Shape (k, k).
 
     Returns
     -------
     NDArray[np.float64]
-        Shape (k, k), symmetric, 0 on the diagonal; infinite where a loss is not known.
+        Shape (k, k), symmetric, 0 on the diagonal; infinite if a loss is unknown.
     """
     growth = losses - np.diag(losses)[:, None]
     distances = np.maximum(np.maximum(growth, growth.T), 0.0)
@@ -79,21 +76,19 @@ def cluster_distances(losses: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def complete_linkage(distances: NDArray[np.float64], below: float) -> list[list[int]]:
-    """Merge the nearest clusters again and again, while they are nearer than a bound.
-
-    Two clusters are as far from each other as those of their members that are farthest apart.
+    """Return clusters of complete linkage with distances below a bound.
 
     Parameters
     ----------
     distances : NDArray[np.float64]
-        Shape (k, k), symmetric; infinite for what must not be merged.
+        Shape (k, k), symmetric; infinite for pairs that must not be merged.
     below : float
-        Clusters at this distance, or farther apart, stay apart.
+        Upper bound, exclusive, of the distance of merged clusters.
 
     Returns
     -------
     list[list[int]]
-        The clusters that were merged, at least two positions in each, ascending.
+        Positions of each cluster of at least two, ascending.
     """
     if len(distances) < 2 or not below > 0:
         return []
@@ -105,26 +100,26 @@ def complete_linkage(distances: NDArray[np.float64], below: float) -> list[list[
 
 @dataclass
 class Concepts:
-    """Which of the clients' data belong to which model.
+    """Assignment of clients' data to models.
 
     Attributes
     ----------
     assigned : dict[str, dict[int, int]]
-        Model of each client's data of each step: a[t, i].
+        a[t, i]: model of each client's data of each step.
     least : dict[str, float]
-        r_i: least loss of any model on a client's data when it was last asked.
+        r_i: lowest loss of any model on a client's data at its last query.
     losses : dict[str, dict[int, dict[int, float]]]
-        What a client has last measured: by step of its data and model.
+        Latest losses of each client, by step of its data and model.
     isolated : dict[int, int]
-        New models that no client may join and that do not merge, and for how many steps more.
+        Remaining steps of isolation of new models: no other client joins, none is merged.
     heirs : dict[int, int]
-        Models that were merged, to what they were merged into.
+        Merged models, to the models that replace them.
     used : dict[int, int]
-        When data were last assigned to a model: a count.
+        Value of `count` at the last assignment to each model.
     asked : dict[str, list[int]]
-        Clients that are measuring, and the steps of the data on which they do.
+        Queried clients, and the steps of the data that they evaluate on.
     count : int
-        How often data were assigned so far.
+        Number of assignments so far.
     """
 
     assigned: dict[str, dict[int, int]] = field(default_factory=dict)
@@ -136,31 +131,31 @@ class Concepts:
     asked: dict[str, list[int]] = field(default_factory=dict)
     count: int = 0
 
-    # Which data belong where.
+    # Assignment.
 
     def assign(self, client: str, step: int, model: int) -> None:
-        """Let a model have a client's data of a step."""
+        """Assign a client's data of a step to a model."""
         self.assigned.setdefault(client, {})[step] = model
         self.used[model] = self.count
         self.count += 1
 
     def remembered(self, client: str, now: int, memory: int = 0) -> list[int]:
-        """Return the steps, before or at one, of the data that a client is to use: the latest.
+        """Return the latest steps, up to the present one, of the data that a client uses.
 
         Parameters
         ----------
         now : int
             Step of the client's present data.
         memory : int
-            How many steps it remembers; 0: all.
+            Number of remembered steps; 0: all.
         """
         steps = sorted(step for step in self.assigned.get(client, {}) if step <= now)
         return steps[-memory:]
 
     def by_model(self, client: str, now: int, memory: int = 0) -> dict[int, list[int]]:
-        """Return the models that a client trains, and for each the steps of the data.
+        """Return the models that a client trains, and the steps of each one's data.
 
-        The model of its latest data is first.
+        The model of the latest data is first.
         """
         found: dict[int, list[int]] = {}
         for step in reversed(self.remembered(client, now, memory)):
@@ -168,11 +163,11 @@ class Concepts:
         return found
 
     def pairs(self, model: int) -> int:
-        """Return how many pairs of a client and a step a model has the data of."""
+        """Return the number of pairs of client and step assigned to a model."""
         return sum(mine == model for steps in self.assigned.values() for mine in steps.values())
 
     def unite(self, sources: Iterable[int], target: int) -> None:
-        """Let a model have the data of several, which are no more."""
+        """Assign the data of merged models to their replacement."""
         gone = set(sources)
         self.used[target] = max(self.used.pop(model, 0) for model in gone)
         self.heirs.update(dict.fromkeys(gone, target))
@@ -182,13 +177,13 @@ class Concepts:
                     steps[step] = target
 
     def heir(self, model: int) -> int:
-        """Return what a model has become: itself, or what it was merged into."""
+        """Return the model that replaces a merged one; itself if not merged."""
         while model in self.heirs:
             model = self.heirs[model]
         return model
 
     def forget(self, model: int) -> None:
-        """Forget the data of a model that is given up: they belong nowhere any more."""
+        """Remove a retired model and the assignments to it."""
         self.used.pop(model, None)
         self.isolated.pop(model, None)
         for steps in self.assigned.values():
@@ -196,16 +191,16 @@ class Concepts:
                 del steps[step]
 
     def age(self, models: Iterable[int]) -> None:
-        """Let a step of the isolation of some models be over."""
+        """Reduce the remaining isolation of some models by a step."""
         for model in models:
             self.isolated[model] -= 1
             if not self.isolated[model]:
                 del self.isolated[model]
 
-    # What clients measure.
+    # Losses.
 
     def to_score(self, client: str, now: int, memory: int = 0, newest: bool = False) -> list[int]:
-        """Return on the data of which steps a client is to measure models; `now` is the last."""
+        """Return the steps of the data that a client evaluates models on; `now` is the last."""
         if newest or memory == 1:
             return [now]
         return [*self.remembered(client, now - 1, max(0, memory - 1)), now]
@@ -213,17 +208,16 @@ class Concepts:
     def take(
         self, client: str, losses: Mapping[int, Mapping[int, float]], there: Container[int]
     ) -> None:
-        """Take in what a client has measured; what it measured before is old.
+        """Replace a client's losses.
 
-        The loss of a model that was merged meanwhile is taken for that of what it was merged into;
-        of several the least.
+        Models merged meanwhile count as their replacement, with the lowest of several losses.
 
         Parameters
         ----------
         losses : Mapping
-            Loss of each model on the data of each step: step to model to loss.
+            Losses by step and model.
         there : Container[int]
-            Ids of the models that exist now.
+            Ids of the present models.
         """
         own: dict[int, dict[int, float]] = {}
         for step, by_model in losses.items():
@@ -235,10 +229,9 @@ class Concepts:
         self.losses[client] = own
 
     def best(self, client: str, step: int, own: int | None) -> tuple[int, float]:
-        """Return the model of least loss on a client's data of a step, and the loss.
+        """Return the model of lowest loss on a client's data of a step, and the loss.
 
-        An isolated model is open to its own client only; a client that would be left
-        without any may take all. Of equal ones the first.
+        Isolated models of others are excluded, unless there are no others. The first of ties.
         """
         losses = self.losses[client][step]
         open_to = [model for model in losses if model not in self.isolated or model == own]
@@ -246,9 +239,9 @@ class Concepts:
         return best, losses[best]
 
     def mean_losses(self, models: Sequence[int]) -> NDArray[np.float64]:
-        """Return L(p, q): mean loss of model p over the data of q, shape (k, k).
+        """Return L(p, q): mean loss of model p on the data of q, shape (k, k); NaN if unknown.
 
-        Every pair of a client and a step counts the same. NaN where it was not measured.
+        Pairs of client and step have equal weights.
         """
         place = {model: index for index, model in enumerate(models)}
         total, count = np.zeros((2, len(models), len(models)))
@@ -264,16 +257,13 @@ class Concepts:
         return np.divide(total, count, out=np.full_like(total, np.nan), where=count > 0)
 
     def alike(self, models: Sequence[int], below: float) -> list[list[int]]:
-        """Return which models are to be merged, at least two in each list."""
+        """Return groups of similar models to merge, each of at least two."""
         distances = cluster_distances(self.mean_losses(models))
         return [[models[index] for index in part] for part in complete_linkage(distances, below)]
 
 
 # -----------------------------------------------------------------------------
-# What FedDrift and FedDrift-Async have in common: what clients are asked, and what follows.
-#
-# Jothimurugesan et al., "Federated Learning under Distributed Concept Drift", AISTATS 2023; see
-# :mod:`raceme.strategies.feddrift`.
+# Common part of FedDrift and FedDrift-Async.
 # -----------------------------------------------------------------------------
 
 
@@ -283,7 +273,7 @@ NEW = "new"
 
 @dataclass(frozen=True)
 class ConceptParameters:
-    """What FedDrift and FedDrift-Async can be told in common."""
+    """Common hyper-parameters of FedDrift and FedDrift-Async."""
 
     delta: float = option(
         0.1, "δ: growth of a client's least loss beyond which its data have drifted", above=0
@@ -324,17 +314,16 @@ class ConceptParameters:
 
 @dataclass
 class ConceptState:
-    """What FedDrift and FedDrift-Async know beside their models.
+    """State of FedDrift and FedDrift-Async besides their models.
 
     Attributes
     ----------
     concepts : Concepts
-        Which data belong to which model.
+        Assignment of data to models.
     begun : dict[str, dict[int, bool]]
-        Models that a client was given to train: in this round, or since it last began with the
-        first.
+        Models that each client has trained in this round, or in this pass through its models.
     trained : dict[str, int]
-        Rounds in which a client has trained, or its updates, since it was last asked for scores.
+        Rounds with training, or updates, of each client since its last query.
     """
 
     concepts: Concepts = field(default_factory=Concepts)
@@ -343,14 +332,14 @@ class ConceptState:
 
 
 class FollowsConcepts(Method):
-    """What FedDrift does in rounds, and FedDrift-Async on every update."""
+    """Common part of FedDrift and FedDrift-Async."""
 
     parameters: ConceptParameters
     state: ConceptState
 
     @property
     def needs(self) -> Needs:
-        """What a run of the method has to have; a regression has no accuracies."""
+        """Requirements of the method; a regression has no accuracies."""
         by_accuracy = self.parameters.measure == "accuracy"
         return Needs(
             kinds=frozenset({names.SCORES} if self.parameters.ask_every else ()),
@@ -358,12 +347,12 @@ class FollowsConcepts(Method):
         )
 
     def on_join(self, client: Client) -> None:
-        """Take a client in; at the start it is given a model, later it is asked for scores."""
+        """Add a client; it is assigned a model at the start, and queried later."""
         super().on_join(client)
         self._seat(client.client_id)
 
     def _scoring(self, client: str) -> Request:
-        """Return the work of a client with new data: it measures all models on them."""
+        """Return the evaluation of all models on a client's data."""
         step = self.step_of(client) or 0
         steps = self._scored_steps(client, step)
         models = tuple(self.models)
@@ -374,12 +363,12 @@ class FollowsConcepts(Method):
         return Request(client, names.SCORES, models=models, settings=settings)
 
     def _scored_steps(self, client: str, now: int) -> list[int]:
-        """Return on the data of which steps a client measures models."""
+        """Return the steps of the data that a client evaluates models on."""
         newest = self.parameters.compare_on == NEW
         return self.state.concepts.to_score(client, now, self.parameters.memory, newest)
 
     def on_sent(self, task: InFlight) -> None:
-        """Note on which steps a client measures models, or which model it trains."""
+        """Record the steps of a query, or the model that a client trains."""
         state = self.state
         if task.kind == names.SCORES:
             state.trained[task.client] = 0
@@ -388,17 +377,17 @@ class FollowsConcepts(Method):
             state.begun.setdefault(task.client, {})[task.cluster] = True
 
     def on_closed(self, task: InFlight) -> None:
-        """Forget what was asked for."""
+        """Remove a query that is over."""
         if task.kind == names.SCORES:
             self.state.concepts.asked.pop(task.client, None)
 
     def _take_scores(self, answer: Answer) -> None:
-        """Take scores in.
+        """Process a client's scores.
 
         Raises
         ------
         InvalidReplyError
-            There are none for each model and step, or they are no shares.
+            Scores of models or steps are missing, or accuracies lie outside [0, 1].
         """
         concepts = self.state.concepts
         by_accuracy = self.parameters.measure == "accuracy"
@@ -420,7 +409,7 @@ class FollowsConcepts(Method):
         concepts.take(answer.task.client, by_step, self.models)
 
     def _training(self, client: str, model: int | None) -> Request:
-        """Return the work of a client that trains a model on all of its data that belong to it."""
+        """Return the training of a model on all of a client's data assigned to it."""
         if model is None:
             return Request(client)
         now = self.step_of(client) or 0
@@ -433,10 +422,10 @@ class FollowsConcepts(Method):
                 settings[names.COMPUTE_SCALE] = float(len(steps))
         return Request(client, models=(model,), settings=settings)
 
-    # What becomes of the answers.
+    # Answers.
 
     def _seat(self, client: str) -> None:
-        """Give a client its first model, before anything has been trained."""
+        """Assign a client's first model, before any update."""
         if self.progress.updates or client in self.state.concepts.assigned:
             return
         clusters, seated = self.clusters, len(self.state.concepts.assigned)
@@ -451,21 +440,20 @@ class FollowsConcepts(Method):
         clusters.assign(client, model)
 
     def _assign_best(self, answered: Mapping[str, int]) -> list[tuple[str, int, int]]:
-        """Give clients the model of least loss on their new data, unless these have drifted.
+        """Assign clients the model of lowest loss on their new data, unless these have drifted.
 
-        A loss is compared with one on data that were as new: r_i does not change when a client
-        measures again what was trained on meanwhile, unless there is no other: at its first step,
-        and where nothing says when data change.
+        r_i is a loss on data not trained on yet: it does not change when a client evaluates the
+        same step again, except at its first step, and where the steps of the data are unknown.
 
         Parameters
         ----------
         answered : Mapping[str, int]
-            Clients, and the step of their data.
+            Step of the data of each client.
 
         Returns
         -------
         list[tuple[str, int, int]]
-            Clients that have drifted, with the step and the model of least loss.
+            Drifted clients, with the step and the model of lowest loss.
         """
         concepts = self.state.concepts
         drifted = []
@@ -484,7 +472,7 @@ class FollowsConcepts(Method):
         return drifted
 
     def _found_each(self, drifted: Sequence[tuple[str, int, int]]) -> None:
-        """Let every client that has drifted found a model, which is isolated for W steps."""
+        """Found a model for each drifted client, isolated for W steps."""
         for client, step, base in drifted:
             model = self._found(base)
             self._place(client, step, base if model is None else model)
@@ -492,7 +480,7 @@ class FollowsConcepts(Method):
                 self.state.concepts.isolated[model] = self.parameters.isolation
 
     def _found_together(self, drifted: Sequence[tuple[str, int, int]]) -> None:
-        """Found one model for all that have drifted: a copy of what most of them come from."""
+        """Found one model for all drifted clients: a copy of the most frequent best model."""
         if not drifted:
             return
         base = Counter(base for _, _, base in drifted).most_common(1)[0][0]
@@ -501,7 +489,7 @@ class FollowsConcepts(Method):
             self._place(client, step, own if model is None else model)
 
     def _merge_alike(self, settled: Sequence[int]) -> None:
-        """Merge models that are alike: means, weighted by how many clients' steps they have."""
+        """Merge similar models into means weighted by their numbers of clients' steps."""
         concepts = self.state.concepts
         there = [model for model in settled if model in self.models]
         for group in concepts.alike(there, self.parameters.merges_below):
@@ -513,19 +501,19 @@ class FollowsConcepts(Method):
             concepts.unite(group, merged)
 
     def _place(self, client: str, step: int, model: int) -> None:
-        """Assign data, and let their client be served by the model; one that it leaves is free."""
+        """Assign data and their client to a model; the isolation of its former model ends."""
         if self.clusters.is_placed(client) and self.clusters.main(client) != model:
             self.state.concepts.isolated.pop(self.clusters.main(client), None)
         self.state.concepts.assign(client, step, model)
         self.clusters.assign(client, model)
 
     def _found(self, base: int) -> int | None:
-        """Add a copy of a model; where there are as many as may be, in the place of an unused one.
+        """Add a copy of a model, at the limit in place of the longest unused one.
 
         Returns
         -------
         int or None
-            The new model; None if there are too many, and all are in use.
+            The new model; None at the limit if all are in use.
         """
         concepts = self.state.concepts
         clusters = self.clusters
@@ -541,16 +529,14 @@ class FollowsConcepts(Method):
 
 
 # -----------------------------------------------------------------------------
-# FedDrift-Async: FedDrift's detection, isolation and merging on every single update.
+# FedDrift-Async: FedDrift's detection, isolation and merging at every update (our own).
 #
-# Our own: Jothimurugesan et al. (AISTATS 2023) work in rounds and judge all clients together. Here
-# a client whose data have moved on measures all models before it trains again, and is judged at
-# once, by itself: it founds a model if its least loss has grown by more than δ, otherwise it takes
-# the best one. Where it is not known when data change, it measures again after every few of its
-# updates (``ask-every``). A new model is isolated until its client has measured W times more; after
-# every answer models that are alike are merged. An update is mixed in at once, with a weight that
-# falls with staleness as FedAsync's does; one to a model that was merged meanwhile goes into the
-# merged one. A client that has data of several models trains them in turn.
+# A client with new data evaluates all models before it trains again, and is assigned at once: it
+# founds a model if its lowest loss has grown by more than δ, else it takes the best one. If the
+# steps of the data are unknown, it is queried after every few updates (``ask-every``). A new model
+# is isolated until its client has answered W more queries; similar models are merged after every
+# answer. Updates are mixed in on arrival, with FedAsync's staleness weight; an update of a merged
+# model goes into its replacement. A client with data of several models trains them in turn.
 # -----------------------------------------------------------------------------
 
 
@@ -571,33 +557,33 @@ class FedDriftAsync(FollowsConcepts):
     parameters: FedDriftAsyncParameters
 
     def request_for(self, client: str) -> Request:
-        """Ask a client with new data for scores; let others train the next of their models."""
+        """Return a query for a client with new data, else training of the next of its models."""
         if self._is_to_measure(client):
             return self._scoring(client)
         return self._training(client, self._next_model(client))
 
     def _is_to_measure(self, client: str) -> bool:
-        """Return whether a client measures before it trains: never twice without training."""
+        """Return whether to query a client, never twice without training in between."""
         step, trained = self.step_of(client) or 0, self.state.trained.get(client, -1)
         if step not in self.state.concepts.assigned.get(client, {}):
             return trained != 0
         return 0 < self.parameters.ask_every <= trained
 
     def _next_model(self, client: str) -> int | None:
-        """Return the first model that has data of a client and whose turn it is."""
+        """Return the next of a client's models, in turn."""
         begun, now = self.state.begun.get(client, {}), self.step_of(client) or 0
         own = list(self.state.concepts.by_model(client, now, self.parameters.memory))
         return next((model for model in own if model not in begun), own[0] if own else None)
 
     def on_sent(self, task: InFlight) -> None:
-        """Begin with its models anew if a client trains one for the second time."""
+        """Record a training; a repeated model starts a new pass through the client's models."""
         begun = self.state.begun.get(task.client, {})
         if task.kind != names.SCORES and task.cluster in begun:
             begun.clear()
         super().on_sent(task)
 
     def on_answer(self, answer: Answer) -> None:
-        """Assign the client's data; found a model if they have drifted, and merge what is alike."""
+        """Assign the client's data, found a model if they have drifted, and merge similar ones."""
         client, concepts = answer.task.client, self.state.concepts
         self._take_scores(answer)
         if self.clusters.is_placed(client):
@@ -609,13 +595,13 @@ class FedDriftAsync(FollowsConcepts):
         self._merge_alike(settled)
 
     def on_closed(self, task: InFlight) -> None:
-        """Count a client's updates, and those that were lost."""
+        """Count a client's updates, including lost ones."""
         super().on_closed(task)
         if task.kind != names.SCORES:
             self.state.trained[task.client] = self.state.trained.get(task.client, 0) + 1
 
     def on_update(self, update: Update) -> Outcome:
-        """Mix an update into the model that it was trained from, or what that was merged into."""
+        """Mix an update into the model that it was trained from, or its replacement."""
         task = update.task
         cluster = self.state.concepts.heir(task.cluster)
         if cluster not in self.models:
@@ -624,12 +610,12 @@ class FedDriftAsync(FollowsConcepts):
 
 
 # -----------------------------------------------------------------------------
-# FedDrift: a model for each concept that clients' data come to follow, as concepts come and go.
+# FedDrift in rounds.
 # -----------------------------------------------------------------------------
 
 
 _ASKING_SECONDS = 120.0
-"""How long a round waits for scores: real devices may be slow to answer, or gone."""
+"""Time limit of queries before a round: devices may be slow or offline."""
 
 
 @dataclass(frozen=True)
@@ -654,14 +640,14 @@ class FedDriftEagerParameters(FedDriftParameters):
 
 @dataclass
 class FedDriftState(ConceptState):
-    """What FedDrift knows beside its models.
+    """State of FedDrift besides its models.
 
     Attributes
     ----------
     answered : dict[str, int]
-        Clients that have measured, and at which step of their data.
+        Clients that have answered, and the step of their data.
     latest : int
-        The latest step at which data were assigned.
+        Latest step with assigned data.
     """
 
     answered: dict[str, int] = field(default_factory=dict)
@@ -678,7 +664,7 @@ class FedDrift(FollowsConcepts):
     scheduling: InRounds
 
     def scheduler(self) -> Scheduler:
-        """Work in rounds; a client with data of several models trains one after the other."""
+        """Work in rounds; a client with data of several models trains them one by one."""
         return InRounds(
             self.parameters.fraction,
             sampling=self.parameters.sampling,
@@ -689,7 +675,7 @@ class FedDrift(FollowsConcepts):
     # Before a round: scores.
 
     def _queries(self, moment: SelectionContext) -> Sequence[Request] | None:
-        """Let clients with new data measure all models first; then let participants train."""
+        """Query clients with new data; process all answers before the round."""
         asked = self.scheduling.ask_first(moment, self._is_to_measure, patience=_ASKING_SECONDS)
         if asked is not None:
             return [self._scoring(c) for c in asked]
@@ -698,18 +684,18 @@ class FedDrift(FollowsConcepts):
         return None
 
     def _is_to_measure(self, client: str) -> bool:
-        """Return whether a client has new data, or has trained long enough (``ask-every``)."""
+        """Return whether to query a client: new data, or enough training (``ask-every``)."""
         if (self.step_of(client) or 0) not in self.state.concepts.assigned.get(client, {}):
             return True
         return 0 < self.parameters.ask_every <= self.state.trained.get(client, 0)
 
     def on_answer(self, answer: Answer) -> None:
-        """Take scores in; they are acted on together.
+        """Store scores, which are processed together.
 
         Raises
         ------
         InvalidReplyError
-            They are no scores, or come after the round has begun without them.
+            They are invalid, or arrive after the start of the round.
         """
         if answer.task.client not in self.scheduling.state.asking.awaited:
             raise InvalidReplyError("it came after the round had begun")
@@ -717,7 +703,7 @@ class FedDrift(FollowsConcepts):
         self.state.answered[answer.task.client] = answer.task.step
 
     def _judge(self) -> None:
-        """Assign the data of clients that have answered; found models, and merge what is alike."""
+        """Assign the data of the answering clients, found models, and merge similar ones."""
         state, concepts = self.state, self.state.concepts
         latest = max(state.answered.values())
         if latest > state.latest:
@@ -730,24 +716,24 @@ class FedDrift(FollowsConcepts):
         else:
             self._found_each(drifted)
             self._merge_alike(settled)
-        # Models change until clients measure again.
+        # Old losses are not comparable: models change until the next query.
         state.answered, concepts.losses = {}, {}
 
     # A round.
 
     def request_for(self, client: str) -> Request:
-        """Let a client train the next of the models that have data of it."""
+        """Return training of the next of a client's models."""
         model = self._next_model(client)
         return self._training(client, model)
 
     def _next_model(self, client: str) -> int | None:
-        """Return the first model that has data of a client and that it has not begun."""
+        """Return the first of a client's models that it has not trained in this round."""
         begun, now = self.state.begun.get(client, {}), self.step_of(client) or 0
         own = self.state.concepts.by_model(client, now, self.parameters.memory)
         return next((model for model in own if model not in begun), None)
 
     def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
-        """Average what was trained from each model, weighted by the numbers of samples."""
+        """Average the updates of each model, weighted by the numbers of samples."""
         self.state.begun = {}
         for client in {update.task.client for update in updates}:
             self.state.trained[client] = self.state.trained.get(client, 0) + 1
