@@ -1,19 +1,17 @@
-"""FAACL: clusters that may be supported by clusters which they do not support.
+"""FAACL: clustering by statistical tests, with asymmetric support between clusters.
 
 Zhang, "Asymmetric Clustering in Federated Continual Learning" (FAACL), thesis, Waterloo 2024. Every
-client trains a random θ and is a cluster of its own. Then clusters are trained, compared and
-merged, again and again, until nothing changes: C2 supports C1 if on every client of C1 the model of
-C2 is no worse by more than ε, by Wilcoxon's test on the losses of its validation samples; two that
-support each other are merged; and a model is trained by the clients of its cluster and of those
-that support it. Hierarchical FAACL does this in partitions, first of one client each, which are
-joined in pairs until one is left: far fewer models are compared. From then on clusters stay as they
-are, and are trained.
+client trains a random θ and forms a cluster of its own. Clusters are trained, compared and merged
+until nothing changes: C2 supports C1 if on every client of C1 the model of C2 is not worse by more
+than ε, by Wilcoxon's test on the losses of validation samples; clusters with mutual support are
+merged; a model is trained by the clients of its cluster and of its supporters. Hierarchical FAACL
+does this in partitions, first of one client each, which are joined in pairs until one is left; far
+fewer models are compared. The final clusters are only trained.
 
-Where the thesis is silent (our readings): α is 0.05; support is found out anew each time; a merged
-cluster is compared again in the next pass only; "nothing changes" means the same clients together,
-whatever supports there are; a step of training is one pass of mini-batches; the last partition, of
-all clients, is worked on too. A client that comes later trains θ and is a partition of its own,
-which is joined with the others.
+Our readings where the thesis is silent: α is 0.05; support is determined anew in each comparison; a
+merged cluster is compared again in the next pass; "nothing changes" refers to the members of
+clusters, not to support; a step of training is one pass of mini-batches; the last partition, of all
+clients, is processed too; a client that joins later trains θ and forms a new partition.
 """
 
 from __future__ import annotations
@@ -40,62 +38,61 @@ from raceme.core.strategy import Method, Needs, average_by_cluster
 from raceme.strategies.shared import StalenessParameters
 
 # -----------------------------------------------------------------------------
-# One-sided support between clusters, Algorithms 2, 3 and 6. A cluster is supported by another if,
-# on the validation samples of every one of its own clients, the other's model is no worse than its
-# own by more than ε. Two clusters that support each other are merged; one that supports another
-# without being supported by it trains the other's model beside its own.
+# Support between clusters, Algorithms 2, 3 and 6. A cluster is supported by another if the other's
+# model is not worse than its own by more than ε on the validation samples of each of its clients.
+# Clusters with mutual support are merged; a one-sided supporter also trains the other's model.
 # -----------------------------------------------------------------------------
 
 
 _FEW = 13
-"""Differences up to which the distribution of Wilcoxon's statistic is that without ties."""
+"""Number of differences up to which the exact distribution of Wilcoxon's statistic is used."""
 
 
 def no_worse(
     own: NDArray[np.floating], other: NDArray[np.floating], epsilon: float, alpha: float
 ) -> bool:
-    """Return whether another model is no worse than one's own by more than ε.
+    """Return whether another model is not worse than the own one by more than ε.
 
-    The null hypothesis ``H0: own + ε < other`` is rejected by Wilcoxon's signed-rank test on the
-    differences ``other − own − ε``, sample by sample. Differences of zero say nothing and are left
-    out; if all are zero, nothing is rejected.
+    Wilcoxon's signed-rank test on the differences ``other − own − ε`` of each sample rejects the
+    null hypothesis ``H0: own + ε < other``. Zero differences are left out; if all are zero, the
+    test does not reject.
 
     Parameters
     ----------
     own, other : NDArray
-        Losses of the same samples under the two models, shape (n,).
+        Losses of the same samples under the two models. Shape (n,).
     epsilon : float
-        ε. The larger, the more passes.
+        ε: tolerance; larger values pass more.
     alpha : float
-        α, the level of the test. The larger, the more passes.
+        α: level of the test; larger values pass more.
     """
     differences = np.asarray(other, np.float64) - np.asarray(own, np.float64) - epsilon
     differences = differences[differences != 0]
     if not len(differences):
         return False
-    # Left to itself scipy goes through all 2^n signs of few differences that tie: up to a second.
+    # With "auto" and ties scipy enumerates all 2^n signs of few differences: up to a second.
     method = "exact" if len(differences) <= _FEW else "auto"
     return bool(wilcoxon(differences, alternative="less", method=method).pvalue <= alpha)
 
 
 def fewest_samples(alpha: float) -> int:
-    """Return how many samples a test at level α needs: its least p of n samples is 2^−n."""
+    """Return the minimum sample size of a test at level α: its smallest p-value is 2^−n."""
     return max(1, math.ceil(-math.log2(alpha)))
 
 
 def disjoint_pairs(
     clusters: Sequence[int], are_mutual: Callable[[int, int], bool], rng: np.random.Generator
 ) -> list[tuple[int, int]]:
-    """Return pairs that support each other, none of them in two: one pass of Algorithm 3.
+    """Return disjoint pairs of clusters with mutual support: one pass of Algorithm 3.
 
     Parameters
     ----------
     clusters : Sequence[int]
-        Ids of the clusters that are paired.
+        Ids of the clusters.
     are_mutual : Callable
-        Whether two support each other.
+        Whether two clusters support each other.
     rng : numpy.random.Generator
-        Draws the order in which pairs are looked at: the outcome depends on it.
+        Draws the order of the pairs, on which the result depends.
     """
     pairs = [(a, b) for i, a in enumerate(clusters) for b in clusters[i + 1 :]]
     taken: set[int] = set()
@@ -115,7 +112,7 @@ class Partition:
     Attributes
     ----------
     settled : bool
-        Whether the last comparison has changed nothing.
+        Whether the last comparison changed nothing.
     """
 
     clusters: list[int]
@@ -129,13 +126,13 @@ class Supported:
     Attributes
     ----------
     supporters : dict[int, dict[int, bool]]
-        C.sup of each cluster C: the clusters that train its model beside its own clients.
+        C.sup of each cluster C: the clusters that also train its model.
     partitions : list[Partition]
-        All clusters that are compared, divided.
+        Partitions of the compared clusters.
     heirs : dict[int, int]
-        Clusters that were merged, to what they were merged into.
+        Merged clusters, to the clusters that replace them.
     tests : int
-        Tests of one client's losses under two models that were made so far.
+        Number of tests so far, each of a client's losses under two models.
     """
 
     supporters: dict[int, dict[int, bool]] = field(default_factory=dict)
@@ -146,7 +143,7 @@ class Supported:
     # Support.
 
     def is_supported(self, cluster: int, by: int) -> bool:
-        """Return whether a cluster is supported by another."""
+        """Return whether a cluster is supported by another one."""
         return by in self.supporters.get(cluster, {})
 
     def are_mutual(self, one: int, other: int) -> bool:
@@ -154,21 +151,21 @@ class Supported:
         return self.is_supported(one, other) and self.is_supported(other, one)
 
     def supported_by(self, cluster: int) -> list[int]:
-        """Return the clusters that a cluster supports."""
+        """Return the clusters supported by a cluster."""
         return [other for other, theirs in self.supporters.items() if cluster in theirs]
 
     def trained_by(self, cluster: int) -> list[int]:
-        """Return what a cluster's clients train, Algorithm 4: its model and those it supports."""
+        """Return the models that a cluster trains, Algorithm 4: its own and those it supports."""
         return [cluster, *self.supported_by(cluster)]
 
     def support(self, cluster: int, supporters: Iterable[int]) -> None:
-        """Let a cluster be supported by these, and by no others."""
+        """Replace the supporters of a cluster."""
         self.supporters[cluster] = dict.fromkeys(sorted(supporters), True)
         if not self.supporters[cluster]:
             del self.supporters[cluster]
 
     def listed(self) -> dict[int, tuple[int, ...]]:
-        """Return the supporters of each cluster that has some, ascending."""
+        """Return the supporters of each supported cluster, ascending."""
         return {cluster: tuple(sorted(own)) for cluster, own in sorted(self.supporters.items())}
 
     def find(
@@ -179,19 +176,19 @@ class Supported:
         epsilon: float,
         alpha: float,
     ) -> list[int]:
-        """Return which of some clusters support one, by Algorithm 2, and count the tests.
+        """Return the supporters of a cluster by Algorithm 2, and count the tests.
 
         Parameters
         ----------
         cluster : int
-            The one that may be supported.
+            The cluster.
         others : Iterable[int]
-            Those that may support it.
+            Candidates for its support.
         losses : Sequence of dict[int, NDArray]
-            For each client of the cluster, its losses by model, each of shape (n,). A client
-            that has not measured a model does not support it.
+            Losses by model of each client of the cluster, each of shape (n,). A client without
+            losses of a candidate rejects it.
         epsilon, alpha : float
-            ε: how much worse a loss may be on a sample; α: level of the test.
+            ε: tolerance; α: level of the test.
         """
 
         def agrees(own: dict[int, NDArray[np.float64]], other: int) -> bool:
@@ -200,14 +197,11 @@ class Supported:
             self.tests += 1
             return no_worse(own[cluster], own[other], epsilon, alpha)
 
-        # all() makes no further tests once a client disagrees.
+        # all() stops at the first client that rejects.
         return [other for other in others if losses and all(agrees(own, other) for own in losses)]
 
     def unite(self, pair: tuple[int, int], target: int) -> None:
-        """Let a cluster take the place of two: its supporters are those that both had.
-
-        It supports others where both did.
-        """
+        """Replace two clusters by one, with their common supporters and supported clusters."""
         one, two = pair
         common = self.supporters.pop(one, {}).keys() & self.supporters.pop(two, {}).keys()
         self.support(target, common - {one, two})
@@ -223,7 +217,7 @@ class Supported:
                 partition.clusters.append(target)
 
     def heir(self, cluster: int) -> int:
-        """Return what a cluster has become: itself, or what it was merged into."""
+        """Return the cluster that replaces a merged one; itself if not merged."""
         while cluster in self.heirs:
             cluster = self.heirs[cluster]
         return cluster
@@ -232,22 +226,22 @@ class Supported:
 
     @property
     def is_settled(self) -> bool:
-        """Whether there is one partition, and comparing changes nothing in it."""
+        """Whether there is a single, settled partition."""
         return len(self.partitions) == 1 and self.partitions[0].settled
 
     def compared_with(self, cluster: int) -> list[int]:
-        """Return the clusters with which one is compared now; none if it waits for others."""
+        """Return the clusters to compare a cluster with; none while it waits for others."""
         for partition in self.partitions:
             if cluster in partition.clusters and not partition.settled:
                 return [other for other in partition.clusters if other != cluster]
         return []
 
     def works(self, cluster: int) -> bool:
-        """Return whether a cluster's partition is not settled."""
+        """Return whether a cluster's partition is unsettled."""
         return any(cluster in p.clusters and not p.settled for p in self.partitions)
 
     def join(self, rng: np.random.Generator) -> None:
-        """Unite settled partitions in random pairs, Algorithm 6; an odd one waits."""
+        """Join settled partitions in random pairs, Algorithm 6; an odd one waits."""
         order = [self.partitions[index] for index in rng.permutation(len(self.partitions))]
         joined = [
             Partition([*one.clusters, *two.clusters])
@@ -257,21 +251,21 @@ class Supported:
 
 
 # -----------------------------------------------------------------------------
-# What FAACL, C-FAACL and FAACL-Async have in common: what clients are asked, and what follows.
+# Common part of FAACL, C-FAACL and FAACL-Async.
 # -----------------------------------------------------------------------------
 
 
 log = logging.getLogger("raceme")
 
 INIT, SUPPORT = "init", "support"
-"""Phases, by which bytes are counted, beside training."""
+"""Phases of the traffic counts, besides training."""
 START = 0
-"""The cluster of θ, in which clients are until they have a model of their own."""
+"""Cluster of θ, of clients without a model of their own."""
 
 
 @dataclass(frozen=True)
 class SupportParameters:
-    """What FAACL, C-FAACL and FAACL-Async can be told in common."""
+    """Common hyper-parameters of FAACL, C-FAACL and FAACL-Async."""
 
     epsilon: float = option(
         0.5, "ε: how much worse another model may be on a sample and still support", low=0
@@ -282,14 +276,14 @@ class SupportParameters:
 
 @dataclass
 class SupportState:
-    """What they know in common beside their models.
+    """Common state besides the models.
 
     Attributes
     ----------
     initial : Vector
-        The θ from which every client starts. Shape (d,).
+        θ: initial model of every client. Shape (d,).
     cold : dict[str, bool]
-        Clients that have no model of their own yet, or data that belong nowhere yet.
+        Clients without a model of their own, or with data that are not assigned yet.
     supported : Supported
         Support between clusters, and their partitions.
     """
@@ -299,21 +293,21 @@ class SupportState:
     supported: Supported = field(default_factory=Supported)
 
 
-# What a client is asked.
+# Requests.
 
 
 def validation_share(method: Method) -> float:
-    """Return the share of its samples that a client keeps to compare models on."""
+    """Return the share of a client's samples used for validation."""
     share = method.train_config[names.VALIDATION_SHARE]
     assert isinstance(share, float), "start() sees to it"
     return share
 
 
 def comparison(method: Method, client: str, clusters: Sequence[int]) -> Request:
-    """Return the work of a client that measures models on its validation samples.
+    """Return the evaluation of models on a client's validation samples.
 
-    All clients of a cluster are asked at once: Algorithm 2 as printed asks one after another, and
-    no further one of a pair once one disagrees, which sends fewer models and takes longer.
+    All clients of a cluster are queried at once. Algorithm 2 as printed queries one after another,
+    until one rejects, which sends fewer models and takes longer.
     """
     examples = method.progress.fleet.clients[client].num_examples
     cost = validation_share(method) * forward_cost(method.train_config, examples, len(clusters))
@@ -326,16 +320,16 @@ def comparison(method: Method, client: str, clusters: Sequence[int]) -> Request:
     )
 
 
-# What becomes of the answers.
+# Answers.
 
 
 def losses_of(answer: Answer, models: int, key: str = names.LOSSES) -> NDArray[np.float64]:
-    """Return what a client has measured, shape (models, samples).
+    """Return a client's losses, shape (models, samples).
 
     Raises
     ------
     InvalidReplyError
-        These are no losses of so many models.
+        The losses are missing, or of another number of models.
     """
     losses = answer.numbers.get(key)
     if losses is None or losses.ndim != 2 or losses.dtype.kind != "f" or not losses.size:
@@ -351,7 +345,7 @@ def compared(answer: Answer, alpha: float) -> dict[int, NDArray[np.float64]]:
     Raises
     ------
     InvalidReplyError
-        These are no losses of the models that it was sent, or too few for any test.
+        The losses are missing, of other models, or of too few samples for a test.
     """
     asked = answer.task.candidates
     measured, needed = losses_of(answer, len(asked)), fewest_samples(alpha)
@@ -364,7 +358,7 @@ def compared(answer: Answer, alpha: float) -> dict[int, NDArray[np.float64]]:
 
 
 class FindsSupport(Method):
-    """What FAACL, C-FAACL and FAACL-Async do with clients that have no model of their own yet."""
+    """Common part of FAACL, C-FAACL and FAACL-Async: initial training and support."""
 
     parameters: SupportParameters
     state: SupportState
@@ -377,7 +371,7 @@ class FindsSupport(Method):
         )
 
     def _check_samples(self, samples: int) -> None:
-        """Raise UserError if a client keeps too few samples for any test to be passed."""
+        """Raise UserError if a client keeps too few validation samples for a test."""
         needed = fewest_samples(alpha := self.parameters.alpha)
         if samples < needed:
             raise UserError(
@@ -386,19 +380,19 @@ class FindsSupport(Method):
             )
 
     def initialize(self, vector: Vector) -> None:
-        """Begin with θ, which serves all clients until there are clusters."""
+        """Start with θ, the model of all clients until there are clusters."""
         self.clusters = Clusters({START: Model(vector)})
         self.state = self.state_type(vector.copy())
 
     def on_join(self, client: Client) -> None:
-        """Take a client in; one that is new has to train θ first."""
+        """Add a client; a new one trains θ first."""
         is_new = client.client_id not in self.clusters.members
         super().on_join(client)
         if is_new:
             self._greet(client)
 
     def _greet(self, client: Client) -> None:
-        """Note that a new client has to train θ; say so if it has too few samples for any test."""
+        """Make a new client cold; warn if it has too few validation samples for a test."""
         self.state.cold[client.client_id] = True
         needed = fewest_samples(self.parameters.alpha)
         kept = kept_for_validation(client.num_examples, validation_share(self))
@@ -413,20 +407,20 @@ class FindsSupport(Method):
             )
 
     def _initial_training(self, client: str, epochs: int) -> Request:
-        """Return the work of a client that has no model yet: it trains θ, Algorithm 1."""
+        """Return the training of θ, Algorithm 1."""
         settings = {names.LOCAL_STEPS: 0, names.LOCAL_EPOCHS: epochs}
         arrays = {names.ARRAYS: self.record_of(self.state.initial)}
         return Request(client, models=(), arrays=arrays, settings=settings, phase=INIT)
 
     def _report_support(self, before: Mapping[int, tuple[int, ...]]) -> None:
-        """Report which clusters support others, if that is not as it was."""
+        """Report the support between clusters if it has changed."""
         now = self.state.supported.listed()
         if now != before:
             values = {"supporters": now}
             self.report(Measured(self.now(), self.progress.updates, SUPPORTERS, values))
 
     def _found_each(self, updates: Sequence[Update]) -> list[Outcome]:
-        """Let each client that has trained θ become a cluster of its own."""
+        """Found a cluster for each client that has trained θ."""
         applied = []
         for update in updates:
             client = update.task.client
@@ -446,17 +440,17 @@ SUPPORTERS = MeasureSchema(
     summary="column",
     figure="graph",
 )
-"""Each cluster that has supporters from now on, to them, ascending."""
+"""Supporters of each supported cluster, ascending."""
 
 
 # -----------------------------------------------------------------------------
-# FAACL's rounds, Algorithms 2 to 6: train, compare, merge, until nothing changes; then train.
-# C-FAACL has these rounds too; where the clusters that they start from come from differs.
+# FAACL's rounds, Algorithms 2 to 6, which C-FAACL shares: train, compare and merge until nothing
+# changes; then train.
 # -----------------------------------------------------------------------------
 
 
 ASKING_SECONDS = 600.0
-"""How long losses are waited for: many models on a slow device take long."""
+"""Time limit of a comparison: many models on a slow device take long."""
 
 
 @dataclass(frozen=True)
@@ -468,18 +462,18 @@ class FAACLParameters(SupportParameters, RoundsParameters):
 
 @dataclass
 class FAACLState(SupportState):
-    """What FAACL knows beside its models: how its rounds go on.
+    """State of FAACL besides its models.
 
     Attributes
     ----------
     is_due : bool
-        Whether clusters are to be compared before the next round.
+        Whether clusters are compared before the next round.
     has_settled : bool
-        Whether clusters have been found once: from then on all clients train in every round.
+        Whether the clusters were final once; from then on all clients train in every round.
     begun : dict[str, dict[int, bool]]
-        Models that a client was given to train in this round.
+        Models that each client trains or has trained in this round.
     losses : dict[str, dict[int, NDArray]]
-        What clients have measured since models last changed: by client and cluster.
+        Losses of the present models, by client and cluster.
     """
 
     is_due: bool = False
@@ -498,7 +492,7 @@ class FAACL(FindsSupport):
     scheduling: InRounds
 
     def scheduler(self) -> Scheduler:
-        """Work in rounds; clients of a cluster that supports others train their models, too."""
+        """Work in rounds; clients also train the models that their cluster supports."""
         return InRounds(
             participants=self._participants,
             sampling=self.parameters.sampling,
@@ -507,7 +501,7 @@ class FAACL(FindsSupport):
         )
 
     def _participants(self, online: Sequence[Client], rng: np.random.Generator) -> Sequence[Client]:
-        """Choose those whose clusters are still to be compared; once they are found, a share."""
+        """Select the clients of unsettled partitions; after the first settlement a share of all."""
         state = self.state
         working = [c for c in online if c.client_id in state.cold or self._works(c.client_id)]
         if not state.has_settled:
@@ -523,23 +517,23 @@ class FAACL(FindsSupport):
     # Cluster Train, Algorithm 4.
 
     def request_for(self, client: str) -> Request:
-        """Let a new client train θ, Algorithm 1, and others the next of their models."""
+        """Return the training of θ for a cold client, else of the next of its models."""
         if client in self.state.cold:
             return self._initial_training(client, self.parameters.init_epochs)
         return self._training(client)
 
     def _training(self, client: str) -> Request:
-        """Return the work of a client: the next of the models that it trains in this round."""
+        """Return the training of a client's next model in this round."""
         model = self._next_model(client)
         return Request(client, models=None if model is None else (model,))
 
     def on_sent(self, task: InFlight) -> None:
-        """Note which model a client is given to train."""
+        """Record the model that a client trains."""
         if task.kind in names.TRAINING:
             self.state.begun.setdefault(task.client, {})[task.cluster] = True
 
     def _next_model(self, client: str) -> int | None:
-        """Return the first model that a client trains in this round and has not begun."""
+        """Return a client's next model in this round; None if there is none."""
         state, begun = self.state, self.state.begun.get(client, {})
         if client in state.cold:
             return None
@@ -547,7 +541,7 @@ class FAACL(FindsSupport):
         return next((model for model in own if model not in begun), None)
 
     def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
-        """Take new clients in; average what was trained from each model."""
+        """Add new clients; average the updates of each model."""
         state = self.state
         new = [update for update in updates if self._is_new(update)]
         others = [update for update in updates if not self._is_new(update)]
@@ -558,11 +552,11 @@ class FAACL(FindsSupport):
         return [done[id(update)] for update in updates]
 
     def _is_new(self, update: Update) -> bool:
-        """Return whether an update is of a client that has no cluster yet."""
+        """Return whether an update is of a client without a cluster."""
         return update.task.client in self.state.cold
 
     def _take_new(self, updates: Sequence[Update]) -> list[Outcome]:
-        """Let clients that have trained θ be clusters, which are compared with the others."""
+        """Found a cluster for each client, and add it to the comparison."""
         founded = self._found_each(updates)
         self._add([applied.cluster for applied in founded])
         return founded
@@ -570,7 +564,7 @@ class FAACL(FindsSupport):
     # Cluster Support and Cluster Merge, Algorithms 2 and 3, between two rounds.
 
     def _queries(self, moment: SelectionContext) -> Sequence[Request] | None:
-        """Return which models clients measure now; None if the next round may begin."""
+        """Return the evaluations of clients; None if the next round may start."""
         if not self.state.is_due:
             return None
         asked = self.scheduling.ask_first(moment, self._compares, patience=ASKING_SECONDS)
@@ -585,17 +579,17 @@ class FAACL(FindsSupport):
         return client not in state.cold and len(self._compared_by(client)) > 1
 
     def _compared_by(self, client: str) -> list[int]:
-        """Return the clusters whose models a client measures, its own first."""
+        """Return the clusters whose models a client evaluates, its own first."""
         own = self.clusters.main(client)
         return [own, *self.state.supported.compared_with(own)]
 
     def on_answer(self, answer: Answer) -> None:
-        """Take losses in; they are acted on together.
+        """Store losses, which are processed together.
 
         Raises
         ------
         InvalidReplyError
-            They are no losses, too few for any test, or come after the round has begun.
+            They are invalid, too few for a test, or arrive after the start of the round.
         """
         client = answer.task.client
         if client not in self.scheduling.state.asking.awaited:
@@ -603,7 +597,7 @@ class FAACL(FindsSupport):
         self.state.losses[client] = compared(answer, self.parameters.alpha)
 
     def _judge(self) -> None:
-        """Find support, merge; a partition in which nothing has changed is settled."""
+        """Update support, and merge; a partition without a merge is settled."""
         state, supported = self.state, self.state.supported
         state.is_due = False
         open_partitions = [part for part in supported.partitions if not part.settled]
@@ -622,9 +616,9 @@ class FAACL(FindsSupport):
             log.info("%d clusters after %d tests.", len(self.models), supported.tests)
 
     def _update_support(self, cluster: int, others: Sequence[int]) -> None:
-        """Find a cluster's supporters anew, Algorithm 2.
+        """Determine a cluster's supporters, Algorithm 2.
 
-        One of which no client has measured anything keeps its supporters.
+        A cluster without any losses keeps its supporters.
         """
         state, options = self.state, self.parameters
         clients = self.clusters.clients(cluster, online_only=False)
@@ -634,10 +628,10 @@ class FAACL(FindsSupport):
             state.supported.support(cluster, found)
 
     def _merge_mutual(self, clusters: Sequence[int]) -> bool:
-        """Merge pairs that support each other, Algorithm 3; return whether there are any.
+        """Merge pairs with mutual support, Algorithm 3; return whether there are any.
 
-        The model is that of one of the two, drawn at random: their mean may be worse than either,
-        as networks that were trained apart hold what they know in different places.
+        The merged model is that of one of the two at random: the mean of separately trained
+        networks may be worse than either.
         """
         supported = self.state.supported
         before = supported.listed()
@@ -649,7 +643,7 @@ class FAACL(FindsSupport):
         return bool(pairs)
 
     def _add(self, clusters: Sequence[int]) -> None:
-        """Take new clusters in: each is a partition of its own, or all are in the only one."""
+        """Add clusters: each as a partition of its own, or all to the only partition."""
         supported = self.state.supported
         if not clusters:
             return
@@ -659,9 +653,9 @@ class FAACL(FindsSupport):
             self._compare_all([*(c for p in supported.partitions for c in p.clusters), *clusters])
 
     def _compare_all(self, clusters: Sequence[int]) -> None:
-        """Have all of some clusters compared with each other, after the next round.
+        """Compare all given clusters with each other after the next round.
 
-        No others support, or are supported, until they are compared again.
+        Other clusters lose their support until they are compared again.
         """
         state, before = self.state, self.state.supported.listed()
         state.is_due = False
@@ -673,22 +667,19 @@ class FAACL(FindsSupport):
 
 
 # -----------------------------------------------------------------------------
-# FAACL-Async: FAACL's clusters and support, tested and acted on with every single answer.
+# FAACL-Async: FAACL's tests and merges at every answer (our own), without rounds and partitions.
 #
-# Our own, after Zhang, "Asymmetric Clustering in Federated Continual Learning" (FAACL), thesis,
-# Waterloo 2024. There are no rounds and no partitions, and no waiting. Every client trains θ and
-# becomes a cluster of its own when it is done. Then it measures, a few at a time, the models of the
-# clusters that it has not been compared with, on its validation samples, and among them those first
-# that would merge with its own. Only when there are none left does it train: a slow client that
-# trained in between would keep its whole cluster from merging. What it finds is acted on at once. A
-# cluster supports another if the latest test of every client of that one says so, and two that
-# support each other are merged. Old tests are made again between two trainings, a few at a time, so
-# that support ends when models grow apart.
+# Every client trains θ and then forms a cluster of its own. It evaluates the models of clusters
+# that it has not been compared with, a few at a time, those that agree to merge with its own first.
+# It trains only when none is left: a slow client that trained in between would delay the merges of
+# its whole cluster. A cluster is supported by another if the latest tests of all of its clients
+# pass; clusters with mutual support are merged at once. Old tests are repeated between trainings, a
+# few at a time, so that support ends when models diverge.
 #
-# An update is mixed in by its staleness, as in FedAsync, but never with less than its client's
-# share of the samples of all that train the model: a client that is alone in its cluster just
-# replaces it. An update that was trained from a model which a merge has given up is of no use: the
-# mean of two networks that were trained apart may be worse than either.
+# Updates are mixed in with FedAsync's staleness weight, but at least the client's share of the
+# samples of all that train the model, so that a client alone in its cluster replaces the model. An
+# update of a model that a merge has discarded is dropped: the mean of separately trained networks
+# may be worse than either.
 # -----------------------------------------------------------------------------
 
 
@@ -708,24 +699,24 @@ class FAACLAsyncParameters(SupportParameters, StalenessParameters):
 
 @dataclass
 class FAACLAsyncState(SupportState):
-    """What FAACL-Async knows beside its models.
+    """State of FAACL-Async besides its models.
 
     Attributes
     ----------
     passed : dict[str, dict[int, bool]]
-        The latest tests of each client: whether a cluster's model is no worse than its own.
+        Latest test results of each client, by cluster.
     tested_at : dict[str, dict[int, int]]
-        When these were made: a count of all answers.
+        Value of `answers` at each of these tests.
     answers : int
         Number of answers of all clients so far.
     trained : dict[str, int]
-        Trainings of each client since it last measured models.
+        Trainings of each client since its last evaluation.
     waits : dict[str, int]
-        After how many it repeats tests.
+        Trainings of each client until it repeats tests.
     unanswered : dict[str, bool]
-        Clients that were asked to measure models and have brought no valid answer.
+        Clients with an evaluation that has no valid answer yet.
     begun : dict[str, dict[int, bool]]
-        Models that a client was given to train since it last began with its own.
+        Models of each client's present pass through those that it trains.
     """
 
     passed: dict[str, dict[int, bool]] = field(default_factory=dict)
@@ -745,10 +736,10 @@ class FAACLAsync(FindsSupport):
     parameters: FAACLAsyncParameters
     state: FAACLAsyncState
 
-    # What a client is asked.
+    # Requests.
 
     def request_for(self, client: str) -> Request:
-        """Let a new client train θ, and others measure models or train the next of theirs."""
+        """Return training of θ for a cold client, else an evaluation or the next training."""
         if client in self.state.cold:
             return self._initial_training(client, self.parameters.init_epochs)
         own = self.clusters.main(client)
@@ -759,27 +750,27 @@ class FAACLAsync(FindsSupport):
         return Request(client, models=(model,))
 
     def _to_compare(self, client: str, own: int) -> list[int]:
-        """Return the clusters that a client is to be compared with now, none if it is to train."""
+        """Return the clusters to compare a client with; none if it trains."""
         state, trained = self.state, self.state.trained.get(client, 0)
         tested = state.tested_at.get(client, {})
         others = [cluster for cluster in self.models if cluster != own and cluster != START]
         is_new = any(other not in tested for other in others)
         is_old = self.parameters.retest_after > 0 and state.waits.get(client, 1) <= trained
-        # A client that cannot measure trains all the same.
+        # A client without a valid answer trains all the same.
         if client in state.unanswered or not (is_new or is_old):
             return []
-        # Untested ones come first, and of these the ones that have agreed to merge.
+        # Untested clusters first, and of these the ones that agree to merge.
         order = {other: (tested.get(other, -1), not self._agrees(other, own)) for other in others}
         return sorted(others, key=lambda other: order[other])[: self.parameters.compared]
 
     def _agrees(self, cluster: int, other: int) -> bool:
-        """Return whether all clients of a cluster have found another's model no worse."""
+        """Return whether the latest tests of all clients of a cluster accept another's model."""
         passed = self.state.passed
         clients = self.clusters.clients(cluster)
         return bool(clients) and all(passed.get(c, {}).get(other, False) for c in clients)
 
     def on_sent(self, task: InFlight) -> None:
-        """Note what a client is given to do."""
+        """Record a client's task."""
         if task.kind == names.LOSSES:
             self.state.unanswered[task.client] = True
             return
@@ -789,7 +780,7 @@ class FAACLAsync(FindsSupport):
         begun[task.cluster] = True
 
     def on_closed(self, task: InFlight) -> None:
-        """Count a client's trainings since it last measured models."""
+        """Count a client's trainings since its last evaluation."""
         trained = self.state.trained
         if task.kind == names.LOSSES:
             trained[task.client] = 0
@@ -797,22 +788,22 @@ class FAACLAsync(FindsSupport):
             trained[task.client] = trained.get(task.client, 0) + 1
             self.state.unanswered.pop(task.client, None)
 
-    # What becomes of an answer.
+    # Answers.
 
     def on_answer(self, answer: Answer) -> None:
-        """Test the models that a client has measured; change support, and merge, at once.
+        """Test the evaluated models, update support, and merge.
 
         Raises
         ------
         InvalidReplyError
-            They are no losses, or too few for any test.
+            The losses are invalid, or too few for a test.
         """
         client, state = answer.task.client, self.state
         measured = compared(answer, self.parameters.alpha)
         del state.unanswered[client]
         own = next(iter(measured))
         if self.clusters.main(client) != own:
-            # It was merged meanwhile: what was measured is not of its present model.
+            # Merged meanwhile: the losses are not of its present model.
             return
         state.answers += 1
         passed = state.passed.setdefault(client, {})
@@ -830,14 +821,14 @@ class FAACLAsync(FindsSupport):
         self._merge(own)
 
     def _update_support(self, cluster: int) -> None:
-        """Let those support a cluster of which all its clients say so."""
+        """Update a cluster's supporters from its clients' latest tests."""
         before = self.state.supported.listed()
         supporters = [k for k in self.models if k != cluster and self._agrees(cluster, k)]
         self.state.supported.support(cluster, supporters)
         self._report_support(before)
 
     def _merge(self, cluster: int) -> None:
-        """Merge a cluster with one that supports it and that it supports, drawn at random."""
+        """Merge a cluster with a random one of mutual support."""
         supported = self.state.supported
         mutual = [k for k in supported.supported_by(cluster) if supported.are_mutual(cluster, k)]
         if not mutual:
@@ -851,7 +842,7 @@ class FAACLAsync(FindsSupport):
         self._report_support(before)
 
     def _carry_over(self, pair: tuple[int, int], target: int) -> None:
-        """Let tests of two clusters that were merged be of the new one, if both were passed."""
+        """Transfer passed tests of both merged clusters to the new one."""
         for client, passed in self.state.passed.items():
             tested = self.state.tested_at.setdefault(client, {})
             found = [passed.pop(cluster, False) for cluster in pair]
@@ -860,7 +851,7 @@ class FAACLAsync(FindsSupport):
                 passed[target], tested[target] = True, min(times)
 
     def on_update(self, update: Update) -> Outcome:
-        """Make a cluster of a new client; mix what others have trained into its model."""
+        """Found a cluster for a cold client; mix other updates into their models."""
         if update.task.client in self.state.cold:
             (founded,) = self._found_each([update])
             return founded
@@ -868,7 +859,7 @@ class FAACLAsync(FindsSupport):
 
     def _mix(self, update: Update) -> Outcome:
         task, own = update.task, self.clusters.main(update.task.client)
-        # Where its model lives on; nowhere if a merge has given it up.
+        # The cluster that continues its model; None if a merge has discarded it.
         cluster = next(iter(self.clusters.continuations(task.cluster)), None)
         if cluster is None or own not in self._trainers(cluster):
             return Outcome(own, staleness=0, weight=0.0)
@@ -884,7 +875,7 @@ class FAACLAsync(FindsSupport):
         return [cluster, *self.state.supported.supporters.get(cluster, {})]
 
     def _share(self, update: Update, cluster: int) -> float:
-        """Return a client's share of the samples of all that train a cluster's model."""
+        """Return a client's share of the samples of all clients that train a model."""
         fleet = self.progress.fleet
         names = {name for k in self._trainers(cluster) for name in self.clusters.clients(k)}
         names.add(update.task.client)
