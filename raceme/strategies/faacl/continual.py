@@ -1,26 +1,24 @@
-"""C-FAACL: FAACL for clients that meet one task after another.
+"""C-FAACL: FAACL for clients with sequences of tasks.
 
-Zhang, "Asymmetric Clustering in Federated Continual Learning" (C-FAACL), thesis, Waterloo 2024. At
-first clusters are found as by FAACL. Whenever a client has new data (a step of data that change) it
-trains a model of its own on them, and looks for the cluster that they belong to: among those of its
-own former tasks first, then among all, comparing models on its new data and on a remembered sample
-of that task (Algorithms 8 and 9). A match: the cluster's model is no worse on the new data, and the
-new model is no worse on the remembered sample; on a sample only its own cluster's model and the new
-one are measured, so that a search among K clusters takes time in proportion to K. If none fits, the
-data are a new concept, and its model is that of a new cluster (Algorithm 10). Then clusters are
-trained, compared and merged as in FAACL.
+Zhang, "Asymmetric Clustering in Federated Continual Learning" (C-FAACL), thesis, Waterloo 2024.
+FAACL finds the first clusters. A client with new data (a new step of its data) trains a model of
+its own on them and searches for their cluster: first among those of its former tasks, then among
+all, by comparing models on its new data and on a remembered sample of the former task (Algorithms 8
+and 9). They match if the cluster's model is not worse on the new data and the new model is not
+worse on the remembered sample. Only the sample's own cluster and the new model are evaluated on a
+sample, so that the cost of a search is linear in the number of clusters. Without a match the data
+are a new concept, and the new model founds a cluster (Algorithm 10). Clusters are then trained,
+compared and merged as in FAACL.
 
-Each client remembers a sample of its validation data of every task, and the server which cluster
-they belonged to. By default, as in the thesis, such a sample is lent to other clients, by way of
-the server: it leaves its client. With ``borrow=losses``, our own, the new model travels to the
-sample instead, and only losses leave a client.
+Each client remembers a sample of its validation data of every task, and the server the task's
+cluster. As in the thesis, the server lends such samples to other clients. With ``borrow=losses``,
+our own, the new model is sent to the sample instead, and only losses leave a client.
 
-Where the thesis is silent (our readings): a cluster without clients keeps its model, which is not
-trained, and may be found again; clusters founded in a search are not searched by others of the same
-search; what follows a search is Flat FAACL from the clusters as they are then. A client tests, and
-is tested on, a former task with the model of the cluster that it had then. A test without an answer
-says nothing: a client that has found no cluster and lacks an answer founds none; it trains a model
-of its own again in the next round, and searches again.
+Our readings where the thesis is silent: a cluster without clients keeps its model and may be found
+again; searches do not find clusters founded in the same search; a search is followed by Flat FAACL
+on the present clusters; a former task is evaluated with the model of its cluster. A missing answer
+is no rejection: a client that found no cluster and lacks an answer founds none; it trains a model
+of its own again in the next round, and repeats the search.
 """
 
 from __future__ import annotations
@@ -61,7 +59,7 @@ _SEARCHING = (keys.MATCH, keys.LEND)
 
 VALIDATION = "validation"
 OWN, LENDING, OTHERS = "search-own", "lend", "search-others"
-"""Stages of a search; a stage is also the phase by which its bytes are counted."""
+"""Stages of a search, which are also the phases of the traffic counts."""
 
 
 @dataclass(frozen=True)
@@ -82,16 +80,16 @@ class CFAACLParameters(FAACLParameters):
 
 @dataclass(frozen=True)
 class Remembered:
-    """A remembered sample that a client is compared on.
+    """A remembered sample of a former task.
 
     Attributes
     ----------
     cluster : int
-        The cluster that the sample belonged to.
+        Cluster of the task.
     client : str
-        The client that remembers it.
+        Client that stores the sample.
     step : int
-        Of which step of its data it is.
+        Step of the client's data.
     """
 
     cluster: int
@@ -101,19 +99,19 @@ class Remembered:
 
 @dataclass
 class ConceptRequest:
-    """What one client is asked in a stage.
+    """Evaluations of one client in a stage.
 
     Attributes
     ----------
     clusters : dict[str, list[int]]
-        Ids of the clusters whose models it measures, by set of samples: ``validation`` (its new
-        data), ``memory-0`` (what it remembers of a step), ``borrowed-0`` (samples of others).
+        Clusters whose models are evaluated, by set of samples: ``validation`` (new data),
+        ``memory-0`` (remembered sample of a step), ``borrowed-0`` (sample of another client).
     clients : dict[str, list[str]]
-        Clients whose local models it measures, by set of samples.
+        Clients whose local models are evaluated, by set of samples.
     steps : list[int]
-        Of which steps it uses what it remembers.
+        Steps of the remembered samples used.
     borrowed : list[Remembered]
-        Samples of others that it is sent.
+        Samples of other clients.
     """
 
     clusters: dict[str, list[int]] = field(default_factory=dict)
@@ -122,19 +120,19 @@ class ConceptRequest:
     borrowed: list[Remembered] = field(default_factory=list)
 
     def measure(self, name: str, cluster: int, client: str) -> None:
-        """Have the models of a cluster and of a client measured on a set of samples."""
+        """Add the models of a cluster and of a client to a set of samples."""
         _once(self.clusters.setdefault(name, []), cluster)
         _once(self.clients.setdefault(name, []), client)
 
     @property
     def sets(self) -> list[str]:
-        """The sets of samples, in the order in which a client has them."""
+        """Sets of samples, in the client's order."""
         remembered = [numbered(keys.MEMORY, step) for step in self.steps]
         borrowed = [numbered(keys.BORROWED, index) for index in range(len(self.borrowed))]
         return [name for name in (VALIDATION, *remembered, *borrowed) if name in self.clusters]
 
     def models(self) -> tuple[list[int], list[str]]:
-        """Return all clusters, and all clients, whose models are measured on some set."""
+        """Return the clusters and the clients whose models are evaluated on any set."""
         clusters: list[int] = []
         clients: list[str] = []
         for name in self.sets:
@@ -145,7 +143,7 @@ class ConceptRequest:
         return clusters, clients
 
     def rows(self, name: str) -> list[int]:
-        """Return the positions among :meth:`models` of those measured on a set."""
+        """Return the positions among :meth:`models` of the models of a set."""
         clusters, clients = self.models()
         first = [clusters.index(cluster) for cluster in self.clusters[name]]
         return first + [len(clusters) + clients.index(client) for client in self.clients[name]]
@@ -153,32 +151,32 @@ class ConceptRequest:
 
 @dataclass
 class CFAACLState(FAACLState):
-    """What C-FAACL knows beside FAACL's state: former tasks, and how far a search is.
+    """State of C-FAACL besides FAACL's: former tasks, and the progress of a search.
 
     Attributes
     ----------
     memory : dict[str, dict[int, int]]
-        The cluster that a client's data of each step belonged to: the C of its {S, C}.
+        Cluster of each client's data of each step: the C of its {S, C}.
     local : dict[str, Vector]
-        The models of clients that search.
+        Local models of the searching clients.
     learned_at : dict[str, int]
-        Of which step of the data they are.
+        Step of the data of each local model.
     joins : dict[str, int]
-        Clients that have found a cluster in this search.
+        Clusters found in this search, by client.
     unanswered : dict[str, bool]
-        Clients that lack an answer of this search: a cluster may still be theirs.
+        Clients without a match that lack an answer in this search.
     stage : str
-        Empty while no client searches.
+        Stage of the search; empty without a search.
     tested : dict[str, list[Remembered]]
-        What each client is compared on in this stage, in this order.
+        Samples that each client is compared on in this stage, in order.
     requests : dict[str, ConceptRequest]
-        What each client is asked in this stage.
+        Evaluations of each client in this stage.
     tried : dict[str, bool]
-        Clients that have been asked in this stage.
+        Clients queried in this stage.
     answers : dict[str, dict[str, NDArray]]
-        What was measured, by client and set of samples: shape (models, samples).
+        Losses by client and set of samples, each of shape (models, samples).
     lent : dict[str, dict[str, NDArray]]
-        Samples that clients have handed out for this search, by client and name.
+        Samples lent in this search, by client and name.
     """
 
     memory: dict[str, dict[int, int]] = field(default_factory=dict)
@@ -202,18 +200,17 @@ def matches(
 ) -> bool:
     """Return whether new data are of a cluster's concept.
 
-    Neither the hypotheses nor ε are printed. Our reading: each model is tested away from home, the
-    cluster's on the new data, and the new one on the remembered sample; each must be no worse there
-    by more than ε than the one at home.
+    The thesis prints neither the hypotheses nor ε. Our reading: the cluster's model is not worse by
+    more than ε than the new one on the new data, nor the new model on the remembered sample.
 
     Parameters
     ----------
     new : tuple
-        l1 and l2: losses of the cluster's model and of the new one on the new data, shape (n,).
+        l1 and l2: losses of the cluster's and the new model on the new data. Shape (n,).
     old : tuple
-        l3 and l4: the same on the remembered sample, shape (s,).
+        l3 and l4: losses of both on the remembered sample. Shape (s,).
     epsilon, alpha : float
-        ε, and α of Wilcoxon's test.
+        ε: tolerance; α: level of Wilcoxon's test.
     """
     (l1, l2), (l3, l4) = new, old
     return no_worse(l2, l1, epsilon, alpha) and no_worse(l3, l4, epsilon, alpha)
@@ -244,7 +241,7 @@ class CFAACL(FAACL):
         )
 
     def _check_clients(self, clients: int) -> None:
-        """Raise UserError if clients are to remember too few samples for any test to be passed."""
+        """Raise UserError if the remembered samples are too few for a test."""
         remembered, alpha = self.parameters.remembered, self.parameters.alpha
         if remembered < (needed := fewest_samples(alpha)):
             raise UserError(
@@ -254,11 +251,11 @@ class CFAACL(FAACL):
 
     @property
     def in_use(self) -> InUse:
-        """The clusters that former tasks belong to."""
+        """Clusters of former tasks."""
         return InUse(on_step=self._cluster_of)
 
     def _cluster_of(self, client: str, step: int) -> Weights:
-        """Return the cluster that a client's data of a step belonged to, or what it has become."""
+        """Return the present cluster of a client's data of a step."""
         known = self.state.memory.get(client, {})
         cluster = self.state.supported.heir(known[step]) if step in known else None
         if cluster is None or cluster not in self.models:
@@ -268,7 +265,7 @@ class CFAACL(FAACL):
     # Before a round: searches, then Cluster Support and Cluster Merge.
 
     def _queries(self, moment: SelectionContext) -> Sequence[Request] | None:
-        """Find out where new data belong, have clusters compared, then let participants train."""
+        """Return the evaluations of searches and comparisons; None if the round may start."""
         asked: Sequence[Request] | None = self._search(moment)
         if asked is None:
             asked = super()._queries(moment)
@@ -277,20 +274,20 @@ class CFAACL(FAACL):
         return asked
 
     def _notice_new_data(self, clients: Iterable[str]) -> None:
-        """Let clients whose data have moved on train a model of their own next."""
+        """Make clients with a new step of data cold."""
         for client in clients:
             known = self.state.memory.get(client)
             if known is not None and (self.step_of(client) or 0) not in known:
                 self.state.cold[client] = True
 
     def on_sent(self, task: InFlight) -> None:
-        """Note what a client trains, or that it was asked: once in a stage, whatever follows."""
+        """Record a training, or a query, of which there is one per client and stage."""
         super().on_sent(task)
         if task.kind in _SEARCHING:
             self.state.tried[task.client] = True
 
     def on_answer(self, answer: Answer) -> None:
-        """Take losses, or lent samples, in."""
+        """Process losses or lent samples."""
         if answer.task.kind in _SEARCHING:
             self._take_search(answer)
         else:
@@ -299,7 +296,7 @@ class CFAACL(FAACL):
     # A round.
 
     def request_for(self, client: str) -> Request:
-        """Let a client with new data train θ on them and remember a sample; others as in FAACL."""
+        """Return training of θ on new data, with a sample to remember, else FAACL's training."""
         self._notice_new_data([client])
         if client not in self.state.cold:
             return self._training(client)
@@ -309,11 +306,11 @@ class CFAACL(FAACL):
         return Request(client, keys.LEARN, (), work.arrays, settings, work.phase)
 
     def _is_new(self, update: Update) -> bool:
-        """Return whether a client was asked to learn; its data may have moved on since."""
+        """Return whether an update is of new data; there may be newer ones by now."""
         return update.task.kind == keys.LEARN
 
     def _take_new(self, updates: Sequence[Update]) -> list[Outcome]:
-        """Make clusters of the first clients (cold start, Algorithm 7); let later ones search."""
+        """Found clusters for the first clients (cold start, Algorithm 7); later ones search."""
         if self._has_clusters:
             return self._learned(updates)
         founded = super()._take_new(updates)
@@ -326,17 +323,17 @@ class CFAACL(FAACL):
         return bool(self.state.supported.partitions)
 
     def _learned(self, updates: Sequence[Update]) -> list[Outcome]:
-        """Keep the models of clients with new data: they search with them."""
+        """Store the local models of clients with new data for the search."""
         for update in updates:
             self.state.local[update.task.client] = update.vector.copy()
             self.state.learned_at[update.task.client] = update.task.step
         places = [self.clusters.main(update.task.client) for update in updates]
         return [Outcome(cluster, staleness=0, weight=0.0) for cluster in places]
 
-    # The searches, Algorithms 8 and 9: the clusters that new data belong to, between two rounds.
+    # Searches for the clusters of new data between two rounds, Algorithms 8 and 9.
 
     def _search(self, moment: SelectionContext) -> list[Request] | None:
-        """Return what clients are asked now; None if none searches any more."""
+        """Return the evaluations of the present stage; None without a search."""
         state, rounds = self.state, self.scheduling
         if not state.local or rounds.state.running or moment.greeting:
             return None
@@ -350,10 +347,10 @@ class CFAACL(FAACL):
     def _is_asked(self, client: str) -> bool:
         return client in self.state.requests and client not in self.state.tried
 
-    # What clients are asked.
+    # Requests.
 
     def _work(self, client: str) -> Request:
-        """Return the work of a client in this stage."""
+        """Return a client's request of this stage."""
         state, request = self.state, self.state.requests[client]
         settings: dict[str, float | str | list[int]] = {keys.MEMORY_STEPS: request.steps}
         if state.stage == LENDING:
@@ -374,10 +371,7 @@ class CFAACL(FAACL):
         return Request(client, keys.MATCH, tuple(clusters), arrays, settings, phase=state.stage)
 
     def _cost(self, client: str, request: ConceptRequest) -> float:
-        """Return what measuring takes, as a share of a round's computing.
-
-        On each set of samples only the models that are compared on it are measured.
-        """
+        """Return the cost of the evaluations as a share of a round's computation."""
         examples = self.progress.fleet.clients[client].num_examples
         passed = 0.0
         for name in request.sets:
@@ -393,7 +387,7 @@ class CFAACL(FAACL):
         return array_record(parts)
 
     def _take_search(self, answer: Answer) -> None:
-        """Take losses, or lent samples, in.
+        """Store losses or lent samples.
 
         Raises
         ------
@@ -428,7 +422,7 @@ class CFAACL(FAACL):
     # From stage to stage.
 
     def _advance(self) -> None:
-        """Draw the conclusions of a stage, and begin the next."""
+        """Evaluate a stage, and start the next."""
         state = self.state
         if state.stage == OWN:
             self._conclude()
@@ -443,14 +437,14 @@ class CFAACL(FAACL):
             self._begin(OWN)
 
     def _own(self, client: str) -> list[Remembered]:
-        """Return what a client remembers itself, in order of time (Algorithm 8)."""
+        """Return a client's own remembered samples, in order of time (Algorithm 8)."""
         heir, models = self.state.supported.heir, self.models
         known = sorted(self.state.memory.get(client, {}).items())
         found = (Remembered(heir(cluster), client, step) for step, cluster in known)
         return [remembered for remembered in found if remembered.cluster in models]
 
     def _begin_others(self) -> None:
-        """Pick what each client that has found nothing is compared on (Algorithm 9)."""
+        """Draw a sample of each cluster for the clients without a match (Algorithm 9)."""
         state = self.state
         by_cluster: dict[int, list[Remembered]] = {}
         for client in state.memory:
@@ -469,7 +463,7 @@ class CFAACL(FAACL):
         self._begin(LENDING if self.parameters.borrow == "samples" else OTHERS)
 
     def _begin(self, stage: str) -> None:
-        """Find out what clients are to be asked."""
+        """Start a stage, and collect its requests."""
         state = self.state
         state.stage, state.tried, state.answers, state.requests = stage, {}, {}, {}
         for client, tested in state.tested.items():
@@ -477,7 +471,7 @@ class CFAACL(FAACL):
                 self._request_comparison(client, remembered)
 
     def _request_comparison(self, client: str, remembered: Remembered) -> None:
-        """Have a client compared on a remembered sample."""
+        """Add a client's comparison on a remembered sample to the requests."""
         requests, stage = self.state.requests, self.state.stage
         borrows = self.parameters.borrow == "samples"
         if stage in (LENDING, OTHERS) and (stage == LENDING or not borrows):
@@ -505,7 +499,7 @@ class CFAACL(FAACL):
         return f"{name}-{keys.INPUTS}" in lent and f"{name}-{keys.LABELS}" in lent
 
     def _conclude(self) -> None:
-        """Let clients join the first cluster that matches; note those that lack an answer."""
+        """Record each client's first match, or that it lacks an answer."""
         for client, tested in self.state.tested.items():
             matching = {remembered: self._is_match(client, remembered) for remembered in tested}
             found = next((one.cluster for one, fits in matching.items() if fits), None)
@@ -515,13 +509,10 @@ class CFAACL(FAACL):
                 self.state.unanswered[client] = True
 
     def _is_match(self, client: str, remembered: Remembered) -> bool | None:
-        """Return whether a client's new data are of the concept of a remembered sample.
-
-        None if that is not known, for lack of an answer.
-        """
+        """Return whether new data match a remembered sample; None without an answer."""
         state, name = self.state, numbered(keys.MEMORY, remembered.step)
         if remembered.step not in state.memory.get(remembered.client, {}):
-            return False  # The sample is lost: there is nothing to compare on.
+            return False  # The sample is lost.
         holder = remembered.client
         request = state.requests.get(client)
         if request is not None and remembered in request.borrowed:
@@ -535,7 +526,7 @@ class CFAACL(FAACL):
     def _losses(
         self, measured_by: str, name: str, cluster: int, client: str
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:
-        """Return the losses of a cluster's model and of a client's own; None if not known."""
+        """Return the losses of a cluster's and a client's model; None if unknown."""
         request, answer = (
             self.state.requests.get(measured_by),
             self.state.answers.get(measured_by),
@@ -549,10 +540,9 @@ class CFAACL(FAACL):
     # After a search.
 
     def _place_searching(self) -> None:
-        """Let clients join the clusters that they have found; others found one (Algorithm 10).
+        """Assign clients to the clusters found; others found one (Algorithm 10).
 
-        Only an answer can say that none matches: without one a client is to learn, and to search,
-        again.
+        A client that lacks an answer learns and searches again.
         """
         state = self.state
         state.stage, state.tested, state.answers, state.lent = "", {}, {}, {}
