@@ -3,10 +3,10 @@
     python benchmarks/soak.py [--devices 30] [--seconds 3600] [--think 0.7] [--stay 180]
         [--json FILE]
 
-`raceme serve` with FedAsync, its store, checkpoints and `/metrics`, which is read every ten
-seconds. Light devices in one process, threads with the connection of `raceme device`, return the
-model that they get after so many seconds of work, more or less; each leaves after `--stay` seconds
-on average, and comes back as a new node.
+`raceme serve` with FedAsync, its store, checkpoints, versions and `/metrics`, which is read every
+ten seconds. Light devices in one process, threads with the connection of `raceme device`, return
+the model that they get, a little changed, after so many seconds of work, more or less, and use its
+versions; each leaves after `--stay` seconds on average, and comes back as a new node.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ def looked_at(process: int, out: Path, metrics: str, started: float) -> dict[str
         "mib": int(status["VmRSS"].split()[0]) / 1024,
         "files": len(os.listdir(f"/proc/{process}/fd")),
         "threads": int(status["Threads"]),
+        "versions": max((row["version"] for row in command(out, "versions")), default=0),
+        "disk_mib": sum(file.stat().st_size for file in (out / "versions").iterdir()) / 2**20,
     }
 
 
@@ -56,11 +58,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, loopback(Path(folder)) as bed:
         bed.fleet_port, metrics = free_port(), f"127.0.0.1:{free_port()}"
         keys = ("--strategy", "fedasync", "--dataset", "digits", "--clients", "2")
-        keys += ("--groups", "0.5,0.5", "--max-updates", "100000000", "--eval-every", "500")
+        keys += ("--groups", "0.5,0.5", "--eval-every", "500")
         places = ("--address", bed.fleet_address, "--metrics", metrics)
         server = bed.start("serve", raceme("serve", *places, "--out", "out", *keys))
         server.wait_for("Listening on", 240)
-        does = Behaviour(think=options.think, stay=options.stay)
+        does = Behaviour(think=options.think, stay=options.stay, step=0.001, uses=True)
         devices = {f"device-{number}": does for number in range(options.devices)}
         with online(Endpoint(bed.fleet_address, insecure=True), devices):
             out, started, rows = Path(folder, "out"), time.monotonic(), []
@@ -71,10 +73,11 @@ def main() -> None:
                     print({name: round(value, 1) for name, value in rows[-1].items()}, flush=True)
                 time.sleep(10.0)
         assert server.stop() == 130, server.describe()
-    print("| minutes | updates | MiB | files | threads |\n|---|---|---|---|---|")
+    print("| minutes | updates | MiB | files | threads | version | MiB of versions |")
+    print("|---|---|---|---|---|---|---|")
     for share in (0.0, 0.1, 0.25, 0.5, 0.75, 1.0):
         row = rows[min(int(share * len(rows)), len(rows) - 1)]
-        print("|" + "|".join(f" {value:,.0f} " for value in row.values()) + "|")
+        print("|" + "|".join(f" {value:,.{int(value < 10)}f} " for value in row.values()) + "|")
     most = {name: max(row[name] for row in rows) for name in ("mib", "files", "threads")}
     print("at most:", {name: round(value) for name, value in most.items()})
     if options.json:

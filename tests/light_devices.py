@@ -20,6 +20,7 @@ from flwr.app import (
     RecordDict,
 )
 
+from raceme.core import messages as names
 from raceme.core.signals import StopSignal
 from raceme.fleet.device import RunOverError, StoppedError, join
 from raceme.flower.fleet_client import (
@@ -50,12 +51,15 @@ class Behaviour:
         What it measures of any model.
     step : float
         Length of its update in each weight; 0: it returns what it gets.
+    uses : bool
+        Whether an application uses the versions that it is sent.
     """
 
     think: float = 0.1
     stay: float = float("inf")
     accuracy: float = 0.5
     step: float = 0.0
+    uses: bool = False
 
 
 def reply_to(message: Message, name: str, does: Behaviour) -> Message:
@@ -63,7 +67,16 @@ def reply_to(message: Message, name: str, does: Behaviour) -> Message:
     config = message.content.config_records.get("config", {})
     echo = ConfigRecord({key: config[key] for key in ECHOED if key in config})
     metrics = MetricRecord({"num-examples": 100, "train-loss": 0.5})
-    if message.metadata.message_type == MessageType.QUERY:
+    if config.get(names.KIND) == names.USE:
+        metrics = MetricRecord({names.USES: int(does.uses)})
+        used = (names.USED_RUN, names.USED_CLUSTER, names.USED_VERSION)
+        echo = ConfigRecord({key: config[key] for key in used if key in config})
+        content = RecordDict({"metrics": metrics, "config": echo})
+    elif config.get(names.KIND) == names.TEST_STEPS:
+        tests: list[int] = list(config[names.TESTED_STEPS])
+        scores = {names.ACCURACIES: Array(np.full(len(tests), does.accuracy))}
+        content = RecordDict({names.NUMBERS: ArrayRecord(scores), "metrics": metrics})
+    elif message.metadata.message_type == MessageType.QUERY:
         echo["client-id"] = name
         content = RecordDict({"metrics": metrics, "config": echo})
     elif message.metadata.message_type == MessageType.EVALUATE:

@@ -277,6 +277,30 @@ class KeyChanged:
 
 
 @dataclass(frozen=True)
+class VersionDecided:
+    """A version of a cluster's model came into use on the devices, or was held back.
+
+    Attributes
+    ----------
+    cluster, version : int
+        The cluster, and the number of the version there.
+    outcome : str
+        ``"in-use"`` or ``"held"``.
+    score : float or None
+        Its validation; None if it was not tested.
+    reason : str
+        Why it was held, or an operator's choice; empty if it passed its tests.
+    """
+
+    time: float
+    cluster: int
+    version: int
+    outcome: str
+    score: float | None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
 class UpdateApplied:
     """A client's update was accepted.
 
@@ -760,6 +784,7 @@ Event = (
     | ClientLeft
     | ClaimRefused
     | KeyChanged
+    | VersionDecided
     | UpdateApplied
     | AnswerTaken
     | UpdateRejected

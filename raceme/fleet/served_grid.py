@@ -31,6 +31,7 @@ from raceme.core.events import (
     ClustersChanged,
     Evaluated,
     EventHandler,
+    VersionDecided,
 )
 from raceme.core.messages import (
     ARRAYS,
@@ -657,7 +658,7 @@ class Rollouts(EventHandler):
         canaries = [name for name in testers if name in self._devices and self._devices[name].uses]
         if all(self._devices[name].has == version.key for name in canaries):
             self.store.change(version, Stage.IN_USE)
-            self._close(cluster, Stage.IN_USE)
+            self._close(version, Stage.IN_USE)
             log.info(
                 "Version %d of cluster %d is in use: %s %.4g",
                 version.number,
@@ -668,15 +669,21 @@ class Rollouts(EventHandler):
 
     def _hold(self, version: Version, reason: str, level: int = logging.WARNING) -> None:
         self.store.change(version, Stage.HELD)
-        self._close(version.cluster, Stage.HELD)
+        self._close(version, Stage.HELD, reason)
         held = "Version %d of cluster %d is held: %s"
         log.log(level, held, version.number, version.cluster, reason)
 
-    def _close(self, cluster: int, outcome: Stage) -> None:
+    def _close(self, version: Version, outcome: Stage, reason: str = "") -> None:
         self.outcomes[outcome] += 1
-        self._testers.pop(cluster, None)
+        self._testers.pop(version.cluster, None)
         self._records.clear()
         self._unsaved = self._has_news = True
+        self._report(version, outcome, reason)
+
+    def _report(self, version: Version, outcome: Stage, reason: str) -> None:
+        score = version.score if math.isfinite(version.score) else None
+        now, report = self._method.now(), self._method.report
+        report(VersionDecided(now, *version.key, outcome.value, score, reason))
 
     # Messages.
 
@@ -861,6 +868,7 @@ class Rollouts(EventHandler):
             store.pinned.add(cluster)
             store.change(version, Stage.IN_USE)
             log.warning("Version %d of cluster %d is in use: an operator's choice", to, cluster)
+            self._report(version, Stage.IN_USE, "an operator's choice")
         self._has_news, self._records = True, {}
         try:
             store.save()

@@ -79,6 +79,7 @@ VIEWS: Mapping[str, str] = {
     ),
     "refused_claims": _view("ClaimRefused", "node_id", "client", "reason"),
     "key_changes": _view("KeyChanged", "client", "change"),
+    "versions": _view("VersionDecided", "cluster", "version", "outcome", "score", "reason"),
     "updates": _view(
         "UpdateApplied",
         *(

@@ -126,6 +126,7 @@ class Run:
 
     server: Server
     rollouts: Rollouts
+    decided: list[events.VersionDecided] = field(default_factory=list)
     _asked: list[tuple[Callable[[], object], Future[Any]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -169,7 +170,11 @@ def running(folder: Path, *, evaluate: int = 4, clients: int = NUMBER) -> Iterat
         plan = Plan(eval_every=evaluate)
 
         def work() -> None:
-            seen: events.Observer = rollouts
+            def seen(event: events.Event) -> None:
+                rollouts(event)
+                if isinstance(event, events.VersionDecided):
+                    run.decided.append(event)
+
             method.run(
                 server.grid,
                 MODEL,
@@ -231,6 +236,11 @@ def test_a_worse_version_is_held_and_an_operator_goes_back(
             run.do(lambda: run.rollouts.rollback(5, 1))
         run.do(lambda: run.rollouts.rollback(0, None))
         until(lambda: run.in_use() > target, caplog)
+        # What was decided is in the run's events, with the reasons.
+        used = [event for event in run.decided if event.outcome == "in-use"]
+        assert [event.version for event in used if event.reason] == [target]
+        assert all(event.score is not None for event in used)
+        assert any("of the one in use, on" in event.reason for event in run.decided)
         devices.kill()
 
 

@@ -38,6 +38,7 @@ from raceme.core.events import (
     UpdateJudged,
     UpdateRejected,
     Verdict,
+    VersionDecided,
 )
 from raceme.records.store import FILE_NAME, RunStore, read_events
 from raceme.strategies.csafl import IDLE
@@ -73,6 +74,7 @@ ONE_OF_EACH: list[Event] = [
     UpdateRejected(3.0, "a", "task lost", 0.25),
     ClaimRefused(3.25, 2**64 - 1, "a", "its key is that of 'b'"),
     KeyChanged(3.25, "a", "rotated"),
+    VersionDecided(3.25, 2, 7, "held", 0.25, "accuracy 0.25, 0.5 of the one in use"),
     UpdateJudged(3.0, "a", Verdict.SCALED, 12.5, 10.0, "an update of length 12.5", 2),
     UpdateJudged(3.0, "a", Verdict.REFUSED, 0.1, 0.5, "none of others'", None),
     replace(

@@ -28,6 +28,7 @@ from raceme.core.events import (
     UpdateJudged,
     UpdateRejected,
     Verdict,
+    VersionDecided,
 )
 from raceme.records.store import RunStore
 from raceme.reporting.dashboard.server import watching
@@ -320,6 +321,12 @@ def test_crashes_and_devices_are_told_in_words(browser: Browser, tmp_path: Path)
         store.observe(UpdateRejected(50.0, "pi-1", "error 5: no reason given", 40.0))
         store.observe(ClientLeft(60.0, "pi-2"))
         store.observe(ClientJoined(80.0, "pi-2", 0, 10, None))
+        worse, chosen = "accuracy 0.6, 0.9 of the one in use", "an operator has chosen another"
+        for time, version, outcome, reason in (
+            *((81.0, 6, "in-use", ""), (82.0, 7, "held", worse), (83.0, 6, "in-use", "a choice")),
+            *((84.0, 8, "held", chosen), (85.0, 9, "held", chosen)),
+        ):
+            store.observe(VersionDecided(time, 2, version, outcome, None, reason))
     (tmp_path / "run" / "error.txt").write_text("Traceback\nValueError: no data\n")
     with watching(tmp_path / "run", "127.0.0.1", 0) as beside:
         browser.open(beside.address)
@@ -329,6 +336,9 @@ def test_crashes_and_devices_are_told_in_words(browser: Browser, tmp_path: Path)
         found = browser.until(lambda: browser.run(lines))
     assert [line.split("\n")[1:] for line in found] == [
         ["crash", "The run failed: ValueError: no data"],
+        ["held", "versions 8–9 of cluster 2: an operator has chosen another"],
+        ["in-use", "version 6 of cluster 2: a choice"],
+        ["held", "version 7 of cluster 2: accuracy 0.6, 0.9 of the one in use"],
         ["online", "pi-2"],
         ["offline", "pi-2"],
         ["rejected", "pi-1: the device went offline"],

@@ -63,6 +63,10 @@ _TOLD: Mapping[type[Any], tuple[str, Mapping[str, str]]] = {
         {name: name for name in ("client", "verdict", "cluster", "measured", "bound", "reason")},
     ),
     events.ClaimRefused: ("claims", {"client": "client", "reason": "reason"}),
+    events.VersionDecided: (
+        "versions",
+        {name: name for name in ("cluster", "version", "outcome", "reason")},
+    ),
     events.DataChanged: ("drifts", {"updates": "updates", "client": "client", "step": "step"}),
 }
 """Events sent as rows: their table, and the field of each column."""

@@ -68,10 +68,29 @@ function told(run) {
     found.push({ time, kind, text: changed(changes.gone[row], changes.made[row], moved) });
   }
   for (const one of found) one.text ??= `${plural(one.clients, "client")} moved`;
-  found.push(...ofDevices(run));
+  found.push(...ofVersions(run), ...ofDevices(run));
   if (run.crash) found.push({ time: run.end, kind: "crash", text: run.crash });
   else if (run.ended) found.push({ time: run.end, kind: "end", text: run.ended.reason });
   return found.sort((one, other) => one.time - other.time);
+}
+
+/** Return which versions of models were held back, or chosen by an operator. */
+function ofVersions({ tables: { versions, reasons } }) {
+  const lines = new Map();
+  for (let row = 0; row < versions.rows; row += 1) {
+    const [cluster, version] = [versions.cluster[row], versions.version[row]];
+    const last = lines.get(cluster)?.at(-1);
+    // Versions that are held for one reason are one line, such as those after an operator's choice.
+    const line = { time: versions.time[row], kind: versions.outcome[row], first: version,
+      version, reason: reasons.text[versions.reason[row]] };
+    if (last?.kind === line.kind && last.reason === line.reason) last.version = version;
+    else lines.set(cluster, [...(lines.get(cluster) ?? []), line]);
+  }
+  return [...lines].flatMap(([cluster, found]) => found.filter((line) => line.reason).map(
+    ({ time, kind, first, version, reason }) => {
+      const range = first === version ? `version ${version}` : `versions ${first}–${version}`;
+      return { time, kind, text: `${range} of cluster ${cluster}: ${reason}` };
+    }));
 }
 
 /** Return which devices went offline or came back, and which updates were rejected. */
