@@ -15,11 +15,10 @@ from raceme.training.work import Answer, ClientWork, losses_of, train_model
 
 
 def train_mixed(work: ClientWork) -> Answer:
-    """Train the mixture of several models that fits the training samples (FedSoft-Async).
+    """Estimate and train a mixture of several models (FedSoft-Async).
 
-    A model's share is that of the samples on which it has the least loss, the first of equal ones;
-    at least one sample's, so that no share is 0; a loss that is not finite is infinite. The answer
-    states the shares.
+    A model's share is that of the samples on which it has the lowest loss, the first of ties, and
+    at least that of one sample; non-finite losses count as infinite. The answer states the shares.
     """
     models = work.models
     best = np.argmin(np.nan_to_num(losses_of(work, models), nan=np.inf, posinf=np.inf), axis=0)
@@ -32,7 +31,7 @@ def train_mixed(work: ClientWork) -> Answer:
 
 
 def mixed(models: Sequence[ArrayRecord], shares: NDArray[np.float64]) -> ArrayRecord:
-    """Return Σ_k share_k w_k of models, array by array; what only counts is the first's."""
+    """Return Σ_k share_k w_k of models, array by array; counters are those of the first."""
     spec = ModelSpec.of(models[0])
     vectors = np.stack([spec.unpack(model) for model in models])
     mean = np.tensordot(shares, vectors, axes=1).astype(np.float32)
@@ -41,12 +40,12 @@ def mixed(models: Sequence[ArrayRecord], shares: NDArray[np.float64]) -> ArrayRe
 
 
 def _stated(work: ClientWork, count: int) -> NDArray[np.float64]:
-    """Return the shares that the client has stated with its last upload, as the server has them.
+    """Return the client's shares of its last upload, from the server.
 
     Raises
     ------
     ValueError
-        They are not of so many models.
+        They are of another number of models.
     """
     record = work.arrays[SHARES]
     shares = from_array(record[SHARES]) if SHARES in record else np.empty(0)

@@ -1,14 +1,14 @@
-"""FedSoft: each client trains one model of its own, pulled towards the clusters that it is of.
+"""FedSoft: soft clustering with proximal local updating.
 
 Ruan and Joe-Wong, "FedSoft: Soft Clustered Federated Learning with Proximal Local Updating", AAAI
-2022. Every few rounds each client measures the K cluster models c_s on its samples; u_ks, the
-importance of cluster s to client k, is the share of its samples on which c_s has the least loss. In
-a round each cluster draws clients with probabilities v_ks, which are proportional to u_ks n_k. A
-client that is drawn by any trains its own model w, which it keeps from round to round, on
-``f_k(w) + λ/2 Σ_s u_ks ‖w − c_s‖²``, and c_s becomes the mean of the models that it has drawn.
+2022. Every few rounds each client evaluates the K cluster models c_s on its samples; u_ks, the
+importance of cluster s to client k, is the share of its samples on which c_s has the lowest loss.
+In a round each cluster draws clients with probabilities v_ks proportional to u_ks n_k. A drawn
+client trains its personal model w, which it keeps, on ``f_k(w) + λ/2 Σ_s u_ks ‖w − c_s‖²``, and c_s
+becomes the mean of the models of the clients that it has drawn.
 
-Since Σ_s u_ks = 1, that pull is the pull towards the one model Σ_s u_ks c_s, which is all that is
-sent. What a client is tested with is this model too, as its own one stays with it.
+Since Σ_s u_ks = 1, the proximal terms are one towards the mixture Σ_s u_ks c_s, and only the
+mixture is sent. Clients are tested with it, since their personal models stay with them.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ log = logging.getLogger("raceme")
 
 SELECTIONS = ("drawn", "all")
 _MOST_DRAWN = 15
-"""The paper's number of clients that a cluster draws."""
+"""Number of clients that a cluster draws in the paper."""
 
 
 @dataclass(frozen=True)
 class FedSoftParameters:
-    """Hyper-parameters of FedSoft; `drawn` is the paper's from 30 clients on."""
+    """Hyper-parameters of FedSoft; with at least 30 clients `drawn` is the paper's."""
 
     k: int | None = option(None, "K: number of clusters (auto: of pre-trained models, or 2)", low=1)
     estimate_every: int = option(2, "τ: rounds between two estimates of importance", low=1)
@@ -64,29 +64,29 @@ class FedSoftParameters:
     strength: float = option(0.1, "λ: strength of the pull towards the clusters", low=0)
 
     def participants(self, clients: int) -> int:
-        """Return how many of so many clients take part in a round, at most."""
+        """Return the maximum number of clients of a round."""
         if self.selection == "all":
             return clients
         return min(clients, self.draws(clients) * (self.k or 2))
 
     def draws(self, clients: int) -> int:
-        """Return how many of so many clients each cluster draws for a round."""
-        # The paper's 15 would be everybody in a small fleet, and all clusters the same model.
+        """Return the number of clients that each cluster draws."""
+        # In a small fleet the paper's 15 would be all clients, and all clusters alike.
         return self.drawn or max(1, min(_MOST_DRAWN, clients // 2))
 
 
 @dataclass
 class FedSoftState:
-    """What FedSoft knows beside its clusters.
+    """State of FedSoft besides its clusters.
 
     Attributes
     ----------
     importance : dict[str, list[float]]
-        u_k: importance of each cluster, in order, to each client that has told.
+        u_k: importance of each cluster, in order, to each client that has answered.
     drawn : dict[str, list[int]]
         Clusters that have drawn each client of the present round.
     pretrained : bool
-        Whether the clusters started from the server's models, one for each distribution.
+        Whether the clusters started from pre-trained models of the distributions.
     """
 
     importance: dict[str, list[float]] = field(default_factory=dict)
@@ -114,7 +114,7 @@ class FedSoft(Method):
         )
 
     def _check_clients(self, clients: int) -> None:
-        """Warn where each cluster draws all clients, which leaves all clusters with one model."""
+        """Warn if each cluster draws all clients, which makes all clusters alike."""
         if self.parameters.selection == "drawn" and clients <= (self.parameters.drawn or 0):
             log.warning(
                 "Each cluster draws %d of %d clients, that is all of them, and all clusters have "
@@ -125,17 +125,17 @@ class FedSoft(Method):
             )
 
     def scheduler(self) -> Scheduler:
-        """Work in rounds, with the clients that clusters draw."""
+        """Work in rounds with the drawn clients."""
         return InRounds(participants=self._draw, queries=self._queries)
 
     def initialize(self, vector: Vector) -> None:
-        """Start each cluster from its pre-trained model, or all from different ones."""
+        """Start clusters from their pre-trained models, or from different ones."""
         count = self.parameters.k or len(self.starts) or 2
         self.clusters = start_clusters(self, vector, count, alike=False)
         self.state = FedSoftState(pretrained=bool(self.starts))
 
     def on_join(self, client: Client) -> None:
-        """Take a client in; all clusters are alike to it until it has measured them."""
+        """Add a client with equal weights until it has evaluated the clusters."""
         super().on_join(client)
         if not self.clusters.is_placed(client.client_id):
             alike = dict.fromkeys(self.models, 1.0 / len(self.models))
@@ -144,21 +144,21 @@ class FedSoft(Method):
     # Every few rounds: importance.
 
     def _queries(self, moment: SelectionContext) -> Sequence[Request] | None:
-        """Ask for losses before some rounds; then let the clients that clusters draw train."""
+        """Query losses before every few rounds."""
         asked = self.scheduling.ask_first(moment, every=self.parameters.estimate_every)
         if asked is not None:
             return [self._measure(client) for client in asked]
         return None
 
     def _measure(self, client: str) -> Request:
-        """Let a client measure all cluster models: K passes without gradients."""
+        """Return the evaluation of all cluster models: K passes without gradients."""
         examples = self.progress.fleet.clients[client].num_examples
         cost = forward_cost(self.train_config, examples, len(self.models))
         settings = {names.COMPUTE_SCALE: cost}
         return Request(client, names.LOSSES, models=tuple(self.models), settings=settings)
 
     def on_answer(self, answer: Answer) -> None:
-        """Take a client's losses in: they tell the importance of each cluster to it."""
+        """Compute the importance of each cluster from a client's losses."""
         measured = answer.numbers.get(names.LOSSES, np.empty(0))
         if measured.ndim != 2 or len(measured) != len(self.models) or not measured.size:
             raise InvalidReplyError(
@@ -173,7 +173,7 @@ class FedSoft(Method):
     # A round.
 
     def _draw(self, online: Sequence[Client], rng: np.random.Generator) -> Sequence[Client]:
-        """Let each cluster draw clients, without replacement, with probabilities v_ks."""
+        """Draw clients for each cluster without replacement, with probabilities v_ks."""
         names = [client.client_id for client in online]
         draws = self.parameters.draws(len(self.progress.fleet.clients))
         self.state.drawn = {}
@@ -187,7 +187,7 @@ class FedSoft(Method):
         return [client for client in online if client.client_id in self.state.drawn]
 
     def _weights(self, names: Sequence[str]) -> NDArray[np.float64]:
-        """Return v: u_ks n_k over its sum for each cluster s, shape (clients, K)."""
+        """Return v_ks: u_ks n_k, normalized for each cluster s. Shape (clients, K)."""
         fleet, count = self.progress.fleet, len(self.models)
         alike = [1.0 / count] * count
         shares = np.array([self.state.importance.get(name, alike) for name in names])
@@ -196,11 +196,11 @@ class FedSoft(Method):
         return np.asarray(weights / weights.sum(axis=0))
 
     def request_for(self, client: str) -> Request:
-        """Let a client train its own model, pulled towards its mixture of the clusters'."""
+        """Return training of a client's personal model, with the proximal term."""
         return Request(client, TRAIN_OWN, settings={names.PROXIMAL_MU: self.parameters.strength})
 
     def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
-        """Replace each cluster's model by the mean of those that it has drawn."""
+        """Replace each cluster's model by the mean of its drawn clients' models."""
         names = [update.task.client for update in updates]
         largest = dict.fromkeys(names, 0.0)
         all_weights = self._weights(names)
@@ -221,19 +221,19 @@ class FedSoft(Method):
 
 
 def importance_of(losses: NDArray[np.float32], smoothing: float) -> Shares:
-    """Return u_k: the share of the samples on which each model has the least loss.
+    """Return u_k: share of the samples on which each model has the lowest loss.
 
     Parameters
     ----------
     losses : NDArray[np.float32]
-        Loss of each sample under each model, shape (K, n).
+        Loss of each sample under each model. Shape (K, n).
     smoothing : float
-        σ: what stands for a share of 0, before all are divided by their sum.
+        σ: replaces shares of 0, before normalization.
 
     Returns
     -------
     Shares
-        Shape (K,), all above 0, sum 1. Of models with equal losses the first counts.
+        Shape (K,), positive, sum 1. The first of ties counts.
     """
     counts = np.bincount(np.argmin(losses, axis=0), minlength=len(losses))
     shares = np.where(counts > 0, counts / counts.sum(), smoothing)
@@ -244,14 +244,12 @@ def importance_of(losses: NDArray[np.float32], smoothing: float) -> Shares:
 # FedSoft-Async: CDFL with mixtures that clients estimate themselves, with all cluster models.
 #
 # The baseline of Li and Zhu, "Client-Driven Federated Learning" (CDFL), after FedSoft (Ruan and
-# Joe-Wong, AAAI 2022). A client holds all K cluster models. With its present data it counts on how
-# many samples each has the least loss; these shares are α. It trains the mixture Σ α_k w_k with
-# CDFL's objective, and uploads the result with α. The server mixes it in as CDFL does, needs no
-# proxy sets, and sends all K models.
+# Joe-Wong, AAAI 2022). A client receives all K cluster models. α are the shares of its present
+# samples on which each has the lowest loss. It trains the mixture Σ α_k w_k with CDFL's objective,
+# and uploads the result with α. The server aggregates as in CDFL, without proxy sets.
 #
-# Our readings: training starts from Σ α_k w_k; no share is below that of one sample. The extra K
-# passes over the samples count as computing on virtual time, a pass without gradients as a third of
-# one with.
+# Our readings: training starts from Σ α_k w_k; a share is at least that of one sample. The K passes
+# without gradients count in virtual time, each as a third of one with gradients.
 # -----------------------------------------------------------------------------
 
 
@@ -264,16 +262,16 @@ class FedSoftAsyncParameters(SoftParameters):
 
 @dataclass
 class FedSoftAsyncState(SoftState):
-    """What FedSoft-Async knows beside its clusters.
+    """State of FedSoft-Async besides its clusters.
 
     Attributes
     ----------
     held : dict[str, dict[int, int]]
-        Version of each cluster's model that each client has.
+        Versions of the cluster models that each client has.
     shares : dict[str, list[float]]
-        α that each client has stated last, in order of the clusters.
+        Latest α stated by each client, in order of the clusters.
     pretrained : bool
-        Whether the clusters started from the server's models, one for each distribution.
+        Whether the clusters started from pre-trained models of the distributions.
     """
 
     held: dict[str, dict[int, int]] = field(default_factory=dict)
@@ -300,17 +298,17 @@ class FedSoftAsync(SoftUploads):
         )
 
     def initialize(self, vector: Vector) -> None:
-        """Start each cluster from its pre-trained model, or all from different ones."""
+        """Start clusters from their pre-trained models, or from different ones."""
         count = self.parameters.k or len(self.starts) or 2
         self.clusters = start_clusters(self, vector, count, alike=False)
         self.state = FedSoftAsyncState(
             renewed=dict.fromkeys(self.clusters.models, 0), pretrained=bool(self.starts)
         )
 
-    # What a client does when it chooses.
+    # Requests.
 
     def request_for(self, client: str) -> Request:
-        """Let a client estimate and train its mixture, or look how well its last one still fits."""
+        """Return estimation and training of a client's mixture, or a loss evaluation of it."""
         versions = self.state.held[client]
         vectors = [self.bases.vectors[_name(k, version)] for k, version in versions.items()]
         if self.scheduling.looks(client):
@@ -327,10 +325,10 @@ class FedSoftAsync(SoftUploads):
             models[SHARES] = array_record({SHARES: to_array(shares)})
         return Request(client, TRAIN_MIXED, models=(), arrays=models, settings=settings)
 
-    # What the server does with an upload.
+    # Uploads.
 
     def on_update(self, update: Update) -> Outcome:
-        """Mix the client's model in by the shares that it states, and send it all models."""
+        """Mix a client's model in by its stated shares, and send it all models."""
         alpha = stated_shares(update, len(self.models))
         applied = self._mix_in(update, alpha)
         self.state.shares[update.task.client] = alpha.tolist()
@@ -340,7 +338,7 @@ class FedSoftAsync(SoftUploads):
         return self.state.shares.get(client) or [1.0 / len(self.models)] * len(self.models)
 
     def _send_back(self, client: str, weights: dict[int, float]) -> None:
-        """Note which models a client has from now on: all; each version is kept once."""
+        """Record that a client has all present models; each version is stored once."""
         super()._send_back(client, weights)
         for k, version in self.state.held.get(client, {}).items():
             self.bases.release(_name(k, version))
@@ -354,12 +352,12 @@ def _name(cluster: int, version: int) -> str:
 
 
 def stated_shares(update: Update, count: int) -> Shares:
-    """Return the shares of K models that a client states.
+    """Return a client's stated shares of K models.
 
     Raises
     ------
     InvalidReplyError
-        They are missing, below 0, or their sum is not 1.
+        They are missing or negative, or their sum is not 1.
     """
     shares = np.asarray(update.numbers.get(SHARES, ()), np.float64)
     if shares.shape != (count,) or shares.min() < 0 or abs(shares.sum() - 1.0) > 1e-6:
@@ -371,6 +369,6 @@ def stated_shares(update: Update, count: int) -> Shares:
 
 
 def _trained_mixture(update: Update, models: Sequence[Vector]) -> Vector:
-    """Return the mixture of models by the shares that a client states. Shape (d,)."""
+    """Return the mixture of models by a client's stated shares. Shape (d,)."""
     alpha = stated_shares(update, len(models))
     return np.tensordot(alpha, np.stack(models), axes=1).astype(np.float32)

@@ -1,22 +1,21 @@
-"""CDFL: clients decide when to upload, and get one model back that fits their mixture of data.
+"""CDFL: client-driven uploads, answered with a personalized mixture of cluster models.
 
-Li and Zhu, "Client-Driven Federated Learning" (CDFL). The server keeps K cluster models w_k, and a
-proxy set D_k of each cluster's distribution. A client's data are a mixture that changes; when it
-chooses, it uploads the model v that it has trained from u, the model that it last received, with
-the term ρ/2 ‖v − u‖². Each upload is one epoch t:
+Li and Zhu, "Client-Driven Federated Learning" (CDFL). The server has K cluster models w_k, and a
+proxy set D_k of each cluster's distribution. A client's data are a changing mixture of the
+distributions; at a time of its choice it uploads a model v, trained from the received model u with
+the proximal term ρ/2 ‖v − u‖². Each upload is one epoch t:
 
-1. An upload of a client that received its model more than τ0 epochs ago changes no cluster.
-2. DistributionEstimation: α, the client's mixture, from v's losses on the proxy sets and v's
-   likeness to the cluster models.
-3. UpdateRatioCompute: β_k = β0 β1 β2, from α and from how late the upload is.
-4. ``w_k ← (1 − β_k) w_k + β_k v``, and the client gets ``u = Σ α_k w_k``.
+1. An upload from a model received more than τ0 epochs ago does not change the clusters.
+2. DistributionEstimation: the client's mixture α, from the losses of v on the proxy sets and its
+   similarity to the cluster models.
+3. UpdateRatioCompute: β_k = β0 β1 β2, from α and the lateness of the upload.
+4. ``w_k ← (1 − β_k) w_k + β_k v``, and the client receives ``u = Σ α_k w_k``.
 
-What the paper leaves open is read so, as an option each where it is one number or word: e_k in β2
-is the epoch of the cluster's last update *before* this one (as printed it is this one's, and would
-be pointless); the branch of late uploads, which uses α without computing it, estimates it with the
-present models; bars are on mean losses, and lowered to the smallest loss where they are above it; a
-client starts, at any time, from the mean of the cluster models; without pre-trained models all
-clusters start from the same one.
+Our readings where the paper is silent, mostly options: e_k in β2 is the epoch of the cluster's last
+update *before* this one (as printed, of this one, it would have no effect); late uploads, for which
+α is used without being computed, estimate it with the present models; bars apply to mean losses,
+and are lowered to the smallest loss if above it; a client starts from the mean of the cluster
+models; without pre-trained models all clusters start alike.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ from raceme.core.strategy import Method, Needs
 from raceme.strategies.ifca import different_models
 
 # -----------------------------------------------------------------------------
-# When clients work: they decide, and windows of uploads.
+# Scheduling: clients decide when they train.
 # -----------------------------------------------------------------------------
 
 
@@ -62,12 +61,12 @@ log = getLogger("raceme")
 POISSON, FIXED, LOSS, DEVICE = "poisson", "fixed", "loss", "device"
 
 NextRequest = Callable[[Client, float, np.random.Generator], float]
-"""Returns when a client asks next: given the client, the time now and a generator."""
+"""Returns the time of a client's next request, given the client, the time and a generator."""
 
 
 @dataclass(frozen=True)
 class RequestParameters:
-    """What every method whose clients decide when they work can be told."""
+    """Hyper-parameters of methods whose clients decide when they train."""
 
     requests: str = option(
         POISSON,
@@ -92,32 +91,32 @@ class RequestParameters:
 
 @dataclass
 class RequestState:
-    """When each client asks next, and what it knows of its loss.
+    """Requests of clients, and their losses.
 
     Attributes
     ----------
     due : dict[str, float]
-        When an idle client asks, in seconds.
+        Time of each idle client's next request, in seconds.
     phases : dict[str, float]
-        Fixed waits: time of each client's first request, in seconds from 0.
+        Fixed waits: time of each client's first request, in seconds.
     asked : dict[str, float]
-        Fixed waits: time of each client's last request that was met.
+        Fixed waits: time of each client's last served request.
     uploaded_at : dict[str, float]
-        When the last update of each client came that was taken.
+        Arrival of each client's last accepted update.
     trained : dict[str, float]
-        Loss that its client states of that update; NaN if it states none.
+        Training loss of that update; NaN if not stated.
     steps : dict[str, int]
-        Step of the data on which its client has last trained, or looked at its loss.
+        Step of the data of each client's last training or loss evaluation.
     known : dict[str, float]
-        Loss of the model that a client holds, on its training samples, where it has looked.
+        Lowest evaluated loss of each client's model on its training samples since its upload.
     risen : dict[str, bool]
-        Clients whose loss has risen, and that have not trained since.
+        Clients whose loss has risen since their last training.
     looking : dict[str, int]
-        Clients that look at their loss, to the number of the task.
+        Task number of each open loss evaluation.
     hurried : dict[str, int]
-        How often a client has asked, or uploaded, too soon; others are left out.
+        Number of early requests or uploads, by client.
     refused : dict[str, bool]
-        Clients whose last upload came too soon: they have said that they wish to train.
+        Clients whose last upload was refused as too early.
     """
 
     due: dict[str, float] = field(default_factory=dict)
@@ -134,30 +133,28 @@ class RequestState:
 
 
 class OnRequest(Scheduler):
-    """Each client decides when it works; an update is acted on at once.
+    """Each client decides when it trains; updates are processed on arrival.
 
     ``poisson``
-        Whenever a client has nothing to do, it waits for an exponential time.
+        An idle client waits for an exponential time.
     ``fixed``
-        A client asks at its own times, a period apart, the first drawn uniformly from one period,
-        so that not all ask at once. Times at which it is busy pass.
+        A client requests work periodically, with a uniformly random phase; requests of a busy
+        client are skipped.
     ``loss``
-        A client trains when it is first there. After each upload it looks at once, and then at
-        fixed times, at the loss of the model that it holds on its present training samples. The
-        lowest loss since the upload is the known one; what is above ``1 + loss_rise`` times that
-        has risen, and the client trains. If its data have moved on before the first look, the loss
-        of the training is the known one.
+        A client trains when it joins. After each upload it evaluates the loss of its received model
+        on its present training samples, at once and then periodically. It trains again when the
+        loss exceeds ``1 + loss_rise`` times the lowest one since the upload, which is that of the
+        training if the data have changed before the first evaluation.
     ``device``
-        Each idle client is given work at once that says it is an invitation; a device holds it
-        until it wishes to train, and one that has no wishes trains at once. One that has come too
-        soon is not invited again but asked, once the time has passed.
+        Each idle client receives an invitation; the device holds it until it wishes to train, or
+        trains at once. A client that was too early is not invited but asked after the minimum time.
 
     Parameters
     ----------
     parameters : RequestParameters
-        Which of them, how often, and how soon after an upload at the earliest.
+        Mode, period and minimum time between uploads.
     next_request : Callable, optional
-        Says when an idle client asks next, instead.
+        Time of an idle client's next request, which replaces the mode.
     """
 
     state: RequestState
@@ -172,41 +169,40 @@ class OnRequest(Scheduler):
         self._mode = self._parameters.requests if next_request is None else ""
         self.state = RequestState()
 
-    # What a method asks and says of looks.
+    # Loss evaluations.
 
     @property
     def asked_kinds(self) -> frozenset[str]:
-        """Kinds of work besides training and testing a model."""
+        """Kinds of requests besides training and testing a model."""
         return frozenset({LOSSES} if self._mode == LOSS else ())
 
     def looks(self, client: str) -> bool:
-        """Return whether a client that was chosen is to look at its loss, and not to train."""
+        """Return whether a selected client evaluates its loss instead of training."""
         state = self.state
         return self._mode == LOSS and client in state.uploaded_at and client not in state.risen
 
     def look_at(self, client: str, held: ArrayRecord, cost: float) -> Request:
-        """Return the work of a client that looks at its loss.
+        """Return a client's loss evaluation.
 
         Parameters
         ----------
         held : ArrayRecord
-            The model that it holds. It travels, though the client has it, so that clients need no
-            memory, and counts as no traffic.
+            Model that the client has. It is sent, since clients need no memory, but does not count
+            as traffic.
         cost : float
-            Share of a whole training that it takes, on virtual time; see
-            :func:`raceme.core.messages.forward_cost`.
+            Share of a training's virtual time; see :func:`raceme.core.messages.forward_cost`.
         """
         settings = {COMPUTE_SCALE: cost}
         arrays = {ARRAYS: held}
         return Request(client, LOSSES, (), arrays, settings, phase="look", is_held=True)
 
     def heard(self, answer: Answer) -> bool:
-        """Take in what a client has seen; False for an answer to other work, which is left alone.
+        """Process a loss evaluation; return False for an answer to another request.
 
         Raises
         ------
         InvalidReplyError
-            It does not bring the losses of one model.
+            It lacks the losses of one model.
         """
         state, client = self.state, answer.task.client
         if state.looking.get(client) != answer.task.number:
@@ -217,12 +213,12 @@ class OnRequest(Scheduler):
         loss = float(losses.mean(dtype=np.float64))
         known = state.known.get(client)
         if known is None:
-            # What the model at hand lost on data that are gone is not known, but for the training.
+            # The model's loss on former data is unknown, except that of the training.
             trained, moved = state.trained[client], answer.task.step != state.steps[client]
             known = trained if moved and math.isfinite(trained) else loss
         if loss > (1 + self._parameters.loss_rise) * known:
             state.risen[client] = True
-        # Compared with the lowest loss, not the last, so that a slow rise adds up.
+        # The lowest loss, not the last one, so that slow rises add up.
         state.known[client] = min(known, loss)
         state.steps[client] = answer.task.step
         return True
@@ -230,7 +226,7 @@ class OnRequest(Scheduler):
     # Selection.
 
     def choose(self, moment: SelectionContext) -> Sequence[Client]:
-        """Return the idle clients whose time has come."""
+        """Return the idle clients with a due request."""
         due, chosen = self.state.due, []
         for client in moment.idle.ready(moment.now):
             name = client.client_id
@@ -241,13 +237,13 @@ class OnRequest(Scheduler):
         return chosen
 
     def settings(self, work: Request) -> Mapping[str, Value]:
-        """Say that training is an invitation, where devices decide."""
+        """Mark training as an invitation where devices decide."""
         invites = self._mode == DEVICE and work.kind in TRAINING
         invites &= work.client not in self.state.refused
         return {INVITATION: True} if invites else {}
 
     def sent(self, task: InFlight, now: float) -> None:
-        """Forget the request that was met; other work leaves it as it is."""
+        """Remove the served request; other tasks leave it unchanged."""
         client, state = task.client, self.state
         if state.due.get(client, math.inf) > now:
             return
@@ -258,16 +254,16 @@ class OnRequest(Scheduler):
             state.looking[client] = task.number
 
     def invited(self, client: str) -> bool:
-        """Return whether a client may be holding an invitation: perhaps for hours."""
+        """Return whether a client may hold an invitation, perhaps for hours."""
         return self._mode == DEVICE and client not in self.state.refused
 
     def accept(self, update: Update, now: float) -> Sequence[Update]:
-        """Take an update, unless its client was invited and came back too soon.
+        """Accept an update, unless an invited client is too early.
 
         Raises
         ------
         InvalidReplyError
-            It did.
+            The client is too early.
         """
         state, client = self.state, update.task.client
         allowed = self._allowed_at(client)
@@ -288,73 +284,72 @@ class OnRequest(Scheduler):
         return [update]
 
     def lost(self, task: InFlight, now: float) -> Sequence[Update]:
-        """Wait for no look that is over."""
+        """Remove a lost loss evaluation."""
         if self.state.looking.get(task.client) == task.number:
             del self.state.looking[task.client]
         return []
 
     def left(self, client: str, now: float) -> Sequence[Update]:
-        """Forget the request of a client that is gone."""
+        """Remove the request of a client that left."""
         self.state.due.pop(client, None)
         return []
 
     def wake_at(self) -> float:
-        """Return when the next client asks."""
+        """Return the time of the next request."""
         return min(self.state.due.values(), default=math.inf)
 
     def is_quiescent(self, client: str, step: int) -> bool:
-        """Return whether a client will never train again while its data stay at a step.
+        """Return whether a client never trains again without a change of its data.
 
-        It has looked at them with the model that it holds, and its loss has not risen: every later
-        look would see the same.
+        Its loss on them has not risen, and later evaluations would give the same.
         """
         state = self.state
         has_looked = client in state.known and state.steps[client] == step
         return self._mode == LOSS and has_looked and client not in state.risen
 
-    # When a client asks.
+    # Times of requests.
 
     def _asks_at(self, client: Client, moment: SelectionContext) -> float:
-        """Return when an idle client asks next."""
+        """Return the time of an idle client's next request."""
         name, now, state = client.client_id, moment.now, self.state
         if self._next_request is not None:
             return self._next_request(client, now, moment.rng)
         if self._mode == POISSON:
             return now + float(moment.rng.exponential(self._parameters.request_seconds))
-        # With the loss, only looks that follow another one wait.
+        # By loss, only repeated evaluations wait.
         at_once = name not in state.known or name in state.risen
         if self._mode == DEVICE or (self._mode == LOSS and at_once):
             return now
         return self._tick(name, now, moment.rng)
 
     def _tick(self, client: str, now: float, rng: np.random.Generator) -> float:
-        """Return the next of a client's own times."""
+        """Return the next of a client's periodic times."""
         state, period = self.state, self._parameters.request_seconds
         if client not in state.phases:
             state.phases[client] = float(rng.uniform(0, period))
         first, last = state.phases[client], state.asked.get(client, -math.inf)
         number = max(0, math.ceil((now - first) / period))
-        # Not the same time twice, whatever rounding makes of it.
+        # Never the same time twice, despite rounding.
         return first + (number + (first + number * period <= last)) * period
 
     def _allowed_at(self, client: str) -> float:
-        """Return when a client may upload again."""
+        """Return the earliest time of a client's next upload."""
         last = self.state.uploaded_at.get(client, -math.inf)
         return last + self._parameters.least_seconds
 
     def _not_too_soon(self, client: str, asks_at: float) -> float:
-        """Let a client that wants to train too soon after its last upload wait."""
+        """Return the time of a client's request, delayed if too early after its last upload."""
         allowed = self._allowed_at(client)
         if asks_at >= allowed or self.looks(client):
             return asks_at
         if self._mode == DEVICE:
-            # When a device would come back is not known, but of one that has come too soon before.
+            # A device's next upload is unpredictable; only those that were early before wait.
             return allowed if client in self.state.hurried else asks_at
         self._hurries(client)
         return allowed
 
     def _hurries(self, client: str) -> None:
-        """Count that a client is too soon; say it the first time."""
+        """Count an early request or upload; warn of a client's first one."""
         hurried = self.state.hurried
         hurried[client] = hurried.get(client, 0) + 1
         if hurried[client] == 1:
@@ -367,28 +362,25 @@ class OnRequest(Scheduler):
 
 
 # -----------------------------------------------------------------------------
-# Of which distributions a client's data are a mixture, told from the model that it has trained.
-#
-# Li and Zhu, "Client-Driven Federated Learning" (CDFL): DistributionEstimation and
-# UpdateRatioCompute. A cluster k has a model w_k and a proxy set D_k, samples of its distribution
-# that the server has.
+# DistributionEstimation and UpdateRatioCompute. Cluster k has a model w_k, and a proxy set D_k on
+# the server: samples of its distribution.
 # -----------------------------------------------------------------------------
 
 
 Shares = NDArray[np.float64]
-"""Of each cluster, shape (K,): not below 0, sum 1."""
+"""Shares of the clusters, at least 0, sum 1. Shape (K,)."""
 
 
 @dataclass(frozen=True)
 class Bar:
-    """What is subtracted from losses or distances before they are compared.
+    """Value that is subtracted from losses or distances before they are compared.
 
     Attributes
     ----------
     height : float
-        The bar, in the unit of the values; or, with `follows`, a share of the smallest of them.
+        The bar in the unit of the values; with `follows`, as a share of their minimum.
     follows : bool
-        Whether it is such a share; 1 is "min" in the paper's Table 2.
+        Whether the height is such a share; 1 is "min" in the paper's Table 2.
     """
 
     height: float
@@ -396,13 +388,13 @@ class Bar:
 
 
 def above_bar(values: NDArray[np.float64], bar: Bar, as_printed: bool = False) -> Shares:
-    """Return what values exceed a bar by.
+    """Return the differences of values from a bar.
 
-    The paper's Table 2 has a bar of 8 for the losses, in a unit that it does not give. As printed,
-    a bar between the smallest value and their mean favours the better cluster, more than a bar
-    below all does: the smallest difference is negative, and its share of the others above 1. A
-    bar near the mean makes the shares as large as one likes, and one above it favours the worse
-    cluster. Our reading keeps clear of both: a bar above the smallest value is lowered to it.
+    The paper's Table 2 has a bar of 8 for the losses, without a unit. As printed, a bar between the
+    minimum and the mean favours the better cluster more than a lower one does: the smallest
+    difference is negative, so that the others' share exceeds 1. Near the mean the shares are
+    unbounded, and a bar above the mean favours the worse cluster. In our reading a bar above the
+    minimum is lowered to it, which avoids both.
 
     Parameters
     ----------
@@ -411,7 +403,7 @@ def above_bar(values: NDArray[np.float64], bar: Bar, as_printed: bool = False) -
     bar : Bar
         The bar.
     as_printed : bool
-        Whether it is left where it is, above the smallest value too.
+        Whether a bar above the minimum is kept.
     """
     least = float(values.min())
     height = bar.height * least if bar.follows else bar.height
@@ -419,9 +411,9 @@ def above_bar(values: NDArray[np.float64], bar: Bar, as_printed: bool = False) -
 
 
 def others_shares(values: NDArray[np.float64]) -> Shares:
-    """Return, for each cluster, the share of the others in a sum: 1 − value_k / Σ value.
+    """Return the share of the other clusters in a sum: 1 − value_k / Σ value.
 
-    Where the sum is 0 nothing tells the clusters apart, and all have the same.
+    If the sum is 0, all shares are equal.
     """
     total = float(values.sum())
     if total == 0:
@@ -437,7 +429,7 @@ def estimated_shares(
     c2: float,
     sharpness: Sequence[float],
 ) -> Shares:
-    """Estimate α, the shares of K distributions in a client's data (DistributionEstimation).
+    """Return α: shares of K distributions in a client's data (DistributionEstimation).
 
     ``α_k = (c1 Σ_{i≠k} l_i / Σ l + c2 Σ_{i≠k} d1_i / Σ d1 + (1 − c1 − c2) Σ_{i≠k} d2_i / Σ d2)
     / (K − 1)``, then ``α ← softmax(A α)``, once for each A.
@@ -447,13 +439,13 @@ def estimated_shares(
     losses : NDArray[np.float64]
         l: mean loss of the client's model on each proxy set, less its bar. Shape (K,).
     differences : NDArray[np.float64]
-        d1: how far that is from the loss of the cluster's own model, less its bar. Shape (K,).
+        d1: its difference from the loss of the cluster's own model, less its bar. Shape (K,).
     distances : NDArray[np.float64]
         d2: distance of the client's model from the cluster's, less its bar. Shape (K,).
     c1, c2 : float
-        Weights of the first two terms; the third has the rest.
+        Weights of the first two terms; the third has the remainder.
     sharpness : Sequence[float]
-        A: one number or several.
+        A: one or several factors of the softmax.
 
     Returns
     -------
@@ -471,9 +463,9 @@ def estimated_shares(
 
 
 def cluster_shares(alpha: Shares, bar: float | None = None) -> Shares:
-    """Return β1: how much of an update goes to each cluster, relative to the one with most.
+    """Return β1: relative share of an update in each cluster. Shape (K,).
 
-    Shares below the bar are 0; the others are divided by the largest. Shape (K,).
+    Shares below the bar become 0; the others are divided by the largest.
 
     Parameters
     ----------
@@ -496,19 +488,19 @@ def lateness_share(last: int, received: int, a: float, b: float) -> float:
     received : int
         τ: epoch at which the client received what it has trained.
     a, b : float
-        How fast it falls, and from where on.
+        Slope and threshold of the lateness.
     """
     late = last - received
     return 1.0 if late < b else 1.0 / (a * late + 1.0)
 
 
 def _reaches(alpha: Shares, bar: float) -> NDArray[np.bool_]:
-    """Return which shares reach a bar; equal shares reach their mean, whatever their rounding."""
+    """Return which shares reach a bar; equal shares reach their mean despite rounding."""
     return alpha >= bar * (1.0 - 1e-9)
 
 
 # -----------------------------------------------------------------------------
-# CDFL: clients decide when to upload, and get one model back that fits their mixture of data.
+# CDFL.
 # -----------------------------------------------------------------------------
 
 
@@ -518,7 +510,7 @@ LAST_UPDATES = ("before", "this")
 
 @dataclass(frozen=True)
 class SoftParameters(RequestParameters):
-    """What methods can be told whose uploads go into several clusters."""
+    """Common hyper-parameters of CDFL and FedSoft-Async."""
 
     rho: float = option(0.1, "ρ: strength of the pull towards the received model", low=0)
     beta0: float = option(0.025, "β0: largest share of an update in a cluster", above=0, high=1)
@@ -539,7 +531,7 @@ class SoftParameters(RequestParameters):
 
 @dataclass(frozen=True)
 class CDFLParameters(SoftParameters):
-    """Hyper-parameters of CDFL; the defaults are those of Fashion-MNIST with three clusters."""
+    """Hyper-parameters of CDFL; the defaults are the paper's for Fashion-MNIST with K = 3."""
 
     k: int | None = option(None, "K: number of clusters (auto: of proxy sets)", low=1)
     c1: float = option(0.5, "c1: weight of the losses on the proxy sets", low=0, high=1)
@@ -560,14 +552,14 @@ class CDFLParameters(SoftParameters):
 
 @dataclass
 class SoftState:
-    """What a method knows whose clients decide when to upload.
+    """Common state of CDFL and FedSoft-Async.
 
     Attributes
     ----------
     renewed : dict[int, int]
         e_k: epoch of each cluster's last update.
     since : dict[str, int]
-        τ: epoch at which each client received the model that it trains from.
+        τ: epoch at which each client received its model.
     """
 
     renewed: dict[int, int] = field(default_factory=dict)
@@ -575,7 +567,7 @@ class SoftState:
 
 
 class SoftUploads(Method):
-    """What CDFL and FedSoft-Async share: clients decide when they upload, into several clusters."""
+    """Common part of CDFL and FedSoft-Async: client-driven uploads into several clusters."""
 
     parameters: SoftParameters
     state: SoftState
@@ -586,7 +578,7 @@ class SoftUploads(Method):
         return OnRequest(self.parameters)
 
     def on_join(self, client: Client) -> None:
-        """Take a client in; to one that is new all clusters are alike."""
+        """Add a client; a new one receives the mean of the cluster models."""
         super().on_join(client)
         name = client.client_id
         if name not in self.state.since:
@@ -594,23 +586,23 @@ class SoftUploads(Method):
             self.state.since[name] = self.progress.updates
 
     def on_answer(self, answer: Answer) -> None:
-        """Note how well what a client holds still fits its data."""
+        """Process a loss evaluation."""
         self.scheduling.heard(answer)
 
     def _send_back(self, client: str, weights: dict[int, float]) -> None:
-        """Note what a client receives, by its weight in each cluster."""
+        """Record a client's weights of the clusters in the model that it receives."""
         self.clusters.assign(client, weights)
 
     def _pass_cost(self, client: str, models: int = 1) -> float:
-        """Return what one pass without gradients takes, under each of so many models."""
+        """Return the cost of a pass without gradients under each of several models."""
         examples = self.progress.fleet.clients[client].num_examples
         return forward_cost(self.train_config, examples, models)
 
     def _mix_in(self, update: Update, alpha: Shares) -> Outcome:
-        """Mix an upload into the clusters that it is of (UpdateRatioCompute), if it is in time.
+        """Mix an upload that is in time into its clusters (UpdateRatioCompute).
 
-        The outcome has the cluster with the largest share, the uploads of others since the client
-        received its model, and the largest β_k.
+        The outcome states the cluster of the largest share, the uploads of others since the client
+        received its model as staleness, and the largest β_k.
 
         Parameters
         ----------
@@ -640,12 +632,12 @@ class SoftUploads(Method):
 
 @dataclass
 class CDFLState(SoftState):
-    """What CDFL knows beside its clusters.
+    """State of CDFL besides its clusters.
 
     Attributes
     ----------
     received : dict[str, Vector]
-        u: the model that each client has received last. Shape (d,).
+        u: each client's last received model. Shape (d,).
     """
 
     received: dict[str, Vector] = field(default_factory=dict)
@@ -672,12 +664,12 @@ class CDFL(SoftUploads):
     def __init__(
         self, parameters: CDFLParameters | None = None, seed: int = 0, **arguments: Any
     ) -> None:
-        """Make the method.
+        """Create the method.
 
         Raises
         ------
         UserError
-            A bar, the sharpness or the weights cannot be.
+            A bar, the sharpness or the weights are invalid.
         """
         super().__init__(parameters, seed, **arguments)
         options = self.parameters
@@ -695,7 +687,7 @@ class CDFL(SoftUploads):
         )
 
     def _check_server(self, proxies: int) -> None:
-        """Raise UserError if there is not a proxy set for each cluster."""
+        """Raise UserError unless there is a proxy set for each cluster."""
         wanted = self.parameters.k
         if not proxies:
             raise UserError(
@@ -710,35 +702,35 @@ class CDFL(SoftUploads):
             )
 
     def initialize(self, vector: Vector) -> None:
-        """Start each cluster from its pre-trained model, or all from the initial one."""
+        """Start clusters from their pre-trained models, or all from the initial one."""
         assert self.probe is not None, "check_server() has seen that there is one"
         count = self.parameters.k or self.probe.sets
         self.clusters = start_clusters(self, vector, count, alike=True)
         self.state = CDFLState(renewed=dict.fromkeys(self.clusters.models, 0))
 
-    # What a client does when it chooses.
+    # Requests.
 
     def request_for(self, client: str) -> Request:
-        """Let a client train the model that it has received, or look how well that still fits."""
+        """Return training, or a loss evaluation, of the client's received model."""
         received = self.spec.pack(self.state.received[client])
         if self.scheduling.looks(client):
             return self.scheduling.look_at(client, received, self._pass_cost(client))
         settings = {PROXIMAL_MU: self.parameters.rho}
         return Request(client, models=(), arrays={ARRAYS: received}, settings=settings)
 
-    # What the server does with an upload.
+    # Uploads.
 
     def on_update(self, update: Update) -> Outcome:
-        """Estimate the client's mixture, mix its model in, and make the one that it gets back."""
+        """Estimate the client's mixture, mix its model in, and compute the returned model."""
         return self._mix_in(update, self.estimate(update.vector))
 
     def _send_back(self, client: str, weights: dict[int, float]) -> None:
-        """Send a client the mixture of the cluster models."""
+        """Store the mixture of the cluster models for a client."""
         super()._send_back(client, weights)
         self.state.received[client] = blended(self.models, weights)
 
     def estimate(self, v: Vector) -> Shares:
-        """Return α: of which clusters' distributions a model's data were a mixture.
+        """Return α: mixture of the clusters' distributions in a model's training data.
 
         Raises
         ------
@@ -750,7 +742,7 @@ class CDFL(SoftUploads):
         losses = np.array([self._loss(v, position) for position in range(len(models))])
         own = np.array([self._own_loss(position, k) for position, k in enumerate(models)])
         weights = self.compared(v)
-        # The squares of finite weights may be too large for a float32.
+        # Squares of finite weights may overflow a float32.
         with np.errstate(over="ignore"):
             far = [np.linalg.norm(weights - self.compared(m.vector)) for m in models.values()]
         distances = np.array(far, np.float64)
@@ -763,7 +755,7 @@ class CDFL(SoftUploads):
         return estimated_shares(l, d1, d2, options.c1, options.c2, self._sharpness)
 
     def _loss(self, vector: Vector, proxy: int) -> float:
-        """Return F: the mean loss of a model on a proxy set."""
+        """Return F: mean loss of a model on a proxy set."""
         assert self.probe is not None, "check_server() has seen that there is one"
         loss = float(np.mean(self.probe([vector], proxy), dtype=np.float64))
         if not np.isfinite(loss):
@@ -771,7 +763,7 @@ class CDFL(SoftUploads):
         return loss
 
     def _own_loss(self, proxy: int, cluster: int) -> float:
-        """Return a cluster model's loss on its own proxy set, measured once per version."""
+        """Return a cluster model's loss on its own proxy set, computed once per version."""
         model = self.models[cluster]
         measured, version, loss = self._losses.get(cluster, (None, -1, 0.0))
         if measured is not model or version != model.version:
@@ -781,10 +773,7 @@ class CDFL(SoftUploads):
 
 
 def start_clusters(method: Method, vector: Vector, count: int, alike: bool) -> Clusters:
-    """Make K clusters, of the server's pre-trained models if it has some.
-
-    Without these the models are all alike, or different.
-    """
+    """Return K clusters of pre-trained models if there are any, else of equal or different ones."""
     starts = method.starts
     if starts and len(starts) != count:
         raise UserError(
@@ -797,12 +786,12 @@ def start_clusters(method: Method, vector: Vector, count: int, alike: bool) -> C
 
 
 def bar_of(name: str, text: str) -> Bar:
-    """Read a bar: a number, a share of the smallest value, or ``min``: that value.
+    """Parse a bar: a number, a share of the minimum such as ``80%``, or ``min``.
 
     Raises
     ------
     UserError
-        It is none of them, or a share above 100 %.
+        It is none of these, or a share above 100 %.
     """
     stripped = text.strip()
     if stripped == _MIN:
@@ -820,7 +809,7 @@ def bar_of(name: str, text: str) -> Bar:
 
 
 def sharpness_of(text: str) -> tuple[float, ...]:
-    """Read A: numbers above 0, separated by commas.
+    """Parse A: positive numbers, separated by commas.
 
     Raises
     ------
