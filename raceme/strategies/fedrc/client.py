@@ -1,4 +1,4 @@
-"""FedRC's client half: how much each of several models is responsible for each sample."""
+"""FedRC's client half: responsibilities of models for samples, and weighted training."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ RESPONSIBILITIES = "responsibilities"
 
 
 def label_masses(work: ClientWork) -> Answer:
-    """Assign samples to models, keep the assignment, and return its label masses.
+    """Compute and store the responsibilities, and return their sums by label.
 
     Raises
     ------
     ValueError
-        There are no classes; or what was sent with the models is not of their number.
+        There are no classes, or ω or C are of another number of models.
     """
     client, models = work.client, work.models
     if not client.num_classes:
@@ -45,7 +45,7 @@ def responsibilities(
     mixing: NDArray[np.float64],
     table: NDArray[np.float64],
 ) -> NDArray[np.float64]:
-    """Return γ_jk ∝ ω_k exp(−ℓ_jk) / C[k][y_j]; a loss that is not finite is very large.
+    """Return γ_jk ∝ ω_k exp(−ℓ_jk) / C[k][y_j]; non-finite losses count as very large.
 
     Parameters
     ----------
@@ -59,23 +59,23 @@ def responsibilities(
     Returns
     -------
     NDArray[np.float64]
-        Shape (K, n), columns of sum 1.
+        Shape (K, n), columns sum to 1.
     """
     finite = np.nan_to_num(losses, nan=1e30, posinf=1e30, neginf=-1e30)
     with np.errstate(divide="ignore", invalid="ignore"):
         logits = np.log(mixing)[:, None] - finite - np.log(table[:, labels])
-    # A share of 0 stays 0; if all are, or what was sent is senseless, all models are alike.
+    # A share of 0 stays 0; if all are 0 or inputs are invalid, all models are equal.
     logits = np.nan_to_num(logits, nan=-1e30, posinf=1e30, neginf=-1e30)
     return torch.softmax(torch.from_numpy(logits), dim=0).numpy()
 
 
 def train_weighted(work: ClientWork) -> Answer:
-    """Train the received model on the samples, weighted by its responsibility for each.
+    """Train the received model on the samples, weighted by its responsibilities.
 
     Raises
     ------
     ValueError
-        The client has not assigned these samples to models yet.
+        There are no responsibilities for these samples.
     """
     received, client = work.models[0], work.client
     index, kept = work.settings.get(WEIGHTED_BY), work.state.array_records.get(RESPONSIBILITIES)
@@ -92,7 +92,7 @@ def train_weighted(work: ClientWork) -> Answer:
 def _sent(
     work: ClientWork, name: str, shape: tuple[int, ...], default: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Return an array that came with the models, or what stands for it at the start.
+    """Return an array sent with the models, or its default at the start.
 
     Raises
     ------

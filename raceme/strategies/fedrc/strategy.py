@@ -1,23 +1,21 @@
-"""FedRC: clusters of clients whose labels mean different things, and no others.
+"""FedRC: robust clustering by concept shift, not by label or feature shift.
 
 Guo et al., "FedRC: Tackling Diverse Distribution Shifts Challenge in Federated Learning by Robust
-Clustering", ICML 2024 (arXiv 2301.12379). K models are trained by expectation maximisation. How
-much model k is responsible for sample j of client i is divided by how frequent its label is among
-all that is assigned to k: ``γ_ijk ∝ ω_ik exp(−ℓ(x_ij, y_ij; θ_k)) / C[k][y_ij]``, sum 1 over k. A
-client of other labels or other inputs thus joins a model as readily; one to which the same inputs
-mean other labels (concept shift) does not. ``ω_ik`` is the mean of γ over the client's samples. The
-client trains each θ_k on Σ_j γ_ijk ℓ; the server averages by numbers of samples, and C[k] becomes
-what clients have assigned to k of each class, at least 1e-8, over its sum. γ, ω and C are uniform
-at the start, the models different.
+Clustering", ICML 2024 (arXiv 2301.12379). K models are trained by expectation maximisation. The
+responsibility of model k for sample j of client i is divided by the frequency of its label among
+the samples assigned to k: ``γ_ijk ∝ ω_ik exp(−ℓ(x_ij, y_ij; θ_k)) / C[k][y_ij]``, normalized over
+k. Label and feature shift therefore do not separate clients, and concept shift does. ``ω_ik`` is
+the mean of γ over the client's samples. A client trains each θ_k on Σ_j γ_ijk ℓ; the server
+averages by numbers of samples, and C[k] is the normalized mass of each class assigned to k, at
+least 1e-8. At the start γ, ω and C are uniform, and the models different.
 
-In each round a client is sent the K models twice: to assign its samples, which it remembers, and
-then one after the other to train them; K models come back, and count as K updates. It is tested
-with the model of its largest ω; the soft mixture of predictions is left out, since the paper's
-figure 6c has this one ahead, and a client that is new is placed by one such assignment. Our
-readings: a step's loss is the mean over its mini-batch of γ ℓ; clients whose answers a round did
-without count in C with their last ones; the paper's removal of models that hardly any client uses
-is switched off in the authors' code, and is left out. The server keeps K shares of each class for
-each client. An assignment takes as long as K passes without gradients.
+In each round a client receives the K models twice: to compute γ, which it stores, and one by one
+for training; each is an update. It is tested with the model of its largest ω, which is ahead of the
+soft mixture of predictions in the paper's figure 6c; a new client is placed by a query for γ. Our
+readings: the loss of a step is the mean of γ ℓ over its mini-batch; clients that did not answer in
+a round count in C with their latest masses; the removal of rarely used models is left out, as it is
+switched off in the authors' code. The server stores K masses of each class per client. Computing γ
+costs K passes without gradients.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ log = getLogger("raceme")
 _LEAST_SHARE = 1e-8
 _ROUNDING = 1e-3
 _MOST = 1_000_000
-"""Masses that one client may state."""
+"""Maximum number of masses stated by a client."""
 
 
 @dataclass(frozen=True)
@@ -57,17 +55,17 @@ class FedRCParameters(RoundsParameters):
 
 @dataclass
 class FedRCState:
-    """What FedRC knows beside its clusters.
+    """State of FedRC besides its clusters.
 
     Attributes
     ----------
     masses : dict[str, NDArray[np.float64]]
-        m_i: how much of its samples of each class each client assigns to each model, as it has
-        last said. Shape (K, classes).
+        m_i: latest responsibilities of the models for each client's samples, summed by class.
+        Shape (K, classes).
     assigned : dict[str, bool]
-        Clients that have said it since the last round.
+        Clients that have stated them since the last round.
     begun : dict[str, dict[int, bool]]
-        Models that each participant of the round has been sent to train.
+        Models that each participant trains or has trained in this round.
     """
 
     masses: dict[str, NDArray[np.float64]] = field(default_factory=dict)
@@ -90,7 +88,7 @@ class FedRC(Method):
     scheduling: InRounds
 
     def scheduler(self) -> Scheduler:
-        """Work in rounds, in which a client trains every model."""
+        """Work in rounds; a client trains every model."""
         return InRounds(
             participants=self._participants,
             sampling=self.parameters.sampling,
@@ -99,21 +97,21 @@ class FedRC(Method):
         )
 
     def initialize(self, vector: Vector) -> None:
-        """Start from K different models."""
+        """Start with K different models."""
         self.clusters = different_models(vector, self.parameters.k, self._spec, self.rng)
         self.state = FedRCState()
 
     # Before a round: the E-step.
 
     def _queries(self, moment: SelectionContext) -> Sequence[Request] | None:
-        """Let all clients assign their samples; then let a round's clients train."""
+        """Query all clients for responsibilities before each round."""
         asked = self.scheduling.ask_first(moment)
         if asked is not None:
             return [self._assign(client) for client in asked]
         return None
 
     def _assign(self, client: str) -> Request:
-        """Let a client assign its samples to the models, given ω and C."""
+        """Return the computation of γ, given ω and C."""
         examples = self.progress.fleet.clients[client].num_examples
         cost = forward_cost(self.train_config, examples, len(self.models))
         arrays = {}
@@ -126,24 +124,24 @@ class FedRC(Method):
         return Request(client, LABEL_MASSES, models=models, arrays=arrays, settings=settings)
 
     def _table(self) -> NDArray[np.float64]:
-        """Return C, the share of each class in what is assigned to each model."""
+        """Return C: share of each class in the mass of each model."""
         return label_table(list(self._agreeing().values()))
 
     def _agreeing(self) -> dict[str, NDArray[np.float64]]:
-        """Return the masses of as many classes as most clients state."""
+        """Return the masses with the most frequent number of classes."""
         masses = self.state.masses
         shape, _ = Counter(own.shape for own in masses.values()).most_common(1)[0]
         return {client: own for client, own in masses.items() if own.shape == shape}
 
     def on_answer(self, answer: Answer) -> None:
-        """Take in how a client has assigned its samples; its largest ω says where it belongs.
+        """Store a client's masses, and assign it to the model of its largest ω.
 
-        An answer that comes when the round has begun is as good: the client takes part in the next.
+        An answer after the start of the round counts for the next.
 
         Raises
         ------
         InvalidReplyError
-            These are no masses of so many models, of all of its samples.
+            They are not masses of K models over all of its samples.
         """
         client = answer.task.client
         examples = answer.num_examples
@@ -152,7 +150,7 @@ class FedRC(Method):
         off = np.abs(counts - np.round(counts)).max()
         if off > _ROUNDING or round(float(counts.sum())) != examples or not examples:
             raise InvalidReplyError("its masses are not those of whole samples")
-        # No client counts as many times more samples than the others have.
+        # Bounds the weight of a client that states far more samples than others.
         counted = self.progress.fleet.counted(client, examples)
         self.state.masses[client] = stated * (counted / examples)
         self.state.assigned[client] = True
@@ -161,7 +159,7 @@ class FedRC(Method):
     # A round: the M-step.
 
     def _participants(self, online: Sequence[Client], rng: np.random.Generator) -> Sequence[Client]:
-        """Draw from clients that have assigned their samples; if none has, from all."""
+        """Select from the clients with responsibilities; from all if there are none."""
         self.state.begun = {}
         able = [client for client in online if client.client_id in self.state.assigned]
         return self.scheduling.pick(
@@ -169,10 +167,10 @@ class FedRC(Method):
         )
 
     def request_for(self, client: str) -> Request:
-        """Let a client train the next model, on its samples as it has assigned them."""
+        """Return the weighted training of a client's next model."""
         model = self._next_model(client)
         if model is None or client not in self.state.assigned:
-            # Without assigned samples a client trains nothing; the next round has it again.
+            # Without responsibilities a client cannot train; it takes part in the next round.
             return self._assign(client)
         settings = {WEIGHTED_BY: list(self.models).index(model)}
         return Request(client, TRAIN_WEIGHTED, models=(model,), settings=settings)
@@ -182,18 +180,18 @@ class FedRC(Method):
         return next((model for model in self.models if model not in begun), None)
 
     def on_sent(self, task: InFlight) -> None:
-        """Note which model a client is given to train."""
+        """Record the model that a client trains."""
         if task.kind == TRAIN_WEIGHTED:
             self.state.begun.setdefault(task.client, {})[task.cluster] = True
 
     def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
-        """θ_k ← Σ n_i θ_ik / Σ n_i, over the clients that have trained it."""
+        """Average each model over its clients: θ_k ← Σ n_i θ_ik / Σ n_i."""
         self.state.begun, self.state.assigned = {}, {}
         return average_by_cluster(self.clusters, updates, home=lambda update: update.task.cluster)
 
 
 def mixing_of(masses: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return ω_i: the share of a client's samples that is assigned to each model. Shape (K,).
+    """Return ω_i: mean responsibility of each model for a client's samples. Shape (K,).
 
     Parameters
     ----------
@@ -204,7 +202,7 @@ def mixing_of(masses: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def label_table(masses: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
-    """Return C[k][y] = Σ_i m_ik[y], at least 1e-8, each row over its sum. Shape (K, classes).
+    """Return C[k][y] = Σ_i m_ik[y], at least 1e-8, rows normalized. Shape (K, classes).
 
     Parameters
     ----------
