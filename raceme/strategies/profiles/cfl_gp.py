@@ -1,4 +1,4 @@
-"""CFL-GP: clusters by what clients' gradients look like at the same models, accumulated.
+"""CFL-GP: clusters by accumulated gradients of clients at common models.
 
 Kim et al., "Clustered Federated Learning via Gradient-based Partitioning", ICML 2024. Every P
 rounds, until T_end, a criterion model m is chosen among the M cluster models. Every client returns
@@ -10,14 +10,14 @@ averaging go on in each cluster. All clients are in the first one at the beginni
 
 Our readings. The criterion model goes through the clusters, as the period M P in β says; in the
 authors' code it is the first (``criterion = first``); cycling is not confirmed. Before the first
-round all models are equal. A client that has no profile yet makes the next round a clustering
-round, after T_end too. With K unknown (``k = 0``) there is one model for ``warmup`` rounds; then
-the profiles keep the directions before the largest gap of singular values, at least 3 of them, and
-K is the number of groups from 2 on with the best silhouette. How long is not confirmed.
+round all models are equal. A client without a profile makes the next round a clustering round,
+after T_end too. With M unknown (``k = 0``) there is one model for ``warmup`` rounds, a length that
+is not confirmed; then the profiles are projected on the directions before the largest gap of
+singular values, at least 3, and M is the number of groups with the best silhouette.
 
-The server keeps a profile of M · |w| numbers for each client, or with ``profile = sampled`` of 1 %
-of them, drawn at random. A clustering round takes a client one pass over its samples more, and
-brings a second vector of the model's size up.
+The server stores a profile of M · |w| numbers per client, or with ``profile = sampled`` a random
+1 % of them. A clustering round costs a client a pass over its samples, and an upload of the model's
+size.
 """
 
 from __future__ import annotations
@@ -66,20 +66,20 @@ class CFLGPParameters(RoundsParameters):
 
 @dataclass
 class CFLGPState(QueryState):
-    """What CFL-GP knows beside its clusters.
+    """State of CFL-GP besides its clusters.
 
     Attributes
     ----------
     profiles : dict[str, dict[int, Vector]]
-        G: block m of each client's profile, by m. Shape (coordinates,).
+        G: blocks m of each client's profile. Shape (coordinates,) each.
     criterion : int
-        m: model at which gradients are taken in this clustering round.
+        m: criterion model of this clustering round.
     clustered : int
-        Number of the last round before which clients were clustered, from 0; −1 for none.
+        Number of the last clustering round, from 0; −1 before the first.
     heard : dict[str, bool]
-        Clients that have returned a gradient for it.
+        Clients with a gradient in this clustering round.
     coordinates : NDArray[np.int64]
-        Weights that profiles keep; empty for all.
+        Weights stored in profiles; empty for all.
     """
 
     profiles: dict[str, dict[int, Vector]] = field(default_factory=dict)
@@ -112,7 +112,7 @@ class CFLGP(QueriesFirst):
             )
 
     def initialize(self, vector: Vector) -> None:
-        """Begin with M equal models; with one, if their number is not known."""
+        """Start with M equal models; with one if M is unknown."""
         count = self.parameters.k or 1
         self.clusters = Clusters({m: Model(vector.copy()) for m in range(count)})
         self.state = CFLGPState()
@@ -123,7 +123,7 @@ class CFLGP(QueriesFirst):
             self.state.coordinates = chosen.astype(np.int64)
 
     def on_join(self, client: Client) -> None:
-        """Take a client in: all are in the first cluster until they are clustered."""
+        """Add a client; all are in the first cluster before the first clustering."""
         super().on_join(client)
         if not self.clusters.is_placed(client.client_id) and self.state.clustered < 0:
             self.clusters.assign(client.client_id, next(iter(self.models)))
@@ -131,7 +131,7 @@ class CFLGP(QueriesFirst):
     # Before a clustering round: gradients.
 
     def _queries(self, moment: SelectionContext) -> Sequence[Request] | None:
-        """Ask for gradients before some rounds, cluster, and then let a round's clients train."""
+        """Query gradients before clustering rounds, and cluster the clients."""
         rounds = self.scheduling.state
         if self._is_due(rounds.number, moment) and not (rounds.running or moment.greeting):
             asked = self.scheduling.ask_first(moment, self._is_to_answer, every=0)
@@ -141,7 +141,7 @@ class CFLGP(QueriesFirst):
         return None
 
     def _is_due(self, number: int, moment: SelectionContext) -> bool:
-        """Return whether clients are clustered before the round of this number, from 0."""
+        """Return whether a round, numbered from 0, is a clustering round."""
         state, options = self.state, self.parameters
         if state.clustered == number:
             return False
@@ -159,21 +159,21 @@ class CFLGP(QueriesFirst):
         return not state.heard.get(client, False) and self._has_tries(client)
 
     def _question(self, client: str) -> Request:
-        """Ask a client for its gradient at the criterion model."""
+        """Return the computation of a client's gradient at the criterion model."""
         examples = self.progress.fleet.clients[client].num_examples
         cost = names.PASSES_OF_TRAINING * forward_cost(self.train_config, examples)
         model = list(self.models)[self.state.criterion]
         return Request(client, GRADIENT, models=(model,), settings={names.COMPUTE_SCALE: cost})
 
     def on_answer(self, answer: Answer) -> None:
-        """Take a gradient into its block of the client's profile: a running mean.
+        """Update the running mean of a block of the client's profile.
 
-        One that comes when the round has begun counts at the next clustering.
+        A gradient that arrives after the start of the round counts for the next clustering.
 
         Raises
         ------
         InvalidReplyError
-            It is none of this model, or too large.
+            It has another shape, is too large, or of a model that was split meanwhile.
         """
         state, client, rounds = self.state, answer.task.client, self.scheduling.state
         weights = len(self.compared(next(iter(self.models.values())).vector))
@@ -191,12 +191,12 @@ class CFLGP(QueriesFirst):
         new = stated if old is None else (1.0 - share) * old + share * stated
         blocks[criterion] = new.astype(np.float32)
         if not rounds.running and answer.task.version == self.models[answer.task.cluster].version:
-            # The criterion model is still the one that it was asked about.
+            # The criterion model has not changed since the query.
             state.heard[client] = criterion == state.criterion
         state.asked.pop(client, None)
 
     def _cluster(self, number: int) -> None:
-        """Group the profiles, move clients, and choose the model for the next gradients."""
+        """Cluster the profiles, reassign clients, and choose the next criterion model."""
         state, options = self.state, self.parameters
         state.clustered, state.heard = number, {}
         clients = list(state.profiles)
@@ -209,7 +209,7 @@ class CFLGP(QueriesFirst):
         elif count == 1 and number + 1 >= options.warmup and len(clients) > 2:
             labels = found_groups(profiles, self._seed())
             self.clusters.split(0, parts_of(clients, labels))
-            # Blocks are those of the one model so far: all clusters have come from it.
+            # The blocks so far are those of the single model, the origin of all clusters.
             return
         elif count > 1:
             self._move(clients, grouped(profiles, count, self._seed()))
@@ -217,7 +217,7 @@ class CFLGP(QueriesFirst):
             state.criterion = (state.criterion + 1) % len(self.models)
 
     def _move(self, clients: Sequence[str], labels: NDArray[np.int64]) -> None:
-        """Move clients into the groups, named so that most of them stay where they are."""
+        """Assign clients to the groups, labelled so that most clients stay in their cluster."""
         clusters = self.clusters
         homes = {client: clusters.main(client) for client in clients if clusters.is_placed(client)}
         kept = kept_homes(clients, labels, homes)
@@ -238,20 +238,20 @@ def running_share(number: int, models: int, every: int) -> float:
     Parameters
     ----------
     number : int
-        r: the round, from 0.
+        r: number of the round, from 0.
     models, every : int
-        M: number of models; P: rounds from one clustering to the next.
+        M: number of models; P: rounds between clusterings.
     """
     return 1.0 / ((number + 1) // (models * every) + 1)
 
 
 def profile_rows(blocks: Sequence[dict[int, Vector]], models: int) -> NDArray[np.float64]:
-    """Return profiles as rows: the blocks of M models, 0 where a client was not asked yet.
+    """Return profiles as rows: the blocks of M models, missing ones 0.
 
     Parameters
     ----------
     blocks : Sequence of dict[int, Vector]
-        Of each client. Shape (c,) each.
+        Blocks of each client. Shape (c,) each.
     models : int
         M: number of models, and of blocks per profile.
 
@@ -269,7 +269,7 @@ def profile_rows(blocks: Sequence[dict[int, Vector]], models: int) -> NDArray[np
 
 
 def main_points(profiles: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return profiles projected on all left singular vectors of their matrix, and singular values.
+    """Return profiles projected on all left singular vectors, and the singular values.
 
     Parameters
     ----------
@@ -279,20 +279,20 @@ def main_points(profiles: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDA
     Returns
     -------
     tuple of NDArray[np.float64]
-        Points, shape (n, r), by falling singular value, and these values, shape (r,).
+        Points, shape (n, r), and singular values in descending order, shape (r,).
     """
-    # Gᵀ = V S Uᵀ: what U projects the columns of G on is V S.
+    # Gᵀ = V S Uᵀ: the columns of G projected on U are the rows of V S.
     directions, values, _ = np.linalg.svd(profiles, full_matrices=False)
     return directions * values, values
 
 
 def grouped(profiles: NDArray[np.float64], groups: int, seed: int) -> NDArray[np.int64]:
-    """Group profiles by k-means on their projections on the first M left singular vectors.
+    """Cluster profiles by k-means of their projections on the first M left singular vectors.
 
     Parameters
     ----------
     profiles : NDArray[np.float64]
-        Profile of each client, a row each. Shape (n, c).
+        Profiles of the clients. Shape (n, c).
     groups : int
         M; fewer if there are fewer clients.
     seed : int

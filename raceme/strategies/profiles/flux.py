@@ -1,27 +1,25 @@
-"""FLUX: clusters by moments of clients' latent features, found without knowing how many.
+"""FLUX: clusters by moments of clients' latent features, of unknown number.
 
-Fenoglio et al., NeurIPS 2025 (arXiv 2511.22305). Federated averaging makes one model until it is
-ripe: from round 3 on, as soon as its accuracy has gained less than 0.06 in a round, or when 80 % of
-the rounds are over. Under it every client describes its training samples once: latent features z,
-projected on l dimensions, of which it sends mean and standard deviation, of all samples and of each
-class. The server scales these, and density clustering finds the groups and their number: DBSCAN
-with 2 points, and ε at the elbow of the sorted distances to the nearest neighbour; a client that is
-noise is a cluster of its own. Federated averaging goes on in each. A newcomer needs no labels: its
-means and deviations of all samples tell the nearest group.
+Fenoglio et al., NeurIPS 2025 (arXiv 2511.22305). Federated averaging trains a common model until it
+is ripe: from round 3 on, when its accuracy gains less than 0.06 in a round, or after 80 % of the
+rounds. Every client then computes descriptors of its training samples once: mean and standard
+deviation of the latent features z, projected on l dimensions, of all samples and of each class. The
+server scales them, and DBSCAN finds the groups and their number, with 2 points and ε at the elbow
+of the sorted nearest-neighbour distances; noise points are clusters of their own. Federated
+averaging continues in each cluster. A newcomer joins the nearest cluster by the moments of all of
+its samples, without labels.
 
-The projection is fitted on random points that all clients draw alike, up to 1.02 times the largest
-latent feature of all, which they state first. z is what comes into the first dense layer after the
-convolutions. Our readings: of a network without convolutions, what comes into its last layer; the
-accuracy is that on the training samples, which clients measure before each round until the model is
-ripe (the authors' is that of Flower's tests); without a limit on the updates the share of rounds
-that are over is not known, and the first rule alone decides; a block that is scaled to 0…1 is one
-moment of one class; the elbow is the point farthest from the line between the curve's ends. l is
-the number of classes in the authors' code, and 10 in a second-hand note on the paper, the default.
-Noise on the descriptors is theirs as an option, ``noise``, on the server here: of use to compare
-results, and no privacy.
+The projection is fitted on random points, the same on all clients, in the range up to 1.02 times
+the largest latent feature, which clients state first. z is the input of the first dense layer after
+the convolutions. Our readings: without convolutions z is the input of the last layer; the accuracy
+is that on the training samples, evaluated before each round until the model is ripe (the authors'
+is that of Flower's tests); without a limit on the updates only the first rule applies; each moment
+of each class is scaled to 0…1; the elbow is the point farthest from the line between the curve's
+ends. l is the number of classes in the authors' code, and 10, the default, in a second-hand note on
+the paper. Their option ``noise`` adds noise to the descriptors, here on the server: for comparing
+results, not for privacy.
 
-The server keeps the model under which clients described themselves, for newcomers, and 2 (U + 1) l
-numbers of each client.
+The server stores the common model, for newcomers, and 2 (U + 1) l numbers of each client.
 """
 
 from __future__ import annotations
@@ -50,11 +48,11 @@ from raceme.strategies.shared import QueriesFirst, QueryState, numbered
 log = getLogger("raceme")
 
 _FIRST_LOOK = 3
-"""Round after which the model may be ripe."""
+"""First round after which the model may be ripe."""
 _FEWEST_POINTS = 2
 _ROUNDING = 1.0 + 1e-9
 _MOST = 1_000_000
-"""Numbers that the descriptors of one client may be."""
+"""Maximum size of a client's descriptors."""
 
 
 @dataclass(frozen=True)
@@ -75,31 +73,31 @@ class FLUXParameters(RoundsParameters):
 
 @dataclass
 class FLUXState(QueryState):
-    """What FLUX knows beside its clusters.
+    """State of FLUX besides its clusters.
 
     Attributes
     ----------
     phase : str
-        What is asked before the next round: ``"scores"``, ``"range"``, ``"descriptors"``, or, of
-        newcomers, ``"newcomers"``.
+        Queries before the next round: ``"scores"``, ``"range"``, ``"descriptors"``, or
+        ``"newcomers"``.
     scored : int
         Number of rounds before the last scores.
     heard : dict[str, bool]
         Clients that have answered in this phase.
     correct : dict[str, float]
-        Accuracies of this phase, of each client.
+        Accuracy of each client in this phase.
     accuracies : list[float]
         Mean accuracy of the common model before each round but the first.
     most : float
-        Largest latent feature of any sample that clients have reported.
+        Largest latent feature of all clients.
     common : Vector or None
-        The model under which clients describe themselves. Shape (d,).
+        Common model of the descriptors. Shape (d,).
     descriptors : dict[str, NDArray[np.float64]]
-        Of each client. Shape (1 + U, 2, l).
+        Descriptors of each client. Shape (1 + U, 2, l).
     low, high : NDArray[np.float64]
-        Bounds by which blocks are scaled. Shape (1 + U, 2).
+        Bounds of the scaling. Shape (1 + U, 2).
     centroids : dict[int, Vector]
-        Scaled descriptors of each cluster without those of classes. Shape (2 l,).
+        Mean scaled descriptors of all samples in each cluster. Shape (2 l,).
     """
 
     phase: str = "scores"
@@ -134,10 +132,10 @@ class FLUX(QueriesFirst):
             classes="measure accuracies unless warmup=20 or the like" if scores else "",
         )
 
-    # Before a round: is the model ripe, and what do clients' data look like under it?
+    # Before a round: ripeness of the common model, and descriptors.
 
     def _queries(self, moment: SelectionContext) -> Sequence[Request] | None:
-        """Ask what the phase asks for, as long as clients are to be asked; then begin a round."""
+        """Return the queries of the present phase; None if the round may start."""
         while not (self.scheduling.state.running or moment.greeting):
             if self._asks():
                 asked = self.scheduling.ask_first(moment, self._is_to_answer, every=0)
@@ -148,7 +146,7 @@ class FLUX(QueriesFirst):
         return None
 
     def _asks(self) -> bool:
-        """Return whether clients are asked before this round; no scores of an untrained model."""
+        """Return whether there are queries before this round; an untrained model is not scored."""
         state, rounds = self.state, self.scheduling.state.number
         if state.phase == "scores":
             return not self.parameters.warmup and rounds > state.scored
@@ -161,7 +159,7 @@ class FLUX(QueriesFirst):
         return client not in state.heard and self._has_tries(client)
 
     def _question(self, client: str) -> Request:
-        """Ask a client for the accuracy of the model, its largest feature, or its descriptors."""
+        """Return a query for the accuracy, the largest latent feature, or the descriptors."""
         examples = self.progress.fleet.clients[client].num_examples
         settings = {names.COMPUTE_SCALE: forward_cost(self.train_config, examples)}
         if self.state.phase == "scores":
@@ -178,12 +176,12 @@ class FLUX(QueriesFirst):
         return Request(client, DESCRIPTORS, models=(), arrays=common, settings=settings)
 
     def on_answer(self, answer: Answer) -> None:
-        """Take in what was asked for; late descriptors place a client as a newcomer.
+        """Process an answer; late descriptors place a client as a newcomer.
 
         Raises
         ------
         InvalidReplyError
-            It is not that.
+            The answer is invalid.
         """
         state, client, kind = self.state, answer.task.client, answer.task.kind
         wanted = {"scores": names.SCORES, "range": LATENT_MOST}.get(state.phase, DESCRIPTORS)
@@ -206,7 +204,7 @@ class FLUX(QueriesFirst):
             state.heard[client] = True
 
     def _describe(self, client: str, stated: NDArray[np.float64]) -> None:
-        """Keep descriptors, or let a newcomer join the nearest group by those without labels."""
+        """Store descriptors, or assign a newcomer to the nearest cluster by overall moments."""
         state = self.state
         if state.phase == "descriptors":
             state.descriptors[client] = stated
@@ -218,7 +216,7 @@ class FLUX(QueriesFirst):
         self.clusters.assign(client, nearest)
 
     def _advance(self) -> bool:
-        """Act on the answers when all clients were asked; return whether a new phase begins."""
+        """Process a complete phase; return whether a new one starts."""
         state = self.state
         if state.phase == "scores":
             if not self._is_ripe():
@@ -226,7 +224,7 @@ class FLUX(QueriesFirst):
             state.common = self.models[0].vector.copy()
             return self._begin("range")
         if state.phase == "range":
-            # Without an answer nothing can be described, and one model serves all.
+            # Without an answer there are no descriptors: the common model remains.
             return bool(state.heard) and self._begin("descriptors")
         if state.phase == "descriptors" and state.descriptors:
             self._cluster()
@@ -238,7 +236,7 @@ class FLUX(QueriesFirst):
         return True
 
     def _is_ripe(self) -> bool:
-        """Return whether the common model is ripe, and note its accuracy."""
+        """Return whether the common model is ripe, and record its accuracy."""
         state, options, rounds = self.state, self.parameters, self.scheduling.state.number
         if options.warmup:
             return rounds >= options.warmup
@@ -253,7 +251,7 @@ class FLUX(QueriesFirst):
         return rounds >= _FIRST_LOOK and gains_little(state.accuracies, options.least_gain)
 
     def _cluster(self) -> None:
-        """Find the groups, and the centroids by which newcomers are placed."""
+        """Cluster the clients, and compute the centroids for newcomers."""
         state, options = self.state, self.parameters
         found = state.descriptors
         rows, _ = Counter(len(own) for own in found.values()).most_common(1)[0]
@@ -273,14 +271,14 @@ class FLUX(QueriesFirst):
 
 
 def gains_little(accuracies: Sequence[float], least: float) -> bool:
-    """Return whether the last round has gained less accuracy than wanted.
+    """Return whether the last round gained less accuracy than a threshold.
 
     Parameters
     ----------
     accuracies : Sequence[float]
-        After each round so far.
+        Accuracy after each round so far.
     least : float
-        What a round should gain.
+        Threshold of the gain.
     """
     return len(accuracies) > 1 and accuracies[-1] - accuracies[-2] < least
 
@@ -295,14 +293,14 @@ def scaled(
     descriptors : NDArray[np.float64]
         Shape (..., blocks, 2, l).
     low, high : NDArray[np.float64]
-        Least and largest number of each block. Shape (blocks, 2).
+        Minimum and maximum of each block. Shape (blocks, 2).
     """
     width = np.where(high > low, high - low, 1.0)
     return np.asarray((descriptors - low[..., None]) / width[..., None])
 
 
 def elbow(distances: NDArray[np.float64]) -> float:
-    """Return where a sorted curve bends most: the value farthest below the line between its ends.
+    """Return the elbow of a sorted curve: the value farthest below the line between its ends.
 
     Parameters
     ----------
@@ -314,25 +312,25 @@ def elbow(distances: NDArray[np.float64]) -> float:
 
 
 def density_groups(points: NDArray[np.float64], reach: float) -> NDArray[np.int64]:
-    """Group points by DBSCAN; each that is noise is a group of its own.
+    """Cluster points by DBSCAN; noise points are groups of their own.
 
     Parameters
     ----------
     points : NDArray[np.float64]
-        Points to be grouped, a row each. Shape (n, c).
+        The points. Shape (n, c).
     reach : float
-        ε in distances at the elbow.
+        ε in units of the distance at the elbow.
 
     Returns
     -------
     NDArray[np.int64]
-        A label per point, numbered in order of first appearance. Shape (n,).
+        Labels, numbered in order of first appearance. Shape (n,).
     """
     if len(points) < _FEWEST_POINTS:
         return np.zeros(len(points), np.int64)
     neighbours = NearestNeighbors(n_neighbors=1).fit(points)
     distances = np.sort(neighbours.kneighbors()[0][:, 0])
-    # A point at the elbow is a neighbour, whatever its rounding; ε must not be 0.
+    # A point at the elbow is a neighbour despite rounding; ε must not be 0.
     epsilon = max(reach * elbow(distances) * _ROUNDING, float(np.finfo(np.float64).tiny))
     labels = DBSCAN(eps=epsilon, min_samples=_FEWEST_POINTS).fit_predict(points)
     noise = labels < 0

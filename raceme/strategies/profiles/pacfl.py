@@ -1,23 +1,21 @@
-"""PACFL: clusters by the angles between the main directions of clients' raw data, before training.
+"""PACFL: clusters by principal angles between clients' raw data, before training.
 
 Vahidian et al., "Efficient Distribution Similarity Identification in Clustered Federated Learning
-via Principal Angles Between Client Data Subspaces", AAAI 2023 (arXiv 2209.10526). Once, before it
-trains, every client sends U_i: of each class the first p left singular vectors of its flattened
-samples, side by side. The proximity of two clients is the least entry of arccos(U_iᵀ U_j), in
-degrees; the nearest clusters are joined as long as they are no farther apart than β; each cluster
-then trains by federated averaging. A newcomer's row is added, all are clustered again, and it goes
-on from its cluster's model.
+via Principal Angles Between Client Data Subspaces", AAAI 2023 (arXiv 2209.10526). Before training
+every client sends U_i once: the first p left singular vectors of the flattened samples of each
+class. The distance of two clients is the smallest entry of arccos(U_iᵀ U_j), in degrees; the
+nearest clusters are merged up to a distance of β; each cluster then trains by federated averaging.
+For a newcomer all clients are clustered again, and it continues from its cluster's model.
 
-**U_i are directions of raw data**: of images they look like the client's mean images. Where such
-pictures must not leave the client, this method must not be used.
+**U_i are directions of raw data**: those of images resemble the client's mean images. Do not use
+the method where these must not leave the client.
 
 Average linkage is the unweighted mean of two rows, as in the authors' code. Our readings: singular
-vectors are turned towards the mean of their class's samples, since an entry-wise least angle
-depends on their sign; ``directions-in-all`` gives each class its share, rounded, at least one. The
-paper's other measure, the trace, is not confirmed and is left out. β depends on the data: a run
-logs the angles that it finds. ``clusters`` is our addition. The server keeps U_i of each client and
-the n² angles. That takes a client as long as a pass over its samples without gradients (our
-addition for virtual time).
+vectors point towards the mean of their class's samples, since the smallest angle depends on their
+sign; ``directions-in-all`` gives each class its share, rounded, at least one. The paper's other
+measure, the trace, is not confirmed and left out. β depends on the data; a run logs the angles.
+``clusters`` is our addition. The server stores U_i of each client and the n² angles. On virtual
+time U_i cost a pass without gradients (our addition).
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ log = getLogger("raceme")
 
 _ROUNDING = 1e-3
 _MOST = 10_000_000
-"""Numbers that the directions of one client may be."""
+"""Maximum size of a client's directions."""
 _LINKAGES = {"average": "weighted", "maximum": "complete", "minimum": "single"}
 """The paper's names, and scipy's: "weighted" is the mean of two rows whatever their sizes."""
 
@@ -68,18 +66,18 @@ class PACFLParameters(RoundsParameters):
 
 @dataclass
 class PACFLState(QueryState):
-    """What PACFL knows beside its clusters.
+    """State of PACFL besides its clusters.
 
     Attributes
     ----------
     directions : dict[str, NDArray[np.float32]]
-        U_i of each client that has answered. Shape (size of a sample, directions).
+        U_i of each client that has answered. Shape (sample size, directions).
     angles : dict[str, dict[str, float]]
-        A: degrees between every two of them, by the later of both and then the earlier one.
+        A: angle of each pair in degrees, by the later client and then the earlier one.
     is_new : bool
-        Whether a client has answered since clients were clustered last.
+        Whether a client has answered since the last clustering.
     is_clustered : bool
-        Whether clients have been clustered at all.
+        Whether there was a clustering.
     """
 
     directions: dict[str, NDArray[np.float32]] = field(default_factory=dict)
@@ -101,7 +99,7 @@ class PACFL(QueriesFirst):
     # Before the first round, and for newcomers: directions.
 
     def _queries(self, moment: SelectionContext) -> Sequence[Request] | None:
-        """Ask clients that have not answered yet, cluster, and then let a round's clients train."""
+        """Query clients without directions, and cluster if there are new ones."""
         asked = self.scheduling.ask_first(moment, self._is_to_answer, every=0)
         if asked is not None:
             return [self._question(client) for client in asked]
@@ -113,7 +111,7 @@ class PACFL(QueriesFirst):
         return client not in self.state.directions and self._has_tries(client)
 
     def _question(self, client: str) -> Request:
-        """Ask a client for the main directions of its data."""
+        """Return a query for the principal directions of a client's data."""
         options, examples = self.parameters, self.progress.fleet.clients[client].num_examples
         settings = {
             PER_CLASS: options.directions,
@@ -123,12 +121,12 @@ class PACFL(QueriesFirst):
         return Request(client, PRINCIPAL_DIRECTIONS, models=(), settings=settings)
 
     def on_answer(self, answer: Answer) -> None:
-        """Take a client's directions in.
+        """Store a client's directions.
 
         Raises
         ------
         InvalidReplyError
-            They are no directions: columns of length 1.
+            They are not columns of length 1.
         """
         state, client = self.state, answer.task.client
         bound = 1.0 + _ROUNDING
@@ -140,7 +138,7 @@ class PACFL(QueriesFirst):
         state.is_new = True
 
     def _cluster(self) -> None:
-        """Cluster all clients that have answered; each cluster that is new starts from a copy."""
+        """Cluster all clients with directions; new clusters start from a copy."""
         state, options = self.state, self.parameters
         state.is_new = False
         self._drop_other_sizes()
@@ -165,7 +163,7 @@ class PACFL(QueriesFirst):
         self.clusters.split(0, parts_of(clients, labels), threshold=options.beta)
 
     def _drop_other_sizes(self) -> None:
-        """Leave out whose samples have another size than most clients': it has lied."""
+        """Drop directions of another sample size than the majority's."""
         found = self.state.directions
         size, _ = Counter(len(directions) for directions in found.values()).most_common(1)[0]
         for client in [client for client, own in found.items() if len(own) != size]:
@@ -174,7 +172,7 @@ class PACFL(QueriesFirst):
 
 
 def least_angle(one: NDArray[np.float32], other: NDArray[np.float32]) -> float:
-    """Return the least entry of arccos(U_iᵀ U_j), in degrees.
+    """Return the smallest entry of arccos(U_iᵀ U_j), in degrees.
 
     Parameters
     ----------
@@ -188,23 +186,23 @@ def least_angle(one: NDArray[np.float32], other: NDArray[np.float32]) -> float:
 def agglomerated(
     angles: NDArray[np.float64], beta: float, how: str, clusters: int = 0
 ) -> NDArray[np.int64]:
-    """Join the nearest clusters while they are at most β apart.
+    """Merge the nearest clusters up to a distance of β.
 
     Parameters
     ----------
     angles : NDArray[np.float64]
         A: symmetric, in degrees. Shape (n, n).
     beta : float
-        β: largest distance, in degrees, at which two clusters are joined.
+        β: maximum distance of merged clusters, in degrees.
     how : str
         Linkage: ``"average"``, ``"maximum"`` or ``"minimum"`` of the pairwise angles.
     clusters : int
-        Instead of β: how many clusters are left; 0 for none of that.
+        Number of clusters, instead of β; 0 for β.
 
     Returns
     -------
     NDArray[np.int64]
-        A label per client, numbered in order of first appearance. Shape (n,).
+        Labels, numbered in order of first appearance. Shape (n,).
     """
     if len(angles) < 2:
         return np.zeros(len(angles), np.int64)
@@ -215,7 +213,7 @@ def agglomerated(
 
 
 def _log_angles(angles: NDArray[np.float64], labels: NDArray[np.int64]) -> None:
-    """Let a run show where β belongs."""
+    """Log the angles inside and across clusters, for the choice of β."""
     pairs = np.triu(np.ones_like(angles, bool), 1)
     same = (labels[:, None] == labels) & pairs
     apart = ~(labels[:, None] == labels) & pairs
