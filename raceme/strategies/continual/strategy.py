@@ -1,7 +1,7 @@
-"""What the methods share whose clients meet one task after another.
+"""Continual learning: FedProx-EWC, Stable SGD, FedProx-APD and FedWeIT, and their common part.
 
-A task of a client is a step of its data that change, by ``--drift tasks`` or any other drift; where
-they never change there is one task.
+A task is a step of a client's data, with ``--drift tasks`` or any other drift; without a drift
+there is one task.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class TaskRoundsParameters(RoundsParameters):
 
 
 class TaskRounds(Method):
-    """FedProx's rounds: the methods differ in how clients train, and the server averages."""
+    """FedProx's rounds; the methods differ in the training of clients."""
 
     def task_of(self, client: str) -> int:
-        """Return the number of the task that a client is at, from 0."""
+        """Return the number of a client's present task, from 0."""
         return self.step_of(client) or 0
 
     def begins_task(self, client: str) -> bool:
-        """Return whether a client has sent no update of the task that it is at."""
+        """Return whether a client has sent no update of its present task."""
         return self.progress.trained_steps.get(client) != self.task_of(client)
 
     def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
@@ -46,25 +46,24 @@ class TaskRounds(Method):
 
 
 # -----------------------------------------------------------------------------
-# FedProx-EWC: federated averaging whose clients hold what matters for their former tasks.
+# FedProx-EWC: FedProx with elastic weight consolidation.
 #
 # Kirkpatrick et al., "Overcoming catastrophic forgetting in neural networks", PNAS 2017. A client
-# that has trained on former tasks makes its loss on the present one small together with
+# with former tasks minimizes its loss on the present one plus
 #
 #     λ/2 Σ_i F_i (w_i − w*_i)²,
 #
-# where w* are its own weights at the end of the former task and F_i, the Fisher information, says
-# how much weight i matters there: the mean over the task's samples of the squared gradient of the
-# loss. FedProx's term μ/2 ‖w − w_g‖² is added (Li et al., MLSys 2020), and the server averages.
+# where w* are its weights at the end of the former task and F_i is the Fisher information of weight
+# i there: the mean over the task's samples of the squared gradient of the loss. FedProx's term
+# μ/2 ‖w − w_g‖² is added (Li et al., MLSys 2020), and the server averages.
 #
-# Information is accumulated as in online EWC (Schwarz et al., "Progress & Compress", ICML 2018):
-# one penalty for all former tasks together, around the latest w*, with F ← γ F + F_t at the end of
-# task t. γ = 1 forgets none; Kirkpatrick's own has a penalty for each task, around its own w*.
+# F is accumulated as in online EWC (Schwarz et al., "Progress & Compress", ICML 2018): one penalty
+# for all former tasks, around the latest w*, with F ← γ F + F_t at the end of task t; γ = 1 forgets
+# none. Kirkpatrick's own has a penalty for each task, around its own w*.
 #
-# When a task is over, a client notices with its next training, as its data have moved on then. It
-# measures F_t at that moment, on the former step's samples, which takes about one local epoch. F
-# and w* never leave the client. Where data never change this is FedProx. The default of λ is ours,
-# found on the digits; F is a mean over samples.
+# A client computes F_t at its first training on the next task, on the former step's samples, at the
+# cost of about one local epoch. F and w* never leave the client. Without a drift this is FedProx.
+# The default of λ is ours, tuned on the digits.
 # -----------------------------------------------------------------------------
 
 
@@ -90,7 +89,7 @@ class EWC(TaskRounds):
     parameters: EWCParameters
 
     def request_for(self, client: str) -> Request:
-        """Let a client train, after it has measured the task that is over, if one is."""
+        """Return a client's training, with the cost of F_t at the start of a task."""
         settings = {
             names.PROXIMAL_MU: self.parameters.mu,
             keys.ELASTIC_STRENGTH: self.parameters.strength,
@@ -104,19 +103,19 @@ class EWC(TaskRounds):
 
 
 # -----------------------------------------------------------------------------
-# Stable SGD, federated: training that stays in wide minima forgets less.
+# Stable SGD, federated: wide minima reduce forgetting.
 #
 # Mirzadeh et al., "Understanding the Role of Training Regimes in Continual Learning", NeurIPS 2020.
-# What a network forgets of a task is bounded by the curvature of that task's minimum, its largest
-# eigenvalue, times the squared distance that the weights move afterwards. So:
+# Forgetting is bounded by the largest eigenvalue of the Hessian at the task's minimum times the
+# squared distance that the weights move afterwards. Therefore:
 #
-# - dropout and small mini-batches, from the first task on, lead to wide minima;
-# - a large learning rate does too, but then each task gets a smaller one, η_t = η γ^t, so that the
+# - dropout and small mini-batches lead to wide minima;
+# - so does a large initial learning rate, which decays from task to task, η_t = η γ^t, so that the
 #   weights move less and less.
 #
-# No memory is needed. Here each client trains so, with FedProx's term, and the server averages. t
-# counts the steps of the client's data; where they never change η stays. Networks are the user's:
-# dropout acts on what their linear layers receive, see :mod:`raceme.training.local`.
+# Clients train so with FedProx's term, without a memory, and the server averages. t counts the
+# steps of a client's data. Dropout acts on the inputs of the network's linear layers, see
+# :mod:`raceme.training.local`.
 # -----------------------------------------------------------------------------
 
 
@@ -141,7 +140,7 @@ class StableSGD(TaskRounds):
     parameters: StableSGDParameters
 
     def request_for(self, client: str) -> Request:
-        """Let a client train with dropout, at its task's learning rate."""
+        """Return training with dropout, at the task's learning rate."""
         options = self.parameters
         settings = {
             names.PROXIMAL_MU: options.mu,
@@ -161,23 +160,22 @@ class StableSGD(TaskRounds):
 #
 #     θ_t = σ ⊙ M_t + τ_t,   M_t = sigmoid(v_t),
 #
-# with task-shared weights σ, a mask of one number for each unit, and task-adaptive weights τ_t. In
-# training on task t
+# with task-shared weights σ, a mask with one number per unit, and task-adaptive weights τ_t.
+# Training on task t minimizes
 #
 #     L({σ ⊙ M_t + τ_t}; D_t) + λ1 Σ_{i≤t} ‖τ_i‖₁ + λ2 Σ_{i<t} ‖θ_i* − (σ ⊙ M_i + τ_i)‖²
 #
-# is made small over σ, v_t and all τ_i: few task-adaptive weights are not 0, and those of former
-# tasks make up for what σ drifts, from θ_i* = σ ⊙ M_i + τ_i as it was when task t began.
+# over σ, v_t and all τ_i: task-adaptive weights are sparse, and those of former tasks compensate
+# for the drift of σ from θ_i* = σ ⊙ M_i + τ_i at the start of task t.
 #
-# Federated, σ is the model: clients train it with FedProx's term on it, and the server averages.
-# v_t and τ_t stay with the client, which tests the task that it is at with σ ⊙ M_t + τ_t.
+# Federated, σ is the model: clients train it with FedProx's term, and the server averages. v_t and
+# τ_t stay on the client, which tests its present task with σ ⊙ M_t + τ_t.
 #
-# Our readings: masks of former tasks stay as they are; M_t starts from 0.9 and τ_t from 0; the
-# terms with λ1 and λ2 follow each step as proximal steps (see
-# :mod:`raceme.strategies.continual.client`); τ is not clustered over tasks (the paper's
-# hierarchical knowledge consolidation), and no task is given up. The default of λ1 was found on the
-# digits; that of λ2 was compared with 0 and 1 only. A client keeps about two models for each task
-# that it has met.
+# Our readings: masks of former tasks are fixed; M_t starts from 0.9 and τ_t from 0; the terms of λ1
+# and λ2 are proximal steps after each step (see :mod:`raceme.strategies.continual.client`); τ is
+# not clustered over tasks (the paper's hierarchical knowledge consolidation), and no task is
+# removed. The default of λ1 was tuned on the digits; that of λ2 was compared with 0 and 1 only. A
+# client stores about two models per task.
 # -----------------------------------------------------------------------------
 
 
@@ -189,7 +187,7 @@ class APDParameters(TaskRoundsParameters):
     drift: float = option(100.0, "λ2: how strongly former tasks' weights are held", low=0)
 
     def settings(self) -> dict[str, Value]:
-        """Return what a request says of the strengths."""
+        """Return the settings of a request."""
         return {
             names.PROXIMAL_MU: self.mu,
             keys.SPARSITY: self.sparsity,
@@ -198,7 +196,7 @@ class APDParameters(TaskRoundsParameters):
 
 
 def needs_of_decomposition(kind: str) -> Needs:
-    """Return what training decomposed weights needs; clients test with their own parts."""
+    """Return the requirements of decomposed weights; clients test with their own parts."""
     return Needs(
         kinds=frozenset({kind}),
         settings=frozenset({keys.SPARSITY, keys.DRIFT_STRENGTH}),
@@ -214,36 +212,36 @@ class APD(TaskRounds):
     parameters: APDParameters
 
     def request_for(self, client: str) -> Request:
-        """Let a client train the shared weights, with its own for its task."""
+        """Return training of the shared weights, with the client's own for its task."""
         return Request(client, keys.TRAIN_DECOMPOSED, settings=self.parameters.settings())
 
 
 # -----------------------------------------------------------------------------
-# FedWeIT: clients that learn tasks one after another borrow from each other's tasks.
+# FedWeIT: transfer of sparse task-adaptive weights between clients.
 #
 # Yoon, Jeong, Lee, Yang and Hwang, "Federated Continual Learning with Weighted Inter-client
 # Transfer", ICML 2021. The weights of client c for its task t are
 #
 #     θ_c^(t) = B_c ⊙ m_c^(t) + A_c^(t) + Σ_i α_{c,i}^(t) A_i^(j),
 #
-# with base weights B, a sparse mask m of one number for each unit, sparse task-adaptive weights A,
-# and those of other clients i for their tasks j < t, weighted by an attention α for each array of
-# the network. A client makes
+# with base weights B, a sparse mask m with one number per unit, sparse task-adaptive weights A, and
+# those of other clients i for their tasks j < t, weighted by an attention α per array of the
+# network. A client minimizes
 #
 #     L(θ_c^(t)) + λ1 Ω({m_c^(t), A_c^(1..t)}) + λ2 Σ_{i<t} ‖ΔB_c ⊙ m_c^(i) + ΔA_c^(i)‖²
 #
-# small, Ω the L1 norm and Δ what has changed since task t began: A of former tasks make up for what
-# B drifts. The server averages B. It keeps each client's A, and sends a client that begins a task
-# those of others; they do not change while it lasts.
+# with Ω the L1 norm and Δ the change since the start of task t: A of former tasks compensate for
+# the drift of B. The server averages B, stores each client's A, and sends those of others to a
+# client at the start of a task; they are fixed during the task.
 #
-# Our readings: the clients upload B itself, not B ⊙ m, which each round would mask once more; sums
-# are of the latest task of each other client that is before t, of at most `others` of them, drawn
-# at random; m starts from 1, A and α from 0; FedProx's term is there too, on B; proximal steps as
-# in :mod:`raceme.strategies.continual.client`. When a task is over, what was borrowed for it stays
-# as it is. The default of λ1 was found on the digits; that of λ2 was compared with 0 and 1 only.
+# Our readings: clients upload B itself, not B ⊙ m, which would be masked again in each round; the
+# sum is over the latest tasks before t of at most `others` random clients; m starts from 1, A and α
+# from 0; FedProx's term applies to B; proximal steps as in
+# :mod:`raceme.strategies.continual.client`; borrowed weights of former tasks are fixed. The default
+# of λ1 was tuned on the digits; that of λ2 was compared with 0 and 1 only.
 #
-# **What leaves a client**: its task-adaptive weights go to other clients as they are, not averaged
-# with others, and they are made from its data alone.
+# **Privacy**: a client's task-adaptive weights, trained on its data alone, are sent to other
+# clients without averaging.
 # -----------------------------------------------------------------------------
 
 
@@ -261,14 +259,14 @@ class FedWeITParameters(APDParameters):
 
 @dataclass
 class Adaptive:
-    """A client's task-adaptive weights A, of which few are not 0.
+    """A client's sparse task-adaptive weights A.
 
     Attributes
     ----------
     indices : NDArray[np.int32]
-        Where they are not 0.
+        Positions of the nonzero weights.
     values : NDArray[np.float32]
-        Values at these positions, in the same order.
+        Weights at these positions.
     """
 
     indices: NDArray[np.int32]
@@ -277,12 +275,12 @@ class Adaptive:
 
 @dataclass
 class FedWeITState:
-    """What FedWeIT knows beside the base weights.
+    """State of FedWeIT besides the base weights.
 
     Attributes
     ----------
     adaptive : dict[str, dict[int, Adaptive]]
-        A of each client's latest task, and of the one before, by number of the task.
+        A of each client's latest two tasks, by number of the task.
     """
 
     adaptive: dict[str, dict[int, Adaptive]] = field(default_factory=dict)
@@ -298,7 +296,7 @@ class FedWeIT(TaskRounds):
     state: FedWeITState
 
     def request_for(self, client: str) -> Request:
-        """Let a client train; if it begins a task, send it what others have for theirs."""
+        """Return a client's training, with the A of others at the start of a task."""
         lent = self._lent_to(client) if self.begins_task(client) else []
         arrays = {}
         if lent:
@@ -311,7 +309,7 @@ class FedWeIT(TaskRounds):
         return Request(client, keys.TRAIN_BORROWING, arrays=arrays, settings=settings)
 
     def _lent_to(self, client: str) -> list[Adaptive]:
-        """Return the latest A of others that is of a task before the client's, or some of them."""
+        """Return the latest A of others before the client's task, of at most `others` at random."""
         now = self.task_of(client)
         finished = []
         for other, tasks in self.state.adaptive.items():
@@ -323,7 +321,7 @@ class FedWeIT(TaskRounds):
         return [finished[index] for index in chosen]
 
     def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
-        """Average the base weights, weighted by the numbers of samples; keep each client's A."""
+        """Average the base weights, weighted by the numbers of samples; store each client's A."""
         for update in updates:
             adaptive = adaptive_of(update, self.spec)
             if adaptive is not None:
@@ -335,7 +333,7 @@ class FedWeIT(TaskRounds):
 
 
 def adaptive_of(update: Update, spec: ModelSpec) -> Adaptive | None:
-    """Return the task-adaptive weights that come with an update; None if they are unusable."""
+    """Return the task-adaptive weights of an update; None if they are invalid."""
     indices = update.numbers.get(keys.ADAPTIVE_INDICES, np.empty(0))
     values = update.numbers.get(keys.ADAPTIVE_VALUES, np.empty(0))
     weights = spec.size if spec.trainable is None else int(spec.trainable.sum())
@@ -344,7 +342,7 @@ def adaptive_of(update: Update, spec: ModelSpec) -> Adaptive | None:
         return None
     if indices.min() < 0 or indices.max() >= weights or len(np.unique(indices)) < len(indices):
         return None
-    # Other clients will train with them: they are bounded as models are.
+    # Other clients train with them: they are bounded as models are.
     if not np.sum(np.square(values, dtype=np.float64)) <= names.LARGEST_SQUARE:
         return None
     return Adaptive(indices.astype(np.int32), values.astype(np.float32))
