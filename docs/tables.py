@@ -606,41 +606,42 @@ def _bytes(of: Experiment, method: str, seed: int | None = None) -> float:
     return of.mean(method, "bytes_up", seed) + of.mean(method, "bytes_down", seed)
 
 
-def _lost(before: Experiment, after: Experiment, seed: int | None = None) -> Callable[[str], float]:
-    """Return how many points a method loses; FedGroup is FlexCFL where nothing changes."""
+_TABLE4 = code(
+    *("flexcfl", "flexcfl-eta", "fedavg", "fesem", "fedgroup", "ifca"), flexcfl_eta=" (η_g = 5)"
+)
+_UNCHANGED = {"fedgroup": "flexcfl", "flexcfl-eta": "flexcfl"}
+"""Methods of Table 4 without a column of their own in Table 3 (η_g = 0.1 there)."""
 
-    def points(method: str) -> float:
-        unchanged = before.mean("flexcfl" if method == "fedgroup" else method, _BEST, seed)
-        return 100 * (unchanged - after.mean(method, _BEST, seed))
 
-    return points
+def _lost(before: Experiment, after: Experiment, *seeds: int) -> Cell:
+    """Return the column of points lost, and of those of some seeds each."""
+
+    def points(method: str, seed: int | None = None) -> str:
+        unchanged = before.mean(_UNCHANGED.get(method, method), _BEST, seed)
+        return number(100 * (unchanged - after.mean(method, _BEST, seed)), 1)
+
+    def cell(method: str) -> str:
+        each = f" ({', '.join(points(method, seed) for seed in seeds)})" if seeds else ""
+        return points(method) + each
+
+    return cell
 
 
 def _paper_lost(before: Experiment, after: Experiment) -> Cell:
     def cell(method: str) -> str:
-        unchanged = before.published("flexcfl" if method == "fedgroup" else method)
+        unchanged = before.published(_UNCHANGED.get(method, method))
         return number(unchanged - after.published(method), 1)
 
     return cell
 
 
-def flexcfl_swap_mnist(docs: Path, kind: str, seeds: bool) -> Table:
+def flexcfl_swap_mnist(docs: Path, kind: str) -> Table:
     """FlexCFL's Table 4, MNIST-MCLR."""
     before = Experiment.read(docs, "flexcfl-table3-mnist-mclr")
     after = Experiment.read(docs, f"flexcfl-table4-mnist-mclr-{kind}")
-
-    def lost(method: str) -> str:
-        text = number(_lost(before, after)(method), 1)
-        if not seeds:
-            return text
-        each = (number(_lost(before, after, seed)(method), 1) for seed in (0, 1, 2))
-        return f"{text} ({', '.join(each)})"
-
-    heads = ("method", "accuracy %, paper", "ours", "lost, paper")
-    columns = (paper(after), accuracy(after, 2, _BEST), _paper_lost(before, after), lost)
-    methods = code("flexcfl", "fedavg", "fedgroup", "ifca")
-    last = "lost, ours (by seed)" if seeds else "lost, ours"
-    return Table((*heads, last), lines(methods, *columns))
+    heads = ("method", "accuracy %, paper", "ours", "lost, paper", "lost, ours (by seed)")
+    lost = _paper_lost(before, after), _lost(before, after, 0, 1, 2)
+    return Table(heads, lines(_TABLE4, paper(after), accuracy(after, 2, _BEST), *lost))
 
 
 def flexcfl_swap_characters(docs: Path) -> Table:
@@ -649,16 +650,9 @@ def flexcfl_swap_characters(docs: Path) -> Table:
     heads, columns = ["method"], []
     for kind in ("swap-all", "swap-part"):
         after = Experiment.read(docs, f"flexcfl-table4-characters-mclr-{kind}")
-        lost = _lost(before, after)
         heads += [f"{kind}, paper", "ours", "lost, ours"]
-        columns += [
-            paper(after),
-            accuracy(after, 2, _BEST),
-            lambda m, lost=lost: number(lost(m), 1),  # type: ignore[misc]
-        ]
-    rows = lines(code("flexcfl", "fedavg", "fedgroup", "ifca"), *columns)
-    rows[0][2] = f"**{rows[0][2]}**"
-    return Table(heads, rows)
+        columns += [paper(after), accuracy(after, 2, _BEST), _lost(before, after)]
+    return Table(heads, lines(_TABLE4, *columns))
 
 
 def flexcfl_incremental(docs: Path) -> Table:
@@ -672,8 +666,7 @@ def flexcfl_incremental(docs: Path) -> Table:
         *(paper(mnist), accuracy(mnist, 2, _BEST)),
         *(paper(characters), accuracy(characters, 2, _BEST)),
     )
-    methods = code("fedgroup", "flexcfl", "ifca", "fedavg")
-    return Table((*heads, "characters, ours (seeds 0, 1, 2)"), lines(methods, *columns))
+    return Table((*heads, "characters, ours (seeds 0, 1, 2)"), lines(_TABLE4, *columns))
 
 
 def flexcfl_fig6_a(docs: Path) -> Table:
@@ -705,16 +698,13 @@ def flexcfl_fig6_a(docs: Path) -> Table:
 def flexcfl_fig6_b(docs: Path) -> Table:
     """FlexCFL's figure 6b."""
     of = Experiment.read(docs, "flexcfl-fig6-b")
-    methods = code(
-        *("flexcfl", "flexcfl-eta", "fedavg", "fesem", "fedgroup", "ifca"), flexcfl_eta=" (η_g = 5)"
-    )
     columns = (
         paper(of, "traffic", 2),
         lambda m: number(_bytes(of, m) / _bytes(of, "flexcfl"), 2),
         *(paper(of), accuracy(of, 2, _BEST)),
     )
     heads = ("method", "bytes / FlexCFL's, paper", "ours", "accuracy %, paper", "ours")
-    return Table(heads, lines(methods, *columns))
+    return Table(heads, lines(_TABLE4, *columns))
 
 
 # FAACL ------------------------------------------------------------------------------------------
@@ -1037,8 +1027,8 @@ TABLES: dict[str, Callable[[Path], Table]] = {
         order="ifca rcc flexcfl rac flexcfl-eta fedprox fedavg fesem",
         heads=(_PAPER_300, "ours (30 rounds)"),
     ),
-    "flexcfl-table4-mnist-swap-all": partial(flexcfl_swap_mnist, kind="swap-all", seeds=True),
-    "flexcfl-table4-mnist-swap-part": partial(flexcfl_swap_mnist, kind="swap-part", seeds=False),
+    "flexcfl-table4-mnist-swap-all": partial(flexcfl_swap_mnist, kind="swap-all"),
+    "flexcfl-table4-mnist-swap-part": partial(flexcfl_swap_mnist, kind="swap-part"),
     "flexcfl-table4-characters": flexcfl_swap_characters,
     "flexcfl-table4-incremental": flexcfl_incremental,
     "flexcfl-fig6-a": flexcfl_fig6_a,
