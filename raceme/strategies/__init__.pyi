@@ -71,8 +71,6 @@ from raceme.strategies.feddrift import FedDriftEagerParameters as FedDriftEagerP
 from raceme.strategies.feddrift import FedDriftParameters as FedDriftParameters
 from raceme.strategies.fedrc.strategy import FedRC as _FedRC
 from raceme.strategies.fedrc.strategy import FedRCParameters as FedRCParameters
-from raceme.strategies.fesem import FeSEM as _FeSEM
-from raceme.strategies.fesem import FeSEMParameters as FeSEMParameters
 from raceme.strategies.flexcfl import FedGroupParameters as FedGroupParameters
 from raceme.strategies.flexcfl import FlexCFL as _FlexCFL
 from raceme.strategies.flexcfl import FlexCFLAsync as _FlexCFLAsync
@@ -82,6 +80,8 @@ from raceme.strategies.icfl import ICFL as _ICFL
 from raceme.strategies.icfl import ICFLAsync as _ICFLAsync
 from raceme.strategies.icfl import ICFLAsyncParameters as ICFLAsyncParameters
 from raceme.strategies.icfl import ICFLParameters as ICFLParameters
+from raceme.strategies.ifca import FeSEM as _FeSEM
+from raceme.strategies.ifca import FeSEMParameters as FeSEMParameters
 from raceme.strategies.ifca import IFCA as _IFCA
 from raceme.strategies.ifca import IFCAAsync as _IFCAAsync
 from raceme.strategies.ifca import IFCAAsyncParameters as IFCAAsyncParameters
@@ -96,14 +96,14 @@ from raceme.strategies.personalized import FedPer as _FedPer
 from raceme.strategies.personalized import FedPerParameters as FedPerParameters
 from raceme.strategies.personalized import FedRep as _FedRep
 from raceme.strategies.personalized import FedRepParameters as FedRepParameters
+from raceme.strategies.personalized import Standalone as _Standalone
+from raceme.strategies.personalized import StandaloneParameters as StandaloneParameters
 from raceme.strategies.profiles.cfl_gp import CFLGP as _CFLGP
 from raceme.strategies.profiles.cfl_gp import CFLGPParameters as CFLGPParameters
 from raceme.strategies.profiles.flux import FLUX as _FLUX
 from raceme.strategies.profiles.flux import FLUXParameters as FLUXParameters
 from raceme.strategies.profiles.pacfl import PACFL as _PACFL
 from raceme.strategies.profiles.pacfl import PACFLParameters as PACFLParameters
-from raceme.strategies.standalone import Standalone as _Standalone
-from raceme.strategies.standalone import StandaloneParameters as StandaloneParameters
 
 class _Arguments(TypedDict, total=False):
     fraction_train: float

@@ -1,4 +1,4 @@
-"""Personalized methods: one model for all clients, and one that each keeps to itself.
+"""Personalized methods: a model for all clients, and one that each keeps to itself, or only this.
 
 - FedPer: Arivazhagan et al., "Federated Learning with Personalization Layers", 2019.
 - FedRep: Collins et al., "Exploiting Shared Representations for Personalized Federated Learning",
@@ -10,6 +10,9 @@
 The server averages as FedAvg does. What is personal never leaves a client: it lies in the client's
 state, and is used when the client is tested. A client that has not trained yet is tested with the
 server's model. Client halves: :mod:`raceme.training.personal`.
+
+Standalone, the papers' lower reference, is what a device achieves with its own data: nothing is
+exchanged, and time passes as for the other methods.
 """
 
 from __future__ import annotations
@@ -19,7 +22,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
+
 from raceme.core import messages as names
+from raceme.core.clients import Client
+from raceme.core.clusters import Clusters, Model
+from raceme.core.messages import Vector
 from raceme.core.options import option
 from raceme.core.requests import Outcome, Request, Update, Value
 from raceme.core.scheduling import RoundsParameters
@@ -145,3 +153,48 @@ class APFL(Personalized):
         """Return the first α and whether it adapts; two gradients are taken at each step."""
         chosen, adaptive = self.parameters.alpha, self.parameters.adaptive
         return {names.OWN_SHARE: chosen, names.ADAPTIVE: adaptive, names.COMPUTE_SCALE: 2.0}
+
+
+@dataclass(frozen=True)
+class StandaloneParameters:
+    """There is nothing to choose."""
+
+
+@dataclass
+class StandaloneState:
+    """Where every client starts.
+
+    Attributes
+    ----------
+    initial : Vector
+        The initial model. Shape (d,).
+    """
+
+    initial: Vector
+
+
+class Standalone(Method):
+    """Local training only: one model per client, the lower reference."""
+
+    parameters_type = StandaloneParameters
+    state_type = StandaloneState
+    needs = Needs(pretrained=True, exchange=False)
+    state: StandaloneState
+
+    def initialize(self, vector: Vector) -> None:
+        """Keep the initial model for every client to come; of pre-trained ones their mean."""
+        self.clusters = Clusters()
+        mean = np.mean(self.starts, axis=0, dtype=np.float64) if self.starts else vector
+        self.state = StandaloneState(np.asarray(mean, np.float32))
+
+    def on_join(self, client: Client) -> None:
+        """Give a new client a cluster of its own, with a copy of the initial model."""
+        if client.client_id not in self.clusters.members:
+            self.clusters.found(Model(self.state.initial.copy()), [client.client_id])
+        self.clusters.join(client.client_id)
+
+    def on_update(self, update: Update) -> Outcome:
+        """Replace the client's model by what it trained."""
+        cluster = self.clusters.main(update.task.client)
+        self.models[cluster].replace(update.vector)
+        return Outcome(cluster=cluster, staleness=0, weight=1.0)

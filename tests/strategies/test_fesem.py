@@ -18,7 +18,7 @@ from clustered import (
 from raceme.core.clients import Client
 from raceme.core.events import ClusterChange
 from raceme.strategies import FeSEM, FeSEMParameters
-from raceme.strategies.fesem import nearest_centre
+from raceme.strategies.ifca import nearest_centre
 
 
 def test_nearest_centre_by_hand() -> None:
