@@ -638,6 +638,7 @@ PARTITIONERS = Registry(
     {
         "label-groups": "raceme.datasets.partition:label_groups",
         "dirichlet": "raceme.datasets.partition:dirichlet",
+        "dirichlet-by-class": "raceme.datasets.partition:dirichlet_by_class",
         "classes": "raceme.datasets.partition:classes",
         "iid": "raceme.datasets.partition:iid",
         "rotation-groups": "raceme.datasets.partition:rotation_groups",
@@ -728,7 +729,9 @@ MODELS = Registry(
         "cnn6": "raceme.training.models:cnn6",
         "cnn5x5": "raceme.training.models:cnn5x5",
         "cnn5x5-wide": "raceme.training.models:cnn5x5_wide",
+        "cnn5x5-unpadded": "raceme.training.models:cnn5x5_unpadded",
         "cnn-fedrep": "raceme.training.models:cnn_fedrep",
+        "lenet5": "raceme.training.models:lenet5",
         "resnet18": "raceme.training.models:resnet18",
     },
     group="raceme.models",

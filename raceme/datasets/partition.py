@@ -22,6 +22,8 @@ from raceme.datasets.source import Dataset, Indices, Labels, generator
 
 _FITTING_ROUNDS = 1000
 """Maximum rounds of fitting; thirty are usual, more for a small alpha."""
+_DRAWS = 100
+"""Maximum number of draws of a partition by class."""
 MIN_SAMPLES = 5
 _MOST_GROUPS = 10_000
 """Maximum number of equal groups; larger numbers are typing errors."""
@@ -48,10 +50,24 @@ class SizeOptions:
 
 
 @dataclass(frozen=True)
-class DirichletOptions(SizeOptions):
-    """Options of ``dirichlet``."""
+class AlphaOptions:
+    """Options of Dirichlet distributions."""
 
     dirichlet_alpha: float = option(1.0, "Dirichlet concentration of labels", above=0)
+
+
+@dataclass(frozen=True)
+class DirichletOptions(SizeOptions, AlphaOptions):
+    """Options of ``dirichlet``."""
+
+
+@dataclass(frozen=True)
+class ByClassOptions(AlphaOptions):
+    """Options of ``dirichlet-by-class``."""
+
+    dirichlet_least: int = option(
+        10, "samples that each client must have; drawn again until it has", low=MIN_SAMPLES
+    )
 
 
 @dataclass(frozen=True)
@@ -137,6 +153,40 @@ def dirichlet(labels: Indices, config: RunConfig, rng: np.random.Generator) -> P
     alpha = config.read(DirichletOptions).dirichlet_alpha
     dealt = _spread(labels, np.unique(labels), weights, alpha, rng)
     return _partition(_with_minimum(dealt))
+
+
+@reads(ByClassOptions)
+def dirichlet_by_class(labels: Indices, config: RunConfig, rng: np.random.Generator) -> Partition:
+    """Client shares of each label drawn from a Dirichlet distribution (NIID-Bench, PFLlib).
+
+    A client that has its equal share of all samples gets none of the labels that follow. The whole
+    is drawn again until every client has ``dirichlet-least`` samples; if that never happens,
+    clients with fewer get some of the largest client's (our addition).
+    """
+    check_enough(labels, config.num_clients)
+    options, clients = config.read(ByClassOptions), config.num_clients
+    enough = len(labels) / clients
+    if options.dirichlet_least > enough:
+        raise UserError(
+            f"dirichlet-least: {len(labels)} samples are not {options.dirichlet_least} for each of "
+            f"{clients} clients. Give at most {math.floor(enough)}, or take fewer clients."
+        )
+    for _ in range(_DRAWS):
+        parts: list[list[Indices]] = [[] for _ in range(clients)]
+        sizes = np.zeros(clients, np.int64)
+        for kind in np.unique(labels):
+            own = rng.permutation(np.flatnonzero(labels == kind))
+            drawn = rng.dirichlet(np.full(clients, options.dirichlet_alpha)) * (sizes < enough)
+            shares = drawn if drawn.sum() else np.asarray(sizes == sizes.min(), np.float64)
+            bounds = np.cumsum(shares / shares.sum())[:-1]
+            dealt = np.split(own, np.asarray(bounds * len(own), np.int64))
+            for part, chosen in zip(parts, dealt, strict=True):
+                part.append(chosen)
+            sizes += [len(chosen) for chosen in dealt]
+        if sizes.min() >= options.dirichlet_least:
+            break
+    whole = [np.concatenate(part) for part in parts]
+    return _partition(_with_minimum(whole, options.dirichlet_least))
 
 
 @reads(ClassesOptions)
@@ -311,13 +361,13 @@ def _fitted(table: Shares, rows: Shares, columns: Shares) -> Shares:
     return fitted
 
 
-def _with_minimum(parts: list[Indices]) -> list[Indices]:
+def _with_minimum(parts: list[Indices], least: int = MIN_SAMPLES) -> list[Indices]:
     """Give clients with too few samples some of the largest client's."""
     parts = list(parts)
     sizes = np.array([len(part) for part in parts])
-    while sizes.min() < MIN_SAMPLES:
+    while sizes.min() < least:
         poor, rich = int(np.argmin(sizes)), int(np.argmax(sizes))
-        moved = min(MIN_SAMPLES - sizes[poor], sizes[rich] - MIN_SAMPLES)
+        moved = min(least - sizes[poor], sizes[rich] - least)
         # From the front, i.e. one label of the largest client, as in a Dirichlet partition.
         parts[poor] = np.concatenate([parts[poor], parts[rich][:moved]])
         parts[rich] = parts[rich][moved:]

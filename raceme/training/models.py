@@ -301,18 +301,32 @@ def cnn_fedrep(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
     The first hidden layer has 128 units for grey images (244,234 weights on MNIST), and 120 for
     colour ones (307,842 on CIFAR-10); the second has 64.
     """
+    hidden = 128 if input_shape[0] == 1 else 120
+    return _two_5x5_unpadded(input_shape, num_classes, _FEDREP_CHANNELS, (hidden, 64))
+
+
+def lenet5(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+    """LeNet-5 with ReLU and max pooling, as in NIID-Bench (44,426 weights on MNIST)."""
+    return _two_5x5_unpadded(input_shape, num_classes, (6, 16), (120, 84))
+
+
+def cnn5x5_unpadded(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+    """PFLlib's network: two unpadded 5x5 convolutions, 512 units (582,026 weights on MNIST)."""
+    return _two_5x5_unpadded(input_shape, num_classes, _PAPER_CHANNELS, (_MIDDLE_HIDDEN,))
+
+
+def _two_5x5_unpadded(
+    input_shape: tuple[int, ...], num_classes: int, widths: tuple[int, int], hidden: tuple[int, ...]
+) -> nn.Module:
     channels, *size = _image(input_shape, _LARGE)
     height, width = ((((pixels - 4) // 2) - 4) // 2 for pixels in size)
-    hidden = 128 if channels == 1 else 120
-    return _network(
-        **_convolutions(channels, _FEDREP_CHANNELS, 5, padding=0),
-        flatten=nn.Flatten(),
-        hidden1=nn.Linear(_FEDREP_CHANNELS[1] * height * width, hidden),
-        activation3=nn.ReLU(),
-        hidden2=nn.Linear(hidden, 64),
-        activation4=nn.ReLU(),
-        output=nn.Linear(64, num_classes),
-    )
+    layers = _convolutions(channels, widths, 5, padding=0) | {"flatten": nn.Flatten()}
+    units = widths[1] * height * width
+    for number, wanted in enumerate(hidden, start=1):
+        layers[f"hidden{number}"] = nn.Linear(units, wanted)
+        layers[f"activation{number + 2}"] = nn.ReLU()
+        units = wanted
+    return _network(**layers, output=nn.Linear(units, num_classes))
 
 
 def cnn6(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:

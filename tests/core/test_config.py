@@ -298,7 +298,7 @@ def test_mistakes_are_explained(name: str, value: Value, message: str) -> None:
     [
         (
             {"dirichlet-alpha": 0.5, "partition": "iid"},
-            "dirichlet-alpha is read by partition label-groups and dirichlet; "
+            "dirichlet-alpha is read by partition label-groups, dirichlet and dirichlet-by-class; "
             "this run has partition iid.",
         ),
         (

@@ -102,6 +102,16 @@ def test_a_small_alpha_gives_clients_one_label_and_a_large_one_all(
     assert low <= largest_share <= high
 
 
+def test_dirichlet_by_class_stops_at_an_equal_share_of_all_samples() -> None:
+    # A client gets further labels as long as it has less than 800 / 4 = 200 samples, and 80 of one
+    # at most: no client has more than 279. Without the limit a small alpha gives one nearly all.
+    for seed in range(20):
+        keys = {"clients": 4, "dirichlet_alpha": 0.1, "dirichlet_least": 30}
+        sizes = [len(own) for own in deal("dirichlet-by-class", seed=seed, **keys).indices]
+        assert sum(sizes) == 800
+        assert 30 <= min(sizes) <= max(sizes) <= 279
+
+
 def test_classes_gives_every_client_exactly_that_many_labels_and_all_labels_holders() -> None:
     table = counts(deal("classes", clients=15, classes_per_client=2))
     assert ((table > 0).sum(axis=1) == 2).all()
@@ -213,6 +223,8 @@ def test_shares_that_are_no_shares_are_refused(text: str) -> None:
     [
         ("iid", {"clients": 161}, "161 of them need 805 samples, 5 each, but .* only 800"),
         ("dirichlet", {"clients": 161}, "Too many clients"),
+        ("dirichlet-by-class", {"clients": 161}, "Too many clients"),
+        ("dirichlet-by-class", {"clients": 9, "dirichlet_least": 89}, "Give at most 88, or"),
         ("classes", {"clients": 161}, "Too many clients"),
         ("label-groups", {"clients": 161}, "Too many clients"),
         ("label-groups", {"clients": 3}, "4 groups, but there are only 3 clients"),

@@ -94,6 +94,10 @@ def size(module: torch.nn.Module) -> int:
         # 64*10 + 10; on colour images 3*64*25 + 64, 102,464, 64*5*5*120 + 120, 120*64 + 64, 650
         ("cnn-fedrep", (1, 28, 28), 244_234),
         ("cnn-fedrep", (3, 32, 32), 307_842),
+        # Flower's niid_bench: 1*6*25 + 6, 6*16*25 + 16, 16*4*4*120 + 120, 120*84 + 84, 84*10 + 10
+        ("lenet5", (1, 28, 28), 44_426),
+        # PFLlib's: 1*32*25 + 32, 32*64*25 + 64, 64*4*4*512 + 512, 512*10 + 10
+        ("cnn5x5-unpadded", (1, 28, 28), 582_026),
         # As in ClusterFL's: 900*300 + 300, 300*10 + 10
         ("mlp300", (900,), 273_310),
         # 3*64*9 + 2*64; stages of four 3x3 convolutions with two numbers per channel after each,
@@ -190,7 +194,7 @@ def test_a_users_own_network_is_made_single_precision(own: str) -> None:
         ("mpl", "Unknown model 'mpl'. Did you mean 'mlp'"),
         (
             "no_such_module:build",
-            "Cannot import 'no_such_module'.*cnn1d, .*gru, lstm, mclr, mlp.*, or module:func",
+            "Cannot import 'no_such_module'.*cnn1d, .*gru, .*lstm, mclr, mlp.*, or module:func",
         ),
         (":build", "Cannot import ''"),
         ("{own}:none", r"has no function 'none' .*def none\(input_shape, num_classes\)"),
