@@ -25,6 +25,8 @@ from raceme.strategies.cfl import CFL as _CFL
 from raceme.strategies.cfl import CFLAsync as _CFLAsync
 from raceme.strategies.cfl import CFLAsyncParameters as CFLAsyncParameters
 from raceme.strategies.cfl import CFLParameters as CFLParameters
+from raceme.strategies.cfl import OCFL as _OCFL
+from raceme.strategies.cfl import OCFLParameters as OCFLParameters
 from raceme.strategies.continual.strategy import APD as _APD
 from raceme.strategies.continual.strategy import APDParameters as APDParameters
 from raceme.strategies.continual.strategy import EWC as _EWC
@@ -71,6 +73,8 @@ from raceme.strategies.feddrift import FedDriftEagerParameters as FedDriftEagerP
 from raceme.strategies.feddrift import FedDriftParameters as FedDriftParameters
 from raceme.strategies.fedrc.strategy import FedRC as _FedRC
 from raceme.strategies.fedrc.strategy import FedRCParameters as FedRCParameters
+from raceme.strategies.fielding import Fielding as _Fielding
+from raceme.strategies.fielding import FieldingParameters as FieldingParameters
 from raceme.strategies.flexcfl import FedGroupParameters as FedGroupParameters
 from raceme.strategies.flexcfl import FlexCFL as _FlexCFL
 from raceme.strategies.flexcfl import FlexCFLAsync as _FlexCFLAsync
@@ -709,6 +713,19 @@ class FedWeIT(_FedWeIT):
         others: int = 5,
         **arguments: Unpack[_Arguments],
     ) -> None: ...
+class Fielding(_Fielding):
+    def __init__(
+        self,
+        parameters: Any = None,
+        seed: int = 0,
+        *,
+        fraction: float = 1.0,
+        sampling: str = 'random',
+        most_clusters: int = 10,
+        tolerance: float = 0.2,
+        reach: float = 0.3333333333333333,
+        **arguments: Unpack[_Arguments],
+    ) -> None: ...
 class FlexCFL(_FlexCFL):
     def __init__(
         self,
@@ -884,6 +901,18 @@ def NoGFedAvg(
     mixing: str = 'model',
     **arguments: Unpack[_Arguments],
 ) -> CSAFL: ...
+class OCFL(_OCFL):
+    def __init__(
+        self,
+        parameters: Any = None,
+        seed: int = 0,
+        *,
+        fraction: float = 1.0,
+        sampling: str = 'random',
+        norm: float = 2.0,
+        least_members: int = 2,
+        **arguments: Unpack[_Arguments],
+    ) -> None: ...
 class PACFL(_PACFL):
     def __init__(
         self,

@@ -1,9 +1,16 @@
-"""CFL: federated averaging in clusters, recursively bipartitioned.
+"""CFL and OCFL: federated averaging in clusters that are divided by the cosines of updates.
 
 Sattler et al., "Clustered Federated Learning: Model-Agnostic Distributed Multitask Optimization
 under Privacy Constraints", 2020: a cluster that has converged as a whole while some of its clients
 still have large updates (Algorithm 1) is bipartitioned by the cosines of the updates. CFL-Async is
 its asynchronous form in CASA's paper.
+
+OCFL: Zuziak, Pellungrini and Rinzivillo, "One-Shot Clustering for Federated Learning Under
+Clustering-Agnostic Assumption", 2025 (arXiv 2509.01587). The clients are divided once, by a
+density-based method, at a moment that the temperature tells, the scaled norm of the distances 1 −
+cos of the updates of a round. Only the papers' summaries were available. Our readings: the moment
+is the first round whose temperature is not above that of the round before, updates having ceased to
+diverge; the method is HDBSCAN; a client that it leaves out joins the nearest part.
 """
 
 from __future__ import annotations
@@ -13,6 +20,7 @@ from dataclasses import dataclass, field
 from logging import getLogger
 
 import numpy as np
+from numpy.typing import NDArray
 
 from raceme.core.clusters import cosines, nearest, parts_of
 from raceme.core.messages import Vector
@@ -68,6 +76,14 @@ class CFLAsyncParameters(_Dividing, FedAsyncParameters):
     eps2: float = option(1.0, "ε2: and is divided if a client's update is above", above=0)
 
 
+@dataclass(frozen=True)
+class OCFLParameters(RoundsParameters):
+    """Hyper-parameters of OCFL."""
+
+    norm: float = option(2.0, "p: norm of the matrix of distances", low=1)
+    least_members: int = option(2, "clients that a part must have", low=2)
+
+
 @dataclass
 class CFLState:
     """State of CFL besides its clusters.
@@ -84,12 +100,27 @@ class CFLState:
     examples: dict[str, int] = field(default_factory=dict)
 
 
-class Bipartitions(Method):
-    """Shared by CFL, in rounds, and CFL-Async, at every update."""
+@dataclass
+class OCFLState(CFLState):
+    """State of OCFL besides its clusters.
+
+    Attributes
+    ----------
+    temperature : float
+        T of the last round.
+    is_divided : bool
+        Whether the moment has come.
+    """
+
+    temperature: float = 0.0
+    is_divided: bool = False
+
+
+class LatestUpdates(Method):
+    """Keeps each client's latest update, and places newcomers by it."""
 
     state_type = CFLState
     needs = Needs(bases=True)
-    parameters: CFLParameters | CFLAsyncParameters
     state: CFLState
 
     def _take(self, update: Update) -> bool:
@@ -114,6 +145,27 @@ class Bipartitions(Method):
         deltas = self.state.deltas
         return [deltas[client] for client in clients if client in deltas]
 
+    def _add_absent(self, cluster: int, parts: list[list[str]]) -> None:
+        """Add absent members to the most similar part, or else to the largest.
+
+        Our reading: the papers let all clients take part in every round.
+        """
+        present = {client for part in parts for client in part}
+        groups = {index: self._known(part) for index, part in enumerate(parts)}
+        largest = max(groups, key=lambda index: len(parts[index]))
+        for client in self.clusters.clients(cluster, online_only=False):
+            if client not in present:
+                delta = self.state.deltas.get(client)
+                similarity = {} if delta is None else nearest(delta, groups)
+                best = max(similarity, key=lambda index: similarity[index], default=largest)
+                parts[best].append(client)
+
+
+class Bipartitions(LatestUpdates):
+    """Shared by CFL, in rounds, and CFL-Async, at every update."""
+
+    parameters: CFLParameters | CFLAsyncParameters
+
     def _divide_if_due(self, cluster: int, clients: Sequence[str], log_norms: bool) -> None:
         """Bipartition a cluster if its clients' updates meet the criterion, Algorithm 1."""
         state, options = self.state, self.parameters
@@ -136,21 +188,6 @@ class Bipartitions(Method):
         self.clusters.split(cluster, parts, score=norms.largest, threshold=options.eps2)
         for client in (client for part in parts for client in part):
             state.deltas.pop(client, None)
-
-    def _add_absent(self, cluster: int, parts: list[list[str]]) -> None:
-        """Add absent members to the most similar part, or else to the largest.
-
-        Our reading: the paper lets all clients take part in every round.
-        """
-        present = {client for part in parts for client in part}
-        groups = {index: self._known(part) for index, part in enumerate(parts)}
-        largest = max(groups, key=lambda index: len(parts[index]))
-        for client in self.clusters.clients(cluster, online_only=False):
-            if client not in present:
-                delta = self.state.deltas.get(client)
-                similarity = {} if delta is None else nearest(delta, groups)
-                best = max(similarity, key=lambda index: similarity[index], default=largest)
-                parts[best].append(client)
 
 
 class CFL(Bipartitions):
@@ -192,3 +229,78 @@ class CFLAsync(Bipartitions):
         home = clusters.main(client)
         staleness = update.age if newcomer else update.staleness
         return mix_by_staleness(self, update, home, staleness)
+
+
+class OCFL(LatestUpdates):
+    """One division of all clients by density, as soon as updates cease to diverge (OCFL)."""
+
+    parameters_type = OCFLParameters
+    state_type = OCFLState
+    parameters: OCFLParameters
+    state: OCFLState
+
+    def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
+        """Divide the clients if the moment has come, then average inside each cluster."""
+        for update in updates:
+            self._take(update)
+        clients = [update.task.client for update in updates]
+        if not self.state.is_divided and len(clients) > 1:
+            self._divide_if_due(clients)
+        return average_by_cluster(self.clusters, updates)
+
+    def _divide_if_due(self, clients: Sequence[str]) -> None:
+        """Divide the clients if the temperature has not risen since the last round."""
+        state, options = self.state, self.parameters
+        deltas = np.stack(self._known(clients))
+        similarity = np.asarray(cosines(deltas, deltas), np.float64)
+        # HDBSCAN refuses matrices that rounding has made asymmetric.
+        distances = np.clip(1.0 - (similarity + similarity.T) / 2.0, 0.0, 2.0)
+        np.fill_diagonal(distances, 0.0)
+        before, state.temperature = state.temperature, temperature(distances, options.norm)
+        log.info("temperature %.4f, before %.4f", state.temperature, before)
+        if not 0 < state.temperature <= before:
+            return
+        parts = density_parts(clients, distances, options.least_members)
+        if len(parts) > 1:
+            self._add_absent(0, parts)
+            self.clusters.split(0, parts, score=state.temperature, threshold=before)
+        state.is_divided = True
+
+
+def temperature(distances: NDArray[np.floating], norm: float) -> float:
+    """Return T(Γ) = ‖Γ‖_p / (n (n − 1) 2^p)^(1/p), from 0 for equal directions to 1.
+
+    Parameters
+    ----------
+    distances : NDArray
+        Γ: 1 − cos of every two updates, from 0 to 2, diagonal 0. Shape (n, n).
+    norm : float
+        p.
+    """
+    count = len(distances)
+    mean = float((distances**norm).sum()) / (count * (count - 1))
+    return float(mean ** (1.0 / norm)) / 2.0
+
+
+def density_parts(
+    clients: Sequence[str], distances: NDArray[np.floating], least: int
+) -> list[list[str]]:
+    """Return the parts that HDBSCAN finds; clients that it leaves out are in none.
+
+    Parameters
+    ----------
+    clients : Sequence[str]
+        The clients, at least two.
+    distances : NDArray
+        Distances of every two. Shape (n, n).
+    least : int
+        Number of clients of a part, at least two.
+    """
+    from sklearn.cluster import HDBSCAN
+
+    if len(clients) <= least:
+        return []
+    method = HDBSCAN(min_cluster_size=least, metric="precomputed", copy=True)
+    labels = method.fit_predict(distances)
+    kept = [client for client, label in zip(clients, labels, strict=True) if label >= 0]
+    return parts_of(kept, labels[labels >= 0]) if kept else []
