@@ -1018,7 +1018,7 @@ TABLES: dict[str, Callable[[Path], Table]] = {
     "flexcfl-table3-characters-mlp": partial(
         flexcfl_table3,
         name="characters-mlp",
-        order="flexcfl rcc flexcfl-eta ifca rac fesem fedavg fedprox",
+        order="flexcfl rcc flexcfl-eta ifca rac fedprox fedavg fesem",
         heads=(_CHARACTERS, "ours, UniPen"),
     ),
     "flexcfl-table3-synthetic-mclr": partial(
