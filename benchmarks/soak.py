@@ -1,12 +1,13 @@
 """A server that runs for long: its memory, files and threads.
 
     python benchmarks/soak.py [--devices 30] [--seconds 3600] [--think 0.7] [--stay 180]
-        [--json FILE]
+        [--keep-versions 5] [--json FILE]
 
 `raceme serve` with FedAsync, its store, checkpoints, versions and `/metrics`, which is read every
 ten seconds. Light devices in one process, threads with the connection of `raceme device`, return
 the model that they get, a little changed, after so many seconds of work, more or less, and use its
-versions; each leaves after `--stay` seconds on average, and comes back as a new node.
+versions; each leaves after `--stay` seconds on average, and comes back as a new node. With
+`--think 0`, the updates per second of `--keep-versions 0` and 5 tell what versions cost.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ from raceme.flower.fleet_client import Endpoint  # noqa: E402
 from raceme.records.folder import command  # noqa: E402
 
 
-def looked_at(process: int, out: Path, metrics: str, started: float) -> dict[str, float]:
+def looked_at(
+    process: int, out: Path, metrics: str, started: float, versions: list[dict[str, float]]
+) -> dict[str, float]:
     """Return what a server uses now."""
     with urllib.request.urlopen(f"http://{metrics}/metrics", timeout=60) as page:
         page.read()
@@ -42,8 +45,8 @@ def looked_at(process: int, out: Path, metrics: str, started: float) -> dict[str
         "mib": int(status["VmRSS"].split()[0]) / 1024,
         "files": len(os.listdir(f"/proc/{process}/fd")),
         "threads": int(status["Threads"]),
-        "versions": max((row["version"] for row in command(out, "versions")), default=0),
-        "disk_mib": sum(file.stat().st_size for file in (out / "versions").iterdir()) / 2**20,
+        "versions": max((row["version"] for row in versions), default=0),
+        "disk_mib": sum(file.stat().st_size for file in out.glob("versions/*")) / 2**20,
     }
 
 
@@ -53,6 +56,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3600.0)
     parser.add_argument("--think", type=float, default=0.7, help="seconds of work on a message")
     parser.add_argument("--stay", type=float, default=180.0, help="seconds online, on average")
+    parser.add_argument("--keep-versions", type=int, default=5)
     parser.add_argument("--json", type=Path, help="write the numbers here too")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, loopback(Path(folder)) as bed:
@@ -60,6 +64,7 @@ def main() -> None:
         keys = ("--strategy", "fedasync", "--dataset", "digits", "--clients", "2")
         keys += ("--groups", "0.5,0.5", "--eval-every", "500")
         places = ("--address", bed.fleet_address, "--metrics", metrics)
+        places += ("--keep-versions", str(options.keep_versions), "--version-pause", "0")
         server = bed.start("serve", raceme("serve", *places, "--out", "out", *keys))
         server.wait_for("Listening on", 240)
         does = Behaviour(think=options.think, stay=options.stay, step=0.001, uses=True)
@@ -68,7 +73,8 @@ def main() -> None:
             out, started, rows = Path(folder, "out"), time.monotonic(), []
             wait_until(lambda: command(out, "status")["updates"] > 0, 240, server.describe)
             while time.monotonic() < started + options.seconds:
-                rows.append(looked_at(server.handle.pid, out, metrics, started))
+                versions = command(out, "versions") if options.keep_versions else []
+                rows.append(looked_at(server.handle.pid, out, metrics, started, versions))
                 if len(rows) % 15 == 1:
                     print({name: round(value, 1) for name, value in rows[-1].items()}, flush=True)
                 time.sleep(10.0)
@@ -78,6 +84,8 @@ def main() -> None:
     for share in (0.0, 0.1, 0.25, 0.5, 0.75, 1.0):
         row = rows[min(int(share * len(rows)), len(rows) - 1)]
         print("|" + "|".join(f" {value:,.{int(value < 10)}f} " for value in row.values()) + "|")
+    seconds = 60 * (rows[-1]["minutes"] - rows[0]["minutes"])
+    print(f"updates per second: {(rows[-1]['updates'] - rows[0]['updates']) / seconds:.1f}")
     most = {name: max(row[name] for row in rows) for name in ("mib", "files", "threads")}
     print("at most:", {name: round(value) for name, value in most.items()})
     if options.json:

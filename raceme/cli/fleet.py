@@ -316,6 +316,10 @@ def serve(
             max=1,
         ),
     ] = 0.1,
+    version_pause: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", help="time between two new versions at least", min=0),
+    ] = 60.0,
     watch: Watch = False,
     watch_address: Address = ADDRESS,
 ) -> None:
@@ -371,6 +375,7 @@ def serve(
         keep_versions=keep_versions,
         margin=margin,
         canary=canary,
+        version_pause=version_pause,
     )
     with watched(watch, Path(settings.out), watch_address, certificates=folder):
         with StopRequest() as stop, ExitStack() as stack:

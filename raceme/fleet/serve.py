@@ -784,7 +784,7 @@ class ServeOptions:
     keep_versions : int, optional
         Versions of each cluster's model that are kept and brought into use; 0: none. By default 5
         in a run without a limit.
-    margin, canary : float
+    margin, canary, version_pause : float
         How new versions come into use; see :class:`~raceme.fleet.served_grid.Rollouts`.
     """
 
@@ -799,6 +799,7 @@ class ServeOptions:
     keep_versions: int | None = None
     margin: float = 0.01
     canary: float = 0.1
+    version_pause: float = 60.0
 
 
 def prepare(keys: Mapping[str, Value], clients_min: int = 1) -> RunConfig:
@@ -923,6 +924,7 @@ def serve(
                     VersionStore(out, last),
                     margin=options.margin,
                     canary=options.canary,
+                    pause=options.version_pause,
                 )
                 listening.append(grid.rollouts)
             return experiment.conduct(config, strategy, grid, *listening, stop=stop)

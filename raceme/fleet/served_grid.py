@@ -471,6 +471,8 @@ class Rollouts(EventHandler):
         How much worse than the version in use a new one may be; see `is_no_worse`.
     canary : float
         Share of a cluster's devices that a new version is tried on, one at least.
+    pause : float
+        Seconds between two new versions at least.
     clock : Callable
         Monotonic, in seconds.
 
@@ -490,10 +492,12 @@ class Rollouts(EventHandler):
         *,
         margin: float,
         canary: float,
+        pause: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._method, self._state, self.store = method, state, store
         self._margin, self._canary, self._clock = margin, canary, clock
+        self._pause, self._proposed_at = pause, -math.inf
         self.outcomes: Counter[Stage] = Counter()
         self._devices: dict[str, _Device] = {}
         self.open: dict[str, str] = {}
@@ -525,11 +529,11 @@ class Rollouts(EventHandler):
 
     def turn(self) -> None:
         """Decide, and send what is due."""
-        if self._is_due:
-            self._is_due = False
-            self._propose()
-            self._has_news = True
         now = self._clock()
+        if self._is_due and now >= self._proposed_at + self._pause:
+            self._is_due = False
+            self._propose(now)
+            self._has_news = True
         if not self._has_news and now < self._looked_at + _LOOK_SECONDS:
             return
         self._has_news, self._looked_at = False, now
@@ -564,7 +568,7 @@ class Rollouts(EventHandler):
 
     # New versions.
 
-    def _propose(self) -> None:
+    def _propose(self, now: float) -> None:
         """Keep the present models as new versions, where the last one is decided."""
         method, spec, store = self._method, self._method.spec, self.store
         store.of_errors = self._measure.is_error
@@ -587,7 +591,7 @@ class Rollouts(EventHandler):
             except OSError as error:
                 self._warn(error)
                 return
-            self._warned = False
+            self._warned, self._proposed_at = False, now
 
     def _inherited(self) -> list[int]:
         """Return the clusters that are gone whose versions are still in use in their heirs."""

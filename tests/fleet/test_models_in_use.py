@@ -22,6 +22,7 @@ pytestmark = pytest.mark.slow
 DEVICES = 3
 RUN = ["--strategy", "fedasync", "--dataset", "digits", "--eval-every", "6", "--out", "out"]
 RUN += ["--clients", "3", "--groups", "0.5,0.5", "--checkpoint-every", "5", "--canary", "0.4"]
+RUN += ["--version-pause", "0"]
 STARTING = ("No server runs", "takes no commands", "no run in", "does not exist")
 READER = """
 import json, sys, time, warnings

@@ -159,12 +159,15 @@ class Run:
 
 
 @contextmanager
-def running(folder: Path, *, evaluate: int = 4, clients: int = NUMBER) -> Iterator[Run]:
+def running(
+    folder: Path, *, evaluate: int = 4, clients: int = NUMBER, pause: float = 0.0
+) -> Iterator[Run]:
     """Run FedAsync for the devices that come; go on with the versions in the folder."""
     stop: list[str] = []
     with serving(folder / "journal", clients_min=clients) as server:
         method = FedAsync(FedAsyncParameters(alpha=0.5, decay="constant"))
-        rollouts = Rollouts(method, server.state, VersionStore(folder, 2), margin=0.02, canary=0.4)
+        store = VersionStore(folder, 2)
+        rollouts = Rollouts(method, server.state, store, margin=0.02, canary=0.4, pause=pause)
         server.grid.rollouts = rollouts
         run = Run(server, rollouts)
         plan = Plan(eval_every=evaluate)
@@ -241,6 +244,20 @@ def test_a_worse_version_is_held_and_an_operator_goes_back(
         assert [event.version for event in used if event.reason] == [target]
         assert all(event.score is not None for event in used)
         assert any("of the one in use, on" in event.reason for event in run.decided)
+        devices.kill()
+
+
+def test_versions_are_made_no_more_often_than_asked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with running(tmp_path, pause=3600.0) as run:
+        devices = Devices(run.server, tmp_path)
+        until(lambda: run.in_use() == 1, caplog)
+        seen = run.updates()
+        # Three evaluations later.
+        until(lambda: run.updates() > seen + 12, caplog)
+        assert [event.version for event in run.decided] == [1]
+        assert len(run.do(lambda: run.rollouts.store.of(0))) == 1
         devices.kill()
 
 
