@@ -64,11 +64,13 @@ def serving(
     clients_min: int = 1,
     saved: object = None,
     reconnect: float = RECONNECT_SECONDS,
+    largest: int | None = None,
 ) -> Iterator[Server]:
     """Serve a grid; with what another has saved it goes on from there."""
     address, http = f"127.0.0.1:{port or free_port()}", f"127.0.0.1:{free_port()}"
     state = LinkState(APP)
     state.reconnect = reconnect
+    state.largest = largest or state.largest
     with FleetApi(state, address, certificates, registered, http) as api:
         grid = ServedGrid(state, journal, lambda: None, clients_min=clients_min)
         if saved is not None:

@@ -48,6 +48,7 @@ _VERSION = "flwr-package-version"
 _SESSION = "raceme-session"
 _REUSED_SECONDS = 20.0
 _PROVEN_SECONDS = 60.0
+_MOST_PROVEN = 10_000
 _TOLD_SECONDS = 60.0
 _TEXT = 40
 
@@ -239,6 +240,9 @@ class Signatures:
         """Let the signature of a known key count for a while without being computed again."""
         signature = _bytes_of(metadata, _SIGNATURE)
         if key not in self._proven or self._proven[key][1] != signature:
+            # Nodes that register themselves have a new key each time.
+            if len(self._proven) >= _MOST_PROVEN:
+                self._proven.clear()
             self._proven[key] = (metadata[_TIMESTAMP], signature, time.monotonic())
 
 

@@ -220,6 +220,7 @@ class FleetCalls:
     def _register_node(self, request: Any) -> ProtoMessage:
         if self._registered is not None:
             raise _not_registered()
+        self._state.make_room()
         try:
             node = self._state.create_node(NOOP_FLWR_AID, NOOP_ACCOUNT_NAME, request.public_key, 0)
         except ValueError:

@@ -152,6 +152,8 @@ _WORK_SECONDS = 60.0
 _ISO_TIME = "%Y-%m-%dT%H:%M:%S+00:00"
 _LOOK_SECONDS = 1.0
 """How often it is looked for messages whose replies will never come."""
+_MOST_ABSENT = 1000
+"""Nodes that registered themselves and never came online: any stranger can make more."""
 
 Encoded = list[bytes]
 """A whole message: its head, the tree of its objects, then the objects; or, of a reply that came
@@ -542,6 +544,13 @@ class LinkState(InMemoryLinkState):
         node = self.nodes.get(node_id)
         if node is not None and self._sessions.get(node_id):
             node.online_until = time.time() + LIVE_SECONDS
+
+    def make_room(self) -> None:
+        """Forget the oldest of many nodes that were registered and never came online."""
+        with self.lock:
+            absent = [key for key, node in self.nodes.items() if not node.HasField("online_until")]
+            if len(absent) >= _MOST_ABSENT:
+                self.delete_node(NOOP_FLWR_AID, absent[0])
 
     def deactivate_node(self, node_id: int) -> bool:
         """Let a node go offline."""

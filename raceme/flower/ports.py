@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import h11
 from cryptography import x509
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -29,6 +30,8 @@ MOST_BROWSERS = 64
 STALLED_SECONDS = 5.0
 """Longest time for a request to come, or for an answer to make progress."""
 
+_MOST_DISCARDED = 16 << 20
+"""Bytes of a body that are read after the answer, so that its sender sees that."""
 _RESERVED = 256
 """Descriptors that are left for files, pipes, and the HTTP ports."""
 _ENOUGH = 65_536
@@ -115,7 +118,21 @@ class HttpConnection(H11Protocol):
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
         """Begin to look at the connection."""
         super().connection_made(transport)
+        self._discarded = 0
         self._look(None)
+
+    def data_received(self, data: bytes) -> None:
+        """Read on; of a request that has been answered, little."""
+        is_answered = self.cycle is not None and self.cycle.response_complete
+        if not is_answered or self.conn.their_state is not h11.SEND_BODY:
+            self._discarded = 0
+        elif (discarded := self._discarded + len(data)) <= _MOST_DISCARDED:
+            self._discarded = discarded
+        else:
+            # uvicorn would read the body to its end, however long that is.
+            self.transport.abort()
+            return
+        super().data_received(data)
 
     def _look(self, before: object) -> None:
         """Close the connection if it waits for its peer and nothing has changed since `before`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import config, files, ports, replies, signals
+from . import calls, config, files, ports, replies, signals
 from .case import Category
 
 CATEGORIES = {
@@ -14,6 +14,7 @@ CATEGORIES = {
         Category("nested", config.NESTED, config.attack),
         Category("files", files.SUBJECTS, files.attack),
         Category("ports", ports.SUBJECTS, ports.attack),
+        Category("calls", calls.SUBJECTS, calls.attack),
         Category("signals", signals.SUBJECTS, signals.attack),
     )
 }

@@ -26,7 +26,7 @@ def test_an_attack_breaks_nothing(case: Case) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "case", _cases("pages", "nested", "signals", "ports"), ids=lambda case: case.name
+    "case", _cases("pages", "nested", "signals", "ports", "calls"), ids=lambda case: case.name
 )
 def test_a_long_attack_breaks_nothing(case: Case) -> None:
     finding = case.play()
