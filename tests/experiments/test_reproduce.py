@@ -156,9 +156,9 @@ def test_numbers_of_the_other_experiments() -> None:
         rows = [method.row.accuracy for method in ablations.methods]
         assert rows[:2] == [method.row.accuracy for method in table1]
         assert [rows[0] - row for row in rows[2:]] == pytest.approx(list(loss))
-    budgets = [m.options["budget"] for m in load_suite(shipped("casa-fig9")["buffer"]).methods]
+    budgets = [m.options["budget"] for m in load_suite(shipped("casa-fig9-10")["buffer"]).methods]
     assert budgets == [5, 10, 20, 50, 75, 100]
-    alphas = [m.options["alpha"] for m in load_suite(shipped("casa-fig10")["alpha"]).methods]
+    alphas = [m.options["alpha"] for m in load_suite(shipped("casa-fig9-10")["alpha"]).methods]
     assert alphas == [0.3, 0.5, 0.7, 0.9]
 
 
@@ -177,7 +177,7 @@ def test_the_competitors_are_swept_alike() -> None:
 
 
 def test_figure_10b_is_judged_by_unrest_and_not_by_times() -> None:
-    suite = load_suite(shipped("casa-fig10")["k"])
+    suite = load_suite(shipped("casa-fig9-10")["k"])
     table1 = load_suite(shipped("casa-table1")["cifar10"])
     assert suite.shows_unrest
     for method in suite.methods:
@@ -185,6 +185,33 @@ def test_figure_10b_is_judged_by_unrest_and_not_by_times() -> None:
         same = {v.row.accuracy for v in swept.variants() if v.options["k"] == method.options["k"]}
         assert {method.row.accuracy} == same
         assert method.row.time is None
+
+
+def test_tables_that_others_made() -> None:
+    """Flower's niid_bench (README) and PFLlib (docs/benchmark.html): best of all rounds."""
+    found = {part: load_suite(path) for part, path in shipped("external").items()}
+    published = {
+        part: {method.label: method.row.accuracy for method in suite.methods if method.row}
+        for part, suite in found.items()
+    }
+    assert published == {
+        "niid-bench-mnist": {"fedavg": 98.89, "fedprox": 99.02},
+        "niid-bench-fashion": {"fedavg": 88.09, "fedprox": 88.15},
+        "niid-bench-cifar10": {"fedavg": 62.47, "fedprox": 65.63},
+        "pfllib-fashion": {
+            "fedavg": 85.85,
+            "fedprox": 85.63,
+            "apfl": 97.25,
+            "ditto": 97.47,
+            "fedper": 97.44,
+            "fedrep": 97.56,
+        },
+    }
+    for part, suite in found.items():
+        config = suite.config(suite.methods[0], 0)
+        work = (config.clients, config.max_rounds, config.batch_size, config.local_epochs)
+        assert work == ((10, 50, 64, 10) if part.startswith("niid") else (20, 2000, 10, 1))
+        assert {"casa", "panicle"} <= {method.label for method in suite.methods}
 
 
 def test_reproduce_as_a_person_types_it(tmp_path: Path) -> None:
