@@ -7,7 +7,7 @@
 ten seconds. Light devices in one process, threads with the connection of `raceme device`, return
 the model that they get, a little changed, after so many seconds of work, more or less, and use its
 versions; each leaves after `--stay` seconds on average, and comes back as a new node. With
-`--think 0`, the updates per second of `--keep-versions 0` and 5 tell what versions cost.
+`--think 0`, the numbers per update of `--keep-versions 0` and 5 tell what versions cost.
 """
 
 from __future__ import annotations
@@ -50,6 +50,12 @@ def looked_at(
     }
 
 
+def cpu_seconds(process: int) -> float:
+    """Return the processor time of a process so far."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--devices", type=int, default=30)
@@ -72,12 +78,15 @@ def main() -> None:
         with online(Endpoint(bed.fleet_address, insecure=True), devices):
             out, started, rows = Path(folder, "out"), time.monotonic(), []
             wait_until(lambda: command(out, "status")["updates"] > 0, 240, server.describe)
+            used = cpu_seconds(server.handle.pid)
             while time.monotonic() < started + options.seconds:
                 versions = command(out, "versions") if options.keep_versions else []
                 rows.append(looked_at(server.handle.pid, out, metrics, started, versions))
                 if len(rows) % 15 == 1:
                     print({name: round(value, 1) for name, value in rows[-1].items()}, flush=True)
                 time.sleep(10.0)
+            used = cpu_seconds(server.handle.pid) - used
+            done = command(out, "status")["updates"]
         assert server.stop() == 130, server.describe()
     print("| minutes | updates | MiB | files | threads | version | MiB of versions |")
     print("|---|---|---|---|---|---|---|")
@@ -86,6 +95,7 @@ def main() -> None:
         print("|" + "|".join(f" {value:,.{int(value < 10)}f} " for value in row.values()) + "|")
     seconds = 60 * (rows[-1]["minutes"] - rows[0]["minutes"])
     print(f"updates per second: {(rows[-1]['updates'] - rows[0]['updates']) / seconds:.1f}")
+    print(f"ms of a core per update: {1000 * used / done:.2f}")
     most = {name: max(row[name] for row in rows) for name in ("mib", "files", "threads")}
     print("at most:", {name: round(value) for name, value in most.items()})
     if options.json:
