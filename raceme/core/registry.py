@@ -550,6 +550,7 @@ STRATEGIES = Registry(
         "faacl": "raceme.strategies.faacl.strategy:FAACL",
         "faacl-async": "raceme.strategies.faacl.strategy:FAACLAsync",
         "ditto": "raceme.strategies.personalized:Ditto",
+        "echopfl": "raceme.strategies.echopfl:EchoPFL",
         "ewc": "raceme.strategies.continual.strategy:EWC",
         "fadas": "raceme.strategies.fedbuff:FADAS",
         "fedasync": "raceme.strategies.fedasync:FedAsync",

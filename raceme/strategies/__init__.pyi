@@ -37,6 +37,8 @@ from raceme.strategies.continual.strategy import StableSGD as _StableSGD
 from raceme.strategies.continual.strategy import StableSGDParameters as StableSGDParameters
 from raceme.strategies.csafl import CSAFL as _CSAFL
 from raceme.strategies.csafl import CSAFLParameters as CSAFLParameters
+from raceme.strategies.echopfl import EchoPFL as _EchoPFL
+from raceme.strategies.echopfl import EchoPFLParameters as EchoPFLParameters
 from raceme.strategies.faacl.continual import CFAACL as _CFAACL
 from raceme.strategies.faacl.continual import CFAACLParameters as CFAACLParameters
 from raceme.strategies.faacl.strategy import FAACL as _FAACL
@@ -396,6 +398,20 @@ class EWC(_EWC):
         mu: float = 0.05,
         strength: float = 1000.0,
         memory: float = 1.0,
+        **arguments: Unpack[_Arguments],
+    ) -> None: ...
+class EchoPFL(_EchoPFL):
+    def __init__(
+        self,
+        parameters: Any = None,
+        seed: int = 0,
+        *,
+        decay: str = 'hinge',
+        a: float = 1.0,
+        b: float = 4.0,
+        alpha: float = 0.3,
+        expand: float = 0.0,
+        echo: float = 1.0,
         **arguments: Unpack[_Arguments],
     ) -> None: ...
 class FAACL(_FAACL):
