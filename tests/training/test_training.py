@@ -175,6 +175,36 @@ def test_weight_decay_of_kernels_leaves_biases_alone() -> None:
     assert mclr().kernels.tolist() == [True] * 4 + [False] * 2
 
 
+@pytest.mark.parametrize("mu", [0.0, 0.3])
+def test_local_training_is_that_of_flowers_niid_bench(mu: float) -> None:
+    """Its loop: torch's SGD with momentum and weight decay, and FedProx's term in the loss."""
+    x = rng(3).normal(size=(30, 1, 28, 28)).astype(np.float32)
+    y = rng(4).integers(0, 10, 30)
+    network = Network(models.build("lenet5", (1, 28, 28), 10, seed=1))
+    module = models.build("lenet5", (1, 28, 28), 10, seed=1)
+    received = [parameter.detach().clone() for parameter in module.parameters()]
+    decay = {"momentum": 0.9, "weight_decay": 0.01}
+    settings = TrainingSettings(
+        0.05, batch_size=8, local_epochs=2, optimizer="momentum", proximal_mu=mu, **decay
+    )
+    train(network, Samples(x, y, channels_last=True), settings, rng(7))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05, **decay)
+    shuffle = rng(7)
+    shuffle.integers(2**63)
+    for order in (shuffle.permutation(30), shuffle.permutation(30)):
+        for batch in np.split(order, [8, 16, 24]):
+            optimizer.zero_grad()
+            loss = nn.CrossEntropyLoss()(module(torch.from_numpy(x[batch])), torch.tensor(y[batch]))
+            pairs = zip(module.parameters(), received, strict=True)
+            loss += mu / 2 * sum(torch.norm(own - other) ** 2 for own, other in pairs)
+            loss.backward()
+            optimizer.step()
+    expected = torch.cat([parameter.detach().reshape(-1) for parameter in module.parameters()])
+    assert network.weights.numpy() == pytest.approx(expected.numpy(), abs=1e-5)
+    start = torch.cat([parameter.reshape(-1) for parameter in received])
+    assert float((expected - start).abs().max()) > 0.01
+
+
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam"])
 def test_no_optimiser_moves_what_a_mask_freezes(optimizer: str) -> None:
     network = mclr()
