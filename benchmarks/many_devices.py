@@ -74,7 +74,10 @@ DRIVE = """
 import time
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app import ConfigRecord, Message, RecordDict
+
+from raceme.core.messages import from_array, to_array
+from raceme.flower.messages import array_record
 
 
 def drive(grid, devices, seconds, weights):
@@ -89,6 +92,7 @@ def drive(grid, devices, seconds, weights):
     open_tasks, sent, answered, wrong, repeated, seen = {}, 0, 0, 0, 0, set()
     # Every message has a model of its own, as in asynchronous learning.
     model = np.arange(weights, dtype=np.float32)
+    cuts = [weights * part // 8 for part in range(1, 8)]
 
     def give_work(nodes):
         nonlocal sent
@@ -96,8 +100,9 @@ def drive(grid, devices, seconds, weights):
         for node in nodes:
             records = {"config": ConfigRecord({"number": sent + len(messages)})}
             if weights:
-                parts = np.array_split(model + (sent + len(messages)), 8)
-                records["arrays"] = ArrayRecord(parts)
+                parts = np.split(model + (sent + len(messages)), cuts)
+                # As a strategy makes and reads models.
+                records["arrays"] = array_record(dict(zip("abcdefgh", map(to_array, parts))))
             messages.append(Message(RecordDict(records), node, "train"))
         for key, message in zip(grid.push_messages(messages), messages, strict=True):
             open_tasks[key] = (message.metadata.dst_node_id, sent)
@@ -108,7 +113,7 @@ def drive(grid, devices, seconds, weights):
             return False
         if not weights:
             return True
-        arrays = reply.content["arrays"].to_numpy_ndarrays()
+        arrays = [from_array(array) for array in reply.content["arrays"].values()]
         return np.array_equal(np.concatenate(arrays), model + number)
 
     start, cpu, end = time.monotonic(), time.process_time(), seconds

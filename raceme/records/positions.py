@@ -144,11 +144,9 @@ def aligned(
     if len(shared) < 2:
         return points
     old = np.array([before[clients[index]] for index in shared], np.float64)
-    # Imported late, like scikit-learn below: unneeded before the first map.
-    from scipy.linalg import orthogonal_procrustes
-
-    turned, _ = orthogonal_procrustes(points[shared], old - old.mean(axis=0))
-    return np.asarray(points @ turned)
+    # Not scipy's function, whose import takes longer than a short run's maps.
+    left, _, right = np.linalg.svd(points[shared].T @ (old - old.mean(axis=0)))
+    return np.asarray(points @ (left @ right))
 
 
 def flattened(

@@ -140,3 +140,11 @@ def test_commands_have_the_docstrings_of_their_functions() -> None:
 
 def test_device_profiles_describe_themselves() -> None:
     assert all(DEVICES.summaries().values())
+
+
+def test_a_whole_run_of_fedasync_with_its_maps_needs_no_scipy(tmp_path: Path) -> None:
+    arguments = ("run", "--strategy", "fedasync", "--clients", "8", "--max-updates", "40")
+    found = imported(command(*arguments, "--workers", "0", "--out", "run"), tmp_path)
+    assert (tmp_path / "run" / "positions.jsonl").read_text().count("\n") > 1
+    assert "matplotlib" in found
+    assert not found & {"scipy", "sklearn", "pandas"}
