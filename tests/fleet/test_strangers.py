@@ -12,7 +12,7 @@ import time
 import tracemalloc
 import zipfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import grpc
 import numpy as np
 import pytest
 from flwr.app import ArrayRecord, Message, RecordDict
+from flwr.common.constant import NOOP_ACCOUNT_NAME, NOOP_FLWR_AID
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 from processes import free_port, loopback, raceme
 from serving import APP, fetch, light_device, serving
@@ -125,6 +126,34 @@ def test_connections_beyond_a_limit_are_closed_and_the_others_are_answered_later
         time.sleep(11)
         assert all(map(is_closed, silent))
         assert "200" in ask(port, path="/healthz" if port_of is status_port else "/")
+
+
+@PORTS
+def test_of_a_body_that_is_refused_little_is_read(port_of: type, tmp_path: Path) -> None:
+    with port_of(tmp_path) as port, ExitStack() as stack:
+        (sender,) = connect(port, 1, stack)
+        head = f"POST /login HTTP/1.1\r\nHost: localhost\r\nContent-Length: {1 << 30}\r\n\r\n"
+        sender.sendall(head.encode())
+        sent = 0
+        with suppress(ConnectionError):
+            while sent < 1 << 28:
+                sender.sendall(bytes(1 << 20))
+                sent += 1 << 20
+        assert sent < 1 << 28
+
+
+def test_of_nodes_that_register_and_never_come_the_latest_are_kept() -> None:
+    state = LinkState(APP)
+    online = state.create_node(NOOP_FLWR_AID, NOOP_ACCOUNT_NAME, b"device", 0)
+    assert state.activate_node(online, 30.0)
+    made = []
+    for number in range(1100):
+        state.make_room()
+        made.append(state.create_node(NOOP_FLWR_AID, NOOP_ACCOUNT_NAME, b"stranger %d" % number, 0))
+    assert online in state.nodes
+    assert len(state.nodes) == 1001
+    assert made[-1] in state.nodes
+    assert made[0] not in state.nodes
 
 
 def test_a_name_that_was_pointed_here_gets_no_figures() -> None:
