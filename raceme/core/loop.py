@@ -614,9 +614,12 @@ class Loop:
             raise InvalidReplyError(reason)
         if verdict is Verdict.READMITTED:
             method.on_join(self._fleet.clients[client])
-        if ruling.scale == 1.0:
+        if ruling.scale == 1.0 and ruling.weights is None:
             return update
-        vector = np.asarray(base + np.float32(ruling.scale) * delta, np.float32)
+        delta *= np.float32(ruling.scale)
+        if ruling.weights is not None:
+            delta[... if spec.trainable is None else spec.trainable] = ruling.weights
+        vector = np.asarray(base + delta, np.float32)
         spec.copy_counters(update.vector, vector)
         return replace(update, vector=vector)
 

@@ -12,8 +12,10 @@ and what decides is a client's record over many updates, not one update.
 `trust` is for attackers that know the other two. It bounds lengths closely, by the clients of the
 same cluster. Where one model serves all, it refuses at once what the largest set of clients that
 agree contradicts, one vote for each client: a majority decides, as in FLAME (Nguyen et al., USENIX
-Security 2022). Equal updates of several clients bear each other out no more (FoolsGold, Fung et
-al., RAID 2020).
+Security 2022). Of the others it takes away the part that points against the mean of clients that
+send something else, as conflicting gradients are projected (Yu et al., NeurIPS 2020): an update may
+go its own way, but not back. Equal updates of several clients bear each other out no more
+(FoolsGold, Fung et al., RAID 2020).
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from raceme.core.config import RunConfig
 from raceme.core.events import Verdict
@@ -175,6 +178,8 @@ class Ruling:
         What was measured, and the bound that it was held against; NaN for an accepted update.
     reason : str
         Why, in words without numbers; empty for an accepted update.
+    weights : Vector, optional
+        Δ_i that the method gets, if it is no multiple of the client's. Shape (weights,).
     """
 
     verdict: Verdict = Verdict.ACCEPTED
@@ -182,12 +187,14 @@ class Ruling:
     measured: float = float("nan")
     bound: float = float("nan")
     reason: str = ""
+    weights: Vector | None = None
 
 
 _ACCEPTED = Ruling()
 _DISAGREES = "its updates agree with those of no others"
 _CONTRADICTED = "an update that those of others contradict"
 _TOO_LONG = "an update that is longer than those of others"
+_BACKWARDS = "a part of an update that points against those of others"
 
 
 class Guard:
@@ -416,8 +423,12 @@ class TrustProtection(_Compares):
         if len(mates) >= _FEWEST_MATES:
             # Before clusters are found, those to come contradict each other.
             if awaited:
-                known = [state.directions[other] for other in mates]
-                contradicted = contradiction(np.stack([direction, *known]))
+                known = np.stack([state.directions[other] for other in mates])
+                contradicted, agreeing = contradiction(np.vstack([direction, known]))
+                against, cosine = opposed(direction, known[agreeing[1:]])
+                if cosine < 0.0:
+                    weights = np.float32(length * ruling.scale) * (direction - against)
+                    ruling = Ruling(Verdict.SCALED, ruling.scale, cosine, 0.0, _BACKWARDS, weights)
             if not waits:
                 # A client in a cluster that is not its own has those that agree elsewhere.
                 agreement = max(self._borne_out(direction, near) for near in (mates, others))
@@ -444,8 +455,27 @@ class TrustProtection(_Compares):
         return self.options.protection_length * measure
 
 
-def contradiction(directions: Vector) -> float:
-    """Return how far the first of some directions is contradicted; 0 if it is not.
+def opposed(direction: Vector, others: Vector) -> tuple[Vector, float]:
+    """Return the part of a direction along what others do, and its cosine with that.
+
+    An other with cosine c counts by 1 − max(c, 0), so that clients that collude, with whatever
+    noise of their own, do not bear each other out.
+
+    Parameters
+    ----------
+    direction : Vector
+        Of length 1. Shape (weights,).
+    others : Vector
+        Those of other clients. Shape (clients, weights).
+    """
+    centre = (1 - np.maximum(others @ direction, 0.0)) @ others
+    centre /= max(float(np.linalg.norm(centre)), 1e-6)
+    cosine = float(centre @ direction)
+    return np.asarray(np.float32(cosine) * centre), cosine
+
+
+def contradiction(directions: Vector) -> tuple[float, NDArray[np.bool_]]:
+    """Return how far the first of some directions is contradicted, and those that are not.
 
     Whichever is contradicted most is left out until none is, so that those that are left out, and
     the order in which clients are heard, have no say. A direction is contradicted if the votes
@@ -461,6 +491,8 @@ def contradiction(directions: Vector) -> float:
     float
         The sum of the votes, or what is as far below its bound; 0 if it belongs to the largest set
         that agrees.
+    NDArray
+        The directions that are left when the first is judged. Shape (clients,).
     """
     cosines = (directions @ directions.T).astype(np.float64)
     np.fill_diagonal(cosines, 0.0)
@@ -477,9 +509,9 @@ def contradiction(directions: Vector) -> float:
         if worst[most] <= 1.0:
             break
         if most == 0:
-            return float(worst[most] * _VOTED_OUT)
+            return float(worst[most] * _VOTED_OUT), left
         left[most] = False
-    return 0.0
+    return 0.0, left
 
 
 # -----------------------------------------------------------------------------

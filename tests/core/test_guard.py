@@ -19,6 +19,7 @@ from raceme.core.protection import (
     TrustOptions,
     TrustProtection,
     contradiction,
+    opposed,
 )
 
 
@@ -285,18 +286,18 @@ def test_trust_cuts_an_update_to_the_bound_of_its_cluster() -> None:
 def test_those_that_oppose_their_likes_are_contradicted_in_any_order() -> None:
     honest = [near(0, axis, 0.3) for axis in range(1, 6)]
     against = -along(0)
-    assert contradiction(np.stack([against, *honest])) == pytest.approx(-5 * 0.91, rel=1e-3)
+    assert contradiction(np.stack([against, *honest]))[0] == pytest.approx(-5 * 0.91, rel=1e-3)
     # The attacker alone contradicts each of them; together they are borne out.
     for one in honest:
         rest = [other for other in honest if other is not one]
-        assert contradiction(np.stack([one, against, *rest])) == 0.0
+        assert contradiction(np.stack([one, against, *rest]))[0] == 0.0
     # Two attackers bear each other out, and are too few.
-    assert contradiction(np.stack([against, against, *honest])) < -0.5
+    assert contradiction(np.stack([against, against, *honest]))[0] < -0.5
 
 
 def test_groups_with_nothing_in_common_contradict_nobody() -> None:
     groups = [near(2 * group, 2 * group + 1, 0.4) for group in range(4) for _ in range(3)]
-    assert contradiction(np.stack(groups)) == 0.0
+    assert contradiction(np.stack(groups))[0] == 0.0
 
 
 def test_what_is_slightly_against_everybody_is_contradicted_too() -> None:
@@ -304,8 +305,49 @@ def test_what_is_slightly_against_everybody_is_contradicted_too() -> None:
     honest = [along(axis) for axis in range(12)]
     against = -np.sum(honest, axis=0) / np.float32(12**0.5)
     assert -0.3 < float(against @ honest[0]) < -0.28
-    assert contradiction(np.stack([against, *honest])) < -0.5
-    assert contradiction(np.stack([honest[0], against, *honest[1:]])) == 0.0
+    assert contradiction(np.stack([against, *honest]))[0] < -0.5
+    assert contradiction(np.stack([honest[0], against, *honest[1:]]))[0] == 0.0
+
+
+def test_the_centre_is_of_clients_that_send_something_else() -> None:
+    """Three colluders along −0.6, 0.8 against four along 1, 0: their cosine is −0.6."""
+    against, honest = along(1, 0.8) - along(0, 0.6), along(0)
+    back, cosine = opposed(against, np.stack([against, against, *[honest] * 4]))
+    # Twins count by 1 − 1 = 0, so that the centre is 1, 0.
+    assert cosine == pytest.approx(-0.6)
+    np.testing.assert_allclose(back[:3], [-0.6, 0.0, 0.0], atol=1e-6)
+    # An honest client sees the three alone: −0.6, 0.8, which it opposes by as much.
+    assert opposed(honest, np.stack([*[against] * 3, *[honest] * 3]))[1] == pytest.approx(-0.6)
+    assert opposed(honest, honest[np.newaxis])[1] == 0.0
+
+
+def test_what_points_back_is_taken_off_an_update_with_one_model() -> None:
+    """Of −0.28, 0.96 at length 2 the part 0, 1.92 is left; with clusters nothing changes."""
+    for awaited in (9, 0):
+        guard = TrustProtection()
+        for client in range(8):
+            guard.judge(f"c{client}", near(0, client + 2, 0.3), 10.0, lambda _: 0, awaited)
+        honest = np.stack([guard.state.directions[f"c{client}"] for client in range(8)])
+        centre = honest.mean(axis=0) / np.linalg.norm(honest.mean(axis=0))
+        sent = 2 * (along(1, 0.96) - np.float32(0.28) * centre)
+        ruling = guard.judge("x", sent, 10.0, lambda _: 0, awaited)
+        if not awaited:
+            assert ruling.verdict is Verdict.ACCEPTED
+        else:
+            assert ruling.measured == pytest.approx(-0.28, abs=1e-3)
+            assert ruling.weights is not None
+            np.testing.assert_allclose(ruling.weights, along(1, 1.92), atol=1e-2)
+
+
+def test_those_that_are_contradicted_have_no_say_in_the_centre() -> None:
+    """Counted by 1 − c, three against nine would outweigh the honest, whose cosines are 0.91."""
+    guard = TrustProtection()
+    for client in range(12):
+        sent = near(0, client + 2, 0.3) if client < 9 else -along(0)
+        guard.state.lengths[f"c{client}"] = 1.0
+        guard.state.directions[f"c{client}"] = sent
+    ruling = guard.judge("new", near(0, 1, 0.3), 10.0, lambda _: 0, awaited=13)
+    assert ruling.verdict is Verdict.ACCEPTED
 
 
 def trusted(first: int) -> list[Verdict]:

@@ -315,6 +315,29 @@ def test_a_long_update_reaches_the_method_at_the_median_length() -> None:
     assert np.linalg.norm(unprotected.models[0].vector) > 1e3
 
 
+class Halves(Guard):
+    """Halves updates: as a multiple, or weight by weight."""
+
+    def __init__(self, by_weight: bool) -> None:
+        super().__init__()
+        self.by_weight = by_weight
+
+    def judge(self, client: str, delta: np.ndarray, *_judged: Any, **_named: Any) -> Ruling:
+        if self.by_weight:
+            return Ruling(Verdict.SCALED, weights=np.asarray(delta * np.float32(0.5)))
+        return Ruling(Verdict.SCALED, 0.5)
+
+
+def test_a_method_gets_the_weights_of_a_ruling() -> None:
+    models = []
+    for guard in (Halves(True), Halves(False), None):
+        strategy = FedAsync()
+        started(strategy, poisoned_fleet(), guard)
+        models.append(strategy.models[0].vector)
+    assert np.array_equal(models[0], models[1])
+    assert not np.array_equal(models[0], models[2])
+
+
 @pytest.mark.parametrize("method", [CASA, FedAsync, FedBuff])
 def test_an_excluded_client_is_refused_reported_and_gone_for_the_method(method: Any) -> None:
     strategy = method(seed=1)

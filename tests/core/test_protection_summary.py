@@ -233,7 +233,11 @@ def test_the_suite_has_every_attack_without_and_with_the_filter() -> None:
     # Late sybils and backdoors, of seven methods.
     late = load_suite(Path("poisoning-late"))
     assert set(late.methods) < set(suite.methods)
-    assert len(suite.methods) == 3 * 5 * 2 + len(late.methods)
+    # One model under attackers that know the defence, without and with it, and its bounds.
+    informed = ("edge-anti", "min-max", "hidden-anti", "false-group", "replay", "backdoor")
+    known = {*product(THREE[1:], informed, ("none", "trust"))}
+    assert known <= kinds
+    assert len(suite.methods) == 3 * 5 * 2 + len(known) + 2 * 2 + len(late.methods)
     assert len(late.methods) == 7 * 4 * 2
     for config in (late.config(method, seed=921) for method in late.methods):
         count = 0 if config.attack == "none" else 6
