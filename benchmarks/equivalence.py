@@ -67,14 +67,13 @@ WORDS: dict[str, str] = {}
 """Words in events that are written otherwise now, to those in the committed file."""
 KEYS: dict[str, str] = {
     **{f"{name}.sampling": f"{name}.picking" for name in STRATEGIES},
-    "panicle.reassign": "panicle.repair",
     "panicle.personalize": "panicle.own",
 }
 """Keys of a run that are called otherwise now, to those in the committed file."""
 _WINDOWED = ("csafl", "t-fedavg", "ta-fedavg", "g-fedavg", "ga-fedavg", "r-fedavg", "nog-fedavg")
 NEW_KEYS: frozenset[str] = frozenset(
     {"weight-decay-on", "discrepancy", "labels", "where", "own-model", "upload"}
-    | {"ifca.detect", "panicle.together"}
+    | {"ifca.detect"}
     | {f"{name}.{key}" for name in ("flexcfl", "fedgroup") for key in ("inter-group", "placing")}
     | {f"{name}.{key}" for name in _WINDOWED for key in ("stale", "unfinished")}
 )
@@ -330,7 +329,7 @@ flexcfl-async.measure=random-clients flexcfl-async.detect=direction flexcfl-asyn
 flexcfl-async.decay=polynomial icfl.moves=false icfl.compare=models icfl-async.moves=false
 icfl-async.compare=models icfl-async.decay=polynomial ifca.by-examples=true
 ifca-async.decay=polynomial pacfl.linkage=maximum pacfl.linkage=minimum port.reference=start
-panicle.clustering=false panicle.reassign=false panicle.drift=false panicle.unbiased=true
+panicle.clustering=false panicle.drift=false
 """
 """Choices of methods that are not their defaults: each is a run on data that change."""
 

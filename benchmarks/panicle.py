@@ -4,7 +4,7 @@
     python3 benchmarks/panicle.py mnist --data-root data --methods panicle,casa
 
 Every case is run with each method and seed; a row is the mean over the seeds, with the worst in
-brackets. `--set panicle.unbiased=false` ablates a part, `--updates` shortens a case. A case that
+brackets. `--set panicle.forward=0` ablates a part, `--updates` shortens a case. A case that
 needs files of a dataset is skipped where there are none.
 """
 
@@ -182,7 +182,6 @@ def wrongly_split(is_on: bool) -> Iterator[None]:
             super().initialize(vector)
             for _ in range(3):
                 self.clusters.found(self.models[0].copy())
-            self.state.formed = True
 
         def on_join(self, client: Any) -> None:
             super().on_join(client)
@@ -265,7 +264,7 @@ def main() -> None:
     parser.add_argument("--methods", default="", help="instead of the case's own")
     parser.add_argument("--updates", default="", help="client updates, instead of the case's own")
     parser.add_argument("--data-root", default="data")
-    parser.add_argument("--set", action="append", default=[], help="e.g. panicle.unbiased=false")
+    parser.add_argument("--set", action="append", default=[], help="e.g. panicle.forward=0")
     parser.add_argument("--json", type=Path, help="a file to which results are added")
     arguments = parser.parse_args()
     keys = dict(item.split("=", 1) for item in arguments.set) | {"data-root": arguments.data_root}

@@ -70,8 +70,8 @@ def main() -> None:
         clear = [client for client in probes.clients if probes.is_clear(client)]
         order = sorted(clear, key=lambda client: (fleet[client].group or 0, client))
         distances = probes.distances(order)
-        score = best_partition(distances, 12).score
-        image = axis.imshow(1.0 - distances, vmin=-0.2, vmax=1.0, cmap="viridis")
+        score = best_partition(distances).score
+        image = axis.imshow(1.0 - distances.mean(axis=0), vmin=-0.2, vmax=1.0, cmap="viridis")
         axis.set_title(f"{title}\nsilhouette {score:.2f}", fontsize=10)
         axis.set_xticks([])
         axis.set_yticks([])

@@ -116,9 +116,7 @@ def test_a_renamed_key_is_still_read_with_one_warning(caplog: pytest.LogCaptureF
 
 
 def test_a_renamed_argument_of_a_method_is_still_read() -> None:
-    assert Panicle(repair=False, own=20.0).parameters == PanicleParameters(
-        reassign=False, personalize=20.0
-    )
+    assert Panicle(own=20.0).parameters == PanicleParameters(personalize=20.0)
 
 
 def test_the_key_set_holds_others_and_wins() -> None:

@@ -5,12 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raceme.strategies.panicle.probes import (
-    best_partition,
-    least_score,
-    nearest_group,
-    silhouettes,
-)
+from raceme.strategies.panicle.probes import Partition, best_partition, silhouettes
 
 
 def grouped(sizes: list[int], within: float, between: float) -> np.ndarray:
@@ -18,6 +13,11 @@ def grouped(sizes: list[int], within: float, between: float) -> np.ndarray:
     distances = np.where(labels[:, None] == labels[None, :], within, between)
     np.fill_diagonal(distances, 0.0)
     return distances
+
+
+def best(*estimates: np.ndarray) -> Partition:
+    """The groups by two estimates of the distances, alike unless both are given."""
+    return best_partition(np.stack([estimates[0], estimates[-1]]))
 
 
 def test_a_silhouette_is_how_much_nearer_the_own_group_is() -> None:
@@ -47,14 +47,14 @@ def test_small_groups_are_to_be_as_far_apart_as_unrelated_clients() -> None:
 def test_there_is_no_evidence_in_one_group() -> None:
     distances = grouped([3], within=0.5, between=1.0)
     assert silhouettes(distances, np.zeros(3, np.int64)).tolist() == [0.0] * 3
-    assert best_partition(np.zeros((1, 1)), 5).score == 0.0
+    assert best(np.zeros((1, 1))).score == 0.0
 
 
 @pytest.mark.parametrize("sizes", [[1, 1, 1, 1], [1, 1, 2, 2], [2, 2, 2, 2], [20, 20, 30, 30]])
 def test_groups_are_found_in_fleets_of_any_size(sizes: list[int]) -> None:
-    best = best_partition(grouped(sizes, within=0.2, between=1.1), 12)
-    assert best.labels.tolist() == np.repeat(np.arange(4), sizes).tolist()
-    assert best.score > 0.7
+    found = best(grouped(sizes, within=0.2, between=1.1))
+    assert found.labels.tolist() == np.repeat(np.arange(4), sizes).tolist()
+    assert found.score > 0.7
 
 
 @pytest.mark.parametrize(("apart", "groups"), [(0.62, 2), (0.66, 3)])
@@ -69,40 +69,35 @@ def test_of_partitions_with_nearly_equal_scores_that_with_fewer_groups_is_taken(
     """
     distances = grouped([20, 20, 20], within=0.1, between=1.0)
     distances[:20, 20:40] = distances[20:40, :20] = apart
-    best = best_partition(distances, 12)
-    assert int(best.labels.max()) + 1 == groups
-    assert best.score == pytest.approx({2: 0.7222, 3: 0.7667}[groups], abs=1e-4)
+    found = best(distances)
+    assert int(found.labels.max()) + 1 == groups
+    assert found.score == pytest.approx({2: 0.7222, 3: 0.7667}[groups], abs=1e-4)
 
 
 def test_clients_that_are_all_alike_are_one_group() -> None:
-    assert best_partition(grouped([6], within=0.1, between=1.0), 12).score < 0.1
-
-
-@pytest.mark.parametrize(
-    ("groups", "clients", "least"),
-    [(4, 100, 0.45), (4, 40, 0.45), (4, 20, 0.48), (6, 20, 0.51), (4, 4, 0.51), (1, 0, 0.51)],
-)
-def test_many_small_groups_need_more_evidence(groups: int, clients: int, least: float) -> None:
-    # From a group for ten clients on to one for every third: 0.45 + 0.06 · (K / m − 0.1) / 0.2.
-    assert least_score(0.45, groups, clients) == pytest.approx(least)
+    assert best(grouped([6], within=0.1, between=1.0)).score < 0.1
 
 
 @given(st.integers(2, 12), st.integers(0, 1000))
 def test_evidence_is_between_minus_one_and_one(count: int, seed: int) -> None:
     points = np.random.default_rng(seed).normal(size=(count, 3))
     distances = np.minimum(2.0, np.linalg.norm(points[:, None] - points[None], axis=2))
-    best = best_partition(distances, 12)
-    assert -1 <= best.score <= 1
-    assert set(best.labels.tolist()) == set(range(int(best.labels.max()) + 1))
-    assert best.score == pytest.approx(silhouettes(distances, best.labels).mean())
+    found = best(distances)
+    assert -1 <= found.score <= 1
+    assert set(found.labels.tolist()) == set(range(int(found.labels.max()) + 1))
+    assert found.score == pytest.approx(silhouettes(distances, found.labels).mean())
 
 
-def test_a_client_joins_the_nearest_group_or_stays_alone() -> None:
-    labels = np.array([0, 0, 1, 1])
-    # Joined: (1.1 − 0.7) / 1.1 = 0.36; alone: (0.7 − 0.3) / 0.8 = 0.5, not by 0.25 better.
-    assert nearest_group(np.array([0.7, 0.7, 1.1, 1.1]), labels) == 0
-    # Joined: (1 − 0.9) / 1 = 0.1; alone: (0.9 − 0.3) / 0.9 = 0.67.
-    assert nearest_group(np.array([1.0, 1.0, 0.9, 0.9]), labels) is None
-    assert nearest_group(np.array([1.0, 1.0, 0.9, 0.9]), labels, may_be_alone=False) == 1
-    # With one group there is nothing to tell it from.
-    assert nearest_group(np.array([0.9, 0.9]), np.array([0, 0])) == 0
+def test_as_many_groups_as_there_are_are_found() -> None:
+    found = best(grouped([3] * 20, within=0.1, between=1.0))
+    assert found.labels.tolist() == np.repeat(np.arange(20), 3).tolist()
+
+
+def test_groups_that_only_one_estimate_has_are_chance() -> None:
+    one, other = grouped([5, 5], within=0.1, between=1.0), np.full((10, 10), 0.5)
+    np.fill_diagonal(other, 0.0)
+    assert best(one).score == pytest.approx(0.9)
+    # All are equally far apart by the other: its groups, whatever they are, say nothing of the
+    # first, nor do the first's of it.
+    found = best(one, other)
+    assert found.score < 0.3 < found.hoped

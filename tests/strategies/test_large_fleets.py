@@ -16,6 +16,7 @@ from raceme.core.messages import ModelSpec
 from raceme.core.requests import InFlight, Update
 from raceme.simulation import Device
 from raceme.strategies import CASA, CASAParameters, FedAsync, Method, Panicle, Plan
+from raceme.strategies.panicle.probes import LANDMARKS
 
 SIZE = 400
 
@@ -85,8 +86,8 @@ def casa(seats: int) -> CASA:
     return CASA(CASAParameters(sketch=64, exact_up_to=seats))
 
 
-def panicle(shown: int) -> Panicle:
-    method = Panicle(exact_up_to=shown, recheck=0)
+def panicle() -> Panicle:
+    method = Panicle()
     method.initial = np.zeros(SIZE, np.float32)  # type: ignore[assignment]
     return method
 
@@ -99,10 +100,9 @@ def trained(method: Method, groups: list[int], passes: float) -> Fleet:
     return fleet
 
 
-@pytest.mark.parametrize("make", [casa, panicle])
-def test_up_to_the_size_nothing_changes(make: type[Method]) -> None:
+def test_up_to_the_size_nothing_changes() -> None:
     groups = [client % 3 for client in range(45)]
-    bounded, unbounded = (trained(make(size), groups, 5).method for size in (45, 0))
+    bounded, unbounded = (trained(casa(size), groups, 5).method for size in (45, 0))
     assert [m.vector.tobytes() for m in bounded.models.values()] == [
         m.vector.tobytes() for m in unbounded.models.values()
     ]
@@ -111,31 +111,30 @@ def test_up_to_the_size_nothing_changes(make: type[Method]) -> None:
     assert bounded.rng.bit_generator.state == unbounded.rng.bit_generator.state
 
 
-@pytest.mark.parametrize("make", [casa, panicle])
-def test_above_it_the_groups_are_those_of_comparing_all(make: type[Method]) -> None:
+def test_above_it_the_groups_are_those_of_comparing_all() -> None:
     groups = [client % 4 for client in range(240)]
-    exact, sampled = (trained(make(size), groups, 5).labels() for size in (0, 80))
+    exact, sampled = (trained(casa(size), groups, 5).labels() for size in (0, 80))
     assert adjusted_rand_score(exact, sampled) == 1.0
     assert adjusted_rand_score(groups, sampled) == 1.0
 
 
-@pytest.mark.parametrize("make", [casa, panicle])
+@pytest.mark.parametrize("make", [lambda: casa(100), panicle])
 def test_a_fleet_of_thousands_is_divided(make: type[Method]) -> None:
     # Groups of a half, three tenths and a fifth, one after the other, not in turn.
     groups = [0] * 1000 + [1] * 600 + [2] * 400
-    fleet = trained(make(100), groups, 3)
+    fleet = trained(make(), groups, 3)
     assert adjusted_rand_score(groups, fleet.labels()) > 0.95
 
 
-@pytest.mark.parametrize("make", [casa, panicle])
-def test_newcomers_without_a_seat_go_where_they_belong(make: type[Method]) -> None:
-    groups = [client % 3 for client in range(150)]
-    fleet = trained(make(50), groups, 4)
+@pytest.mark.parametrize(("make", "clients"), [(lambda: casa(50), 150), (panicle, 600)])
+def test_newcomers_without_a_seat_go_where_they_belong(make: type[Method], clients: int) -> None:
+    groups = [client % 3 for client in range(clients)]
+    fleet = trained(make(), groups, 4)
     now = fleet.due[0][0]
-    for client in range(150, 165):
+    for client in range(clients, clients + 15):
         groups.append(client % 3)
         fleet.join(client, at=now)
-    fleet.train(800)
+    fleet.train(5 * clients)
     assert adjusted_rand_score(groups, fleet.labels()) == 1.0
 
 
@@ -144,35 +143,33 @@ def test_what_is_kept_of_pairs_does_not_grow_with_the_fleet() -> None:
     assert small.similarity.shape == large.similarity.shape
     assert small.buffers.slots.shape == large.buffers.slots.shape
     assert large.clients != [str(client) for client in range(50)], "seats are drawn at random"
-    probes = trained(panicle(50), [0, 1] * 100, 3).method.state.probes
-    assert probes.agreement.size == 0
-    assert len(probes.clear()) > 150
+    state = trained(panicle(), [0, 1] * 400, 3).method.state
+    # And some of each of two clusters.
+    assert LANDMARKS <= len(state.landmarks) <= LANDMARKS + 16 < len(state.probes.clear())
+    clients, likeness = state.likeness()
+    assert likeness.shape == (LANDMARKS, LANDMARKS) == (len(clients), len(clients))
 
 
-def test_a_newcomer_is_placed_by_the_same_examples_after_the_run_is_resumed() -> None:
-    strategy = two_groups(exact_up_to=4, reassign=False)
-    for client in ("c6", "c7"):
-        strategy.on_join(Client(client, 10))
-    probe(strategy, "c6", 3.0, 2.6)
-    probe(strategy, "c6", 3.0, 2.6)
+def test_a_newcomer_is_placed_by_the_same_landmarks_after_the_run_is_resumed() -> None:
+    strategy = two_groups()
+    strategy.on_join(Client("c6", 10))
     restored = Panicle(strategy.parameters)
     restored._spec = strategy.spec
     restored.load_state_dict(copy.deepcopy(strategy.state_dict()))
+    assert restored.state.landmarks == strategy.state.landmarks == [f"c{i}" for i in range(6)]
     for method in (strategy, restored):
-        probe(method, "c7", 0.0, -4.0)
-        probe(method, "c7", 0.0, -4.0)
-    # c6 has come since members were drawn that stand for the cluster; with it c7 would be alone.
-    assert homes(strategy)["c7"] == homes(strategy)["c6"] == homes(strategy)["c0"]
+        probe(method, "c6", *EAST)
     assert homes(restored) == homes(strategy)
 
 
 def test_a_newcomer_finds_its_cluster_though_all_who_stood_for_it_have_gone() -> None:
-    strategy = two_groups(exact_up_to=4, reassign=False)
+    strategy = two_groups()
     for client in ("c6", "c7"):
         strategy.on_join(Client(client, 10))
     probe(strategy, "c6", *EAST)
     probe(strategy, "c6", *EAST)
-    # Members were drawn that stand for the clusters before c6 was in one.
+    # Landmarks were drawn before c6 was in a cluster.
+    strategy.state.landmarks = [f"c{i}" for i in range(6)]
     for client in ("c0", "c1", "c2"):
         strategy.on_leave(client)
     probe(strategy, "c7", *EAST)

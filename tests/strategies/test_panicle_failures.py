@@ -111,30 +111,24 @@ def test_who_had_no_place_when_clusters_were_given_up_is_in_the_one_that_is_left
         for client, direction in kinds.items():
             probe(strategy, client, *direction)
     assert homes(strategy)["c8"] is None
+    for client in kinds:
+        strategy._watch(client).is_called = True
+        probe(strategy, client, *EAST)
     for client in ("c4", "c5", "c6", "c7"):
-        strategy.state.detectors[client].suspected = True
         probe(strategy, client, *EAST)
     assert len(strategy.models) == 1
     assert step(strategy, "c8", *EAST).weight > 0.0
     assert homes(strategy)["c8"] == homes(strategy)["c0"]
 
 
-def test_a_newcomer_that_does_not_agree_with_itself_is_placed_after_all_of_its_probes() -> None:
+def test_a_newcomer_that_does_not_agree_with_itself_stays_where_its_first_probe_put_it() -> None:
     strategy = two_groups()
     strategy.on_join(Client("c6", 10))
-    for direction in ((-4.0, -0.15), (-0.15, -4.0)) * 3:
-        assert homes(strategy)["c6"] is None
+    for direction in (EAST, NORTH) * 3:
+        assert strategy.request_for("c6").phase == "probe"
         probe(strategy, "c6", *direction)
     assert not strategy.state.probes.is_clear("c6")
-    # Far from both clusters.
-    assert partition_of(strategy)[2] == ["c6"]
+    # Six probes are enough.
+    assert strategy.request_for("c6").phase == ""
+    assert homes(strategy)["c6"] == homes(strategy)["c0"]
     assert step(strategy, "c6", *WEST).weight > 0.0
-
-
-def test_a_newcomer_founds_no_cluster_beyond_the_most_that_there_may_be() -> None:
-    strategy = two_groups(most=2, reassign=False)
-    strategy.on_join(Client("c6", 10))
-    probe(strategy, "c6", *(-4.0, -0.1))
-    probe(strategy, "c6", *(-4.0, -0.1))
-    assert len(strategy.models) == 2
-    assert homes(strategy)["c6"] == homes(strategy)["c3"]

@@ -1,36 +1,10 @@
-"""Medians kept in order are those of sorting anew."""
-
-import statistics
+"""Clusters count their clients, whatever happens."""
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from raceme.core.clusters import Clusters, Model
-from raceme.strategies.panicle.strategy import RunningMedians
-
-CHANGES = st.lists(
-    st.tuples(
-        st.sampled_from("abcdef"),
-        st.sampled_from([None, 0, 1]),
-        st.floats(0, 5).map(lambda x: round(x, 1)),
-    ),
-    max_size=30,
-)
-
-
-@given(CHANGES)
-def test_the_median_of_the_others(changes: list[tuple[str, int | None, float]]) -> None:
-    lengths, known = RunningMedians(), dict[str, tuple[int | None, float]]()
-    for client, cluster, length in changes:
-        lengths.put(client, cluster, length)
-        known[client] = cluster, length
-    for client in "abcdef":
-        for cluster in (0, 1):
-            others = [n for c, (k, n) in known.items() if c != client and k == cluster and n]
-            wanted = statistics.median(others) if len(others) >= 2 else 0.0
-            assert lengths.median_of_others(client, cluster, 2) == wanted
-
 
 VERBS = st.lists(
     st.tuples(st.sampled_from(["join", "leave", "move", "split", "merge"]), st.integers(0, 7)),
