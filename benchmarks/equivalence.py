@@ -194,7 +194,8 @@ def result_configurations(folder: Path) -> Iterator[dict[str, Any]]:
         tree = json.loads(path.read_text(encoding="utf-8"))
         for row in tree["rows"]:
             keys = {**tree["shared"]["configuration"], **row["configuration"], "seed": row["seed"]}
-            yield RunConfig.from_mapping(keys).to_mapping()
+            # Options that a method no longer has are left out.
+            yield RunConfig.from_mapping(keys, lenient=True).to_mapping()
 
 
 # Canonical hashes.
