@@ -147,9 +147,11 @@ class EchoPFL(Method):
         echo = state.echoes.setdefault(cluster, self._present(cluster))
         members = self.clusters.clients(cluster)
         late = [c for c in members if state.working.get(c, model.version) < model.version]
+        if not late:
+            return
         lengths = [float(np.linalg.norm(state.deltas[c])) for c in members if c in state.deltas]
         moved = float(np.linalg.norm(self.compared(model.vector - echo.vector)))
-        if not late or moved <= self.parameters.echo * float(np.mean(lengths)):
+        if moved <= self.parameters.echo * float(np.mean(lengths)):
             return
         state.echoes[cluster] = self._present(cluster)
         state.working |= dict.fromkeys(late, model.version)
