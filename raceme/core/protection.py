@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -291,8 +291,8 @@ class _Compares(Guard):
         balance = np.sum(strong * np.abs(strong)) / np.sum(strong**2) if len(strong) else 0.0
         return float(cosines.max() + balance)
 
-    def _by_record(self, client: str, home: Home) -> Ruling | None:
-        """Exclude the client, or let it in again; None if nothing is held against it."""
+    def _by_record(self, client: str, home: Home, ruling: Ruling) -> Ruling:
+        """Exclude the client, or let it in again with what a ruling leaves of its update."""
         state = self.state
         scores = self._scores(home(client), home)
         if len(scores) < FEWEST or client not in scores:
@@ -307,12 +307,14 @@ class _Compares(Guard):
                 return Ruling(verdict, 0.0, scores[client], bound, _DISAGREES)
             if was_excluded and typical >= _LEAST_TYPICAL:
                 del state.excluded[client]
-                reason = "its updates agree with those of others now"
-                return Ruling(Verdict.READMITTED, 1.0, scores[client], bound, reason)
+                verdict, reason = Verdict.READMITTED, "its updates agree with those of others now"
+                return replace(
+                    ruling, verdict=verdict, measured=scores[client], bound=bound, reason=reason
+                )
         if was_excluded:
             nan = float("nan")
             return Ruling(Verdict.REFUSED, 0.0, nan, nan, _DISAGREES)
-        return None
+        return ruling
 
     def _scores(self, cluster: int | None, home: Home) -> dict[str, float]:
         """Return the scores of the clients of a cluster, of those that are remembered."""
@@ -392,7 +394,7 @@ class FilterProtection(NormProtection):
             record = self.state.records.setdefault(client, Record())
             record.add(self._agreement(direction, others), length * ruling.scale)
         self.state.directions[client] = direction
-        return self._by_record(client, home) or ruling
+        return self._by_record(client, home, ruling)
 
 
 class TrustProtection(_Compares):
@@ -435,10 +437,10 @@ class TrustProtection(_Compares):
                 record = state.records.setdefault(client, Record())
                 record.add(agreement, length * ruling.scale)
         state.directions[client] = direction
-        by_record = self._by_record(client, home)
-        if contradicted and (by_record is None or not by_record.verdict.keeps_out):
+        ruling = self._by_record(client, home, ruling)
+        if contradicted and not ruling.verdict.keeps_out:
             return Ruling(Verdict.REFUSED, 0.0, contradicted, _VOTED_OUT, _CONTRADICTED)
-        return by_record or ruling
+        return ruling
 
     def _borne_out(self, direction: Vector, others: list[str]) -> float:
         """Return the agreement with those of some clients that do not send the same."""

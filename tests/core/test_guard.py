@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 
 import numpy as np
 import pytest
@@ -108,7 +109,7 @@ def test_only_as_many_clients_are_remembered_as_the_window_has() -> None:
     assert set(guard.state.directions) == set(guard.state.lengths)
 
 
-def fleet_of(guard: FilterProtection, rounds: int, **attackers: np.ndarray) -> list[str]:
+def fleet_of(guard: Guard, rounds: int, **attackers: np.ndarray) -> list[str]:
     """Let six clients agree, and others send what is given; return who was excluded."""
     rng = np.random.default_rng(0)
     for _ in range(rounds):
@@ -205,6 +206,17 @@ def test_an_excluded_client_whose_updates_come_to_agree_is_let_in_again() -> Non
     assert Verdict.READMITTED in verdicts
     assert verdicts[-1] is Verdict.ACCEPTED
     assert not guard.state.excluded
+
+
+@pytest.mark.parametrize(("guard", "left"), [(FilterProtection(), 1.0), (TrustProtection(), 2.0)])
+def test_the_update_of_a_client_that_is_let_in_again_is_cut_like_any_other(
+    guard: Guard, left: float
+) -> None:
+    fleet_of(guard, 4, odd=along(5))
+    typical = statistics.median(guard.state.lengths[f"c{index}"] for index in range(6))
+    rulings = [guard.judge("odd", along(0, 100.0), 10.0, home) for _ in range(8)]
+    (again,) = [ruling for ruling in rulings if ruling.verdict is Verdict.READMITTED]
+    assert 100.0 * again.scale == pytest.approx(left * typical)
 
 
 def test_a_fleet_that_agrees_on_nothing_excludes_nobody() -> None:
