@@ -735,6 +735,7 @@ MODELS = Registry(
         "cnn5x5-unpadded": "raceme.training.models:cnn5x5_unpadded",
         "cnn-fedrep": "raceme.training.models:cnn_fedrep",
         "lenet5": "raceme.training.models:lenet5",
+        "lenet5-tanh": "raceme.training.models:lenet5_tanh",
         "resnet18": "raceme.training.models:resnet18",
     },
     group="raceme.models",

@@ -119,10 +119,12 @@ def with_fitting_groups(config: RunConfig) -> RunConfig:
     options_type = PARTITIONERS.options_type(config.partition) or SizeOptions
     if source_of(config).has_clients or not issubclass(options_type, GroupOptions):
         return config
-    groups = config.read(options_type).groups
-    divides_labels = issubclass(options_type, LabelGroupOptions)
+    options = config.read(options_type)
+    groups = options.groups
     labels = None
-    if divides_labels:
+    if isinstance(options, LabelGroupOptions):
+        if options.group_labels != "auto":
+            return config
         # A regression has none, which dealing reports.
         labels = data_shape(config).num_classes or None
     fitting = fitting_groups(groups, config.num_clients, labels)

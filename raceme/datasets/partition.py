@@ -8,6 +8,7 @@ into training and test samples.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -96,6 +97,11 @@ class GroupOptions(SizeOptions):
 class LabelGroupOptions(GroupOptions, DirichletOptions):
     """Options of ``label-groups``."""
 
+    group_labels: str = option(
+        "auto",
+        "labels of each group, which may overlap, e.g. 0-4,4-7,7-9; auto: divided by groups",
+    )
+
 
 @dataclass(frozen=True)
 class Partition:
@@ -117,30 +123,35 @@ class Partition:
 def label_groups(labels: Indices, config: RunConfig, rng: np.random.Generator) -> Partition:
     """Groups with disjoint labels and Dirichlet shares within each group (CASA's label skew).
 
-    The shares in ``groups`` divide both the clients and the labels, in order. Inside a group, each
-    client's shares of the group's labels are drawn from a Dirichlet distribution; ``sizes`` gives
-    the number of samples per client.
+    The shares in ``groups`` divide both the clients and the labels, in order, unless
+    ``group-labels`` names each group's labels; several groups of a label divide its samples by
+    their numbers of clients. Inside a group, each client's shares of the group's labels are drawn
+    from a Dirichlet distribution; ``sizes`` gives the number of samples per client.
     """
     check_enough(labels, config.num_clients)
     options = config.read(LabelGroupOptions)
     shares = parse_groups(options.groups)
     kinds = np.unique(labels)
+    named = options.group_labels != "auto"
     for what, number in (("labels", len(kinds)), ("clients", config.num_clients)):
-        if len(shares) > number:
+        if len(shares) > number and not (named and what == "labels"):
             raise UserError(
                 f"groups names {len(shares)} groups, but there are only {number} {what}: "
                 f"give at most {number} shares."
             )
     client_counts = _shared(config.num_clients, options.groups, "client")
-    label_counts = _shared(len(kinds), options.groups, "label")
-    group_labels = np.split(kinds, np.cumsum(label_counts)[:-1])
+    if named:
+        group_labels = _named_labels(options.group_labels, len(shares), kinds)
+    else:
+        label_counts = _shared(len(kinds), options.groups, "label")
+        group_labels = np.split(kinds, np.cumsum(label_counts)[:-1])
     weights = np.split(client_weights(config, rng), np.cumsum(client_counts)[:-1])
     indices: list[Indices] = []
-    for own_labels, own_weights in zip(group_labels, weights, strict=True):
-        own = np.flatnonzero(np.isin(labels, own_labels))
+    samples = _samples_of_groups(labels, kinds, group_labels, client_counts)
+    for own, own_labels, own_weights in zip(samples, group_labels, weights, strict=True):
         check_enough(own, len(own_weights), f"their group with labels {own_labels.tolist()}")
-        dealt = _spread(labels, own_labels, own_weights, options.dirichlet_alpha, rng)
-        indices.extend(_with_minimum(dealt))
+        dealt = _spread(labels[own], own_labels, own_weights, options.dirichlet_alpha, rng)
+        indices.extend(own[part] for part in _with_minimum(dealt))
     groups = np.repeat(np.arange(len(shares)), client_counts)
     return _partition(indices, groups.tolist())
 
@@ -222,6 +233,38 @@ def iid(labels: Indices, config: RunConfig, rng: np.random.Generator) -> Partiti
     check_enough(labels, config.num_clients)
     weights = client_weights(config, rng)
     return _partition(divide(rng.permutation(len(labels)), weights, MIN_SAMPLES))
+
+
+def _named_labels(text: str, groups: int, kinds: Indices) -> list[Indices]:
+    """Parse the key ``group-labels``: a label or a range for each group."""
+    expected = "group-labels must be a label or a range of labels per group, e.g. 0-4,4-7,7-9"
+    parts = text.replace(" ", "").split(",")
+    if not all(re.fullmatch(r"\d{1,6}(-\d{1,6})?", part) for part in parts):
+        raise UserError(f"{expected}; got '{text}'.")
+    if len(parts) != groups:
+        raise UserError(f"group-labels names {len(parts)} groups, but groups has {groups}.")
+    bounds = [(int(part.split("-")[0]), int(part.split("-")[-1])) for part in parts]
+    named = [kinds[(kinds >= first) & (kinds <= last)] for first, last in bounds]
+    for part, own in zip(parts, named, strict=True):
+        if not len(own):
+            raise UserError(f"{expected}; '{part}' is no label of the data, {kinds.tolist()}.")
+    left = np.setdiff1d(kinds, np.concatenate(named))
+    if len(left):
+        raise UserError(f"group-labels '{text}' leaves out labels of the data: {left.tolist()}.")
+    return named
+
+
+def _samples_of_groups(
+    labels: Indices, kinds: Indices, group_labels: list[Indices], clients: Indices
+) -> list[Indices]:
+    """Return each group's samples, ascending; those of a common label by numbers of clients."""
+    parts: list[list[Indices]] = [[] for _ in group_labels]
+    for kind in kinds:
+        holders = [group for group, own in enumerate(group_labels) if kind in own]
+        dealt = divide(np.flatnonzero(labels == kind), clients[holders].astype(np.float64), 0)
+        for group, own in zip(holders, dealt, strict=True):
+            parts[group].append(own)
+    return [np.sort(np.concatenate(part)) for part in parts]
 
 
 def parse_groups(text: str) -> Shares:

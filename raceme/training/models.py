@@ -310,6 +310,25 @@ def lenet5(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
     return _two_5x5_unpadded(input_shape, num_classes, (6, 16), (120, 84))
 
 
+def lenet5_tanh(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+    """LeNet-5 with tanh and mean pooling, as in CFLA's tables (61,706 weights on MNIST)."""
+    channels, height, width = _image(input_shape, _LARGE)
+    return _network(
+        convolution1=nn.Conv2d(channels, 6, 5, padding=2),
+        activation1=nn.Tanh(),
+        pool1=nn.AvgPool2d(2),
+        convolution2=nn.Conv2d(6, 16, 5),
+        activation2=nn.Tanh(),
+        pool2=nn.AvgPool2d(2),
+        flatten=nn.Flatten(),
+        hidden1=nn.Linear(16 * ((height // 2 - 4) // 2) * ((width // 2 - 4) // 2), 120),
+        activation3=nn.Tanh(),
+        hidden2=nn.Linear(120, 84),
+        activation4=nn.Tanh(),
+        output=nn.Linear(84, num_classes),
+    )
+
+
 def cnn5x5_unpadded(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
     """PFLlib's network: two unpadded 5x5 convolutions, 512 units (582,026 weights on MNIST)."""
     return _two_5x5_unpadded(input_shape, num_classes, _PAPER_CHANNELS, (_MIDDLE_HIDDEN,))

@@ -86,6 +86,24 @@ def test_groups_of_the_paper_divide_clients_and_labels_by_the_same_shares() -> N
         assert set(LABELS[own]) <= labels_of[group]
 
 
+def test_groups_whose_labels_overlap_divide_the_common_ones_by_their_clients() -> None:
+    # 80 samples of each label; 10, 6 and 4 clients: label 4 is divided 50 to 30, 7 is 48 to 32.
+    keys = {"clients": 20, "groups": "0.5,0.3,0.2", "group_labels": "0-4,4-7,7-9"}
+    partition = deal("label-groups", **keys)
+    table = counts(partition)
+    of_group = [table[np.array(partition.groups) == group].sum(axis=0) for group in range(3)]
+    assert np.array(of_group).tolist() == [
+        [80, 80, 80, 80, 50, 0, 0, 0, 0, 0],
+        [0, 0, 0, 0, 30, 80, 80, 48, 0, 0],
+        [0, 0, 0, 0, 0, 0, 0, 32, 80, 80],
+    ]
+
+
+def test_naming_the_labels_of_the_default_groups_changes_nothing() -> None:
+    named = deal("label-groups", clients=40, group_labels="0-1,2-3,4-6,7-9")
+    assert all(map(np.array_equal, named.indices, deal("label-groups", clients=40).indices))
+
+
 def test_equal_sizes_stay_equal_however_skewed_the_labels_are() -> None:
     # 800 samples of 40 clients are 20 each: 160 samples for 8 clients, 240 for 12.
     sizes = [len(own) for own in deal("label-groups", clients=40).indices]
@@ -235,6 +253,15 @@ def test_shares_that_are_no_shares_are_refused(text: str) -> None:
             r"share of 0\.02 of 10 labels is not even one",
         ),
         ("label-groups", {"clients": 4, "groups": "0.1,0.9"}, "0.1 of 4 clients is not even one"),
+        *(
+            ("label-groups", {"clients": 40, "groups": "2", "group_labels": text}, message)
+            for text, message in (
+                ("0-4,x", "a label or a range of labels per group, e.g. 0-4,4-7,7-9; got '0-4,x'"),
+                ("0-9", "names 1 groups, but groups has 2"),
+                ("0-9,12", "'12' is no label of the data"),
+                ("0-4,6-9", r"leaves out labels of the data: \[5\]"),
+            )
+        ),
         ("classes", {"clients": 4}, "4 clients of 2 labels cannot hold all 10 labels"),
         ("classes", {"clients": 20, "classes_per_client": 11}, "have only 10 labels"),
         (

@@ -188,7 +188,7 @@ def test_figure_10b_is_judged_by_unrest_and_not_by_times() -> None:
 
 
 def test_tables_that_others_made() -> None:
-    """Flower's niid_bench (README) and PFLlib (docs/benchmark.html): best of all rounds."""
+    """Flower's niid_bench (README), PFLlib (docs/benchmark.html), CFLA (README)."""
     found = {part: load_suite(path) for part, path in shipped("external").items()}
     published = {
         part: {method.label: method.row.accuracy for method in suite.methods if method.row}
@@ -206,11 +206,13 @@ def test_tables_that_others_made() -> None:
             "fedper": 97.44,
             "fedrep": 97.56,
         },
+        "cfla-mnist": {"ifca": 97.3, "fedgroup": 91.5, "fesem": 90.4},
     }
+    lengths = {"niid": (10, 50, 64, 10), "pfllib": (20, 2000, 10, 1), "cfla": (50, 100, 32, 3)}
     for part, suite in found.items():
         config = suite.config(suite.methods[0], 0)
         work = (config.clients, config.max_rounds, config.batch_size, config.local_epochs)
-        assert work == ((10, 50, 64, 10) if part.startswith("niid") else (20, 2000, 10, 1))
+        assert work == lengths[part.split("-")[0]]
         assert {"casa", "panicle"} <= {method.label for method in suite.methods}
 
 
