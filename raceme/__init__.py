@@ -359,12 +359,15 @@ def _keys(
 ) -> dict[str, Any]:
     """Convert Python names to keys: ``max_updates`` is ``max-updates``.
 
-    Classes and functions become names, data a fingerprint.
+    Paths become text, classes and functions names, data a fingerprint.
     """
     from raceme.core.config import registry_of
     from raceme.core.errors import UserError
 
-    keys = {name.replace("_", "-"): value for name, value in settings.items()}
+    keys = {
+        name.replace("_", "-"): str(value) if isinstance(value, Path) else value
+        for name, value in settings.items()
+    }
     if model is not None:
         keys["model"] = model
     for name, value in keys.items():

@@ -141,7 +141,9 @@ def test_without_pandas_the_error_names_the_extra(
 
 def test_a_hyper_parameter_needs_no_prefix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    run = raceme.run("casa", clients=4, groups="0.5,0.5", max_updates=8, workers="0", gamma=0.3)
+    settings = {"clients": 4, "groups": "0.5,0.5", "max_updates": 8, "workers": "0"}
+    run = raceme.run("casa", **settings, gamma=0.3, out=tmp_path / "here")
+    assert run.folder == tmp_path / "here"
     assert run.config["casa.gamma"] == 0.3
     assert run.config["groups"] == "0.5,0.5"
     assert run.accuracy.iloc[-1] == run.evaluations["accuracy"].iloc[-1]
