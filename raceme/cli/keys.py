@@ -82,7 +82,8 @@ _FIRST = (
 _GROUPS = {
     "Data": "data-root download test-fraction validation-fraction validation-share proxy pretrain "
     "pretrain-epochs",
-    "Fleet": "concurrency task-timeout device vectorised device-keys labels where",
+    "Fleet": "concurrency task-timeout device vectorised device-keys labels where never-across "
+    "together",
     "Method": "model lr batch-size local-epochs local-steps optimizer momentum weight-decay "
     "weight-decay-on batch-norm own-model upload protection attack",
     "Limits": "max-rounds stop-at-target eval-every eval-rounds eval-steps eval-clients eval-tasks",

@@ -308,8 +308,8 @@ class Scheduler(ABC):
     """
 
     state: object
-    timeout_reason: ClassVar[str] = "it took too long: the others waited for it"
-    backs_off_when_late: ClassVar[bool] = True
+    timeout_reason: str = "it took too long: the others waited for it"
+    backs_off_when_late: bool = True
 
     @property
     def rounds(self) -> int | None:

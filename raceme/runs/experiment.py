@@ -18,7 +18,7 @@ from threadpoolctl import threadpool_limits
 
 from raceme import datasets
 from raceme.core import messages as names
-from raceme.core.clients import BoundToKeys, Labels
+from raceme.core.clients import BoundToKeys, Labels, check_constraint
 from raceme.core.clusters import Model, blended
 from raceme.core.config import RunConfig, read_toml
 from raceme.core.errors import UserError
@@ -37,7 +37,13 @@ from raceme.core.progress import Plan
 from raceme.core.protection import protection_of
 from raceme.core.registry import STRATEGIES
 from raceme.core.requests import ClientEmbedding, Sketch
-from raceme.core.strategy import DEFAULT_VALIDATION_SHARE, Method, StopCheck, never_stop
+from raceme.core.strategy import (
+    DEFAULT_VALIDATION_SHARE,
+    ConstrainedMethod,
+    Method,
+    StopCheck,
+    never_stop,
+)
 from raceme.core.timeline import Timeline, timeline_of
 from raceme.datasets.dealt import with_whole_path
 from raceme.datasets.drift import schedule_of
@@ -141,7 +147,16 @@ def build_strategy(config: RunConfig) -> Method:
     UserError
         There is no such strategy, or a limit in rounds does not apply to it.
     """
-    strategy: Method = STRATEGIES.make(config.strategy, config.parameters(), seed=config.seed)
+
+    def make() -> Method:
+        made: Method = STRATEGIES.make(config.strategy, config.parameters(), seed=config.seed)
+        return made
+
+    strategy = make()
+    if config.never_across or config.together:
+        check_constraint("never-across", config.never_across)
+        check_constraint("together", config.together)
+        strategy = ConstrainedMethod(make, config.never_across, config.together)
     strategy.protection = protection_of(config)
     drift = schedule_of(config)
     if drift is not None and drift.in_rounds and strategy.scheduling.rounds is None:
@@ -222,6 +237,9 @@ def build_grid(config: RunConfig, strategy: Method | None = None) -> VirtualGrid
         fewest = min(datasets.fewest_training(config, k) for k in range(config.num_clients))
         strategy.needs.fits_validation(kept_for_validation(fewest, share))
     names = datasets.client_names(config)
+    labels = Path(config.labels) if config.labels else None
+    check_constraint("never-across", config.never_across, labels, _client_names(config))
+    check_constraint("together", config.together, labels, _client_names(config))
     nodes = with_late_attackers(config, nodes_of(config.devices, examples, config.seed, names))
     executor = executor_for(
         target,

@@ -28,7 +28,6 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from logging import getLogger
-from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -149,8 +148,8 @@ class InWindows(Scheduler):
     """
 
     state: WindowState
-    timeout_reason: ClassVar[str] = "its window ended first"
-    backs_off_when_late: ClassVar[bool] = False
+    timeout_reason = "its window ended first"
+    backs_off_when_late = False
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ from raceme.core.protection import GuardState
 from raceme.core.registry import STRATEGIES
 from raceme.core.requests import Bases
 from raceme.core.scheduling import RoundState
-from raceme.core.strategy import Variant
+from raceme.core.strategy import ConstrainedState, Variant
 from raceme.runs.checkpoints import STATE
 from raceme.strategies.cdfl.strategy import RequestState
 from raceme.strategies.csafl import WindowState
@@ -37,7 +37,7 @@ def state_fields() -> dict[str, dict[str, str]]:
             visit(part)
 
     policies = (RoundState, WindowState, RequestState, ArrivalState)
-    for root in (Clusters, Bases, GuardState, Progress, *policies):
+    for root in (Clusters, Bases, GuardState, Progress, ConstrainedState, *policies):
         visit(root)
     for name in STRATEGIES:
         method = STRATEGIES[name]
