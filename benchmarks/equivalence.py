@@ -67,7 +67,6 @@ WORDS: dict[str, str] = {}
 """Words in events that are written otherwise now, to those in the committed file."""
 KEYS: dict[str, str] = {
     **{f"{name}.sampling": f"{name}.picking" for name in STRATEGIES},
-    "panicle.personalize": "panicle.own",
 }
 """Keys of a run that are called otherwise now, to those in the committed file."""
 _WINDOWED = ("csafl", "t-fedavg", "ta-fedavg", "g-fedavg", "ga-fedavg", "r-fedavg", "nog-fedavg")

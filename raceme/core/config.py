@@ -241,10 +241,10 @@ class RunConfig:
         "batch normalisation: averaged, or kept on each client (local: FedBN)",
         among=("shared", "local"),
     )
-    own_model: bool = option(
-        False,
+    own_model: bool | None = option(
+        None,
         "clients also train a model of their own, and use the best on their validation samples: "
-        "that, the received one or a mixture",
+        "that, the received one or a mixture (auto: with panicle)",
     )
     upload: str = option(
         "float32",

@@ -262,7 +262,9 @@ VALIDATION_SHARE = "validation-share"
 """Share of a client's training samples kept for validation."""
 
 OWN_MODEL = "own-model"
-"""Asks a client to train also a model of its own, as if alone."""
+"""Share of its samples that a client keeps to validate a model of its own, that it trains too."""
+OWN_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Shares of the client's own model in the mixtures that it validates."""
 OWN_MIXTURE = "own-mixture"
 """Completion that tests the best on its validation samples: own model, received model or a
 mixture."""

@@ -149,6 +149,8 @@ class Needs:
         Work that needs classes, for the error message of a regression; empty if none.
     validation : bool
         Whether clients compare models on validation samples.
+    own_model : bool
+        Whether runs have ``own-model`` unless it is off.
     pretrained : bool
         Whether `initialize` uses the server's pre-trained models, if any.
     bases : bool
@@ -177,6 +179,7 @@ class Needs:
     settings: frozenset[str] | None = frozenset()
     classes: str = ""
     validation: bool = False
+    own_model: bool = False
     pretrained: bool = False
     bases: bool = False
     latencies: bool = False
@@ -272,6 +275,8 @@ class Method(Strategy):
         Checks updates before the method receives them.
     train_config : ConfigRecord
         The run's settings for local training.
+    own_settings : dict[str, str | float]
+        Settings of messages that let clients use mixtures with models of their own, if they do.
     initial : ArrayRecord
         The model before any training.
     step_of : Callable
@@ -318,6 +323,7 @@ class Method(Strategy):
         self._constant: tuple[Vector, ArrayRecord] | None = None
         self.protection: Guard = NoProtection()
         self.train_config = ConfigRecord()
+        self.own_settings: dict[str, str | float] = {}
         self.report: events.Observer = events.ignore
         self.step_of: Callable[[str], int | None] = lambda client: None
         self.scheduling: Scheduler = self.scheduler()
@@ -626,14 +632,19 @@ class Method(Strategy):
         self.probe, self.starts = probe, starts
         self._spec, self.initial = ModelSpec.of(initial_arrays), initial_arrays
         self.result = RunResult()
-        self.train_config = train_config or ConfigRecord()
-        have_own_model = bool(self.train_config.get(OWN_MODEL))
-        if (self.needs.validation or have_own_model) and VALIDATION_SHARE not in self.train_config:
-            self.train_config[VALIDATION_SHARE] = DEFAULT_VALIDATION_SHARE
-        tests = {**(evaluate_config or {}), **self.needs.test_settings}
-        if have_own_model:
-            share = self.train_config[VALIDATION_SHARE]
-            tests |= {COMPLETED_BY: OWN_MIXTURE, VALIDATION_SHARE: share}
+        self.train_config = ConfigRecord({**(train_config or {})})
+        stated = self.train_config.get(VALIDATION_SHARE)
+        share = stated if isinstance(stated, int | float) else DEFAULT_VALIDATION_SHARE
+        self.own_settings = {}
+        if self.train_config.pop(OWN_MODEL, False) and share:
+            self.train_config[OWN_MODEL] = share
+            self.own_settings = {COMPLETED_BY: OWN_MIXTURE, OWN_MODEL: share}
+        if self.needs.validation:
+            self.train_config[VALIDATION_SHARE] = share
+        elif self.own_settings:
+            # All samples train the model that is uploaded.
+            self.train_config.pop(VALIDATION_SHARE, None)
+        tests = {**(evaluate_config or {}), **self.needs.test_settings, **self.own_settings}
         loop = Loop(
             self,
             grid,

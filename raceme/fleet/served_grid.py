@@ -727,6 +727,7 @@ class Rollouts(EventHandler):
                     STEP: step,
                     TESTED_STEPS: [step] * len(models),
                     TESTED_MODELS: list(range(len(models))),
+                    **self._method.own_settings,
                 }
             elif device.uses and (target := self._target(client)):
                 if device.has == target.key:
@@ -736,6 +737,7 @@ class Rollouts(EventHandler):
                     USED_RUN: self.store.run_id,
                     USED_CLUSTER: target.cluster,
                     USED_VERSION: target.number,
+                    **self._method.own_settings,
                 }
             else:
                 return

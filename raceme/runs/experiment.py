@@ -231,7 +231,7 @@ def build_grid(config: RunConfig, strategy: Method | None = None) -> VirtualGrid
     examples = [
         len(datasets.client_data(config, client).y_train) for client in range(config.num_clients)
     ]
-    if strategy is not None and (strategy.needs.validation or config.own_model):
+    if strategy is not None and strategy.needs.validation:
         share = config.validation_share
         share = DEFAULT_VALIDATION_SHARE if share is None else share
         fewest = min(datasets.fewest_training(config, k) for k in range(config.num_clients))
@@ -555,7 +555,9 @@ def conduct(
                     initial,
                     max_updates=config.max_updates or 0,
                     timeout=config.task_timeout,
-                    train_config=training_settings(config, report_timing=not virtual),
+                    train_config=training_settings(
+                        config, strategy.needs.own_model, report_timing=not virtual
+                    ),
                     plan=schedule,
                     observe=observe,
                     stop_check=keeper.stop_check,
@@ -632,13 +634,17 @@ def plan(config: RunConfig) -> Plan:
     )
 
 
-def training_settings(config: RunConfig, report_timing: bool = False) -> ConfigRecord:
+def training_settings(
+    config: RunConfig, own_model: bool = False, report_timing: bool = False
+) -> ConfigRecord:
     """Return the settings of every training message.
 
     Parameters
     ----------
     config : RunConfig
         Configuration of the run, with every key resolved.
+    own_model : bool
+        Whether the method has `own_model` by default.
     report_timing : bool
         Whether to request wall times, which differ between runs.
     """
@@ -654,7 +660,7 @@ def training_settings(config: RunConfig, report_timing: bool = False) -> ConfigR
         names.WEIGHT_DECAY: config.weight_decay or None,
         names.SCORED: config.score_uploads or None,
         names.VALIDATION_SHARE: config.validation_share,
-        names.OWN_MODEL: config.own_model or None,
+        names.OWN_MODEL: (own_model if config.own_model is None else config.own_model) or None,
         names.REPORT_TIMING: report_timing or None,
     }
     return ConfigRecord({key: value for key, value in settings.items() if value is not None})

@@ -37,9 +37,11 @@ from raceme.core.messages import (
     CONFIG,
     KIND,
     OWN_MODEL,
+    OWN_SHARES,
     TASK_SHARE,
     TRAIN,
     TRAINING,
+    forward_cost,
     passes,
 )
 from raceme.core.registry import DEVICES
@@ -611,8 +613,8 @@ def training_cost(message: Message, context: Context, examples: int) -> Workload
     """Return the cost of a training message; queries and evaluation cost nothing.
 
     All arrays are sent down. Training returns one model of the size of the first one sent, or a
-    quarter of it with ``upload=int8``; answers to other work are small and take no time. Training
-    a model of the client's own too takes as much again.
+    quarter of it with ``upload=int8``; answers to other work are small and take no time. With a
+    model of the client's own, that is trained too, and mixtures of it are validated.
     """
     if category(message) != MessageType.TRAIN:
         return None
@@ -621,11 +623,13 @@ def training_cost(message: Message, context: Context, examples: int) -> Workload
     scale = float(config.get(COMPUTE_SCALE, 1.0))  # type: ignore[arg-type]
     sizes = [record.count_bytes() for record in message.content.array_records.values()]
     upload = sizes[0] if sizes and trains else 0
+    if trains and (kept := float(config.get(OWN_MODEL, 0.0))):  # type: ignore[arg-type]
+        scale += 1.0 - kept + kept * forward_cost(config, examples, len(OWN_SHARES))
     return Workload(
         epochs=passes(config, examples),
         bytes_down=sum(sizes),
         bytes_up=upload // 4 if context.run_config.get("upload") == "int8" else upload,
-        scale=scale + 1.0 if trains and config.get(OWN_MODEL) else scale,
+        scale=scale,
         share=float(config.get(TASK_SHARE, 1.0)),  # type: ignore[arg-type]
     )
 

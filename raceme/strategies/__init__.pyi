@@ -969,7 +969,6 @@ class Panicle(_Panicle):
         drift: bool = True,
         forward: float = 0.5,
         average: float = 0.1,
-        personalize: float = 500.0,
         **arguments: Unpack[_Arguments],
     ) -> None: ...
 def RFedAvg(

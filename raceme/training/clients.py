@@ -212,6 +212,7 @@ def joined(client: Client, others: Sequence[Client]) -> Client:
         client,
         train=Samples.joined([other.train for other in others]),
         validation=Samples.joined(kept) if kept else None,
+        _divided={},
     )
 
 

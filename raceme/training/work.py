@@ -469,6 +469,8 @@ def use(work: ClientWork) -> Answer:
     path = Path(work.model_file)
     if names.ARRAYS in work.arrays:
         work.receive(work.model)
+        if names.OWN_MODEL in work.settings:
+            mix_with_own(work)
         config, state = work.client.config, work.client.network.module.state_dict()
         data = datasets.described(config)
         arrays = {name: values.cpu().numpy() for name, values in state.items()}
@@ -669,8 +671,8 @@ def train_model(
     )
     scores |= score_upload(work, forward)
     model = work.give(spec, received)
-    if work.settings.get(names.OWN_MODEL, False):
-        _train_own(work, spec, settings)
+    if names.OWN_MODEL in work.settings:
+        _train_own(work, received, settings)
     return training_answer(work, model, {names.TRAIN_LOSS: loss, **scores}, told)
 
 
@@ -689,58 +691,74 @@ def losses_of(
 # -----------------------------------------------------------------------------
 # A model of the client's own beside the received one: `own-model`.
 #
-# It is trained with each task, as if the client were alone, and never leaves the client. As in APFL
-# (Deng et al. 2020) the client uses a mixture of the two; which one, its validation samples decide
-# at every test, so that data that change, too, are answered at once.
+# It never leaves the client, which uses a mixture of the two, as in APFL (Deng et al. 2020): the
+# one that is right most often on samples that its own model has not been trained on. From there its
+# own model continues with each task: as if it were alone where the others are no help, and as a
+# local adaptation of their model where they are.
 # -----------------------------------------------------------------------------
 
 
 _OWN_LINE = "own-line"
-"""Record of a client's state: the model that it trains as if it were alone."""
-SHARES_OF_OWN = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""Shares of the client's own model in the mixtures that are compared."""
+"""Record of a client's state: its own model."""
 
 
-def _train_own(work: ClientWork, spec: ModelSpec, settings: TrainingSettings) -> None:
-    """Train the client's own model; it begins as the first that the client has trained.
+def _train_own(work: ClientWork, received: ArrayRecord, settings: TrainingSettings) -> None:
+    """Train the client's own model, from its best mixture with the received one.
 
     Parameters
     ----------
-    spec : ModelSpec
-        Layout of the model that was trained just now, and is still in the client's network.
+    received : ArrayRecord
+        The model that was trained just now.
     settings : TrainingSettings
         As of that training. It is not kept near the model that it starts from.
     """
-    network, state = work.client.network, work.state
-    if _OWN_LINE in state:
-        network.read(state.array_records[_OWN_LINE])
-        alone = replace(settings, proximal_mu=0.0)
-        train_locally(network, work.client.train, alone, work.generator(part=1), {})
+    client, state = _validating(work), work.state
+    spec = client.network.read(received)
+    _mix(client, state)
+    alone = replace(settings, proximal_mu=0.0)
+    train_locally(client.network, client.train, alone, work.generator(part=1), {})
     # A training that diverged must not spoil all that follow.
-    if is_usable(network.weights):
-        state[_OWN_LINE] = network.write(spec)
+    if is_usable(client.network.weights):
+        state[_OWN_LINE] = client.network.write(spec)
 
 
 def mix_with_own(work: ClientWork) -> None:
     """Mix the received model with the client's own, by how well it does on validation samples.
 
-    Of equally good mixtures the one with the least loss is taken. A client that has not trained yet
-    uses the received model.
+    A client that has not trained yet, or has a single sample, uses the received model.
     """
-    network, kept = work.client.network, work.client.validation
-    if _OWN_LINE not in work.state or kept is None:
+    _mix(_validating(work), work.state)
+
+
+def _validating(work: ClientWork) -> Client:
+    """Return the client with validation samples, unless it has too few samples."""
+    if work.client.validation is not None or len(work.client.train) < 2:
+        return work.client
+    return work.client.divided(work.number(names.OWN_MODEL, None))
+
+
+def _mix(client: Client, state: RecordDict) -> None:
+    """Mix the model in the network with the client's own.
+
+    Its share is the mean of those that are compared, each weighted by the likelihood of the
+    validation samples: the posterior mean, with as much caution as few samples call for.
+    """
+    network, kept = client.network, client.validation
+    if _OWN_LINE not in state or kept is None:
         return
-    own = work.state.array_records[_OWN_LINE]
+    own = state.array_records[_OWN_LINE]
     spec = ModelSpec.of(own)
     start, end = spec.unpack(network.write(spec)), spec.unpack(own)
-    sign = 1.0 if network.objective.measure.is_error else -1.0
-    best = (math.inf, math.inf), start
-    for share in SHARES_OF_OWN:
+
+    def mix(share: float) -> None:
         mixed = np.asarray(start + np.float32(share) * (end - start), np.float32)
         spec.copy_counters(start, mixed)
         network.read(spec.pack(mixed))
-        score, loss = test_locally(network, kept)
-        rank = (sign * score, loss if math.isfinite(loss) else math.inf)
-        if rank < best[0]:
-            best = rank, mixed
-    network.read(spec.pack(best[1]))
+
+    losses = np.empty(len(names.OWN_SHARES))
+    for place, share in enumerate(names.OWN_SHARES):
+        mix(share)
+        loss = test_locally(network, kept)[1]
+        losses[place] = loss if math.isfinite(loss) else 1e300
+    weights = np.exp(-len(kept) * (losses - losses.min()))
+    mix(float(weights @ names.OWN_SHARES / weights.sum()))

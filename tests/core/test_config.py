@@ -24,9 +24,8 @@ from raceme.runs.experiment import build_strategy, resolve
 from raceme.strategies import (
     STRATEGIES,
     FedAsyncParameters,
+    FedAvg,
     FedBuffParameters,
-    Panicle,
-    PanicleParameters,
 )
 
 
@@ -116,7 +115,7 @@ def test_a_renamed_key_is_still_read_with_one_warning(caplog: pytest.LogCaptureF
 
 
 def test_a_renamed_argument_of_a_method_is_still_read() -> None:
-    assert Panicle(own=20.0).parameters == PanicleParameters(personalize=20.0)
+    assert FedAvg(picking="in-turn").parameters.sampling == "in-turn"
 
 
 def test_the_key_set_holds_others_and_wins() -> None:

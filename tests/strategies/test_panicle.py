@@ -264,62 +264,6 @@ def test_tests_and_the_result_are_of_what_clients_use() -> None:
         assert own.tolist() != strategy.models[cluster].vector.tolist()
 
 
-def apart(own: float = 20.0) -> Panicle:
-    """Two groups of two, of which the first is not alike: 53 degrees, a distance of 0.4."""
-    kinds = {"c0": (4.0, 0.0), "c1": (2.4, 3.2), "c2": (-4.0, 0.0), "c3": (-4.0, 0.0)}
-    strategy = probed(kinds, personalize=own, forward=0.0, average=0.0)
-    assert partition_of(strategy) == [["c0", "c1"], ["c2", "c3"]]
-    return strategy
-
-
-def used(strategy: Panicle) -> dict[str, list[float]]:
-    names = list(strategy.clusters.online)
-    return {client: vector.tolist() for client, vector in strategy.used(names)}
-
-
-def test_a_client_unlike_its_cluster_uses_some_of_its_own_model() -> None:
-    strategy = apart()
-    # Nobody has trained yet: a probe is no model of its own.
-    assert used(strategy) == {}
-    step(strategy, "c0", 8.0, 8.0)
-    step(strategy, "c2", -8.0, 8.0)
-    w = strategy.models[strategy.clusters.main("c0")].vector
-    # D = 1 − 0.6 = 0.4, 10 samples beside 20: μ = 4 / (4 + 12). c2 is like c3, and uses the same.
-    assert used(strategy)["c0"] == pytest.approx((0.75 * w + 0.25 * 8.0).tolist())
-    same = strategy.models[strategy.clusters.main("c2")].vector
-    assert used(strategy)["c2"] == pytest.approx(same.tolist())
-    assert used(apart(own=0.0)) == {}
-
-
-def test_what_a_client_has_trained_elsewhere_is_no_part_of_what_it_uses() -> None:
-    strategy = apart()
-    step(strategy, "c0", 8.0, 8.0)
-    strategy._move("c0", strategy.clusters.main("c2"))
-    assert used(strategy) == {}
-    # Nor what it has trained on data that have changed, though it stays where it is.
-    strategy = apart()
-    step(strategy, "c0", 8.0, 8.0)
-    strategy._watch("c0").is_called = True
-    for _ in range(2):
-        probe(strategy, "c0", 0.0, 4.0)
-    assert homes(strategy)["c0"] == homes(strategy)["c1"]
-    assert used(strategy) == {}
-
-
-def test_clients_test_what_they_use() -> None:
-    def last_losses(own: float) -> list[float]:
-        strategy = Panicle(PanicleParameters(personalize=own))
-        targets = [CENTRES[i % 3] + 1.0 * (i // 3 % 2) * np.eye(8)[3 + i % 3] for i in range(12)]
-        devices = [Device(seconds_per_round=1.0)] * 12
-        seen = run_on(strategy, grid_of(pulled_app(targets), devices, GROUPS), 240)
-        return [event.loss for event in seen if isinstance(event, events.Evaluated)]
-
-    graded, shared = last_losses(10.0), last_losses(0.0)
-    # Each client pulls to a target of its own: the nearer to its own model, the less its loss.
-    assert graded[-1] < shared[-1]
-    assert graded[0] == shared[0]
-
-
 def test_a_client_that_left_no_longer_moves_its_cluster() -> None:
     strategy = two_groups()
     k = strategy.clusters.main("c0")
@@ -361,7 +305,7 @@ def test_clients_that_go_the_other_way_are_apart() -> None:
 
 def test_every_part_can_be_switched_off() -> None:
     options = {field.name: field for field in dataclasses.fields(PanicleParameters)}
-    off = {"clustering": False, "drift": False, "forward": 0.0, "average": 0.0, "personalize": 0.0}
+    off = {"clustering": False, "drift": False, "forward": 0.0, "average": 0.0}
     assert off.keys() == options.keys() - {"probe_steps", "level"}
     for name, value in off.items():
         run_on(Panicle(PanicleParameters(**{name: value})), three_groups(), 60)

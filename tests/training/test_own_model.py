@@ -12,14 +12,13 @@ from nodes import CONFIG, INITIAL, SPEC, context, message, node_context
 from raceme.client_app import app
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
-from raceme.core.messages import to_array
+from raceme.core.messages import from_array, to_array
 from raceme.flower.messages import identify_process
 from raceme.runs.experiment import simulate
 from raceme.simulation.devices import training_cost
 
-OWN = {"own-model": True}
-KEPT = {"validation-share": 0.25}
-MIXED = {"completed-by": "own-mixture", **KEPT}
+OWN = {"own-model": 0.25}
+MIXED = {"completed-by": "own-mixture", **OWN}
 
 
 @pytest.fixture(autouse=True)
@@ -35,19 +34,25 @@ def own_of(node: object) -> np.ndarray:
     return SPEC.unpack(node.state["own-line"])  # type: ignore[attr-defined]
 
 
-def test_the_own_model_trains_on_whatever_is_received_and_the_upload_stays_what_it_was() -> None:
-    node, plain, other = context(0), context(0), context(0)
-    first = app(message("train", {"task": 1, **OWN}), node).content["arrays"]
-    assert first == app(message("train", {"task": 1}), plain).content["arrays"]
-    # It begins as the first model that the client has trained.
-    assert np.array_equal(own_of(node), SPEC.unpack(first))  # type: ignore[arg-type]
-    app(message("train", {"task": 1, **OWN}), other)
-    upload = app(message("train", {"task": 2, **OWN}, moved(0.5)), node).content["arrays"]
-    assert upload == app(message("train", {"task": 2}, moved(0.5)), plain).content["arrays"]
-    app(message("train", {"task": 2, **OWN}, moved(-3.0)), other)
-    assert np.array_equal(own_of(node), own_of(other))
-    assert not np.array_equal(own_of(node), SPEC.unpack(first))  # type: ignore[arg-type]
+def test_the_upload_stays_what_it_was_and_the_own_model_trains_on_fewer_samples() -> None:
+    node, plain = context(0), context(0)
+    for task, model in ((1, INITIAL), (2, moved(0.5))):
+        upload = app(message("train", {"task": task, **OWN}, model), node).content["arrays"]
+        alone = app(message("train", {"task": task}, model), plain).content["arrays"]
+        assert upload == alone
+        assert not np.array_equal(own_of(node), SPEC.unpack(upload))  # type: ignore[arg-type]
     assert "own-line" not in plain.state
+
+
+def test_a_client_of_one_sample_trains_it_and_uses_what_it_receives(tmp_path: Path) -> None:
+    path, x = tmp_path / "d.npz", np.ones((1, 1), np.float32)
+    np.savez(path, x_train=x, y_train=[1], x_test=x, y_test=[1], num_classes=2)
+    config = RunConfig(dataset="npz", model="mclr", lr=0.1).with_values(data_file=str(path))
+    node = node_context({"device-id": "a"}, config)
+    app(message("train", {"task": 1, **OWN}, line(1.0)), node)
+    assert node.state["own-line"] != line(1.0)
+    tested = app(message("evaluate", MIXED, line(1.0)), node).content["metrics"]
+    assert tested["loss"] == pytest.approx(np.log1p(np.exp(-1.0)), rel=1e-5)
 
 
 def test_a_training_that_diverges_leaves_the_own_model_as_it_was() -> None:
@@ -66,21 +71,9 @@ def line(slope: float) -> ArrayRecord:
     return ArrayRecord(arrays)
 
 
-@pytest.mark.parametrize(
-    ("received", "own", "accuracy", "slope"),
-    [
-        # Only the own model is right; of 4 · (−1, −0.5, 0, 0.5, 1) the last has the least loss.
-        (-4.0, 4.0, 1.0, 4.0),
-        # Only the received one is.
-        (4.0, -4.0, 1.0, 4.0),
-        # All are right: the largest margin wins.
-        (1.0, 3.0, 1.0, 3.0),
-        # None is right: the smallest.
-        (-3.0, -1.0, 0.0, -1.0),
-    ],
-)
-def test_the_mixture_that_suits_the_validation_samples_best_is_tested(
-    tmp_path: Path, received: float, own: float, accuracy: float, slope: float
+@pytest.mark.parametrize(("received", "own"), [(-4.0, 4.0), (4.0, -4.0), (1.0, 3.0), (-3.0, -1.0)])
+def test_a_client_uses_the_posterior_mean_of_mixtures(
+    tmp_path: Path, received: float, own: float
 ) -> None:
     labels = np.arange(8) % 2
     x = (2.0 * labels[:, None] - 1.0).astype(np.float32)
@@ -90,10 +83,24 @@ def test_the_mixture_that_suits_the_validation_samples_best_is_tested(
     node = node_context({"device-id": "a"}, config)
     node.state["own-line"] = line(own)
     tested = app(message("evaluate", MIXED, line(received)), node).content["metrics"]
-    assert tested["accuracy"] == accuracy
+    # Two samples are kept, each of which has the loss log(1 + exp(-slope)).
+    slopes = received + np.linspace(0.0, 1.0, 5) * (own - received)
+    likelihood = (1.0 + np.exp(-slopes)) ** -2.0
+    slope = slopes @ likelihood / likelihood.sum()
     assert tested["loss"] == pytest.approx(np.log1p(np.exp(-slope)), rel=1e-5)
-    alone = app(message("evaluate", KEPT, line(received)), node).content["metrics"]
+    alone = app(message("evaluate", {}, line(received)), node).content["metrics"]
     assert alone["loss"] == pytest.approx(np.log1p(np.exp(-received)), rel=1e-5)
+    # From there its own model continues: trained at a rate at which nothing changes.
+    app(message("train", {"task": 1, "lr": 1e-9, **OWN}, line(received)), node)
+    kept = from_array(node.state["own-line"]["output.weight"])  # type: ignore[index]
+    assert kept[1, 0] == pytest.approx(slope, rel=1e-5)
+
+
+def test_a_useless_own_model_is_not_mixed_in() -> None:
+    node = context(0)
+    node.state["own-line"] = SPEC.pack(np.full(SPEC.size, 1e12, np.float32))
+    mixed = app(message("evaluate", MIXED), node).content["metrics"]
+    assert mixed == app(message("evaluate"), node).content["metrics"]
 
 
 def test_a_client_that_has_not_trained_uses_what_it_received() -> None:
@@ -102,7 +109,7 @@ def test_a_client_that_has_not_trained_uses_what_it_received() -> None:
     assert mixed == app(message("evaluate"), node).content["metrics"]
 
 
-def test_training_costs_twice_as_much_and_other_work_what_it_did() -> None:
+def test_what_an_own_model_costs_is_charged() -> None:
     def scale(**settings: object) -> float:
         content = RecordDict({"arrays": INITIAL, "config": ConfigRecord(settings)})  # type: ignore[arg-type]
         asked = Message(content, dst_node_id=7, message_type="train")
@@ -110,10 +117,27 @@ def test_training_costs_twice_as_much_and_other_work_what_it_did() -> None:
         assert cost is not None
         return cost.scale
 
+    # Three quarters of the samples again, and a forward pass of a quarter through five mixtures,
+    # beside two passes over all samples of three forward passes each.
+    own = 0.75 + 0.25 * 5 / 6
     assert scale() == 1.0
-    assert scale(**OWN) == 2.0
-    assert scale(**OWN, **{"compute-scale": 0.25}) == 1.25
+    assert scale(**OWN, **{"local-epochs": 2}) == pytest.approx(1.0 + own)
+    assert scale(**OWN, **{"local-epochs": 2, "compute-scale": 0.25}) == pytest.approx(0.25 + own)
     assert scale(**OWN, **{"compute-scale": 0.25, "kind": "losses"}) == 0.25
+
+
+def test_panicle_has_it_by_default(tmp_path: Path) -> None:
+    def ended(name: str, **keys: object) -> float:
+        config = RunConfig(strategy="panicle", clients=4, max_updates=8, workers="0")
+        result = simulate(config.with_values(out=str(tmp_path / name), **keys))
+        return float(result.summary["virtual_time"])
+
+    default = ended("default")
+    assert default == ended("on", own_model=True)
+    off = ended("off", own_model=False)
+    assert off < default
+    # Nothing to validate with.
+    assert off == ended("none", validation_share=0.0)
 
 
 def test_where_clients_have_nothing_in_common_none_is_worse_off_than_alone(

@@ -10,14 +10,14 @@ silhouette score replaces the clusters if that reaches a level (`probes.py`).
 A client whose updates suddenly grow is probed again, and moves where its new probe belongs; where
 many have changed, all others are probed. Inside a cluster, each update moves the model by the mean
 of all members' latest changes, the updating client's renewed, so that no client owns the model by
-being fast. What clients use is a mean of the model's last versions, and of a member that is unlike
-the others some of its own latest model.
+being fast. What clients use is a mean of the model's last versions, mixed with a model of their own
+as far as that helps on held-out samples (`own-model`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -90,12 +90,6 @@ class PanicleParameters:
         0.5, "share of what the model has moved meanwhile that an update keeps", low=0, high=1
     )
     average: float = option(0.1, "share of versions that a model in use averages", low=0, high=1)
-    personalize: float = option(
-        500.0,
-        "samples from which a client uses its own model as far as it is unlike others (0: never)",
-        low=0,
-        formerly="own",
-    )
 
 
 @dataclass
@@ -116,8 +110,6 @@ class Watch:
         Updates of the run when its data were last found to have changed; -1: never.
     wanted : int
         Probes that it is to answer.
-    has_trained : bool
-        Whether its latest model is that of a whole task, not of a probe.
     """
 
     length: float = 0.0
@@ -126,7 +118,6 @@ class Watch:
     probed: int = 0
     changed: int = -1
     wanted: int = HALVES
-    has_trained: bool = False
 
 
 @dataclass
@@ -223,33 +214,12 @@ def share_of(members: int, rounds: float) -> float:
     return max(1.0 / members, first / (1.0 + rounds / _EASE))
 
 
-def own_share(apart: float, samples: int, prior: float) -> float:
-    """Return μ = n D / (n D + n₀ (1 − D)), the share of its own latest model in what a client uses.
-
-    As in empirical Bayes: D / (1 − D) is how large what is a client's own is beside what it has in
-    common with the others, and n samples of it count beside a prior that is worth n₀ of them. More
-    samples than n₀ count as n₀, by which μ = D: clients that are alike keep some distance by
-    chance, however many samples they have.
-
-    Parameters
-    ----------
-    apart : float
-        D: its mean distance from the others of its cluster, cut to [0, 1].
-    samples : int
-        n: its training samples, 1 at least.
-    prior : float
-        n₀: number of samples that the cluster's model counts for, above 0.
-    """
-    own = min(samples, prior) * apart
-    return own / (own + prior * (1.0 - apart))
-
-
 class Panicle(Method):
     """Immediate clustering by short probes; evidence-based splits, moves and merges (our own)."""
 
     parameters_type = PanicleParameters
     state_type = PanicleState
-    needs = Needs(bases=True)
+    needs = Needs(bases=True, own_model=True)
     parameters: PanicleParameters
     state: PanicleState
 
@@ -543,7 +513,6 @@ class Panicle(Method):
         versions = min(self.parameters.average * learned.updates, m)
         learned.mean.mix(model.vector, 1.0 / max(1.0, versions))
         self._renew(client, k, update.vector)
-        watch.has_trained = client in state.latest
         return Outcome(k, staleness, alpha)
 
     def _renew(self, client: str, cluster: int, vector: Vector) -> None:
@@ -562,7 +531,6 @@ class Panicle(Method):
 
     def _withdraw(self, client: str) -> None:
         """Forget a client's latest model: it is renewed, goes elsewhere, or has gone."""
-        self._watch(client).has_trained = False
         vector = self.state.latest.pop(client, None)
         learned = self.state.learned.get(self.state.counts_in.pop(client, -1))
         if vector is not None and learned is not None:
@@ -578,34 +546,7 @@ class Panicle(Method):
         if self.spec.counters is not None:
             for cluster, mean in means.items():
                 mean.copy_from(self.models[cluster].vector, self.spec.counters)
-        return InUse(means, self._own_models)
-
-    def _own_models(self, clients: Collection[str]) -> Iterator[tuple[str, Vector]]:
-        """Yield w̄ + μ (z − w̄) for clients that differ from the others of their cluster."""
-        prior, latest = self.parameters.personalize, self.state.latest
-        members: dict[int, list[str]] = {}
-        for client in self.state.probes.clear() if prior else ():
-            if self.clusters.online[client]:
-                members.setdefault(self.clusters.main(client), []).append(client)
-        for cluster, together in members.items():
-            own = [
-                client
-                for client in together
-                if client in clients and self._watch(client).has_trained
-            ]
-            if len(together) < 2 or not own:
-                continue
-            others = together[:LANDMARKS]
-            distances = self.state.probes.distances_to_groups(own, [others])[:, 0]
-            shared = self._learned(cluster).mean.vector
-            for client, distance in zip(own, distances.tolist(), strict=True):
-                if client in others:
-                    distance *= len(others) / (len(others) - 1)
-                samples = self.progress.fleet.clients[client].num_examples
-                share = own_share(min(1.0, max(0.0, distance)), samples, prior)
-                mixed = shared + np.float32(share) * (latest[client] - shared)
-                self.spec.copy_counters(shared, mixed)
-                yield client, mixed
+        return InUse(means)
 
     # Helpers.
 
