@@ -253,6 +253,15 @@ OWN_SHARE = "own-share"
 """Share of the client's own model in the interpolation at the start."""
 ADAPTIVE = "adaptive"
 """Whether the client moves this share along its gradient."""
+TRAIN_OWN = "train-own"
+"""Train the client's own model, which it keeps, pulled towards the received one (FedSoft): the kind
+of work."""
+TRAIN_MIXED = "train-mixed"
+"""Train the mixture of several models that fits the training samples (FedSoft-Async): the kind of
+work."""
+SHARES = "shares"
+"""Share of each of several models in a mixture: the numbers that answer such work, and the record
+with the client's last answer. Float64, shape (models,), sum 1."""
 EVALUATE = "evaluate"
 DESCRIBE = "describe"
 """The client's id and the size of its data: the greeting of every client."""

@@ -761,7 +761,7 @@ CLIENT_WORK = Registry(
         "train-split": "raceme.training.personal:train_split",
         "train-beside": "raceme.training.personal:train_beside",
         "train-interpolated": "raceme.training.personal:train_interpolated",
-        "train-mixed": "raceme.strategies.cdfl.client:train_mixed",
+        "train-mixed": "raceme.training.personal:train_mixed",
         "train-own": "raceme.training.personal:train_own",
         "learn": "raceme.strategies.faacl.client:learn",
         "match": "raceme.strategies.faacl.client:match",

@@ -6,20 +6,21 @@ the one that a client is tested with.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from flwr.app import ArrayRecord, ConfigRecord
+from numpy.typing import NDArray
 from torch import Tensor
 
 from raceme.core import messages as names
-from raceme.core.messages import to_array
+from raceme.core.messages import ModelSpec, from_array, to_array
 from raceme.flower.messages import array_record
 from raceme.training.local import differentiate, optimiser_of
 from raceme.training.models import Network, is_usable
-from raceme.training.work import OWN_MODEL, Answer, ClientWork, train_model
+from raceme.training.work import OWN_MODEL, Answer, ClientWork, losses_of, train_model
 
 HEAD = "head"
 """Record of a client's state: the arrays of the last layers, which it keeps."""
@@ -127,6 +128,53 @@ def use_own_model(work: ClientWork) -> None:
     """Put the client's own model into its network, if it has one."""
     if OWN_MODEL in work.state:
         work.receive(work.state.array_records[OWN_MODEL])
+
+
+# -----------------------------------------------------------------------------
+# FedSoft-Async: a mixture of several models, with shares that the client estimates.
+# -----------------------------------------------------------------------------
+
+
+def train_mixed(work: ClientWork) -> Answer:
+    """Estimate and train a mixture of several models (FedSoft-Async).
+
+    A model's share is that of the samples on which it has the lowest loss, the first of ties, and
+    at least that of one sample; non-finite losses count as infinite. The answer states the shares.
+    """
+    models = work.models
+    best = np.argmin(np.nan_to_num(losses_of(work, models), nan=np.inf, posinf=np.inf), axis=0)
+    counts = np.maximum(np.bincount(best, minlength=len(models)), 1)
+    shares = (counts / counts.sum()).astype(np.float64)
+    forward = len(models) * len(work.client.train)
+    returned = (
+        mixed(models, _stated_shares(work, len(models))) if names.SHARES in work.arrays else None
+    )
+    answer = train_model(work, mixed(models, shares), forward=forward, returned=returned)
+    return replace(answer, numbers={names.SHARES: shares})
+
+
+def mixed(models: Sequence[ArrayRecord], shares: NDArray[np.float64]) -> ArrayRecord:
+    """Return Σ_k share_k w_k of models, array by array; counters are those of the first."""
+    spec = ModelSpec.of(models[0])
+    vectors = np.stack([spec.unpack(model) for model in models])
+    mean = np.tensordot(shares, vectors, axes=1).astype(np.float32)
+    spec.copy_counters(vectors[0], mean)
+    return spec.pack(mean)
+
+
+def _stated_shares(work: ClientWork, count: int) -> NDArray[np.float64]:
+    """Return the client's shares of its last upload, from the server.
+
+    Raises
+    ------
+    ValueError
+        They are of another number of models.
+    """
+    record = work.arrays[names.SHARES]
+    shares = from_array(record[names.SHARES]) if names.SHARES in record else np.empty(0)
+    if shares.shape != (count,):
+        raise ValueError(f"{names.SHARES} must have shape ({count},), got {shares.shape}.")
+    return np.asarray(shares, np.float64)
 
 
 # -----------------------------------------------------------------------------

@@ -28,7 +28,6 @@ from raceme.core.requests import Answer, InvalidReplyError, Outcome, Request, Up
 from raceme.core.scheduling import InRounds, Scheduler, SelectionContext
 from raceme.core.strategy import Method, Needs
 from raceme.flower.messages import array_record
-from raceme.strategies.cdfl import SHARES, TRAIN_MIXED, TRAIN_OWN
 from raceme.strategies.cdfl.strategy import (
     Shares,
     SoftParameters,
@@ -107,7 +106,7 @@ class FedSoft(Method):
     def needs(self) -> Needs:
         """Requirements of the method."""
         return Needs(
-            kinds=frozenset({names.LOSSES, TRAIN_OWN}),
+            kinds=frozenset({names.LOSSES, names.TRAIN_OWN}),
             pretrained=True,
             by_distribution=lambda: self.state.pretrained,
             fits_clients=self._check_clients,
@@ -197,7 +196,9 @@ class FedSoft(Method):
 
     def request_for(self, client: str) -> Request:
         """Return training of a client's personal model, with the proximal term."""
-        return Request(client, TRAIN_OWN, settings={names.PROXIMAL_MU: self.parameters.strength})
+        return Request(
+            client, names.TRAIN_OWN, settings={names.PROXIMAL_MU: self.parameters.strength}
+        )
 
     def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
         """Replace each cluster's model by the mean of its drawn clients' models."""
@@ -291,7 +292,7 @@ class FedSoftAsync(SoftUploads):
     def needs(self) -> Needs:
         """Requirements of the method."""
         return Needs(
-            kinds=frozenset({TRAIN_MIXED}) | self.scheduling.asked_kinds,
+            kinds=frozenset({names.TRAIN_MIXED}) | self.scheduling.asked_kinds,
             pretrained=True,
             mixture=_trained_mixture,
             by_distribution=lambda: self.state.pretrained,
@@ -322,8 +323,8 @@ class FedSoftAsync(SoftUploads):
         }
         if client in self.state.shares:
             shares = np.asarray(self.state.shares[client])
-            models[SHARES] = array_record({SHARES: to_array(shares)})
-        return Request(client, TRAIN_MIXED, models=(), arrays=models, settings=settings)
+            models[names.SHARES] = array_record({names.SHARES: to_array(shares)})
+        return Request(client, names.TRAIN_MIXED, models=(), arrays=models, settings=settings)
 
     # Uploads.
 
@@ -359,11 +360,11 @@ def stated_shares(update: Update, count: int) -> Shares:
     InvalidReplyError
         They are missing or negative, or their sum is not 1.
     """
-    shares = np.asarray(update.numbers.get(SHARES, ()), np.float64)
+    shares = np.asarray(update.numbers.get(names.SHARES, ()), np.float64)
     if shares.shape != (count,) or shares.min() < 0 or abs(shares.sum() - 1.0) > 1e-6:
         raise InvalidReplyError(
-            f"it must state the weights of {count} models as '{SHARES}': numbers of at least 0, "
-            "sum 1"
+            f"it must state the weights of {count} models as '{names.SHARES}': numbers of at least "
+            "0, sum 1"
         )
     return np.asarray(shares / shares.sum())
 
