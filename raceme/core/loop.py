@@ -491,7 +491,7 @@ class Loop:
         method, progress = self._method, self._progress
         node_id = self._fleet.clients[work.client].node_id
         if node_id is None:
-            raise ValueError(f"{type(method).__name__} has work for '{work.client}', which is away")
+            raise ValueError(f"{method} has work for '{work.client}', which is away")
         self._check_settings(work)
         records, size, versions = self._models(work)
         main = method.clusters.main(work.client)
@@ -534,7 +534,7 @@ class Loop:
         if own is None or not unknown - own:
             return
         known = SETTINGS | own | self._method.train_config.keys()
-        kind = f"setting in a request of {type(self._method).__name__}"
+        kind = f"setting in a request of {self._method}"
         raise unknown_name(kind, min(unknown - own), known)
 
     def _models(self, work: Request) -> tuple[dict[str, ArrayRecord], int, dict[int, int]]:

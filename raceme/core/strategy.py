@@ -406,6 +406,10 @@ class Method(Strategy):
         """Return the time on the grid's clock in seconds; before the start, the state's."""
         return self._now()
 
+    def __str__(self) -> str:
+        """Return the name of the class."""
+        return type(self).__name__
+
     @property
     def trainable(self) -> NDArray[np.bool_] | None:
         """Mask of the trainable weights of a model, shape (d,); None if all are."""
@@ -1052,6 +1056,10 @@ class ConstrainedMethod(Method):
     def check_server(self, proxies: int, pretrains: bool) -> None:
         """Check that the server has the samples that the method needs."""
         self.parts[0].check_server(proxies, pretrains)
+
+    def __str__(self) -> str:
+        """Return the name of the parts' class."""
+        return str(self.parts[0])
 
     def summary(self) -> None:
         """Log the hyper-parameters and the constraints."""

@@ -629,7 +629,7 @@ class FleetCommands:
         progress = method.progress
         said: dict[str, Any] = {
             "status": "ok" if well else "failing",
-            "strategy": type(method).__name__,
+            "strategy": str(method),
             "version": raceme.__version__,
             "process": os.getpid(),
             "running_seconds": time.monotonic() - self._started,

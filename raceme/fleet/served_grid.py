@@ -657,7 +657,8 @@ class Rollouts(EventHandler):
                 used = [score for _, score in pairs if math.isfinite(score)]
                 mean = math.fsum(used) / len(used) if used else math.nan
                 found = f"{self._measure.word} {score:.4g}, {mean:.4g} of the one in use"
-                self._hold(version, f"{found}, on {len(pairs)} devices")
+                tried = "1 device" if len(pairs) == 1 else f"{len(pairs)} devices"
+                self._hold(version, f"{found}, on {tried}")
                 return
         canaries = [name for name in testers if name in self._devices and self._devices[name].uses]
         if all(self._devices[name].has == version.key for name in canaries):

@@ -197,6 +197,17 @@ class RunProgress(EventHandler):
         if event.client is None or self._each_update:
             self._print(data_line(event))
 
+    def on_client_joined(self, event: events.ClientJoined) -> None:
+        """Print a real device that comes online."""
+        if self._each_update:
+            labels = f"  {event.labels}" if event.labels else ""
+            self._print(f"online  {event.client}  {event.num_examples} samples{labels}")
+
+    def on_client_left(self, event: events.ClientLeft) -> None:
+        """Print a real device that goes offline."""
+        if self._each_update:
+            self._print(f"offline  {event.client}")
+
     def on_update_rejected(self, event: events.UpdateRejected) -> None:
         """Print a reply of a real device that was not used."""
         if self._each_update:

@@ -280,6 +280,7 @@ def test_one_device_of_a_group_works_at_a_time_and_all_in_turn() -> None:
 def test_clusters_and_similarities_are_those_of_all_parts() -> None:
     strategy, grid = constrained("casa", never_across="group")(), fleet(GROUPS)
     strategy.run(grid, MODEL, 60, 20.0, plan=Plan(eval_every=7))
+    assert str(strategy) == "CASA"
     clients, likeness = strategy.similarity() or ([], np.empty(0))
     assert sorted(clients) == [f"c{number}" for number in range(8)]
     value = group_of(GROUPS)

@@ -15,6 +15,7 @@ from summaries import summarise
 
 from raceme.core.events import (
     ClientJoined,
+    ClientLeft,
     ClusterChange,
     ClustersChanged,
     DataChanged,
@@ -119,12 +120,26 @@ def test_piped_a_run_without_evaluations_prints_nothing() -> None:
 def test_each_update_has_its_line() -> None:
     text = shown(RUN, each_update=True)
     assert not controls(text)
-    assert without_rate(text)[1:4] == [
+    assert without_rate(text)[2:5] == [
         "update    7  pi-3  cluster 2  staleness 3  weight 0.125  loss 1.500  took 2.2 s",
         # What is in brackets is no markup.
         "rejected  pi-4: the update [weights] is not finite",
         "cluster 2 → clusters 3 (2), 4 (1) at update 7",
     ]
+
+
+def test_devices_that_come_and_go_have_lines_and_simulated_clients_none() -> None:
+    seen = [
+        ClientJoined(0.0, "pump", 7, 120, None, labels="room=garden"),
+        ClientJoined(1.0, "oven", 8, 90, None),
+        ClientLeft(2.0, "pump"),
+    ]
+    assert shown(seen, each_update=True).splitlines() == [
+        "online  pump  120 samples  room=garden",
+        "online  oven  90 samples",
+        "offline  pump",
+    ]
+    assert shown(seen) == ""
 
 
 def test_on_a_terminal_updates_have_lines_above_the_bar() -> None:
