@@ -10,6 +10,7 @@ import math
 import time as clock
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from logging import getLogger
 from typing import Any
@@ -26,6 +27,7 @@ from raceme.core.errors import unknown_name
 from raceme.core.evaluation import EvaluateFn, Evaluator, Packer, Report
 from raceme.core.events import Ending, Verdict
 from raceme.core.progress import Plan, Steps
+from raceme.core.protection import gain_of
 from raceme.core.requests import (
     SETTINGS,
     Answer,
@@ -600,7 +602,9 @@ class Loop:
             return method.clusters.main(name) if method.clusters.is_placed(name) else None
 
         awaited = len(self._fleet.by_node) if method.needs.one_model else 0
-        ruling = guard.judge(client, spec.compared(delta), start, home, awaited)
+        probe, after = method.probe, update.vector
+        gain = partial(gain_of, probe, probe.sets, base, after) if probe else None
+        ruling = guard.judge(client, spec.compared(delta), start, home, awaited, gain)
         verdict, reason = ruling.verdict, ruling.reason
         if verdict is Verdict.ACCEPTED:
             return update

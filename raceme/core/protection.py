@@ -15,13 +15,15 @@ agree contradicts, one vote for each client: a majority decides, as in FLAME (Ng
 Security 2022). Of the others it takes away the part that points against the mean of clients that
 send something else, as conflicting gradients are projected (Yu et al., NeurIPS 2020): an update may
 go its own way, but not back. Equal updates of several clients bear each other out no more
-(FoolsGold, Fung et al., RAID 2020).
+(FoolsGold, Fung et al., RAID 2020). Where the server has samples of each distribution, these decide
+instead: an update must lower the loss on one of the sets nearly as far as others' do (Zeno++, Xie
+et al., ICML 2020, for one set).
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,6 +38,10 @@ from raceme.core.registry import PROTECTIONS
 
 Home = Callable[[str], int | None]
 """Returns the cluster of a client; None for one that has none yet."""
+Losses = Callable[[Sequence[Vector], int], NDArray[np.float32]]
+"""Returns the losses of models on the samples of one of the server's proxy sets."""
+Gain = Callable[[], float]
+"""Returns the largest share of the loss on a proxy set that an update removes."""
 
 FEWEST = 5
 """Other clients of which updates must be known to compare one with."""
@@ -153,6 +159,8 @@ class GuardState:
         How far clients' updates agree with others'.
     excluded : dict[str, bool]
         Clients whose updates are refused because of that.
+    gains : dict[str, float]
+        What each client's last update gained on the server's proxy sets.
     judged : int
         How many updates have been judged by their direction, or could have been.
     """
@@ -161,6 +169,7 @@ class GuardState:
     directions: dict[str, Vector] = field(default_factory=dict)
     records: dict[str, Record] = field(default_factory=dict)
     excluded: dict[str, bool] = field(default_factory=dict)
+    gains: dict[str, float] = field(default_factory=dict)
     judged: int = 0
 
 
@@ -194,6 +203,7 @@ _ACCEPTED = Ruling()
 _DISAGREES = "its updates agree with those of no others"
 _CONTRADICTED = "an update that those of others contradict"
 _TOO_LONG = "an update that is longer than those of others"
+_NO_GAIN = "an update that helps on none of the server's proxy sets as those of others do"
 _BACKWARDS = "a part of an update that points against those of others"
 
 
@@ -224,7 +234,13 @@ class Guard:
         self.state = GuardState()
 
     def judge(
-        self, client: str, delta: Vector, start: float, home: Home, awaited: int = 0
+        self,
+        client: str,
+        delta: Vector,
+        start: float,
+        home: Home,
+        awaited: int = 0,
+        gain: Gain | None = None,
     ) -> Ruling:
         """Judge an update, and remember it.
 
@@ -240,6 +256,8 @@ class Guard:
             Returns the cluster of a client.
         awaited : int
             Clients of which most are to be heard before any client is judged by direction.
+        gain : Callable, optional
+            Returns what the update gains on the server's proxy sets, if there are any.
         """
         return _ACCEPTED
 
@@ -270,6 +288,7 @@ class _Compares(Guard):
             oldest = next(iter(state.lengths))
             del state.lengths[oldest]
             state.directions.pop(oldest, None)
+            state.gains.pop(oldest, None)
 
     def _waits(self, client: str, awaited: int) -> bool:
         """Return whether those that an honest client would agree with may not be known yet."""
@@ -335,7 +354,13 @@ class NormProtection(_Compares):
     options: NormOptions
 
     def judge(
-        self, client: str, delta: Vector, start: float, home: Home, awaited: int = 0
+        self,
+        client: str,
+        delta: Vector,
+        start: float,
+        home: Home,
+        awaited: int = 0,
+        gain: Gain | None = None,
     ) -> Ruling:
         """Judge an update by its length alone, against those of other clients."""
         length = float(np.linalg.norm(delta))
@@ -373,13 +398,19 @@ class FilterProtection(NormProtection):
     options: FilterOptions
 
     def judge(
-        self, client: str, delta: Vector, start: float, home: Home, awaited: int = 0
+        self,
+        client: str,
+        delta: Vector,
+        start: float,
+        home: Home,
+        awaited: int = 0,
+        gain: Gain | None = None,
     ) -> Ruling:
         """Judge the length, and then the client's record of directions, this update's included.
 
         An excluded client goes on being asked and judged: if it comes to agree, it is let in again.
         """
-        ruling = super().judge(client, delta, start, home, awaited)
+        ruling = super().judge(client, delta, start, home, awaited, gain)
         if ruling.verdict is Verdict.REFUSED:
             return ruling
         length = float(np.linalg.norm(delta))
@@ -404,7 +435,13 @@ class TrustProtection(_Compares):
     options: TrustOptions
 
     def judge(
-        self, client: str, delta: Vector, start: float, home: Home, awaited: int = 0
+        self,
+        client: str,
+        delta: Vector,
+        start: float,
+        home: Home,
+        awaited: int = 0,
+        gain: Gain | None = None,
     ) -> Ruling:
         """Judge the length, then whether others contradict the update, then the client's record."""
         state, length = self.state, float(np.linalg.norm(delta))
@@ -420,6 +457,9 @@ class TrustProtection(_Compares):
         if 0.0 < bound < length:
             ruling = Ruling(Verdict.SCALED, bound / length, length, bound, _TOO_LONG)
         direction = np.asarray(delta / np.float32(length))
+        if gain and awaited and (by_gain := self._by_gain(client, gain(), others, ruling)):
+            state.directions[client] = direction
+            return by_gain
         mates = [other for other in mates if other in state.directions]
         waits, contradicted = self._waits(client, awaited), 0.0
         if len(mates) >= _FEWEST_MATES:
@@ -442,6 +482,18 @@ class TrustProtection(_Compares):
             return Ruling(Verdict.REFUSED, 0.0, contradicted, _VOTED_OUT, _CONTRADICTED)
         return ruling
 
+    def _by_gain(
+        self, client: str, gain: float, others: list[str], ruling: Ruling
+    ) -> Ruling | None:
+        """Refuse an update that gains far less than those of others; None if gains say nothing."""
+        records = self.state.gains
+        gains = [records[other] for other in others if other in records]
+        records[client] = gain
+        if len(gains) < FEWEST or (typical := statistics.median(gains)) < _LEAST_TYPICAL:
+            return None
+        bound = self.options.protection_share * typical
+        return ruling if gain >= bound else Ruling(Verdict.REFUSED, 0.0, gain, bound, _NO_GAIN)
+
     def _borne_out(self, direction: Vector, others: list[str]) -> float:
         """Return the agreement with those of some clients that do not send the same."""
         known = self.state.directions
@@ -455,6 +507,24 @@ class TrustProtection(_Compares):
             return _TO_MODEL * start
         measure = statistics.median(lengths) if len(lengths) >= _FEWEST_MATES else min(lengths)
         return self.options.protection_length * measure
+
+
+def gain_of(losses: Losses, sets: int, before: Vector, after: Vector) -> float:
+    """Return the largest share of the loss on a proxy set that an update removes; −1 at least.
+
+    Parameters
+    ----------
+    losses : Callable
+        Returns the losses of models on the samples of a set. Shape (models, samples).
+    sets : int
+        Number of sets.
+    before, after : Vector
+        The model without the update, and with it. Shape (d,).
+    """
+    means = np.array([losses([before, after], k).mean(axis=1, dtype=float) for k in range(sets)])
+    with np.errstate(invalid="ignore"):
+        shares = 1.0 - means[:, 1] / np.maximum(means[:, 0], 1e-9)
+    return float(np.max(np.maximum(np.nan_to_num(shares, nan=-1.0), -1.0)))
 
 
 def opposed(direction: Vector, others: Vector) -> tuple[Vector, float]:

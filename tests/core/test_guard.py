@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
 from raceme.core.events import Verdict
+from raceme.core.messages import Vector
 from raceme.core.protection import (
     FEWEST,
     FilterOptions,
@@ -20,6 +22,7 @@ from raceme.core.protection import (
     TrustOptions,
     TrustProtection,
     contradiction,
+    gain_of,
     opposed,
 )
 
@@ -411,3 +414,49 @@ def test_a_client_in_a_wrong_cluster_is_borne_out_by_those_elsewhere() -> None:
             guard.judge(f"x{client}", near(1, client + 9, 0.3), 10.0, home)
         lost = guard.judge("x9", near(0, 8, 0.3), 10.0, home)
         assert not lost.verdict.keeps_out
+
+
+def test_with_proxy_sets_an_update_must_gain_nearly_as_much_as_those_of_others() -> None:
+    guard = TrustProtection(TrustOptions(protection_share=0.4))
+
+    def judged(client: str, gain: float, length: float = 1.0) -> Verdict:
+        sent = along(0, length)
+        return guard.judge(client, sent, 10.0, home, awaited=9, gain=lambda: gain).verdict
+
+    # While few are known, directions decide.
+    for client in range(FEWEST):
+        assert judged(f"c{client}", 0.5 if client else -0.5) is Verdict.ACCEPTED
+    assert judged("c0", 0.5) is Verdict.ACCEPTED
+    # The median client gains 0.5, of which 0.4 are 0.2.
+    assert judged("x", 0.19) is Verdict.REFUSED
+    assert judged("y", 0.21) is Verdict.ACCEPTED
+    assert judged("z", 0.5, length=9.0) is Verdict.SCALED
+
+
+def test_where_no_update_gains_the_proxy_sets_say_nothing() -> None:
+    guard = TrustProtection()
+    for gain in (0.1, -0.1, 0.15, 0.1, 0.1, 0.1, -0.3):
+        ruling = guard.judge(f"{gain}", along(0), 10.0, home, 9, lambda gain=gain: gain)
+        assert ruling.verdict is Verdict.ACCEPTED
+
+
+def test_with_clusters_the_proxy_sets_are_not_asked() -> None:
+    guard = TrustProtection()
+    ruling = guard.judge("c0", along(0), 10.0, home, awaited=0, gain=lambda: -1.0)
+    assert ruling.verdict is Verdict.ACCEPTED
+
+
+def test_the_gain_is_the_largest_share_of_a_sets_loss_that_goes() -> None:
+    """Losses are the distances from 1 and from 4; the sets have two equal samples."""
+
+    def losses(models: Sequence[Vector], proxy: int) -> np.ndarray:
+        return np.array([[abs(model[0] - (1.0, 4.0)[proxy])] * 2 for model in models], np.float32)
+
+    def gain(before: float, after: float) -> float:
+        return gain_of(losses, 2, along(0, before), along(0, after))
+
+    assert gain(2.0, 3.0) == pytest.approx(0.5)
+    assert gain(2.0, 1.5) == pytest.approx(0.5)
+    assert gain(0.0, -0.5) == pytest.approx(-0.125)
+    assert gain(0.0, -90.0) == -1.0
+    assert gain(0.0, math.nan) == -1.0

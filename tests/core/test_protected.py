@@ -19,7 +19,14 @@ from test_resuming import TIMEOUT, whole
 
 from raceme.core import events
 from raceme.core.events import UpdateJudged, Verdict
-from raceme.core.protection import FilterProtection, Guard, NoProtection, NormProtection, Ruling
+from raceme.core.protection import (
+    FilterProtection,
+    Guard,
+    NoProtection,
+    NormProtection,
+    Ruling,
+    TrustProtection,
+)
 from raceme.core.requests import Bases, Update
 from raceme.simulation import Device, VirtualGrid
 from raceme.strategies import (
@@ -80,7 +87,7 @@ def scales(model: np.ndarray) -> np.ndarray:
     return np.float32(1e4) * model
 
 
-def poisoned_fleet(poison: Poison | None = strays) -> VirtualGrid:
+def poisoned_fleet(poison: Poison | None = strays, step: float = 0.1) -> VirtualGrid:
     """Twelve clients in three groups, of which one sends poison, if any."""
     rng = np.random.default_rng(0)
     targets = [CENTRES[group] + 0.01 * rng.normal(size=8) for group in GROUPS]
@@ -91,7 +98,7 @@ def poisoned_fleet(poison: Poison | None = strays) -> VirtualGrid:
         return reply
 
     fleet = [Device(5.0 if index % 4 == 0 else 1.0, jitter=0.3) for index in range(12)]
-    return grid_of(pulled_app(targets, step=0.1, change=change), fleet, GROUPS)
+    return grid_of(pulled_app(targets, step=step, change=change), fleet, GROUPS)
 
 
 def started(
@@ -352,3 +359,17 @@ def test_an_excluded_client_is_refused_reported_and_gone_for_the_method(method: 
     assert all(event.time <= first.time for event in late)
     refused = [e for e in of(events.UpdateRejected, seen) if e.client == ATTACKER]
     assert len(refused) == sum(e.verdict.keeps_out for e in judged if e.client == ATTACKER)
+
+
+def retreats(model: np.ndarray) -> np.ndarray:
+    """Go to the other side of the middle of all groups."""
+    return np.asarray(2 * np.mean(CENTRES, axis=0) - model, np.float32)
+
+
+@pytest.mark.parametrize("method", [FedAsync, FedBuff])
+def test_the_servers_samples_refuse_what_helps_on_no_set(method: Any) -> None:
+    strategy = method(seed=1)
+    seen = started(strategy, poisoned_fleet(retreats, step=0.5), TrustProtection())
+    refused = [event for event in of(UpdateJudged, seen) if event.verdict is Verdict.REFUSED]
+    assert {event.client for event in refused} == {ATTACKER}
+    assert len([event for event in refused if "proxy" in event.reason]) > 2
