@@ -74,6 +74,10 @@ CASES = {
     "digits": Case({"clients": 40}, 600, 20, "panicle,casa"),
     "iid": Case({"clients": 10, "partition": "iid"}, 300, methods=ONE_MODEL),
     "iid-40": Case({"clients": 40, "partition": "iid"}, 1000, 50, ONE_MODEL),
+    **{
+        f"null-{n}": Case({"clients": n, "partition": "iid", "own-model": False}, 3 * n, 3 * n)
+        for n in (4, 6, 8, 10, 20, 40, 60, 100)
+    },
     "dirichlet": Case({"clients": 20, "partition": "dirichlet"}, 600, 20, ONE_MODEL),
     "rotation": Case({"clients": 20, "partition": "rotation-groups"}, 600, 20, "panicle,casa"),
     "wrong-split": Case({"clients": 20}, 400, 10, wrong=True),
@@ -93,6 +97,7 @@ CASES = {
     "cifar10": Case(CIFAR, 10_000, 500, "panicle,standalone,casa"),
 }
 GROUPS = {"small-fleets": ("small-4", "small-6", "small-8")}
+GROUPS["null"] = tuple(name for name in CASES if name.startswith("null-"))
 GROUPS["attackers"] = ("not-attacked", "scaled", "flipped", "labels-flipped")
 
 
@@ -282,6 +287,9 @@ def main() -> None:
                 Console().print(f"{name}, {method}: skipped. {error}", markup=False)
                 continue
             table.add_row(name, method, *cells(rows))
+            if name in GROUPS["null"]:
+                splits = sum(row["most_clusters"] > 1 for row in rows)
+                Console().print(f"{name}: {splits} of {len(rows)} fleets were split")
             for row in rows:
                 if row["newcomers_right_at"]:
                     Console().print(f"{name}, seed {row['seed']}: {row['newcomers_right_at']}")

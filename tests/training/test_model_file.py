@@ -33,15 +33,18 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def use(path: Path | None, version: int | None = 1) -> RecordDict:
+def use(path: Path | None, version: int | None = 1, own: int = 0) -> RecordDict:
     """Hand a device a version; its weights are the initial ones times its number."""
     told = {"kind": "use", "used-run": "run", "used-cluster": 3, "used-version": version or 0}
+    told |= {"own-model": 0.2} if own else {}
     asked: Message = message("query", told)
     if version is None:
         del asked.content["arrays"]
     else:
         asked.content["arrays"] = SPEC.pack(SPEC.unpack(INITIAL) * np.float32(version))
     device = context(0, CONFIG)
+    if own:
+        device.state["own-line"] = SPEC.pack(SPEC.unpack(INITIAL) * np.float32(own))
     if path is not None:
         device.node_config["model-file"] = str(path)
     return app(asked, device).content
@@ -73,6 +76,21 @@ def test_the_file_holds_the_model_and_says_which(tmp_path: Path) -> None:
         wanted = network.module.eval()(torch.from_numpy(data.inputs(np.arange(50))))
         found = module(torch.from_numpy(data.x[:50]))
     torch.testing.assert_close(found, wanted)
+
+
+def test_the_file_holds_a_mixture_with_the_devices_own_model(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+
+    def weights(version: int, own: int = 0) -> np.ndarray:
+        use(path, version, own)
+        return np.concatenate(
+            [values.detach().numpy().ravel() for values in read(path)[0].parameters()]
+        )
+
+    received, mixed = weights(1), weights(1, own=3)
+    share = (mixed - received) @ received / (received @ received) / 2.0
+    assert 0.01 < share < 0.99
+    np.testing.assert_allclose(mixed, received * (1.0 + 2.0 * share), rtol=1e-4, atol=1e-6)
 
 
 def test_a_device_without_a_file_says_so() -> None:
