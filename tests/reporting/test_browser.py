@@ -413,6 +413,21 @@ def test_the_table_sorts_and_searches(replayed: Browser) -> None:
     replayed.until(lambda: replayed.run(first) == "client-33")
 
 
+def test_the_table_shows_and_finds_labels(browser: Browser, tmp_path: Path) -> None:
+    with RunStore(tmp_path / "run") as store:
+        store.observe(ClientJoined(0.0, "oven", 0, 10, None, labels="room=kitchen,floor=1"))
+        store.observe(ClientJoined(0.0, "pump", 0, 10, None, labels="room=garden"))
+        store.observe(ClientJoined(0.0, "spare", 0, 10, None))
+    with watching(tmp_path / "run", "127.0.0.1", 0) as beside:
+        browser.open(beside.address)
+        browser.resize(1300, 3000)
+        names = "return [...document.querySelectorAll('.clients tbody th')].map((t) => t.innerText)"
+        everyone = ["oven room=kitchen,floor=1", "pump room=garden", "spare"]
+        browser.until(lambda: [text.strip() for text in browser.run(names)] == everyone)
+        browser.driver.find_element("css selector", "input[type=search]").send_keys("GARDEN")
+        browser.until(lambda: browser.run(names) == ["pump room=garden"])
+
+
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_texts_stand_out_from_what_is_behind_them(replayed: Browser, theme: str) -> None:
     """WCAG 2.1 AA: a contrast of 4.5 for the colours in which texts are set."""

@@ -183,10 +183,11 @@ export class ClientsPanel {
     const name = make("bdi", {});
     const link = make("button", { type: "button", class: "link" }, name);
     const labels = document.createTextNode("");
+    const note = make("bdi", { class: "note" }, labels);
     const dot = make("span", { class: "dot", "aria-hidden": "true" });
     const texts = COLUMNS.map(() => document.createTextNode(""));
     const cells = COLUMNS.map(({ key, word }, index) => {
-      const children = { name: [link, make("bdi", { class: "note" }, labels)], cluster: [dot, texts[index]] }[key] ?? [texts[index]];
+      const children = { name: [link, note], cluster: [dot, texts[index]] }[key] ?? [texts[index]];
       return make(index ? "td" : "th", { class: word ? "word" : "", scope: index ? null : "row",
         role: index ? "cell" : "rowheader" }, ...children);
     });
