@@ -108,7 +108,7 @@ class Memory(threading.Thread):
         """Look until the process has ended."""
         while not self._ended.wait(self._seconds):
             total, count = 0, 0
-            for process in _descendants(self._root):
+            for process in descendants(self._root):
                 with suppress(OSError, ValueError):
                     rollup = Path(f"/proc/{process}/smaps_rollup").read_text()
                     total += int(rollup.partition("\nPss:")[2].split()[0])
@@ -122,7 +122,7 @@ class Memory(threading.Thread):
         self.join()
 
 
-def _descendants(root: int) -> set[int]:
+def descendants(root: int) -> set[int]:
     """Return a process and all that stem from it."""
     children = defaultdict(list)
     for entry in Path("/proc").iterdir():
@@ -181,7 +181,7 @@ def measure(way: Way, python: Path, options: argparse.Namespace) -> dict[str, An
         finally:
             memory.end()
             # Too late, or interrupted: nothing that was started here goes on.
-            for process in _descendants(ended.pid) if ended.poll() is None else ():
+            for process in descendants(ended.pid) if ended.poll() is None else ():
                 with suppress(OSError):
                     os.kill(process, signal.SIGKILL)
     if not result.exists():
