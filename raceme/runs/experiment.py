@@ -21,6 +21,7 @@ from raceme.core import messages as names
 from raceme.core.clients import BoundToKeys, Labels, check_constraint
 from raceme.core.clusters import Model, blended
 from raceme.core.config import RunConfig, read_toml
+from raceme.core.constraints import ConstrainedMethod
 from raceme.core.errors import UserError
 from raceme.core.events import (
     ClustersScored,
@@ -39,7 +40,6 @@ from raceme.core.registry import STRATEGIES
 from raceme.core.requests import ClientEmbedding, Sketch
 from raceme.core.strategy import (
     DEFAULT_VALIDATION_SHARE,
-    ConstrainedMethod,
     Method,
     StopCheck,
     never_stop,

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from raceme.core import events
 from raceme.core.clients import Labels
 from raceme.core.config import RunConfig
+from raceme.core.constraints import ConstrainedMethod
 from raceme.core.errors import UserError
-from raceme.core.strategy import ConstrainedMethod
 from raceme.records.store import read_events
 from raceme.runs.experiment import simulate
 from raceme.simulation import Device, VirtualGrid
