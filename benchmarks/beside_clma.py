@@ -46,7 +46,7 @@ SETTINGS = {
     "max-updates": UPDATES,
     "eval-every": CLIENTS,
 }
-METHODS = ("fedavg", "feddrift", "ifca-async", "casa", "panicle", "standalone")
+METHODS = ("fedavg", "feddrift-async", "ifca-async", "casa", "panicle", "standalone")
 
 Accuracies = NDArray[np.float64]
 """Of each client at the end of each round: rounds x clients."""

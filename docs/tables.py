@@ -387,6 +387,51 @@ def casa_sweeps(docs: Path) -> Table:
     return Table(("point", "accuracy %", "0.95 reached at (s)", "clusters", "purity"), rows)
 
 
+def casa_fedrep(docs: Path) -> Table:
+    """CASA's Table 1 on MNIST with the paper's network."""
+    of = Experiment.read(docs, "casa-table1-mnist-fedrep")
+    by_paper = Experiment.read(docs, "casa-table1-mnist")
+    named = {"ifca": "ifca-k=4", "cfl": "cfl", "fedasync": "fedasync"}
+
+    def published(key: str, digits: int | None) -> Cell:
+        cell = paper(by_paper, key, digits)
+        return lambda method: cell(named.get(method, method))
+
+    columns = (
+        *(published("accuracy", 2), accuracy(of, 2), published("time", None), _times(of)),
+        *(whole(of, "clusters"), lambda method: number(of.mean(method, "purity"), 2)),
+    )
+    heads = ("method", "accuracy %, paper", "ours", "time, paper", "ours (s)", "clusters")
+    methods = code("casa", "ifca", "cfl", "fedbuff", "fedasync")
+    return Table((*heads, "purity"), lines(methods, *columns))
+
+
+def external_niid(docs: Path) -> Table:
+    """Flower's niid_bench beside ours."""
+    rows = []
+    for dataset, label in (
+        ("mnist", "MNIST"),
+        ("fashion", "Fashion-MNIST"),
+        ("cifar10", "CIFAR-10"),
+    ):
+        of = Experiment.read(docs, f"external-niid-bench-{dataset}")
+        ours = accuracy(of, 2, _BEST)
+        for method in of.tree["methods"]:
+            gap = 100 * of.mean(method, _BEST) - of.published(method)
+            cells = (paper(of, digits=2)(method), ours(method), number(gap, 2))
+            rows.append([label, f"`{method}`", *cells])
+    return Table(("data", "<method", "published", "ours", "difference"), rows)
+
+
+def external_cfla(docs: Path) -> Table:
+    """CFLA's table beside ours."""
+    of = Experiment.read(docs, "external-cfla-mnist")
+    purity: Cell = lambda method: number(of.mean(method, "purity"), 2)  # noqa: E731
+    methods = code("ifca", "fedgroup", "fesem", "fedavg", "casa", "panicle")
+    columns = (paper(of), accuracy(of, 1), whole(of, "clusters"), purity)
+    return Table(("method", "published", "ours", "clusters", "purity"), lines(methods, *columns))
+
+
 def casa_plus(docs: Path) -> Table:
     """CASA+ beside CASA, by seed."""
     of = Experiment.read(docs, "casa-table1-mnist")
@@ -974,6 +1019,9 @@ TABLES: dict[str, Callable[[Path], Table]] = {
     "casa-table1-mnist-sweeps": casa_sweeps,
     "casa-fig8-mnist": casa_fig8,
     "casa-table1-mnist-casa-plus": casa_plus,
+    "casa-table1-mnist-fedrep": casa_fedrep,
+    "external-niid-bench": external_niid,
+    "external-cfla": external_cfla,
     "casa-table1-cifar10": partial(
         casa_table1,
         name="casa-table1-cifar10",
