@@ -391,7 +391,7 @@ def casa_fedrep(docs: Path) -> Table:
     """CASA's Table 1 on MNIST with the paper's network."""
     of = Experiment.read(docs, "casa-table1-mnist-fedrep")
     by_paper = Experiment.read(docs, "casa-table1-mnist")
-    named = {"ifca": "ifca-k=4", "cfl": "cfl", "fedasync": "fedasync"}
+    named = {"ifca": "ifca-k=4"}
 
     def published(key: str, digits: int | None) -> Cell:
         cell = paper(by_paper, key, digits)

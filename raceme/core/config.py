@@ -243,8 +243,8 @@ class RunConfig:
     )
     own_model: bool | None = option(
         None,
-        "clients also train a model of their own, and use the best on their validation samples: "
-        "that, the received one or a mixture (auto: with panicle)",
+        "clients also train a model of their own, and use a mixture of it and the received one, "
+        "weighted by their validation samples (auto: with panicle)",
     )
     upload: str = option(
         "float32",

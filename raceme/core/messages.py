@@ -275,8 +275,7 @@ OWN_MODEL = "own-model"
 OWN_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Shares of the client's own model in the mixtures that it validates."""
 OWN_MIXTURE = "own-mixture"
-"""Completion that tests the best on its validation samples: own model, received model or a
-mixture."""
+"""Completion that tests a mixture of the client's own model and the received one."""
 COMPLETED_BY = "completed-by"
 """Name of the completion of a received model before a test; see `COMPLETIONS`."""
 

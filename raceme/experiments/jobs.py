@@ -175,7 +175,9 @@ def _check_same(job: Job) -> None:
     """Raise UserError if the finished run in a job's folder has another configuration."""
     wanted = job.config.with_values(out="").to_mapping()
     try:
-        found = RunConfig.from_mapping(read_toml(job.folder / CONFIG)).to_mapping()
+        # A run of a release without the key had no such models.
+        stored = {"own-model": False, **read_toml(job.folder / CONFIG)}
+        found = RunConfig.from_mapping(stored).to_mapping()
     except UserError as error:
         raise UserError(f"{job.folder} holds a finished run that cannot be read: {error}") from None
     names = [*wanted, *(name for name in found if name not in wanted)]

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +39,7 @@ from raceme.core.progress import Plan
 from raceme.core.protection import protection_of
 from raceme.core.registry import STRATEGIES
 from raceme.core.requests import ClientEmbedding, Sketch
-from raceme.core.strategy import (
-    DEFAULT_VALIDATION_SHARE,
-    Method,
-    StopCheck,
-    never_stop,
-)
+from raceme.core.strategy import DEFAULT_VALIDATION_SHARE, Method, StopCheck, never_stop
 from raceme.core.timeline import Timeline, timeline_of
 from raceme.datasets.dealt import with_whole_path
 from raceme.datasets.drift import schedule_of
@@ -112,12 +108,12 @@ class Outcome:
 
 
 def resolve(config: RunConfig) -> RunConfig:
-    """Fill in the dataset's defaults, and make paths absolute.
+    """Fill in the dataset's and the method's defaults, and make paths absolute.
 
     Raises
     ------
     UserError
-        The dataset does not exist, or a given option does not apply.
+        The dataset or the strategy does not exist, or a given option does not apply.
     """
     config.check_options()
     chosen(config.track)
@@ -130,13 +126,23 @@ def resolve(config: RunConfig) -> RunConfig:
     max_updates = config.max_updates
     if max_updates is None and not config.max_rounds:
         max_updates = config.planned_updates
+    own_model = config.own_model
+    if own_model is None:
+        own_model = config.validation_share != 0 and _made(config).needs.own_model
     return config.with_values(
+        own_model=own_model,
         max_updates=max_updates,
         target_accuracy=datasets.default_target(config) if target is None else target,
         stop_at_target=target is not None if stop is None else stop,
         eval_every=config.num_clients if config.eval_every is None else config.eval_every,
         devices=_resolved_devices(config.devices),
     )
+
+
+def _made(config: RunConfig) -> Method:
+    """Make the method itself."""
+    made: Method = STRATEGIES.make(config.strategy, config.parameters(), seed=config.seed)
+    return made
 
 
 def build_strategy(config: RunConfig) -> Method:
@@ -147,16 +153,11 @@ def build_strategy(config: RunConfig) -> Method:
     UserError
         There is no such strategy, or a limit in rounds does not apply to it.
     """
-
-    def make() -> Method:
-        made: Method = STRATEGIES.make(config.strategy, config.parameters(), seed=config.seed)
-        return made
-
-    strategy = make()
+    strategy = _made(config)
     if config.never_across or config.together:
         check_constraint("never-across", config.never_across)
         check_constraint("together", config.together)
-        strategy = ConstrainedMethod(make, config.never_across, config.together)
+        strategy = ConstrainedMethod(partial(_made, config), config.never_across, config.together)
     strategy.protection = protection_of(config)
     drift = schedule_of(config)
     if drift is not None and drift.in_rounds and strategy.scheduling.rounds is None:
@@ -555,9 +556,7 @@ def conduct(
                     initial,
                     max_updates=config.max_updates or 0,
                     timeout=config.task_timeout,
-                    train_config=training_settings(
-                        config, strategy.needs.own_model, report_timing=not virtual
-                    ),
+                    train_config=training_settings(config, report_timing=not virtual),
                     plan=schedule,
                     observe=observe,
                     stop_check=keeper.stop_check,
@@ -634,17 +633,13 @@ def plan(config: RunConfig) -> Plan:
     )
 
 
-def training_settings(
-    config: RunConfig, own_model: bool = False, report_timing: bool = False
-) -> ConfigRecord:
+def training_settings(config: RunConfig, report_timing: bool = False) -> ConfigRecord:
     """Return the settings of every training message.
 
     Parameters
     ----------
     config : RunConfig
         Configuration of the run, with every key resolved.
-    own_model : bool
-        Whether the method has `own_model` by default.
     report_timing : bool
         Whether to request wall times, which differ between runs.
     """
@@ -660,7 +655,7 @@ def training_settings(
         names.WEIGHT_DECAY: config.weight_decay or None,
         names.SCORED: config.score_uploads or None,
         names.VALIDATION_SHARE: config.validation_share,
-        names.OWN_MODEL: (own_model if config.own_model is None else config.own_model) or None,
+        names.OWN_MODEL: config.own_model or None,
         names.REPORT_TIMING: report_timing or None,
     }
     return ConfigRecord({key: value for key, value in settings.items() if value is not None})

@@ -691,10 +691,10 @@ def losses_of(
 # -----------------------------------------------------------------------------
 # A model of the client's own beside the received one: `own-model`.
 #
-# It never leaves the client, which uses a mixture of the two, as in APFL (Deng et al. 2020): the
-# one that is right most often on samples that its own model has not been trained on. From there its
-# own model continues with each task: as if it were alone where the others are no help, and as a
-# local adaptation of their model where they are.
+# It never leaves the client, which uses a mixture of the two, as in APFL (Deng et al. 2020), with a
+# share by samples that its own model has not been trained on. From this mixture its own model
+# continues with each task: as if it were alone where the others are no help, and as a local
+# adaptation of their model where they are.
 # -----------------------------------------------------------------------------
 
 
@@ -703,7 +703,7 @@ _OWN_LINE = "own-line"
 
 
 def _train_own(work: ClientWork, received: ArrayRecord, settings: TrainingSettings) -> None:
-    """Train the client's own model, from its best mixture with the received one.
+    """Train the client's own model, from its mixture with the received one.
 
     Parameters
     ----------
