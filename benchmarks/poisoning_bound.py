@@ -30,7 +30,7 @@ from rich.table import Table
 from raceme.core.config import RunConfig
 from raceme.core.events import Evaluated, Event, Verdict
 from raceme.core.messages import Vector
-from raceme.core.protection import FilterProtection, Ruling
+from raceme.core.protection import FilterProtection, Judged, Ruling
 from raceme.runs import experiment
 from raceme.simulation.attacks import SignFlip, attackers_of
 
@@ -48,10 +48,10 @@ SETTINGS: dict[str, dict[str, object]] = {
 def oracle(attackers: frozenset[str]) -> Callable[..., Ruling]:
     """Return what judges updates by who has sent them."""
 
-    def judge(guard: FilterProtection, client: str, *_judged: object) -> Ruling:
-        if client not in attackers:
+    def judge(guard: FilterProtection, update: Judged) -> Ruling:
+        if update.client not in attackers:
             return Ruling()
-        guard.state.excluded[client] = True
+        guard.state.excluded[update.client] = True
         return Ruling(Verdict.REFUSED, 0.0)
 
     return judge

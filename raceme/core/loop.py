@@ -27,7 +27,7 @@ from raceme.core.errors import unknown_name
 from raceme.core.evaluation import EvaluateFn, Evaluator, Packer, Report
 from raceme.core.events import Ending, Verdict
 from raceme.core.progress import Plan, Steps
-from raceme.core.protection import gain_of
+from raceme.core.protection import Judged, gain_of
 from raceme.core.requests import (
     SETTINGS,
     Answer,
@@ -601,10 +601,17 @@ class Loop:
         def home(name: str) -> int | None:
             return method.clusters.main(name) if method.clusters.is_placed(name) else None
 
-        awaited = len(self._fleet.by_node) if method.needs.one_model else 0
         probe, after = method.probe, update.vector
-        gain = partial(gain_of, probe, probe.sets, base, after) if probe else None
-        ruling = guard.judge(client, spec.compared(delta), start, home, awaited, gain)
+        ruling = guard.judge(
+            Judged(
+                client,
+                spec.compared(delta),
+                start,
+                home,
+                awaited=len(self._fleet.by_node) if method.needs.one_model else 0,
+                gain=partial(gain_of, probe, probe.sets, base, after) if probe else None,
+            )
+        )
         verdict, reason = ruling.verdict, ruling.reason
         if verdict is Verdict.ACCEPTED:
             return update

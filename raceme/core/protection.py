@@ -25,6 +25,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -173,6 +174,45 @@ class GuardState:
     judged: int = 0
 
 
+@dataclass(frozen=True, eq=False)
+class Judged:
+    """An update to be judged.
+
+    Attributes
+    ----------
+    client : str
+        The client that sent it.
+    delta : Vector
+        Δ_i, its weights only. Shape (weights,).
+    start : float
+        Length of the model that it started from.
+    home : Callable
+        Returns the cluster of a client.
+    awaited : int
+        With one model for all, clients of which most are to be heard before any client is judged
+        by direction; otherwise 0.
+    gain : Callable, optional
+        Returns what the update gains on the server's proxy sets, if there are any.
+    """
+
+    client: str
+    delta: Vector
+    start: float
+    home: Home
+    awaited: int = 0
+    gain: Gain | None = None
+
+    @cached_property
+    def length(self) -> float:
+        """‖Δ_i‖."""
+        return float(np.linalg.norm(self.delta))
+
+    @cached_property
+    def direction(self) -> Vector:
+        """Δ_i / ‖Δ_i‖, of an update that is not zero. Shape (weights,)."""
+        return np.asarray(self.delta / np.float32(self.length))
+
+
 @dataclass(frozen=True)
 class Ruling:
     """What becomes of an update.
@@ -233,32 +273,8 @@ class Guard:
         self.options = kind() if options is None and kind is not None else options
         self.state = GuardState()
 
-    def judge(
-        self,
-        client: str,
-        delta: Vector,
-        start: float,
-        home: Home,
-        awaited: int = 0,
-        gain: Gain | None = None,
-    ) -> Ruling:
-        """Judge an update, and remember it.
-
-        Parameters
-        ----------
-        client : str
-            The client that sent it.
-        delta : Vector
-            Δ_i, its weights only. Shape (weights,).
-        start : float
-            Length of the model that it started from.
-        home : Callable
-            Returns the cluster of a client.
-        awaited : int
-            Clients of which most are to be heard before any client is judged by direction.
-        gain : Callable, optional
-            Returns what the update gains on the server's proxy sets, if there are any.
-        """
+    def judge(self, update: Judged) -> Ruling:
+        """Judge an update, and remember it."""
         return _ACCEPTED
 
 
@@ -280,23 +296,23 @@ class _Compares(Guard):
             return others
         return [other for other in others if home(other) == cluster]
 
-    def _remember(self, client: str, length: float) -> None:
+    def _remember(self, update: Judged) -> None:
         state = self.state
-        state.lengths.pop(client, None)
-        state.lengths[client] = length
+        state.lengths.pop(update.client, None)
+        state.lengths[update.client] = update.length
         if len(state.lengths) > self.options.protection_window:
             oldest = next(iter(state.lengths))
             del state.lengths[oldest]
             state.directions.pop(oldest, None)
             state.gains.pop(oldest, None)
 
-    def _waits(self, client: str, awaited: int) -> bool:
+    def _waits(self, update: Judged) -> bool:
         """Return whether those that an honest client would agree with may not be known yet."""
         state = self.state
         state.judged += 1
-        known = len(state.directions.keys() | {client})
-        most = _MOST_HEARD * min(awaited, self.options.protection_window)
-        return known < most and state.judged <= _LONGEST_WAIT * awaited
+        known = len(state.directions.keys() | {update.client})
+        most = _MOST_HEARD * min(update.awaited, self.options.protection_window)
+        return known < most and state.judged <= _LONGEST_WAIT * update.awaited
 
     def _agreement(self, direction: Vector, others: list[str]) -> float:
         """Return how far an update agrees with those of others: from −2 to 2.
@@ -310,9 +326,9 @@ class _Compares(Guard):
         balance = np.sum(strong * np.abs(strong)) / np.sum(strong**2) if len(strong) else 0.0
         return float(cosines.max() + balance)
 
-    def _by_record(self, client: str, home: Home, ruling: Ruling) -> Ruling:
+    def _by_record(self, update: Judged, ruling: Ruling) -> Ruling:
         """Exclude the client, or let it in again with what a ruling leaves of its update."""
-        state = self.state
+        state, client, home = self.state, update.client, update.home
         scores = self._scores(home(client), home)
         if len(scores) < FEWEST or client not in scores:
             scores = self._scores(None, home)
@@ -353,30 +369,21 @@ class NormProtection(_Compares):
     options_type: type[NormOptions] = NormOptions
     options: NormOptions
 
-    def judge(
-        self,
-        client: str,
-        delta: Vector,
-        start: float,
-        home: Home,
-        awaited: int = 0,
-        gain: Gain | None = None,
-    ) -> Ruling:
+    def judge(self, update: Judged) -> Ruling:
         """Judge an update by its length alone, against those of other clients."""
-        length = float(np.linalg.norm(delta))
-        ruling = self._by_length(client, length, start, home)
+        ruling = self._by_length(update)
         # What is refused is remembered too: half of the clients would have to lie for a median to.
-        self._remember(client, length)
+        self._remember(update)
         return ruling
 
-    def _by_length(self, client: str, length: float, start: float, home: Home) -> Ruling:
-        known = self.state.lengths
-        others = self._others(client, home)
+    def _by_length(self, update: Judged) -> Ruling:
+        known, length = self.state.lengths, update.length
+        others = self._others(update.client, update.home)
         if len(others) < FEWEST:
-            others = self._others(client)
+            others = self._others(update.client)
         if len(others) < FEWEST:
             # Before there is anything to compare with, the model itself is the measure.
-            bound = self.options.protection_factor * start
+            bound = self.options.protection_factor * update.start
             if not 0.0 < bound < length:
                 return _ACCEPTED
             reason = "a first update that is far longer than the model that it started from"
@@ -397,35 +404,24 @@ class FilterProtection(NormProtection):
     options_type = FilterOptions
     options: FilterOptions
 
-    def judge(
-        self,
-        client: str,
-        delta: Vector,
-        start: float,
-        home: Home,
-        awaited: int = 0,
-        gain: Gain | None = None,
-    ) -> Ruling:
+    def judge(self, update: Judged) -> Ruling:
         """Judge the length, and then the client's record of directions, this update's included.
 
         An excluded client goes on being asked and judged: if it comes to agree, it is let in again.
         """
-        ruling = super().judge(client, delta, start, home, awaited, gain)
-        if ruling.verdict is Verdict.REFUSED:
+        ruling = super().judge(update)
+        if ruling.verdict is Verdict.REFUSED or not update.length:
             return ruling
-        length = float(np.linalg.norm(delta))
-        if not length:
-            return ruling
-        direction = np.asarray(delta / np.float32(length))
-        others = [other for other in self._others(client, home) if other in self.state.directions]
-        if self._waits(client, awaited):
+        client, directions = update.client, self.state.directions
+        others = [other for other in self._others(client, update.home) if other in directions]
+        if self._waits(update):
             others = []
         if len(others) >= FEWEST:
             # An update is never heavier than what a method would get of it.
             record = self.state.records.setdefault(client, Record())
-            record.add(self._agreement(direction, others), length * ruling.scale)
-        self.state.directions[client] = direction
-        return self._by_record(client, home, ruling)
+            record.add(self._agreement(update.direction, others), update.length * ruling.scale)
+        directions[client] = update.direction
+        return self._by_record(update, ruling)
 
 
 class TrustProtection(_Compares):
@@ -434,37 +430,28 @@ class TrustProtection(_Compares):
     options_type = TrustOptions
     options: TrustOptions
 
-    def judge(
-        self,
-        client: str,
-        delta: Vector,
-        start: float,
-        home: Home,
-        awaited: int = 0,
-        gain: Gain | None = None,
-    ) -> Ruling:
+    def judge(self, update: Judged) -> Ruling:
         """Judge the length, then whether others contradict the update, then the client's record."""
-        state, length = self.state, float(np.linalg.norm(delta))
+        state, client, length = self.state, update.client, update.length
         others = self._others(client)
-        mates = self._others(client, home)
+        mates = self._others(client, update.home)
         if len(mates) < _FEWEST_MATES:
             mates = others
-        bound = self._longest(mates, start)
-        self._remember(client, length)
+        bound = self._longest(mates, update.start)
+        self._remember(update)
         if not length:
             return _ACCEPTED
-        ruling = _ACCEPTED
+        ruling, direction = _ACCEPTED, update.direction
         if 0.0 < bound < length:
             ruling = Ruling(Verdict.SCALED, bound / length, length, bound, _TOO_LONG)
-        direction = np.asarray(delta / np.float32(length))
-        if gain and awaited and (by_gain := self._by_gain(client, gain(), others, ruling)):
+        if update.awaited and (by_gain := self._by_gain(update, others, ruling)):
             state.directions[client] = direction
             return by_gain
         mates = [other for other in mates if other in state.directions]
-        waits, contradicted = self._waits(client, awaited), 0.0
+        waits, contradicted = self._waits(update), 0.0
         if len(mates) >= _FEWEST_MATES:
             # Before clusters are found, those to come contradict each other.
-            if awaited:
+            if update.awaited:
                 known = np.stack([state.directions[other] for other in mates])
                 contradicted, agreeing = contradiction(np.vstack([direction, known]))
                 against, cosine = opposed(direction, known[agreeing[1:]])
@@ -477,18 +464,18 @@ class TrustProtection(_Compares):
                 record = state.records.setdefault(client, Record())
                 record.add(agreement, length * ruling.scale)
         state.directions[client] = direction
-        ruling = self._by_record(client, home, ruling)
+        ruling = self._by_record(update, ruling)
         if contradicted and not ruling.verdict.keeps_out:
             return Ruling(Verdict.REFUSED, 0.0, contradicted, _VOTED_OUT, _CONTRADICTED)
         return ruling
 
-    def _by_gain(
-        self, client: str, gain: float, others: list[str], ruling: Ruling
-    ) -> Ruling | None:
+    def _by_gain(self, update: Judged, others: list[str], ruling: Ruling) -> Ruling | None:
         """Refuse an update that gains far less than those of others; None if gains say nothing."""
-        records = self.state.gains
+        if update.gain is None:
+            return None
+        records, gain = self.state.gains, update.gain()
         gains = [records[other] for other in others if other in records]
-        records[client] = gain
+        records[update.client] = gain
         if len(gains) < FEWEST or (typical := statistics.median(gains)) < _LEAST_TYPICAL:
             return None
         bound = self.options.protection_share * typical

@@ -15,10 +15,14 @@ from raceme.core.protection import (
     FEWEST,
     FilterOptions,
     FilterProtection,
+    Gain,
     Guard,
+    Home,
+    Judged,
     NormOptions,
     NormProtection,
     Record,
+    Ruling,
     TrustOptions,
     TrustProtection,
     contradiction,
@@ -32,6 +36,18 @@ def home(client: str) -> int:
     return 1 if client.startswith("x") else 0
 
 
+def judge(
+    guard: Guard,
+    client: str,
+    delta: Vector,
+    start: float,
+    home: Home,
+    awaited: int = 0,
+    gain: Gain | None = None,
+) -> Ruling:
+    return guard.judge(Judged(client, delta, start, home, awaited, gain))
+
+
 def along(axis: int, length: float = 1.0, size: int = 16) -> np.ndarray:
     vector = np.zeros(size, np.float32)
     vector[axis] = length
@@ -40,7 +56,7 @@ def along(axis: int, length: float = 1.0, size: int = 16) -> np.ndarray:
 
 def heard(guard: Guard, lengths: dict[str, float]) -> None:
     for client, length in lengths.items():
-        assert guard.judge(client, along(0, length), 10.0, home).verdict is Verdict.ACCEPTED
+        assert judge(guard, client, along(0, length), 10.0, home).verdict is Verdict.ACCEPTED
 
 
 FIVE = {f"c{index}": length for index, length in enumerate((1.0, 2.0, 3.0, 4.0, 5.0))}
@@ -50,9 +66,9 @@ FIVE = {f"c{index}": length for index, length in enumerate((1.0, 2.0, 3.0, 4.0, 
 def test_an_update_beyond_the_bound_is_scaled_to_the_median_of_the_others() -> None:
     guard = NormProtection(NormOptions(protection_factor=4.0))
     heard(guard, FIVE)
-    assert guard.judge("new", along(0, 12.0), 10.0, home).verdict is Verdict.ACCEPTED
+    assert judge(guard, "new", along(0, 12.0), 10.0, home).verdict is Verdict.ACCEPTED
     # The median of the six others: 3.5 of 1, 2, 3, 4, 5 and 12.
-    ruling = guard.judge("next", along(0, 14.5), 10.0, home)
+    ruling = judge(guard, "next", along(0, 14.5), 10.0, home)
     assert (ruling.verdict, ruling.measured, ruling.bound) == (Verdict.SCALED, 14.5, 14.0)
     assert ruling.scale == pytest.approx(3.5 / 14.5)
 
@@ -60,7 +76,7 @@ def test_an_update_beyond_the_bound_is_scaled_to_the_median_of_the_others() -> N
 def test_or_it_is_refused() -> None:
     guard = NormProtection(NormOptions(protection_factor=4.0, protection_beyond="refuse"))
     heard(guard, FIVE)
-    ruling = guard.judge("new", along(0, 12.1), 10.0, home)
+    ruling = judge(guard, "new", along(0, 12.1), 10.0, home)
     assert (ruling.verdict, ruling.verdict.keeps_out) == (Verdict.REFUSED, True)
     assert (ruling.measured, ruling.bound) == (pytest.approx(12.1), 12.0)
     assert ruling.reason == "an update that is far longer than those of others"
@@ -69,14 +85,14 @@ def test_or_it_is_refused() -> None:
 def test_a_client_does_not_move_its_own_bound() -> None:
     guard = NormProtection(NormOptions(protection_factor=4.0))
     heard(guard, FIVE)
-    rulings = [guard.judge("new", along(0, 1000.0), 10.0, home) for _ in range(50)]
+    rulings = [judge(guard, "new", along(0, 1000.0), 10.0, home) for _ in range(50)]
     assert {ruling.bound for ruling in rulings} == {12.0}
 
 
 def test_where_most_updates_move_nothing_lengths_say_nothing() -> None:
     guard = NormProtection()
     heard(guard, {f"c{index}": 0.0 for index in range(9)})
-    assert guard.judge("new", along(0, 1.0), 10.0, home).verdict is Verdict.ACCEPTED
+    assert judge(guard, "new", along(0, 1.0), 10.0, home).verdict is Verdict.ACCEPTED
 
 
 def test_lengths_are_those_of_the_own_cluster_where_it_has_enough() -> None:
@@ -84,30 +100,30 @@ def test_lengths_are_those_of_the_own_cluster_where_it_has_enough() -> None:
     heard(guard, FIVE)
     heard(guard, {f"x{index}": 0.5 for index in range(FEWEST)})
     # x9 is held against 0.5; against all, the median would be 1.5.
-    assert guard.judge("x9", along(0, 1.1), 10.0, home).bound == 1.0
-    assert guard.judge("c9", along(0, 5.9), 10.0, home).verdict is Verdict.ACCEPTED
+    assert judge(guard, "x9", along(0, 1.1), 10.0, home).bound == 1.0
+    assert judge(guard, "c9", along(0, 5.9), 10.0, home).verdict is Verdict.ACCEPTED
 
 
 def test_before_there_is_anything_to_compare_with_the_model_itself_is_the_bound() -> None:
     guard = NormProtection(NormOptions(protection_factor=4.0))
-    ruling = guard.judge("a", along(0, 40.1), 10.0, home)
+    ruling = judge(guard, "a", along(0, 40.1), 10.0, home)
     assert (ruling.verdict, ruling.bound) == (Verdict.REFUSED, 40.0)
-    assert guard.judge("a", along(0, 39.9), 10.0, home).verdict is Verdict.ACCEPTED
+    assert judge(guard, "a", along(0, 39.9), 10.0, home).verdict is Verdict.ACCEPTED
     # A model of zeros has no length that would say anything.
-    assert guard.judge("b", along(0, 9.9), 0.0, home).verdict is Verdict.ACCEPTED
+    assert judge(guard, "b", along(0, 9.9), 0.0, home).verdict is Verdict.ACCEPTED
 
 
 def test_a_short_model_stops_a_fleet_only_until_all_are_seen_to_be_alike() -> None:
     guard = NormProtection()
-    verdicts = [guard.judge(f"c{index}", along(0, 11.0), 1.0, home).verdict for index in range(7)]
+    verdicts = [judge(guard, f"c{index}", along(0, 11.0), 1.0, home).verdict for index in range(7)]
     assert verdicts == [Verdict.REFUSED] * FEWEST + [Verdict.ACCEPTED] * 2
 
 
 def test_only_as_many_clients_are_remembered_as_the_window_has() -> None:
     guard = FilterProtection(FilterOptions(protection_window=6))
     for index in range(9):
-        guard.judge(f"c{index}", along(0), 10.0, home)
-    guard.judge("c4", along(0), 10.0, home)
+        judge(guard, f"c{index}", along(0), 10.0, home)
+    judge(guard, "c4", along(0), 10.0, home)
     assert list(guard.state.lengths) == ["c3", "c5", "c6", "c7", "c8", "c4"]
     assert set(guard.state.directions) == set(guard.state.lengths)
 
@@ -118,9 +134,9 @@ def fleet_of(guard: Guard, rounds: int, **attackers: np.ndarray) -> list[str]:
     for _ in range(rounds):
         for index in range(6):
             noise = 0.2 * rng.standard_normal(16).astype(np.float32)
-            guard.judge(f"c{index}", along(0) + noise, 10.0, home)
+            judge(guard, f"c{index}", along(0) + noise, 10.0, home)
         for name, vector in attackers.items():
-            guard.judge(name, vector, 10.0, home)
+            judge(guard, name, vector, 10.0, home)
     return sorted(guard.state.excluded)
 
 
@@ -141,8 +157,8 @@ def rounds_without_mates(guard: FilterProtection, rounds: int, awaited: int) -> 
     """Let nine clients agree, and one send what nobody else does, of a fleet of a size."""
     for _ in range(rounds):
         for index in range(9):
-            guard.judge(f"c{index}", along(0), 10.0, home, awaited)
-        guard.judge("odd", along(5), 10.0, home, awaited)
+            judge(guard, f"c{index}", along(0), 10.0, home, awaited)
+        judge(guard, "odd", along(5), 10.0, home, awaited)
 
 
 def test_nobody_is_excluded_while_those_who_are_alike_may_not_be_heard_yet() -> None:
@@ -152,7 +168,7 @@ def test_nobody_is_excluded_while_those_who_are_alike_may_not_be_heard_yet() -> 
     assert not guard.state.excluded
     assert not guard.state.records
     # The eleventh is heard, and is like the odd one: it was none.
-    guard.judge("late", along(5), 10.0, home, 12)
+    judge(guard, "late", along(5), 10.0, home, 12)
     rounds_without_mates(guard, 6, awaited=12)
     assert not guard.state.excluded
     assert guard.state.records["odd"].score > 1.0
@@ -162,9 +178,9 @@ def test_who_is_just_heard_counts_among_those_that_are_known() -> None:
     """Nine of ten clients are nine tenths, the ninth with its first update."""
     guard = FilterProtection()
     for index in range(8):
-        guard.judge(f"c{index}", along(0), 10.0, home, 10)
+        judge(guard, f"c{index}", along(0), 10.0, home, 10)
     assert not guard.state.records
-    guard.judge("c8", along(0), 10.0, home, 10)
+    judge(guard, "c8", along(0), 10.0, home, 10)
     assert list(guard.state.records) == ["c8"]
 
 
@@ -204,7 +220,7 @@ def test_in_another_cluster_directions_are_another_matter() -> None:
 def test_an_excluded_client_whose_updates_come_to_agree_is_let_in_again() -> None:
     guard = FilterProtection()
     fleet_of(guard, 4, odd=along(5))
-    verdicts = [guard.judge("odd", along(0), 10.0, home).verdict for _ in range(8)]
+    verdicts = [judge(guard, "odd", along(0), 10.0, home).verdict for _ in range(8)]
     assert verdicts[0] is Verdict.REFUSED
     assert Verdict.READMITTED in verdicts
     assert verdicts[-1] is Verdict.ACCEPTED
@@ -217,7 +233,7 @@ def test_the_update_of_a_client_that_is_let_in_again_is_cut_like_any_other(
 ) -> None:
     fleet_of(guard, 4, odd=along(5))
     typical = statistics.median(guard.state.lengths[f"c{index}"] for index in range(6))
-    rulings = [guard.judge("odd", along(0, 100.0), 10.0, home) for _ in range(8)]
+    rulings = [judge(guard, "odd", along(0, 100.0), 10.0, home) for _ in range(8)]
     (again,) = [ruling for ruling in rulings if ruling.verdict is Verdict.READMITTED]
     assert 100.0 * again.scale == pytest.approx(left * typical)
 
@@ -228,7 +244,7 @@ def test_a_fleet_that_agrees_on_nothing_excludes_nobody() -> None:
     sent = [along(0, -1), *(along(index) for index in range(11))]
     for _ in range(5):
         for index, vector in enumerate(sent):
-            assert guard.judge(f"c{index}", vector, 10.0, home).verdict is Verdict.ACCEPTED
+            assert judge(guard, f"c{index}", vector, 10.0, home).verdict is Verdict.ACCEPTED
     assert guard.state.records["c0"].score == pytest.approx(-1.0)
 
 
@@ -254,9 +270,9 @@ def test_a_scaled_update_weighs_no_more_than_what_is_left_of_it() -> None:
     """A length of 1000 is scaled to 1: it does not outweigh the update before."""
     guard = FilterProtection()
     for index in range(FEWEST):
-        guard.judge(f"c{index}", along(0), 10.0, home)
-    guard.judge("new", along(0), 10.0, home)
-    assert guard.judge("new", along(5, 1000.0), 10.0, home).verdict is Verdict.SCALED
+        judge(guard, f"c{index}", along(0), 10.0, home)
+    judge(guard, "new", along(0), 10.0, home)
+    assert judge(guard, "new", along(5, 1000.0), 10.0, home).verdict is Verdict.SCALED
     # It agrees fully, then not at all: (0.9 · 1 · 2 + 1 · 0) / (0.9 · 1 + 1).
     assert guard.state.records["new"].score == pytest.approx(1.8 / 1.9)
 
@@ -264,7 +280,7 @@ def test_a_scaled_update_weighs_no_more_than_what_is_left_of_it() -> None:
 def test_an_update_that_moves_nothing_is_accepted() -> None:
     guard = FilterProtection()
     for index in range(8):
-        ruling = guard.judge(f"c{index}", along(0, 0.0), 10.0, home)
+        ruling = judge(guard, f"c{index}", along(0, 0.0), 10.0, home)
         assert ruling.verdict is Verdict.ACCEPTED
         assert math.isnan(ruling.measured)
     # It has no direction that others could be compared with.
@@ -286,16 +302,16 @@ def test_trust_cuts_an_update_to_the_bound_of_its_cluster() -> None:
     for client, length in {**FIVE, "x0": 0.1, "x1": 0.2, "x2": 0.3}.items():
         guard.state.lengths[client] = length
     # The median of three in a small cluster is 0.2, whatever is usual elsewhere.
-    ruling = guard.judge("x3", along(1, 0.5), 10.0, home)
+    ruling = judge(guard, "x3", along(1, 0.5), 10.0, home)
     assert (ruling.verdict, ruling.bound) == (Verdict.SCALED, pytest.approx(0.4))
     assert ruling.scale == pytest.approx(0.8)
     # Of two the shortest counts, and without any the model.
     guard.state.lengths = {"a": 3.0, "b": 1.0}
-    assert guard.judge("c", along(1, 9.0), 10.0, home).bound == pytest.approx(2.0)
+    assert judge(guard, "c", along(1, 9.0), 10.0, home).bound == pytest.approx(2.0)
     guard.state.lengths = {}
-    assert guard.judge("d", along(1, 99.0), 10.0, home).verdict is Verdict.ACCEPTED
+    assert judge(guard, "d", along(1, 99.0), 10.0, home).verdict is Verdict.ACCEPTED
     guard.state.lengths = {}
-    assert guard.judge("e", along(1, 101.0), 10.0, home).bound == pytest.approx(100.0)
+    assert judge(guard, "e", along(1, 101.0), 10.0, home).bound == pytest.approx(100.0)
 
 
 def test_those_that_oppose_their_likes_are_contradicted_in_any_order() -> None:
@@ -341,11 +357,11 @@ def test_what_points_back_is_taken_off_an_update_with_one_model() -> None:
     for awaited in (9, 0):
         guard = TrustProtection()
         for client in range(8):
-            guard.judge(f"c{client}", near(0, client + 2, 0.3), 10.0, lambda _: 0, awaited)
+            judge(guard, f"c{client}", near(0, client + 2, 0.3), 10.0, lambda _: 0, awaited)
         honest = np.stack([guard.state.directions[f"c{client}"] for client in range(8)])
         centre = honest.mean(axis=0) / np.linalg.norm(honest.mean(axis=0))
         sent = 2 * (along(1, 0.96) - np.float32(0.28) * centre)
-        ruling = guard.judge("x", sent, 10.0, lambda _: 0, awaited)
+        ruling = judge(guard, "x", sent, 10.0, lambda _: 0, awaited)
         if not awaited:
             assert ruling.verdict is Verdict.ACCEPTED
         else:
@@ -361,7 +377,7 @@ def test_those_that_are_contradicted_have_no_say_in_the_centre() -> None:
         sent = near(0, client + 2, 0.3) if client < 9 else -along(0)
         guard.state.lengths[f"c{client}"] = 1.0
         guard.state.directions[f"c{client}"] = sent
-    ruling = guard.judge("new", near(0, 1, 0.3), 10.0, lambda _: 0, awaited=13)
+    ruling = judge(guard, "new", near(0, 1, 0.3), 10.0, lambda _: 0, awaited=13)
     assert ruling.verdict is Verdict.ACCEPTED
 
 
@@ -373,7 +389,7 @@ def trusted(first: int) -> list[Verdict]:
             sent = near(0, client + 1, 0.3)
             if client == 7 and turn >= first:
                 sent = -sent
-            ruling = guard.judge(f"c{client}", sent, 10.0, lambda _: 0, awaited=8)
+            ruling = judge(guard, f"c{client}", sent, 10.0, lambda _: 0, awaited=8)
             if client == 7:
                 verdicts.append(ruling.verdict)
             else:
@@ -396,7 +412,7 @@ def test_equal_updates_bear_nobody_out() -> None:
             for client in range(12):
                 own = near(0, client + 2, 0.4)
                 push = near(1, 14 + client % 2, noise)
-                guard.judge(f"c{client}", push if client < 4 else own, 10.0, lambda _: 0)
+                judge(guard, f"c{client}", push if client < 4 else own, 10.0, lambda _: 0)
         return set(guard.state.excluded)
 
     colluding = {"c0", "c1", "c2", "c3"}
@@ -410,9 +426,9 @@ def test_a_client_in_a_wrong_cluster_is_borne_out_by_those_elsewhere() -> None:
     guard = TrustProtection()
     for _ in range(6):
         for client in range(6):
-            guard.judge(f"c{client}", near(0, client + 2, 0.3), 10.0, home)
-            guard.judge(f"x{client}", near(1, client + 9, 0.3), 10.0, home)
-        lost = guard.judge("x9", near(0, 8, 0.3), 10.0, home)
+            judge(guard, f"c{client}", near(0, client + 2, 0.3), 10.0, home)
+            judge(guard, f"x{client}", near(1, client + 9, 0.3), 10.0, home)
+        lost = judge(guard, "x9", near(0, 8, 0.3), 10.0, home)
         assert not lost.verdict.keeps_out
 
 
@@ -421,7 +437,7 @@ def test_with_proxy_sets_an_update_must_gain_nearly_as_much_as_those_of_others()
 
     def judged(client: str, gain: float, length: float = 1.0) -> Verdict:
         sent = along(0, length)
-        return guard.judge(client, sent, 10.0, home, awaited=9, gain=lambda: gain).verdict
+        return judge(guard, client, sent, 10.0, home, awaited=9, gain=lambda: gain).verdict
 
     # While few are known, directions decide.
     for client in range(FEWEST):
@@ -436,13 +452,13 @@ def test_with_proxy_sets_an_update_must_gain_nearly_as_much_as_those_of_others()
 def test_where_no_update_gains_the_proxy_sets_say_nothing() -> None:
     guard = TrustProtection()
     for gain in (0.1, -0.1, 0.15, 0.1, 0.1, 0.1, -0.3):
-        ruling = guard.judge(f"{gain}", along(0), 10.0, home, 9, lambda gain=gain: gain)
+        ruling = judge(guard, f"{gain}", along(0), 10.0, home, 9, lambda gain=gain: gain)
         assert ruling.verdict is Verdict.ACCEPTED
 
 
 def test_with_clusters_the_proxy_sets_are_not_asked() -> None:
     guard = TrustProtection()
-    ruling = guard.judge("c0", along(0), 10.0, home, awaited=0, gain=lambda: -1.0)
+    ruling = judge(guard, "c0", along(0), 10.0, home, awaited=0, gain=lambda: -1.0)
     assert ruling.verdict is Verdict.ACCEPTED
 
 

@@ -22,6 +22,7 @@ from raceme.core.events import UpdateJudged, Verdict
 from raceme.core.protection import (
     FilterProtection,
     Guard,
+    Judged,
     NoProtection,
     NormProtection,
     Ruling,
@@ -181,7 +182,8 @@ def test_what_is_scaled_keeps_its_counters() -> None:
 class Wavering(Guard):
     """Excludes one client with its first update, and lets it in again with its second."""
 
-    def judge(self, client: str, *judged: Any, **further: Any) -> Ruling:
+    def judge(self, update: Judged) -> Ruling:
+        client = update.client
         if client != ATTACKER:
             return Ruling()
         self.state.judged += 1
@@ -237,8 +239,8 @@ class Notes(NormProtection):
         super().__init__()
         self.deltas: list[tuple[str, np.ndarray]] = []
 
-    def judge(self, client: str, delta: np.ndarray, *rest: Any) -> Ruling:
-        self.deltas.append((client, delta.copy()))
+    def judge(self, update: Judged) -> Ruling:
+        self.deltas.append((update.client, update.delta.copy()))
         return Ruling()
 
 
@@ -329,9 +331,9 @@ class Halves(Guard):
         super().__init__()
         self.by_weight = by_weight
 
-    def judge(self, client: str, delta: np.ndarray, *_judged: Any, **_named: Any) -> Ruling:
+    def judge(self, update: Judged) -> Ruling:
         if self.by_weight:
-            return Ruling(Verdict.SCALED, weights=np.asarray(delta * np.float32(0.5)))
+            return Ruling(Verdict.SCALED, weights=np.asarray(update.delta * np.float32(0.5)))
         return Ruling(Verdict.SCALED, 0.5)
 
 
