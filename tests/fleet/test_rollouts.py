@@ -23,7 +23,7 @@ from raceme.core import events
 from raceme.core.errors import UserError
 from raceme.core.signals import StopSignal
 from raceme.fleet.device import join
-from raceme.fleet.served_grid import Rollouts
+from raceme.fleet.served_grid import _TRY, Rollouts
 from raceme.flower.fleet_client import Endpoint, generate_keys
 from raceme.flower.messages import identify_process
 from raceme.records.folder import Stage, VersionStore
@@ -166,7 +166,7 @@ def running(
     stop: list[str] = []
     with serving(folder / "journal", clients_min=clients) as server:
         method = FedAsync(FedAsyncParameters(alpha=0.5, decay="constant"))
-        store = VersionStore(folder, 2)
+        store = VersionStore(folder, 3)
         rollouts = Rollouts(method, server.state, store, margin=0.02, canary=0.4, pause=pause)
         server.grid.rollouts = rollouts
         run = Run(server, rollouts)
@@ -197,9 +197,10 @@ def running(
 
 
 def go_back(rollouts: Rollouts) -> int | None:
-    """Go back to a former version, if one is kept just now; return its number."""
+    """Go back to a former version while a device tests a new one; return its number, if any."""
+    tests = any(device.message and device.asked[0] == _TRY for device in rollouts._devices.values())
     found = [version for version in rollouts.store.of(0) if version.stage is Stage.FORMER]
-    version = rollouts.rollback(0, found[-1].number) if found else None
+    version = rollouts.rollback(0, found[-1].number) if found and tests else None
     return None if version is None else version.number
 
 
@@ -233,6 +234,9 @@ def test_a_worse_version_is_held_and_an_operator_goes_back(
         held = run.held()
         until(lambda: run.held() >= held + 2, caplog)
         assert run.in_use() == target
+        # The answer to the test that was under way has changed nothing.
+        reasons = [event.reason for event in run.decided if event.outcome == "held"]
+        assert "an operator has gone back to another" in reasons
         with pytest.raises(UserError, match=r"Version 999 of cluster 0 is not kept; there are \d"):
             run.do(lambda: run.rollouts.rollback(0, 999))
         with pytest.raises(UserError, match="There is no cluster 5: there are 0"):
