@@ -85,7 +85,7 @@ _GROUPS = {
     "Fleet": "concurrency task-timeout device vectorised device-keys labels where never-across "
     "together",
     "Method": "model lr batch-size local-epochs local-steps optimizer momentum weight-decay "
-    "weight-decay-on batch-norm own-model upload protection attack",
+    "weight-decay-on augment batch-norm own-model upload protection attack",
     "Limits": "max-rounds stop-at-target eval-every eval-rounds eval-steps eval-clients eval-tasks",
     "Output": "score-uploads discrepancy checkpoint-every checkpoint-seconds track trace "
     "client-map client-models",

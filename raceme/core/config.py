@@ -236,6 +236,9 @@ class RunConfig:
         "weights that weight-decay acts on: all, or kernels only (not biases and scales, as Keras)",
         among=("all", "kernels"),
     )
+    augment: bool = option(
+        False, "shift training images by up to 4 pixels and mirror them, anew in every epoch"
+    )
     batch_norm: str = option(
         "shared",
         "batch normalisation: averaged, or kept on each client (local: FedBN)",

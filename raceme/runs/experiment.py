@@ -73,6 +73,7 @@ from raceme.simulation.executor import load
 from raceme.simulation.virtual_grid import VirtualGrid, communication_of, nodes_of
 from raceme.training import models
 from raceme.training.clients import ModelProbe, probe_of, starts_of
+from raceme.training.local import LARGEST_SHIFT
 
 log = logging.getLogger("raceme.run")
 
@@ -172,6 +173,13 @@ def build_strategy(config: RunConfig) -> Method:
             f"The labels of {config.dataset} are quantities, and {config.strategy} has clients "
             f"{strategy.needs.classes}."
         )
+    if config.augment:
+        sides = datasets.data_shape(config).input_shape[1:]
+        if len(sides) != 2 or min(sides) <= LARGEST_SHIFT:
+            raise UserError(
+                f"augment shifts images by {LARGEST_SHIFT} pixels, and {config.dataset} has none "
+                "that are larger: leave it out."
+            )
     if config.own_model and names.COMPLETED_BY in strategy.needs.test_settings:
         raise UserError(
             f"own-model mixes whole models, and clients of {config.strategy} complete what they "

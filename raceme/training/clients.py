@@ -501,6 +501,7 @@ def starts_of(config: RunConfig, initial: ArrayRecord) -> Sequence[Vector]:
         momentum=config.momentum,
         weight_decay=config.weight_decay,
         weight_decay_on=config.weight_decay_on,
+        augment=config.augment,
     )
     trained = []
     try:

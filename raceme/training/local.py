@@ -16,6 +16,7 @@ from flwr.app import ArrayRecord
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import dropout as left_out
+from torch.nn.functional import pad
 
 from raceme.core.messages import ANCHOR, MASK
 from raceme.training.models import Network, Samples
@@ -52,6 +53,8 @@ class TrainingSettings:
         Strength μ of FedProx's term μ/2 ‖w - w₀‖², with w₀ the received weights.
     dropout : float
         Dropout probability for inputs of linear layers.
+    augment : bool
+        Shift and mirror images at random; see :func:`shifted_and_mirrored`.
 
     Raises
     ------
@@ -69,6 +72,7 @@ class TrainingSettings:
     weight_decay_on: str = "all"
     proximal_mu: float = 0.0
     dropout: float = 0.0
+    augment: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.lr < math.inf:
@@ -229,6 +233,39 @@ def terms_of(
 
 
 # -----------------------------------------------------------------------------
+# Augmentation of images.
+# -----------------------------------------------------------------------------
+
+
+LARGEST_SHIFT = 4
+"""Pixels by which an image is shifted at most, on either axis."""
+
+
+def shifted_and_mirrored(x: Tensor) -> Tensor:
+    """Return images that are shifted, and half of them mirrored left to right, at random.
+
+    Crops of the images' size from images with 4 reflected pixels on every side, as is usual on
+    CIFAR-10. Draws from torch's default generator.
+
+    Parameters
+    ----------
+    x : Tensor
+        Images of more than 4 pixels a side, shape (n, channels, height, width).
+    """
+    n, channels, height, width = x.shape
+    padded = pad(x, 4 * [LARGEST_SHIFT], mode="reflect").permute(0, 2, 3, 1).contiguous()
+    image, row, column, _ = padded.stride()
+    shifts = 2 * LARGEST_SHIFT + 1
+    crops = padded.as_strided(
+        (n, shifts, shifts, height, width, channels), (image, row, column, row, column, 1)
+    )
+    down, across = torch.randint(shifts, (2, n)).to(x.device)
+    shifted = crops[torch.arange(n, device=x.device), down, across]
+    is_mirrored = (torch.rand(n) < 0.5).to(x.device)[:, None, None, None]
+    return torch.where(is_mirrored, shifted.flip(2), shifted).permute(0, 3, 1, 2)
+
+
+# -----------------------------------------------------------------------------
 # Dropout for the inputs of any network's linear layers.
 # -----------------------------------------------------------------------------
 
@@ -374,6 +411,8 @@ def train(
             batches = samples.mini_batches(chosen, size)
             parts = repeat(None) if weights is None else torch.split(weights[chosen], size)
             for (x, y), own in zip(batches, parts, strict=False):
+                if settings.augment:
+                    x = shifted_and_mirrored(x)
                 if before_step is not None:
                     before_step(x, y)
                 total.add_(take_step(x, y, own), alpha=len(y))

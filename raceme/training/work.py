@@ -200,6 +200,7 @@ class ClientWork:
             weight_decay_on=config.weight_decay_on,
             proximal_mu=self.number(names.PROXIMAL_MU, 0.0),
             dropout=self.number(names.DROPOUT, 0.0),
+            augment=config.augment,
         )
 
     def number(self, name: str, default: float | None) -> float:

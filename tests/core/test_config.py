@@ -90,6 +90,12 @@ def test_a_limit_is_filled_in_unless_rounds_are_the_limit() -> None:
         build_strategy(resolve(config_of(clients=8, max_rounds=3, strategy="fedbuff")))
 
 
+def test_only_images_are_augmented() -> None:
+    build_strategy(resolve(config_of(augment=True)))
+    with pytest.raises(UserError, match="augment shifts images by 4 pixels, and synthetic has"):
+        build_strategy(resolve(config_of(augment=True, dataset="synthetic")))
+
+
 def test_options_of_strategies_are_dotted_keys() -> None:
     config = RunConfig.from_mapping({"fedbuff.k": "4", "strategy": "fedbuff"})
     assert config.options == {"fedbuff.k": 4}

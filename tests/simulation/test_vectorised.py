@@ -202,6 +202,13 @@ def test_what_cannot_be_stacked_is_answered_one_by_one(settings: dict[str, float
         assert alone.has_error() or alone.content == stacked.content
 
 
+def test_clients_that_augment_their_images_train_one_by_one() -> None:
+    config = ragged().with_values(augment=True)
+    alone = answers(InProcess(client_app.app), config)
+    assert answers(Vectorised(), config) == alone
+    assert answers(Vectorised(), ragged()) != alone
+
+
 def test_a_message_with_arrays_of_unknown_use_is_not_stacked() -> None:
     config = ragged()
     replies = []

@@ -15,6 +15,7 @@ from raceme.training.local import (
     losses,
     optimiser_of,
     sgd,
+    shifted_and_mirrored,
     step,
     train,
 )
@@ -173,6 +174,42 @@ def test_weight_decay_of_kernels_leaves_biases_alone() -> None:
     second[4:] = two_gradients(0.1)[1][4:]
     assert network.weights.numpy() == pytest.approx(-0.1 * (first + second), rel=1e-5)
     assert mclr().kernels.tolist() == [True] * 4 + [False] * 2
+
+
+def test_augmented_images_are_crops_of_reflected_ones_by_hand() -> None:
+    images = rng().normal(size=(2, 6, 10)).astype(np.float32)
+    x = torch.from_numpy(np.tile(images, (600, 1, 1, 1)))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        found = shifted_and_mirrored(x)
+    assert found.shape == x.shape
+    # What a crop shows says where it is from.
+    padded = np.pad(images, ((0, 0), (4, 4), (4, 4)), mode="reflect")
+    crops = {
+        crop[:, :, ::way].tobytes(): (down, across, way)
+        for down in range(9)
+        for across in range(9)
+        for crop in [padded[:, down : down + 6, across : across + 10]]
+        for way in (1, -1)
+    }
+    assert len(crops) == 2 * 9 * 9
+    drawn = [crops[image.numpy().tobytes()] for image in found.contiguous()]
+    assert {d for d, _, _ in drawn} == {a for _, a, _ in drawn} == set(range(9))
+    assert 250 < sum(way == -1 for _, _, way in drawn) < 350
+    assert len(set(drawn)) > 140
+
+
+def test_training_on_augmented_images_sees_others_in_each_epoch() -> None:
+    samples = Samples(rng().normal(size=(4, 1, 6, 6)).astype(np.float32), np.array([0, 1, 0, 1]))
+    seen = list[torch.Tensor]()
+    for augment in (False, True):
+        settings = TrainingSettings(0.1, batch_size=4, local_epochs=2, augment=augment)
+        network = Network(models.build("mclr", (1, 6, 6), 2))
+        train(network, samples, settings, rng(), before_step=lambda x, y: seen.append(x.clone()))
+    plain, again, first, second = (batch.sum(dim=(1, 2, 3)).sort().values for batch in seen)
+    assert torch.allclose(plain, again)
+    assert not torch.isclose(first, plain).all()
+    assert not torch.isclose(first, second).all()
 
 
 @pytest.mark.parametrize("mu", [0.0, 0.3])
