@@ -883,7 +883,10 @@ def panicle_regret(docs: Path) -> Table:
     order = [
         "panicle",
         "ifca-async",
+        "ocfl",
         "flexcfl-async",
+        "fielding",
+        "echopfl",
         "standalone",
         "cfl-async",
         "fedbuff",
