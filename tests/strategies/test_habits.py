@@ -1,4 +1,4 @@
-"""What is a suddenly long update, and when the changes of some speak for all."""
+"""What is a suddenly long update, and when those of some speak for all."""
 
 import pytest
 from probing import fleet
@@ -17,17 +17,15 @@ def test_an_update_is_sudden_beyond_twice_its_clients_usual_ones() -> None:
     assert not fleet(1, drift=False)._is_sudden("c0", 2.61)
 
 
-def changed(clients: int, now: int, *when: int, **options: object) -> Panicle:
-    """A fleet all of whom were probed at update 10, and then those that have changed."""
-    strategy = fleet(clients, **options)
+def startled(clients: int, *when: int) -> Panicle:
+    """A fleet all of whom were probed at update 10, of which some then have sudden updates."""
+    strategy = fleet(clients)
     for i in range(clients):
-        client = f"c{i}"
-        strategy.state.probes.add(client, strategy.state.initial)
-        watch = strategy._watch(client)
-        watch.probed = watch.changed = when[i] if i < len(when) else -1
-        watch.probed = max(watch.probed, 10)
-    strategy.progress.updates = now
-    strategy._call_others()
+        strategy.state.probes.add(f"c{i}", strategy.state.initial)
+        strategy._watch(f"c{i}").probed = 10
+    for i, update in enumerate(when):
+        strategy.progress.updates = update
+        strategy._call(f"c{i}")
     return strategy
 
 
@@ -36,32 +34,39 @@ def called(strategy: Panicle) -> int:
 
 
 def test_an_eighth_of_the_clients_speaks_for_all_others() -> None:
-    assert called(changed(20, 101, 100, 101)) == 0
-    # Those that changed were probed since.
-    assert called(changed(20, 102, 100, 101, 102)) == 17
+    assert called(startled(20, 100, 101)) == 2
+    assert called(startled(20, 100, 101, 102)) == 20
 
 
 def test_of_few_clients_two_speak_for_all() -> None:
-    assert called(changed(4, 100, 100)) == 0
-    assert called(changed(4, 101, 100, 101)) == 2
-    assert called(changed(4, 101, 100, 101, drift=False)) == 0
+    assert called(startled(4, 100)) == 1
+    assert called(startled(4, 100, 101)) == 4
+
+
+def test_who_was_probed_since_is_not_called_again() -> None:
+    strategy = startled(4, 100)
+    strategy._watch("c3").probed = 100
+    strategy.progress.updates = 101
+    strategy._call("c1")
+    assert called(strategy) == 3
 
 
 def test_all_are_called_once_for_each_event() -> None:
-    assert called(changed(4, 102, 100, 101, 102)) == 0
+    strategy = startled(4, 100, 101)
+    for watch in strategy.state.watches.values():
+        watch.is_called = False
+    for client in ("c0", "c2"):  # one again, and a third one
+        strategy._call(client)
+    assert called(strategy) == 2
 
 
-def test_changes_that_are_long_past_do_not_count() -> None:
-    assert called(changed(4, 109, 100, 109)) == 0
-    assert called(changed(4, 109, 101, 109)) == 2
+def test_sudden_updates_that_are_long_past_do_not_count() -> None:
+    assert called(startled(4, 100, 109)) == 2
+    assert called(startled(4, 101, 109)) == 4
 
 
-def test_where_many_change_clusters_are_young_again() -> None:
-    strategy = fleet(4)
+def test_where_many_updates_are_sudden_clusters_are_young_again() -> None:
+    strategy = startled(4, 100)
     strategy._learned(0).updates = 100
-    for i in range(2):
-        strategy.state.probes.add(f"c{i}", strategy.state.initial)
-        strategy._watch(f"c{i}").changed = 100 + i
-    strategy.progress.updates = 101
-    strategy._call_others()
+    strategy._call("c1")
     assert strategy._learned(0).updates == 0

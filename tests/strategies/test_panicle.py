@@ -112,34 +112,38 @@ def test_a_false_alarm_leaves_a_client_where_it_is() -> None:
     assert strategy.request_for("c0").phase == ""
 
 
-def test_where_many_have_changed_all_others_are_probed() -> None:
+def grow(strategy: Panicle, client: str) -> None:
+    """Let a client's updates suddenly grow."""
+    watch = strategy._watch(client)
+    watch.length = 0.1
+    vector = strategy.models[strategy.clusters.main(client)].vector
+    step(strategy, client, *(vector + 3.0))
+
+
+def test_where_the_updates_of_many_suddenly_grow_all_are_probed() -> None:
     strategy = two_groups()
-    others = ("c1", "c2", "c4", "c5")
-    for client in ("c0", "c3"):
-        assert all(strategy.request_for(other).phase == "" for other in others)
-        strategy.progress.updates += 1
-        strategy._watch(client).is_called = True
-        probe(strategy, client, *(NORTH if client == "c0" else EAST))
-        assert homes(strategy)["c0"] == homes(strategy)["c5"]
-    # Two of six, within two updates per client. Who is as before goes on as before.
-    assert all(strategy.request_for(other).phase == "probe" for other in others)
-    for client in others:
-        probe(strategy, client, *(EAST if client in ("c1", "c2") else NORTH))
-        assert strategy.request_for(client).phase == ""
-    # Of the others' present data nothing was known at c3's first new probe.
-    assert homes(strategy)["c3"] == homes(strategy)["c4"]
-    probe(strategy, "c3", *EAST)
+    clients = [f"c{i}" for i in range(6)]
+    grow(strategy, "c0")
+    assert [strategy.request_for(c).phase for c in clients] == ["probe", *5 * [""]]
+    grow(strategy, "c3")
+    # Two of six, within two updates per client.
+    assert all(strategy.request_for(client).phase == "probe" for client in clients)
+    probe(strategy, "c0", *NORTH)
+    # Who is as before goes on as before, and of who was not probed yet nothing is known.
+    for client in clients[1:]:
+        probe(strategy, client, *(EAST if client in ("c1", "c2", "c3") else NORTH))
+    assert strategy.request_for("c1").phase == ""
+    for client, direction in (("c0", NORTH), ("c3", EAST)):
+        probe(strategy, client, *direction)
     strategy._look()
     assert partition_of(strategy) == [["c0", "c4", "c5"], ["c1", "c2", "c3"]]
 
 
-def test_without_drift_the_changes_of_others_call_nobody() -> None:
+def test_without_drift_sudden_growth_calls_nobody() -> None:
     strategy = two_groups(drift=False)
     for client in ("c0", "c3"):
-        strategy.progress.updates += 1
-        strategy._watch(client).is_called = True
-        probe(strategy, client, *(NORTH if client == "c0" else EAST))
-    assert strategy.request_for("c1").phase == ""
+        grow(strategy, client)
+    assert all(strategy.request_for(f"c{i}").phase == "" for i in range(6))
 
 
 def wrong(strategy: Panicle, *parts: list[str]) -> None:

@@ -8,10 +8,10 @@ half of the fleet has answered, and whenever probes have been added, the partiti
 silhouette score replaces the clusters if that reaches a level (`probes.py`).
 
 A client whose updates suddenly grow is probed again, and moves where its new probe belongs; where
-many have changed, all others are probed. Inside a cluster, each update moves the model by the mean
-of all members' latest changes, the updating client's renewed, so that no client owns the model by
-being fast. What clients use is a mean of the model's last versions, mixed with a model of their own
-as far as that helps on held-out samples (`own-model`).
+those of many do, all others are probed, and clusters learn fast for a while. Inside a cluster, each
+update moves the model by the mean of all members' latest changes, the updating client's renewed, so
+that no client owns the model by being fast. What clients use is a mean of the model's last
+versions, mixed with a model of their own as far as that helps on held-out samples (`own-model`).
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ _SUDDEN = 2.0
 _KEPT = 0.7
 """Share of the typical length of a client's changes that its next one leaves."""
 _MANY = 8
-"""An eighth of the clients, two at least, whose data have changed speaks for all."""
+"""An eighth of the clients, two at least, with sudden updates speaks for all."""
 _SOON = 2
-"""Updates per client within which changes count as one event."""
+"""Updates per client within which sudden updates count as one event."""
 _ALPHA0 = 2.0
 """CASA's α0: factor of the share of an update in a young cluster's model."""
 _EASE = 10.0
@@ -106,8 +106,8 @@ class Watch:
         Whether it is to be probed again, since its data may have changed.
     probed : int
         Updates of the run at its last probe.
-    changed : int
-        Updates of the run when its data were last found to have changed; -1: never.
+    sudden : int
+        Updates of the run at its last update that had suddenly grown; -1: never.
     wanted : int
         Probes that it is to answer.
     """
@@ -116,7 +116,7 @@ class Watch:
     asked: int = 0
     is_called: bool = False
     probed: int = 0
-    changed: int = -1
+    sudden: int = -1
     wanted: int = HALVES
 
 
@@ -282,8 +282,6 @@ class Panicle(Method):
         if was_called and probes.is_clear(client) and probes.likeness(client, direction) < _ALIKE:
             probes.forget(client)
             self._withdraw(client)
-            watch.changed = now
-            self._call_others()
         if not self.state.landmarks and client not in self.state.latest:
             self._renew(client, self.clusters.main(client), update.vector)
         was_settled = self._is_settled(client)
@@ -455,17 +453,16 @@ class Panicle(Method):
         watch.length = _KEPT * watch.length + (1 - _KEPT) * length if watch.length else length
         return is_sudden and self.parameters.drift and self.parameters.clustering
 
-    def _call_others(self) -> None:
-        """Have all others probed, if the data of many have changed within a short time."""
-        if not self.parameters.drift:
-            return
-        state, clients = self.state, len(self.state.probes.clients)
-        since = self.progress.updates - _SOON * clients
-        changes = [w.changed for w in state.watches.values() if w.changed >= max(0, since)]
+    def _call(self, client: str) -> None:
+        """Have a client probed whose updates have suddenly grown, and all others if many have."""
+        state, clients, now = self.state, len(self.state.probes.clients), self.progress.updates
+        watch, since = self._watch(client), max(0, now - _SOON * clients)
+        is_new, watch.is_called, watch.sudden = watch.sudden < since, True, now
+        sudden = [w.sudden for w in state.watches.values() if w.sudden >= since]
         # Once for each event: those that come after it were called with the others.
-        if len(changes) == max(2, math.ceil(clients / _MANY)):
-            for watch in state.watches.values():
-                watch.is_called |= watch.probed < min(changes)
+        if is_new and len(sudden) == max(2, math.ceil(clients / _MANY)):
+            for other in state.watches.values():
+                other.is_called |= other.probed < min(sudden)
             for learned in state.learned.values():
                 learned.updates = 0  # Clusters are young again: they move fast.
 
@@ -492,7 +489,8 @@ class Panicle(Method):
         if not self.clusters.is_placed(client) or (has_moved and base not in learned.origins):
             return Outcome(k, staleness, weight=0.0)
         length = float(np.linalg.norm(self.compared(update.delta)))
-        watch.is_called |= self._is_sudden(client, length)
+        if self._is_sudden(client, length):
+            self._call(client)
         model, m = self.models[k], max(1, self.clusters.size(k))
         alpha = share_of(m, learned.updates / m)
         strength, steps = 1.0 / (alpha * m), _UNDER_WAY / (alpha * m)
