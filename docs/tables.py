@@ -13,6 +13,7 @@ import argparse
 import json
 import math
 import platform
+import random
 import re
 import statistics
 import sys
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase as fnmatch
 from functools import partial
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -878,6 +880,22 @@ _CASES = [
 ]
 
 
+def _interval(values: Sequence[float]) -> str:
+    """Return the middle 95 % of the means of 2,000 samples drawn with replacement."""
+    rng, count = random.Random(0), len(values)
+    means = sorted(statistics.fmean(rng.choices(values, k=count)) for _ in range(2000))
+    return f"{means[50]:.2f} to {means[-51]:.2f}"
+
+
+def _signed_rank(differences: Sequence[float]) -> float:
+    """Return the p of Wilcoxon's signed-rank test, two-sided and exact; zeros are left out."""
+    sizes = [abs(round(d, 6)) for d in differences]
+    ranks = [sum(other < x for other in sizes if other) + (sizes.count(x) + 1) / 2 for x in sizes]
+    signed = [math.copysign(r, d) for r, d, x in zip(ranks, differences, sizes, strict=True) if x]
+    sums = [abs(sum(signs)) for signs in product(*((r, -r) for r in signed))]
+    return statistics.fmean(total >= abs(sum(signed)) for total in sums)
+
+
 def panicle_regret(docs: Path) -> Table:
     """Points below the best method of each case on digits, the worst of each method in bold."""
     order = [
@@ -913,6 +931,10 @@ def panicle_regret(docs: Path) -> Table:
         cells = [(regrets[method][i], max(regrets[method])) for method in order]
         rows.append([case, *(f"**{v:.2f}**" if v == worst else f"{v:.2f}" for v, worst in cells)])
     rows.append(["mean", *(f"{statistics.fmean(regrets[method]):.2f}" for method in order)])
+    rows.append(["95 %", *(_interval(regrets[method]) for method in order)])
+    own, *others = (regrets[method] for method in order)
+    beside = (_signed_rank([a - b for a, b in zip(own, other, strict=True)]) for other in others)
+    rows.append(["p", "–", *(f"{p:.2g}" for p in beside)])
     rows.append(["worst", *(f"{max(regrets[method]):.2f}" for method in order)])
     shares = (100 * statistics.fmean(is_first[method]) for method in order)
     rows.append(["fastest", *(f"{share:.3g}%" for share in shares)])
