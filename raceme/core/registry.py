@@ -709,6 +709,7 @@ ATTACKS = Registry(
         "hidden-anti": "raceme.simulation.attacks:HiddenAnti",
         "pulse": "raceme.simulation.attacks:Pulse",
         "false-group": "raceme.simulation.attacks:FalseGroup",
+        "claims": "raceme.simulation.attacks:Claims",
     },
     group="raceme.attacks",
     expected="a subclass of raceme.simulation.attacks.Attack",

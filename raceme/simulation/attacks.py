@@ -28,7 +28,24 @@ from raceme import client_app, datasets
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
 from raceme.core.events import Measured, MeasureSchema
-from raceme.core.messages import ARRAYS, CHOSEN, ROUND, TASK, ModelSpec, Role, Vector, candidate
+from raceme.core.messages import (
+    ACCURACIES,
+    ALL_EXAMPLES,
+    ARRAYS,
+    CHOSEN,
+    EVALUATE,
+    LABEL_COUNTS,
+    LOSSES,
+    NUM_EXAMPLES,
+    ROUND,
+    SHARES,
+    TASK,
+    TEST_STEPS,
+    ModelSpec,
+    Role,
+    Vector,
+    candidate,
+)
 from raceme.core.options import option
 from raceme.core.registry import ATTACKS
 from raceme.datasets.source import DataShape, Labels, generator
@@ -47,6 +64,8 @@ _FIRST_MODEL = "attack-first-model"
 """Record of an attacker's state: the first model that it received."""
 _MOST_KNOWN = 10
 """Honest clients whose updates an informed attacker knows at most: it trains for each of them."""
+_CLAIMED = 1000
+"""Examples that a lying attacker states for each that it has."""
 _TRUSTED = 2.0
 """Length that `protection=trust` lets pass, in median lengths of honest updates."""
 
@@ -132,6 +151,18 @@ class BackdoorOptions(BoostOptions):
         0.3, "share of an attacker's samples that get trigger and target", low=0, high=1
     )
     attack_trigger: int = option(2, "side of the trigger, in pixels of the last corner", low=1)
+
+
+@dataclass(frozen=True)
+class ClaimOptions(AttackOptions):
+    """What attackers read that lie about themselves."""
+
+    attack_claim: str = option(
+        "sizes",
+        "lies: sizes (1000 times the examples), labels (counts of other classes), fit (the model "
+        "that fits worst is said to be the best)",
+        among=("sizes", "labels", "fit"),
+    )
 
 
 class Attack:
@@ -231,6 +262,18 @@ class Attack:
             Another for each request to one client.
         """
         return push
+
+    def stated(self, answer: Answer, models: int) -> Answer:
+        """Return an answer with what an attacker states about itself.
+
+        Parameters
+        ----------
+        answer : Answer
+            What it would state honestly, beside the model that it sends.
+        models : int
+            Number of models of which it chose one.
+        """
+        return answer
 
 
 class NoAttack(Attack):
@@ -430,6 +473,40 @@ class MinSum(MinMax):
         return super().reach(slopes.mean(keepdims=True), offsets.mean(keepdims=True), bound)
 
 
+class Claims(Attack):
+    """Attackers train honestly, and lie: about their examples, their labels, or what fits them."""
+
+    options_type = ClaimOptions
+
+    def stated(self, answer: Answer, models: int) -> Answer:
+        """Return an answer with lies that are plausible in themselves."""
+        metrics, numbers, told = dict(answer.metrics), dict(answer.numbers), dict(answer.told)
+        counts, claim = numbers.get(LABEL_COUNTS), self.options.attack_claim
+        if claim == "sizes":
+            for name in (NUM_EXAMPLES, ALL_EXAMPLES):
+                if isinstance(stated := metrics.get(name), int):
+                    metrics[name] = _CLAIMED * stated
+            if counts is not None:
+                # A count of labels has to agree with the examples.
+                numbers[LABEL_COUNTS] = _CLAIMED * counts
+        elif claim == "labels":
+            if counts is not None:
+                numbers[LABEL_COUNTS] = counts[::-1].copy()
+        else:
+            for name in {LOSSES, ACCURACIES, SHARES} & set(numbers):
+                numbers[name] = _exchanged(numbers[name])
+            if SHARES in numbers:
+                numbers[SHARES] = numbers[SHARES] / numbers[SHARES].sum()
+            if CHOSEN in told:
+                told[CHOSEN] = (int(str(told[CHOSEN])) + 1) % models
+        return replace(answer, metrics=metrics, numbers=numbers, told=told)
+
+
+def _exchanged(values: NDArray[Any]) -> NDArray[Any]:
+    """Return numbers in which the largest is the least, and the reverse."""
+    return np.asarray(values.max() + values.min() - values, values.dtype)
+
+
 class Noise(Attack):
     """Attackers add Gaussian noise to each weight, of 0.2 lengths of their update (BASGD's)."""
 
@@ -590,6 +667,8 @@ def _respond(
     if answer.model is not None and is_attacked:
         changes = [change for change in honest if change is not None]
         answer = _poisoned_answer(work, answer, answer.model, attack, changes)
+    if is_attacked and work.kind not in (EVALUATE, TEST_STEPS):
+        answer = attack.stated(answer, len(work.models) if CHOSEN in answer.told else 1)
     return client_app.reply_to(message, work, answer)
 
 

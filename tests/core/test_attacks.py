@@ -21,6 +21,7 @@ from raceme.runs import experiment
 from raceme.simulation.attacks import Pulse, SignFlip, SuccessTest, attack_of, attackers_of
 from raceme.training import models
 from raceme.training.models import Samples
+from raceme.training.work import Answer
 
 
 def config_of(**keys: object) -> RunConfig:
@@ -211,7 +212,9 @@ def test_honest_clients_send_what_they_send_without_attackers(
     clean, attacked, bad = replies(config_of(**SMALL)), replies(config), attackers_of(config)
     assert len(bad) == 2
     for client, delta in clean.items():
-        assert np.array_equal(delta, attacked[client]) == (client not in bad), client
+        # A liar trains honestly.
+        honest = client not in bad or attack == "claims"
+        assert np.array_equal(delta, attacked[client]) == honest, client
     if attack == "sign-flip":
         np.testing.assert_allclose(attacked[min(bad)], -clean[min(bad)], atol=1e-6)
     if attack == "scale":
@@ -273,6 +276,73 @@ def test_a_mimic_sends_what_its_victim_of_another_group_would_until_its_turn() -
     turned = replies(config_of(**mimics, attack_turn=0.0))
     for number in attackers_of(early):
         np.testing.assert_allclose(turned[number], -seen[number], atol=1e-6)
+
+
+def test_what_liars_state() -> None:
+    answer = Answer(
+        {"num-examples": 60, "train-loss": 0.5},
+        numbers={
+            "label-counts": np.array([10, 20, 30]),
+            "losses": np.array([[0.5, 1.0], [2.0, 4.0]], np.float32),
+            "shares": np.array([0.7, 0.2, 0.1]),
+        },
+        told={"chosen": 2},
+    )
+
+    def stated(claim: str) -> Answer:
+        return attack_of(config_of(attack="claims", attack_claim=claim)).stated(answer, 3)
+
+    sizes, labels, fit = stated("sizes"), stated("labels"), stated("fit")
+    assert sizes.metrics == {"num-examples": 60_000, "train-loss": 0.5}
+    # The counts go on adding up to the examples.
+    assert sizes.numbers["label-counts"].tolist() == [10_000, 20_000, 30_000]
+    assert labels.metrics == answer.metrics
+    assert labels.numbers["label-counts"].tolist() == [30, 20, 10]
+    assert fit.numbers["losses"].tolist() == [[4.0, 3.5], [2.5, 0.5]]
+    # 0.8 less each is 0.1, 0.6 and 0.7, which sum to 1.4.
+    np.testing.assert_allclose(fit.numbers["shares"], np.array([0.1, 0.6, 0.7]) / 1.4)
+    assert (fit.told, sizes.told, labels.told) == ({"chosen": 0}, {"chosen": 2}, {"chosen": 2})
+    assert labels.numbers["losses"] is answer.numbers["losses"]
+
+
+def test_liars_are_believed_up_to_what_is_plausible() -> None:
+    config = config_of(**SMALL, attack="claims", attackers=0.25)
+    method = Note()
+    method.run(
+        experiment.build_grid(config),
+        models.initial_arrays(config),
+        config.num_clients,
+        train_config=experiment.training_settings(config),
+        plan=experiment.plan(config),
+    )
+    fleet, liars = method.progress.fleet, attackers_of(config)
+    sizes = {number: len(datasets.client_data(config, number).y_train) for number in range(8)}
+    for number, size in sizes.items():
+        name = f"client-{number}"
+        assert fleet.clients[name].num_examples == (1000 * size if number in liars else size)
+        # All have as many, but for one or two: ten times the median, and a little for the spread.
+        most = 11 * size if number in liars else size
+        assert size <= fleet.counted(name) <= most
+
+
+def test_a_liar_states_another_model_than_it_has_trained() -> None:
+    keys: dict[str, object] = {**SMALL, "strategy": "ifca-async", "max_updates": 8}
+    lies: dict[str, object] = {"attack": "claims", "attack_claim": "fit", "attackers": 0.25}
+    chosen = []
+    for config in (config_of(**keys), config_of(**keys, **lies)):
+        strategy = experiment.build_strategy(config)
+        strategy.run(
+            experiment.build_grid(config),
+            models.initial_arrays(config),
+            8,
+            train_config=experiment.training_settings(config),
+            plan=experiment.plan(config),
+        )
+        chosen.append({n: strategy.clusters.main(f"client-{n}") for n in range(8)})
+    clean, attacked = chosen
+    bad = attackers_of(config_of(**keys, **lies))
+    for number in bad:
+        assert attacked[number] == (clean[number] + 1) % 4
 
 
 def test_attackers_are_honest_up_to_the_first_attacked_request() -> None:
