@@ -608,7 +608,8 @@ class Loop:
                 spec.compared(delta),
                 start,
                 home,
-                awaited=len(self._fleet.by_node) if method.needs.one_model else 0,
+                online=len(self._fleet.by_node),
+                one_model=method.needs.one_model,
                 gain=partial(gain_of, probe, probe.sets, base, after) if probe else None,
             )
         )

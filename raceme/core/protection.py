@@ -15,7 +15,9 @@ agree contradicts, one vote for each client: a majority decides, as in FLAME (Ng
 Security 2022). Of the others it takes away the part that points against the mean of clients that
 send something else, as conflicting gradients are projected (Yu et al., NeurIPS 2020): an update may
 go its own way, but not back. Equal updates of several clients bear each other out no more
-(FoolsGold, Fung et al., RAID 2020). Where the server has samples of each distribution, these decide
+(FoolsGold, Fung et al., RAID 2020). With clusters, updates of an excluded client are cut to a short
+length and not refused, as an honest client in a cluster that is not its own agrees with no other
+either. Where the server has samples of each distribution, these decide
 instead: an update must lower the loss on one of the sets nearly as far as others' do (Zeno++, Xie
 et al., ICML 2020, for one set).
 """
@@ -188,9 +190,10 @@ class Judged:
         Length of the model that it started from.
     home : Callable
         Returns the cluster of a client.
-    awaited : int
-        With one model for all, clients of which most are to be heard before any client is judged
-        by direction; otherwise 0.
+    online : int
+        Number of clients online.
+    one_model : bool
+        Whether one model serves all: the method finds no clusters.
     gain : Callable, optional
         Returns what the update gains on the server's proxy sets, if there are any.
     """
@@ -199,7 +202,8 @@ class Judged:
     delta: Vector
     start: float
     home: Home
-    awaited: int = 0
+    online: int = 0
+    one_model: bool = False
     gain: Gain | None = None
 
     @cached_property
@@ -311,8 +315,8 @@ class _Compares(Guard):
         state = self.state
         state.judged += 1
         known = len(state.directions.keys() | {update.client})
-        most = _MOST_HEARD * min(update.awaited, self.options.protection_window)
-        return known < most and state.judged <= _LONGEST_WAIT * update.awaited
+        most = _MOST_HEARD * min(update.online, self.options.protection_window)
+        return known < most and state.judged <= _LONGEST_WAIT * update.online
 
     def _agreement(self, direction: Vector, others: list[str]) -> float:
         """Return how far an update agrees with those of others: from −2 to 2.
@@ -414,7 +418,8 @@ class FilterProtection(NormProtection):
             return ruling
         client, directions = update.client, self.state.directions
         others = [other for other in self._others(client, update.home) if other in directions]
-        if self._waits(update):
+        # With clusters there is no wait: these form from the first updates.
+        if update.one_model and self._waits(update):
             others = []
         if len(others) >= FEWEST:
             # An update is never heavier than what a method would get of it.
@@ -431,7 +436,11 @@ class TrustProtection(_Compares):
     options: TrustOptions
 
     def judge(self, update: Judged) -> Ruling:
-        """Judge the length, then whether others contradict the update, then the client's record."""
+        """Judge the length, then whether others contradict the update, then the client's record.
+
+        With clusters too most clients are heard before any is judged by direction: a fast one whose
+        likes are slow is opposed by all that are known, and lengths are bounded meanwhile.
+        """
         state, client, length = self.state, update.client, update.length
         others = self._others(client)
         mates = self._others(client, update.home)
@@ -444,14 +453,14 @@ class TrustProtection(_Compares):
         ruling, direction = _ACCEPTED, update.direction
         if 0.0 < bound < length:
             ruling = Ruling(Verdict.SCALED, bound / length, length, bound, _TOO_LONG)
-        if update.awaited and (by_gain := self._by_gain(update, others, ruling)):
+        if update.one_model and (by_gain := self._by_gain(update, others, ruling)):
             state.directions[client] = direction
             return by_gain
         mates = [other for other in mates if other in state.directions]
         waits, contradicted = self._waits(update), 0.0
         if len(mates) >= _FEWEST_MATES:
             # Before clusters are found, those to come contradict each other.
-            if update.awaited:
+            if update.one_model:
                 known = np.stack([state.directions[other] for other in mates])
                 contradicted, agreeing = contradiction(np.vstack([direction, known]))
                 against, cosine = opposed(direction, known[agreeing[1:]])
@@ -464,10 +473,25 @@ class TrustProtection(_Compares):
                 record = state.records.setdefault(client, Record())
                 record.add(agreement, length * ruling.scale)
         state.directions[client] = direction
+        if not update.one_model:
+            return self._shortened(update, bound / self.options.protection_length, ruling)
         ruling = self._by_record(update, ruling)
         if contradicted and not ruling.verdict.keeps_out:
             return Ruling(Verdict.REFUSED, 0.0, contradicted, _VOTED_OUT, _CONTRADICTED)
         return ruling
+
+    def _shortened(self, update: Judged, typical: float, ruling: Ruling) -> Ruling:
+        """Exclude the client by its record, but let its later updates pass at a short length.
+
+        With clusters an honest client in one that is not its own agrees with no other, too. Refused
+        for good, it could not move that cluster's model, and would stay alone.
+        """
+        ruled = self._by_record(update, ruling)
+        if ruled.verdict is not Verdict.REFUSED:
+            return ruled
+        bound = self.options.protection_share * typical
+        scale = min(ruling.scale, bound / update.length)
+        return Ruling(Verdict.SCALED, scale, ruled.measured, ruled.bound, _DISAGREES)
 
     def _by_gain(self, update: Judged, others: list[str], ruling: Ruling) -> Ruling | None:
         """Refuse an update that gains far less than those of others; None if gains say nothing."""

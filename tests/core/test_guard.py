@@ -44,8 +44,10 @@ def judge(
     home: Home,
     awaited: int = 0,
     gain: Gain | None = None,
+    online: int = 0,
 ) -> Ruling:
-    return guard.judge(Judged(client, delta, start, home, awaited, gain))
+    """Judge an update of a fleet with one model for all clients, or of one `online` in clusters."""
+    return guard.judge(Judged(client, delta, start, home, awaited or online, awaited > 0, gain))
 
 
 def along(axis: int, length: float = 1.0, size: int = 16) -> np.ndarray:
@@ -128,15 +130,18 @@ def test_only_as_many_clients_are_remembered_as_the_window_has() -> None:
     assert set(guard.state.directions) == set(guard.state.lengths)
 
 
-def fleet_of(guard: Guard, rounds: int, **attackers: np.ndarray) -> list[str]:
+def fleet_of(
+    guard: Guard, rounds: int, online: int = 0, one_model: bool = False, **attackers: np.ndarray
+) -> list[str]:
     """Let six clients agree, and others send what is given; return who was excluded."""
     rng = np.random.default_rng(0)
+    awaited = 7 if one_model else 0
     for _ in range(rounds):
         for index in range(6):
             noise = 0.2 * rng.standard_normal(16).astype(np.float32)
-            judge(guard, f"c{index}", along(0) + noise, 10.0, home)
+            judge(guard, f"c{index}", along(0) + noise, 10.0, home, awaited, online=online)
         for name, vector in attackers.items():
-            judge(guard, name, vector, 10.0, home)
+            judge(guard, name, vector, 10.0, home, awaited, online=online)
     return sorted(guard.state.excluded)
 
 
@@ -231,9 +236,9 @@ def test_an_excluded_client_whose_updates_come_to_agree_is_let_in_again() -> Non
 def test_the_update_of_a_client_that_is_let_in_again_is_cut_like_any_other(
     guard: Guard, left: float
 ) -> None:
-    fleet_of(guard, 4, odd=along(5))
+    fleet_of(guard, 4, one_model=True, odd=along(5))
     typical = statistics.median(guard.state.lengths[f"c{index}"] for index in range(6))
-    rulings = [judge(guard, "odd", along(0, 100.0), 10.0, home) for _ in range(8)]
+    rulings = [judge(guard, "odd", along(0, 100.0), 10.0, home, awaited=7) for _ in range(8)]
     (again,) = [ruling for ruling in rulings if ruling.verdict is Verdict.READMITTED]
     assert 100.0 * again.scale == pytest.approx(left * typical)
 
@@ -412,7 +417,7 @@ def test_equal_updates_bear_nobody_out() -> None:
             for client in range(12):
                 own = near(0, client + 2, 0.4)
                 push = near(1, 14 + client % 2, noise)
-                judge(guard, f"c{client}", push if client < 4 else own, 10.0, lambda _: 0)
+                judge(guard, f"c{client}", push if client < 4 else own, 10.0, lambda _: 0, 12)
         return set(guard.state.excluded)
 
     colluding = {"c0", "c1", "c2", "c3"}
@@ -420,6 +425,40 @@ def test_equal_updates_bear_nobody_out() -> None:
     assert not excluded(FilterProtection(), 0.0)
     # What docs/protection.md says of it: a little noise is enough.
     assert not excluded(TrustProtection(), 0.2)
+
+
+def test_with_clusters_trust_shortens_the_updates_of_an_excluded_client() -> None:
+    """It may be an honest one in a cluster that is not its own."""
+    guard, flips = TrustProtection(TrustOptions(protection_share=0.3)), along(0, -1)
+    assert fleet_of(guard, 6, flips=flips) == ["flips"]
+    typical = statistics.median(guard.state.lengths[f"c{index}"] for index in range(6))
+    ruling = judge(guard, "flips", flips * 5, 10.0, home)
+    assert ruling.verdict is Verdict.SCALED
+    assert ruling.measured == guard.state.records["flips"].score < ruling.bound
+    assert 5 * ruling.scale == pytest.approx(0.3 * typical)
+    # What is as short already passes as it is, and the client is let in again as any other.
+    assert judge(guard, "flips", flips * 0.1, 10.0, home).scale == 1.0
+    verdicts = [judge(guard, "flips", along(0), 10.0, home).verdict for _ in range(12)]
+    assert Verdict.READMITTED in verdicts
+    # With a single model every one is refused.
+    alone = TrustProtection()
+    assert fleet_of(alone, 6, one_model=True, flips=flips) == ["flips"]
+    assert judge(alone, "flips", flips, 10.0, home, awaited=7).verdict is Verdict.REFUSED
+
+
+def test_with_clusters_trust_waits_for_those_that_an_honest_client_would_agree_with() -> None:
+    """Seven of eight clients online are fewer than nine tenths."""
+    flips = along(0, -1)
+    guard = TrustProtection()
+    fleet_of(guard, 6, online=8, flips=flips)
+    assert not guard.state.records
+    # The eighth is of the same mind: no other has been taken for an attacker meanwhile.
+    judge(guard, "slow", flips + along(3, 0.2), 10.0, home, online=8)
+    fleet_of(guard, 6, online=8, flips=flips)
+    assert guard.state.records["flips"].score > 0.0
+    guard = TrustProtection()
+    fleet_of(guard, 6, online=7, flips=flips)
+    assert guard.state.records["flips"].score < 0.0
 
 
 def test_a_client_in_a_wrong_cluster_is_borne_out_by_those_elsewhere() -> None:

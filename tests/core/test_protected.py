@@ -220,6 +220,27 @@ def test_one_model_can_wait_for_slow_clients_and_clusters_cannot(
     assert bool(judged) == excludes
 
 
+class Listener(Guard):
+    """Keeps what it is told of the fleet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: set[tuple[int, bool]] = set()
+
+    def judge(self, update: Judged) -> Ruling:
+        self.told.add((update.online, update.one_model))
+        return super().judge(update)
+
+
+@pytest.mark.parametrize(("method", "one_model"), [(FedAsync, True), (CASA, False)])
+def test_a_guard_is_told_of_the_clients_online_and_of_one_model(
+    method: Any, one_model: bool
+) -> None:
+    guard = Listener()
+    started(method(seed=1), poisoned_fleet(None), guard)
+    assert guard.told == {(12, one_model)}
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_an_honest_fleet_is_bit_for_bit_the_same_with_a_bound_on_lengths(method: Any) -> None:
     runs = []
