@@ -408,6 +408,15 @@ def casa_fedrep(docs: Path) -> Table:
     return Table((*heads, "purity"), lines(methods, *columns))
 
 
+def casa_har(docs: Path) -> Table:
+    """CASA's Table 1 on UCI HAR."""
+    of = Experiment.read(docs, "casa-table1-uci-har")
+    methods = code("cfl", "ifca", "casa", "fedbuff", "fedasync", "standalone")
+    columns = (accuracy(of, 2), accuracy(of, 2, "best_accuracy"), _times(of), whole(of, "clusters"))
+    heads = ("method", "accuracy %", "best", "0.75 reached at (s)", "clusters")
+    return Table(heads, lines(methods, *columns))
+
+
 def external_niid(docs: Path) -> Table:
     """Flower's niid_bench beside ours."""
     rows = []
@@ -423,6 +432,14 @@ def external_niid(docs: Path) -> Table:
             cells = (paper(of, digits=2)(method), ours(method), number(gap, 2))
             rows.append([label, f"`{method}`", *cells])
     return Table(("data", "<method", "published", "ours", "difference"), rows)
+
+
+def external_pfllib(docs: Path) -> Table:
+    """PFLlib's table beside ours."""
+    of = Experiment.read(docs, "external-pfllib-fashion")
+    methods = code("fedrep", "ditto", "fedper", "fedavg", "casa")
+    columns = (paper(of, digits=2), accuracy(of, 2, _BEST))
+    return Table(("method", "published", "ours"), lines(methods, *columns))
 
 
 def external_cfla(docs: Path) -> Table:
@@ -1045,7 +1062,9 @@ TABLES: dict[str, Callable[[Path], Table]] = {
     "casa-fig8-mnist": casa_fig8,
     "casa-table1-mnist-casa-plus": casa_plus,
     "casa-table1-mnist-fedrep": casa_fedrep,
+    "casa-table1-uci-har": casa_har,
     "external-niid-bench": external_niid,
+    "external-pfllib": external_pfllib,
     "external-cfla": external_cfla,
     "casa-table1-cifar10": partial(
         casa_table1,
