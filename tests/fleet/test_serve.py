@@ -69,7 +69,9 @@ def is_of(line: dict[str, Any], event: str) -> bool:
 def test_the_same_command_resumes_after_ctrl_c_and_after_a_kill(tmp_path: Path) -> None:
     out = tmp_path / "out"
     metrics = f"127.0.0.1:{free_port()}"
-    options = ("--max-updates", "20", "--checkpoint-every", "1", "--clients-min", "2")
+    # More updates than fast devices make while the server is stopped and asked.
+    limit = 300
+    options = ("--max-updates", str(limit), "--checkpoint-every", "1", "--clients-min", "2")
     options += ("--metrics", metrics)
     with loopback(tmp_path) as bed:
         server = start_server(bed, *options)
@@ -83,14 +85,14 @@ def test_the_same_command_resumes_after_ctrl_c_and_after_a_kill(tmp_path: Path) 
         assert "virtual time" not in server.text()
         assert any((out / CHECKPOINTS).iterdir())
         server = start_server(bed, *options)
-        server.wait_for(r"update +9 ", 240)
+        server.wait_for(r"update +\d+ ", 240)
         # Figures for a monitor, by the names that devices stated to the process before.
         with urllib.request.urlopen(f"http://{metrics}/metrics", timeout=60) as page:
             families = text_string_to_metric_families(page.read().decode())
             samples = [sample for family in families for sample in family.samples]
         found = {(sample.name, *sample.labels.values()): sample.value for sample in samples}
         assert found["raceme_devices_online",] == 2
-        assert 0 < found["raceme_updates_total",] < 20
+        assert 0 < found["raceme_updates_total",] < limit
         assert found["raceme_staleness_count",] == found["raceme_updates_total",]
         assert found["raceme_clusters",] == 1
         for name in ("client-0", "client-1"):
@@ -127,10 +129,10 @@ def test_the_same_command_resumes_after_ctrl_c_and_after_a_kill(tmp_path: Path) 
         # They stayed the nodes that they were, and were not even asked anew who they are.
         for device in devices:
             assert device.text().count("query: done") == 1
-        are_applied_once(out, 20)
+        are_applied_once(out, limit)
         # Who is back first after a kill may do all that is left: both have been tested.
         assert json.loads((out / "summary.json").read_text())["clients"] == 2
-        assert json.loads((out / "summary.json").read_text())["updates"] == 20
+        assert json.loads((out / "summary.json").read_text())["updates"] == limit
         over = start_server(bed, *options)
         assert over.wait(240) == 0
         assert "is complete" in over.text()
