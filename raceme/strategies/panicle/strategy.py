@@ -106,8 +106,6 @@ class Watch:
         Whether it is to be probed again, since its data may have changed.
     probed : int
         Updates of the run at its last probe.
-    sudden : int
-        Updates of the run at its last update that had suddenly grown; -1: never.
     wanted : int
         Probes that it is to answer.
     """
@@ -116,7 +114,6 @@ class Watch:
     asked: int = 0
     is_called: bool = False
     probed: int = 0
-    sudden: int = -1
     wanted: int = HALVES
 
 
@@ -166,6 +163,8 @@ class PanicleState:
         The cluster in whose sum a client's latest model is, if any.
     landmarks : list[str]
         Clients that newcomers are compared with.
+    sudden : dict[str, int]
+        Updates of the run at the last sudden update of each client that had one lately, in order.
     changed : int
         Clients of which something new is known since clusters were looked for.
     unlooked : int
@@ -179,6 +178,7 @@ class PanicleState:
     latest: MutableMapping[str, Vector] = field(default_factory=dict)
     counts_in: dict[str, int] = field(default_factory=dict)
     landmarks: list[str] = field(default_factory=list)
+    sudden: dict[str, int] = field(default_factory=dict)
     changed: int = 0
     unlooked: int = 0
 
@@ -455,14 +455,19 @@ class Panicle(Method):
 
     def _call(self, client: str) -> None:
         """Have a client probed whose updates have suddenly grown, and all others if many have."""
-        state, clients, now = self.state, len(self.state.probes.clients), self.progress.updates
-        watch, since = self._watch(client), max(0, now - _SOON * clients)
-        is_new, watch.is_called, watch.sudden = watch.sudden < since, True, now
-        sudden = [w.sudden for w in state.watches.values() if w.sudden >= since]
+        state, clients = self.state, len(self.state.probes.clients)
+        since = max(0, self.progress.updates - _SOON * clients)
+        is_new = state.sudden.pop(client, -1) < since
+        # In the order of the updates: the oldest are first.
+        while state.sudden and next(iter(state.sudden.values())) < since:
+            del state.sudden[next(iter(state.sudden))]
+        state.sudden[client] = self.progress.updates
+        self._watch(client).is_called = True
         # Once for each event: those that come after it were called with the others.
-        if is_new and len(sudden) == max(2, math.ceil(clients / _MANY)):
-            for other in state.watches.values():
-                other.is_called |= other.probed < min(sudden)
+        if is_new and len(state.sudden) == max(2, math.ceil(clients / _MANY)):
+            first = next(iter(state.sudden.values()))
+            for watch in state.watches.values():
+                watch.is_called |= watch.probed < first
             for learned in state.learned.values():
                 learned.updates = 0  # Clusters are young again: they move fast.
 
