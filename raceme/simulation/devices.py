@@ -623,14 +623,16 @@ def training_cost(message: Message, context: Context, examples: int) -> Workload
     scale = float(config.get(COMPUTE_SCALE, 1.0))  # type: ignore[arg-type]
     sizes = [record.count_bytes() for record in message.content.array_records.values()]
     upload = sizes[0] if sizes and trains else 0
+    share = float(config.get(TASK_SHARE, 1.0))  # type: ignore[arg-type]
     if trains and (kept := float(config.get(OWN_MODEL, 0.0))):  # type: ignore[arg-type]
-        scale += 1.0 - kept + kept * forward_cost(config, examples, len(OWN_SHARES))
+        # It trains for an ordinary task, of which this one is a share.
+        scale += (1.0 - kept) / share + kept * forward_cost(config, examples, len(OWN_SHARES))
     return Workload(
         epochs=passes(config, examples),
         bytes_down=sum(sizes),
         bytes_up=upload // 4 if context.run_config.get("upload") == "int8" else upload,
         scale=scale,
-        share=float(config.get(TASK_SHARE, 1.0)),  # type: ignore[arg-type]
+        share=share,
     )
 
 

@@ -711,12 +711,16 @@ def _train_own(work: ClientWork, received: ArrayRecord, settings: TrainingSettin
     received : ArrayRecord
         The model that was trained just now.
     settings : TrainingSettings
-        As of that training. It is not kept near the model that it starts from.
+        As of that training. The own model is not kept near the model that it starts from, and
+        trains for an ordinary task where that one is shorter or longer, such as a probe.
     """
     client, state = _validating(work), work.state
     spec = client.network.read(received)
     _mix(client, state)
     alone = replace(settings, proximal_mu=0.0)
+    if names.TASK_SHARE in work.settings:
+        run = client.config
+        alone = replace(alone, local_epochs=run.local_epochs, local_steps=run.local_steps)
     train_locally(client.network, client.train, alone, work.generator(part=1), {})
     # A training that diverged must not spoil all that follow.
     if is_usable(client.network.weights):

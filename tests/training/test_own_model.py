@@ -44,6 +44,15 @@ def test_the_upload_stays_what_it_was_and_the_own_model_trains_on_fewer_samples(
     assert "own-line" not in plain.state
 
 
+def test_the_own_model_trains_for_an_ordinary_task_in_a_probe() -> None:
+    probed, trained = context(0), context(0)
+    short = {"local-steps": 1, "task-share": 0.2}
+    upload = app(message("train", {"task": 1, **short, **OWN}), probed).content["arrays"]
+    whole = app(message("train", {"task": 1, **OWN}), trained).content["arrays"]
+    assert upload != whole
+    assert np.array_equal(own_of(probed), own_of(trained))
+
+
 def test_a_client_of_one_sample_trains_it_and_uses_what_it_receives(tmp_path: Path) -> None:
     path, x = tmp_path / "d.npz", np.ones((1, 1), np.float32)
     np.savez(path, x_train=x, y_train=[1], x_test=x, y_test=[1], num_classes=2)
@@ -124,6 +133,9 @@ def test_what_an_own_model_costs_is_charged() -> None:
     assert scale(**OWN, **{"local-epochs": 2}) == pytest.approx(1.0 + own)
     assert scale(**OWN, **{"local-epochs": 2, "compute-scale": 0.25}) == pytest.approx(0.25 + own)
     assert scale(**OWN, **{"compute-scale": 0.25, "kind": "losses"}) == 0.25
+    # Two of five mini-batches of two passes: an own model trains for the other three as well.
+    probe = {"local-epochs": 2, "batch-size": 4, "local-steps": 4, "task-share": 0.4}
+    assert 0.4 * scale(**OWN, **probe) == pytest.approx(0.4 + own)
 
 
 def test_panicle_has_it_by_default(tmp_path: Path) -> None:
