@@ -26,7 +26,7 @@ _FITTING_ROUNDS = 1000
 _DRAWS = 100
 """Maximum number of draws of a partition by class."""
 MIN_SAMPLES = 5
-_MOST_GROUPS = 10_000
+_MOST_GROUPS = 1_000
 """Maximum number of equal groups; larger numbers are typing errors."""
 LOG_NORMAL_SIGMA = 1.25
 """Deviation of the logarithm of log-normal sizes.
@@ -310,17 +310,18 @@ def fitting_groups(text: str, clients: int, labels: int | None = None) -> str:
     UserError
         The shares cannot be read.
     """
-    shares = parse_groups(text)
     totals = [clients] if labels is None else [clients, labels]
-    counts = np.min([largest_remainder(total, shares) for total in totals], axis=0)
-    if counts.min() > 0 or len(shares) == 1:
-        return text
-    empty = int(np.argmin(counts))
-    beside = [i for i in (empty - 1, empty + 1) if 0 <= i < len(shares)]
-    first = min(empty, min(beside, key=lambda i: float(shares[i])))
-    joined = [*shares[:first], shares[first] + shares[first + 1], *shares[first + 2 :]]
-    # Compared after formatting, since rounding decides between equal remainders.
-    return fitting_groups(",".join(f"{share:.9g}" for share in joined), clients, labels)
+    while True:
+        shares = parse_groups(text)
+        counts = np.min([largest_remainder(total, shares) for total in totals], axis=0)
+        if counts.min() > 0 or len(shares) == 1:
+            return text
+        empty = int(np.argmin(counts))
+        beside = [i for i in (empty - 1, empty + 1) if 0 <= i < len(shares)]
+        first = min(empty, min(beside, key=lambda i: float(shares[i])))
+        joined = [*shares[:first], shares[first] + shares[first + 1], *shares[first + 2 :]]
+        # Compared after formatting, since rounding decides between equal remainders.
+        text = ",".join(f"{share:.9g}" for share in joined)
 
 
 def largest_remainder(total: int, shares: Shares) -> Indices:

@@ -267,10 +267,10 @@ class MultiKrum(MadeOfParameters):
         """
         count = math.floor(self.parameters.fraction * clients)
         attackers = self.parameters.num_malicious_nodes
-        if count < 2 * attackers + 3:
+        if count < (least := 2 * attackers + 3):
             raise UserError(
-                f"num-malicious-nodes: rounds of {count} clients bear at most "
-                f"{max(0, (count - 3) // 2)} attackers, got {attackers}."
+                f"num-malicious-nodes: {attackers} attackers need rounds of at least {least} "
+                f"clients, and these have {count}: take more clients."
             )
 
     def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:

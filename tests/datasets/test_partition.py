@@ -301,6 +301,7 @@ def test_indices_ascend() -> None:
         # 0.2 of 4 labels is 0.8, the largest remainder; 0.1 gets none and joins the smaller side.
         ("0.5,0.1,0.2,0.2", 100, 4, "0.5,0.3,0.2"),
         ("0.02,0.98", 40, 10, "1"),
+        ("1000", 1, None, "1"),
     ],
 )
 def test_groups_that_would_get_nobody_join_a_neighbour(

@@ -79,7 +79,13 @@ def test_multi_krum_chooses_as_many_as_are_wanted() -> None:
 
 def test_more_attackers_than_can_be_outvoted_are_an_error() -> None:
     MultiKrum(MultiKrumParameters(num_malicious_nodes=3)).check(9)
-    with pytest.raises(UserError, match="rounds of 8 clients bear at most 2 attackers, got 3"):
+    with pytest.raises(
+        UserError, match=r"3 attackers need .* at least 9 clients, and these have 8"
+    ):
         MultiKrum(MultiKrumParameters(num_malicious_nodes=3)).check(8)
-    with pytest.raises(UserError, match="rounds of 4 clients bear at most 0 attackers, got 1"):
+    with pytest.raises(
+        UserError, match=r"1 attackers need .* at least 5 clients, and these have 4"
+    ):
         Krum(KrumParameters(num_malicious_nodes=1, fraction=0.5)).check(8)
+    with pytest.raises(UserError, match="0 attackers need rounds of at least 3 clients"):
+        Krum().check(2)
