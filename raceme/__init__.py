@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Callable, Iterable, Mapping
+from operator import index
 from pathlib import Path
+from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -25,6 +27,9 @@ __version__ = "0.2.0"
 Data = Mapping[Any, Any] | Iterable[Any]
 """The samples of each client; see :func:`run`."""
 
+_TURN = RLock()
+"""Held by a run: those of other threads would draw from the same process-wide generators."""
+
 # Imports are lazy, since most importers of this package call none of these functions.
 
 
@@ -37,7 +42,8 @@ def run(
 ) -> OpenRun:
     """Run a method on virtual time, as `raceme run` does, and open its results.
 
-    Ctrl-C, or a notebook's stop button, ends the run early and keeps its results so far.
+    Ctrl-C, or a notebook's stop button, ends the run early and keeps its results so far. Runs of
+    several threads take turns, since torch has one random generator per process.
 
     Parameters
     ----------
@@ -74,10 +80,11 @@ def run(
 
     name = STRATEGIES.name_of(strategy)
     keys = with_prefixes(_keys(settings, data, model), [name])
-    config = resolve(RunConfig.from_mapping({**keys, "strategy": name}))
-    progress = RunProgress(config.planned_updates, console=_console())
-    with StopRequest(signal.SIGINT) as stop, progress:
-        return OpenRun(simulate(config, progress.observe, stop=stop).out)
+    with _TURN:
+        config = resolve(RunConfig.from_mapping({**keys, "strategy": name}))
+        progress = RunProgress(config.planned_updates, console=_console())
+        with StopRequest(signal.SIGINT) as stop, progress:
+            return OpenRun(simulate(config, progress.observe, stop=stop).out)
 
 
 def compare(
@@ -281,24 +288,25 @@ def simulate(
     def pairs(config: Mapping[str, Any] | None) -> tuple[str, ...]:
         return tuple(f"{key}={json.dumps(value)}" for key, value in (config or {}).items())
 
-    return simulated(
-        Settings(
-            folder=Path(folder),
-            clients=clients,
-            devices=devices,
-            run_config=pairs(run_config),
-            strategy=name,
-            parameters=keys if name is None else with_prefixes(keys, [name]),
-            workers=workers,
-            seed=seed,
-            out=None if out is None else Path(out),
-            max_time=max_time,
-            max_wall_time=max_wall_time,
-            examples=examples,
-            evaluation_share=evaluation_share,
-            node_config=pairs(node_config),
+    with _TURN:
+        return simulated(
+            Settings(
+                folder=Path(folder),
+                clients=clients,
+                devices=devices,
+                run_config=pairs(run_config),
+                strategy=name,
+                parameters=keys if name is None else with_prefixes(keys, [name]),
+                workers=workers,
+                seed=seed,
+                out=None if out is None else Path(out),
+                max_time=max_time,
+                max_wall_time=max_wall_time,
+                examples=examples,
+                evaluation_share=evaluation_share,
+                node_config=pairs(node_config),
+            )
         )
-    )
 
 
 def load(dataset: str, **settings: Any) -> list[ClientData]:
@@ -361,13 +369,15 @@ def _keys(
 
     Paths become text, classes and functions names, data a fingerprint.
     """
+    import numpy as np
+
     from raceme.core.config import registry_of
     from raceme.core.errors import UserError
 
-    keys = {
-        name.replace("_", "-"): str(value) if isinstance(value, Path) else value
-        for name, value in settings.items()
-    }
+    keys: dict[str, Any] = {}
+    for name, value in settings.items():
+        plain = value.item() if isinstance(value, np.generic) else value
+        keys[name.replace("_", "-")] = str(plain) if isinstance(plain, Path) else plain
     if model is not None:
         keys["model"] = model
     for name, value in keys.items():
@@ -388,8 +398,8 @@ def _seeds(seeds: Iterable[int]) -> tuple[int, ...]:
     from raceme.core.errors import UserError
 
     try:
-        found = tuple(int(seed) for seed in seeds)
-    except (TypeError, ValueError):
+        found = tuple(index(seed) for seed in seeds)
+    except TypeError:
         found = ()
     if not found:
         raise UserError(f"seeds takes whole numbers, e.g. seeds=range(3); got {seeds!r}.")

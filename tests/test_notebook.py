@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -220,6 +221,23 @@ def test_a_run_is_resumed_with_the_same_data_only(here: Path) -> None:
     assert len(run.updates) == 6
 
 
+def test_runs_of_several_threads_are_those_of_one(here: Path) -> None:
+    def losses(out: str) -> list[float]:
+        given = {**TINY, "seed": np.int64(1), "lr": np.float32(0.5), "out": out}
+        return raceme.run("fedasync", data=readings(), model=net, **given).evaluations.loss.tolist()
+
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(losses, ("first", "second"))
+    assert first == second == losses("alone")
+
+
+def test_a_method_that_is_none_is_said() -> None:
+    with pytest.raises(
+        UserError, match=r"strategy must be a name .*got an object of type NoneType"
+    ):
+        raceme.run(None, **TINY)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("model", "said"),
     [
@@ -242,7 +260,7 @@ def test_outputs_that_do_not_fit_the_labels_are_said(here: Path) -> None:
     with pytest.raises(UserError, match=r"its output for 2 samples is \(2, 7\), not \(2, 2\)"):
         raceme.compare(["fedasync"], data=readings(), model=wide, **TINY)
     assert not (here / "runs").exists()
-    for seeds in (3, [], ["one"]):
+    for seeds in (3, [], ["one"], [0.5]):
         with pytest.raises(UserError, match="seeds takes whole numbers"):
             raceme.compare("fedasync", seeds=seeds, **TINY)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="data replaces a dataset"):
