@@ -50,6 +50,7 @@ from raceme.core.options import option
 from raceme.core.registry import ATTACKS
 from raceme.datasets.source import DataShape, Labels, generator
 from raceme.simulation.virtual_grid import Node
+from raceme.strategies.fedrc import LABEL_MASSES
 from raceme.training.clients import Client, ModelProbe, network_of
 from raceme.training.models import Samples
 from raceme.training.work import Answer, ClientWork, answer_to
@@ -481,22 +482,24 @@ class Claims(Attack):
     def stated(self, answer: Answer, models: int) -> Answer:
         """Return an answer with lies that are plausible in themselves."""
         metrics, numbers, told = dict(answer.metrics), dict(answer.numbers), dict(answer.told)
-        counts, claim = numbers.get(LABEL_COUNTS), self.options.attack_claim
+        claim, counted = self.options.attack_claim, {LABEL_COUNTS, LABEL_MASSES} & set(numbers)
         if claim == "sizes":
             for name in (NUM_EXAMPLES, ALL_EXAMPLES):
                 if isinstance(stated := metrics.get(name), int):
                     metrics[name] = _CLAIMED * stated
-            if counts is not None:
+            for name in counted:
                 # A count of labels has to agree with the examples.
-                numbers[LABEL_COUNTS] = _CLAIMED * counts
+                numbers[name] = _CLAIMED * numbers[name]
         elif claim == "labels":
-            if counts is not None:
-                numbers[LABEL_COUNTS] = counts[::-1].copy()
+            for name in counted:
+                numbers[name] = np.flip(numbers[name], axis=-1).copy()
         else:
             for name in {LOSSES, ACCURACIES, SHARES} & set(numbers):
                 numbers[name] = _exchanged(numbers[name])
             if SHARES in numbers:
                 numbers[SHARES] = numbers[SHARES] / numbers[SHARES].sum()
+            if LABEL_MASSES in numbers:
+                numbers[LABEL_MASSES] = np.roll(numbers[LABEL_MASSES], 1, axis=0)
             if CHOSEN in told:
                 told[CHOSEN] = (int(str(told[CHOSEN])) + 1) % models
         return replace(answer, metrics=metrics, numbers=numbers, told=told)

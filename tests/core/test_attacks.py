@@ -283,6 +283,8 @@ def test_what_liars_state() -> None:
         {"num-examples": 60, "train-loss": 0.5},
         numbers={
             "label-counts": np.array([10, 20, 30]),
+            # FedRC's: a row for each model.
+            "label-masses": np.array([[9.0, 1.0], [1.0, 39.0], [0.0, 10.0]]),
             "losses": np.array([[0.5, 1.0], [2.0, 4.0]], np.float32),
             "shares": np.array([0.7, 0.2, 0.1]),
         },
@@ -296,6 +298,9 @@ def test_what_liars_state() -> None:
     assert sizes.metrics == {"num-examples": 60_000, "train-loss": 0.5}
     # The counts go on adding up to the examples.
     assert sizes.numbers["label-counts"].tolist() == [10_000, 20_000, 30_000]
+    assert sizes.numbers["label-masses"].sum() == 60_000
+    assert labels.numbers["label-masses"].tolist() == [[1, 9], [39, 1], [10, 0]]
+    assert fit.numbers["label-masses"].tolist() == [[0, 10], [9, 1], [1, 39]]
     assert labels.metrics == answer.metrics
     assert labels.numbers["label-counts"].tolist() == [30, 20, 10]
     assert fit.numbers["losses"].tolist() == [[4.0, 3.5], [2.5, 0.5]]
