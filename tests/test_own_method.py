@@ -13,7 +13,7 @@ import pytest
 from processes import ROOT
 from typer.testing import CliRunner
 
-from raceme.cli import app
+from raceme.cli import app, main
 
 FILES = ("my_method.py", "my_client.py")
 
@@ -57,3 +57,64 @@ def test_it_stands_beside_others_in_a_comparison(folder: Path) -> None:
     own, other = rows["my_method:ByMeans"], rows["fedasync"]
     assert float(own["measure_far"]) > 0
     assert other["measure_far"] == ""
+
+
+BROKEN = """
+from dataclasses import dataclass
+from raceme.core.requests import Request
+from raceme.core.strategy import Method
+
+@dataclass(frozen=True)
+class Plain:
+    share: float = 0.5
+
+class Raises(Method):
+    "Raises an exception; its parameter is a plain field."
+    parameters_type = Plain
+    def on_update(self, update):
+        raise LookupError(f"no {self.parameters.share}")
+
+class Forgets(Method):
+    "Returns nothing."
+    def on_update(self, update):
+        pass
+
+class Rests(Method):
+    "Requests nothing."
+    def request_for(self, client):
+        pass
+
+def listed(labels, config, rng):
+    return []
+
+def lost(config):
+    return {}["x"]
+"""
+
+
+@pytest.mark.parametrize(
+    ("chosen", "said"),
+    [
+        ("--strategy broken:Raises --raises.share 0.7", "LookupError: no 0.7 (broken.py, line 14)"),
+        ("--strategy broken:Forgets", "Forgets must return an Outcome for each update, got None"),
+        ("--strategy broken:Rests", "Rests.request_for() must return a Request, got None"),
+        ("--partition broken:listed", "'broken:listed' must return a raceme.datasets.partition."),
+        ("--dataset broken:lost", "KeyError: 'x' (broken.py, line 30)"),
+    ],
+)
+def test_a_mistake_in_a_file_of_ones_own_is_one_line(
+    chosen: str,
+    said: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    (folder / "broken.py").write_text(BROKEN)
+    typed = f"raceme run {chosen} --clients 2 --max-updates 2 --workers 0 --out out"
+    monkeypatch.setattr("sys.argv", typed.split())
+    with pytest.raises(SystemExit) as ended:
+        main()
+    last = capfd.readouterr().err.splitlines()[-1]
+    assert (last.startswith("raceme: "), said in last, ended.value.code) == (True, True, 2)
+    raises = "Raises" in chosen
+    assert ("LookupError" in (folder / "out" / "error.txt").read_text()) if raises else True

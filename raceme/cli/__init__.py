@@ -134,16 +134,16 @@ def main() -> None:
         raise SystemExit(error.exit_code) from None
     except click.Abort:
         raise SystemExit(130) from None
-    except (UserError, ModuleNotFoundError) as error:
-        said = explained(error) if isinstance(error, ModuleNotFoundError) else error
-        if not isinstance(said, UserError):
-            raise
-        print(f"raceme: {said}", file=sys.stderr)
-        raise SystemExit(2) from None
     except MemoryError as error:
         reason = " ".join(str(error).split()) or "for what was asked"
         print(f"raceme: This machine has too little memory: {reason}.", file=sys.stderr)
         raise SystemExit(1) from None
+    except Exception as error:
+        said = explained(error)
+        if not isinstance(said, UserError):
+            raise
+        print(f"raceme: {said}", file=sys.stderr)
+        raise SystemExit(2) from None
 
 
 # -----------------------------------------------------------------------------

@@ -200,7 +200,7 @@ def with_keys(
         item.name: _option(
             name,
             item,
-            _OWN_HELP.get((command.__name__, name), item.metadata["help"]),
+            _OWN_HELP.get((command.__name__, name), item.metadata.get("help", "")),
             groups.get(name),
             defaults.get(name, item.default),
         )

@@ -179,12 +179,12 @@ def documented(summary: str, source: str, *options_types: type[Any]) -> str:
         rules = item.metadata
         words = {"low": "at least", "above": "above", "high": "at most", "below": "below"}
         limits = [
-            f"{word} {rules[rule]:g}" for rule, word in words.items() if rules[rule] is not None
+            f"{word} {rules[rule]:g}" for rule, word in words.items() if rules.get(rule) is not None
         ]
-        among = [f"one of {', '.join(rules['among'])}"] if rules["among"] else []
+        among = [f"one of {', '.join(rules['among'])}"] if rules.get("among") else []
         range_ = f" ({' and '.join(limits + among)})" if limits or among else ""
         lines.append(f"{item.name} : {item.type}, default {item.default!r}")
-        lines.append(f"    {rules['help']}{range_}.")
+        lines.append(f"    {rules.get('help', '')}{range_}.")
     return "\n".join([*lines, *(["", "Notes", "-----", source] if source else [])])
 
 

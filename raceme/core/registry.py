@@ -53,25 +53,34 @@ SERVER = {
 INSTALL = "python3 -m pip install 'raceme[server]'"
 """Command that installs them from a checkout."""
 
+_USERS: set[str] = set()
+"""Names of the imported modules with users' objects."""
+
 EXPORT = ("onnx", "onnxruntime", "onnxscript")
 """Packages of the extra ``export``."""
 
 
-def explained(error: ModuleNotFoundError) -> Exception:
-    """Return the exception for a failed import.
-
-    Parameters
-    ----------
-    error : ModuleNotFoundError
-        Error of the failed import, which names the missing module.
+def explained(error: Exception) -> Exception:
+    """Return the exception for a failed import, or for one that a user's module raised.
 
     Returns
     -------
     Exception
-        A `UserError` that names the command which installs the package, if it is one of the extras
-        ``server`` and ``export``; `error` itself for any other.
+        A `UserError` that names the command which installs the missing package, if it is one of the
+        extras ``server`` and ``export``, or the user's line; `error` itself for any other.
     """
-    name = (error.name or "").partition(".")[0]
+    frames = [
+        (frame.f_code.co_filename, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if frame.f_globals.get("__name__") in _USERS
+    ]
+    if frames and not isinstance(error, UserError):
+        file, line = frames[-1]
+        return UserError(
+            f"{_said(error)} ({Path(file).name}, line {line}). Correct it there; error.txt in the "
+            "run's folder, if there is one, has the traceback."
+        )
+    name = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if name in EXPORT:
         return UserError(f"{name} is not installed. Type: {INSTALL.replace('server', 'export')}")
     package = SERVER.get(name)
@@ -289,6 +298,7 @@ class Registry(Mapping[str, Any]):
         try:
             local = module.startswith(_LOCAL)
             found: Any = _defined_as(target) if local else import_module(module)
+            _USERS.add(module)
         except (Exception, SystemExit) as error:
             few = len(self._targets) <= _FEW
             known = f"one of {', '.join(sorted(self._targets))}" if few else "one of `raceme list`"
@@ -444,12 +454,19 @@ def see_current_folder() -> None:
         sys.path.append(os.getcwd())
 
 
+def _said(error: BaseException) -> str:
+    """Return an exception's name, unless a module is missing, and the first line of its message."""
+    first = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+    return (
+        first
+        if isinstance(error, ImportError)
+        else ": ".join(filter(None, (type(error).__name__, first)))
+    )
+
+
 def _reason(error: BaseException) -> str:
     """Return the error in a user's module in one line, with its position."""
-    first = (str(error).strip().splitlines() or [""])[0].rstrip(".")
-    # A missing module needs no exception name.
-    missing = isinstance(error, ImportError)
-    said = first if missing else ": ".join(filter(None, (type(error).__name__, first)))
+    said = _said(error)
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)

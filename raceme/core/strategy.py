@@ -355,7 +355,9 @@ class Method(Strategy):
 
     def on_update(self, update: Update) -> Outcome:
         """Apply one valid update."""
-        raise TypeError(f"{type(self).__name__} defines neither on_update() nor aggregate()")
+        raise UserError(
+            f"{type(self).__name__} defines neither on_update() nor aggregate(): define one."
+        )
 
     def aggregate(self, updates: Sequence[Update]) -> Sequence[Outcome]:
         """Apply the updates that the scheduler releases together.
@@ -454,7 +456,14 @@ class Method(Strategy):
         asked = self.scheduling.queries(moment)
         if asked is not None:
             return asked
-        return [self.request_for(client.client_id) for client in self.scheduling.choose(moment)]
+        requests = [self.request_for(one.client_id) for one in self.scheduling.choose(moment)]
+        for request in requests:
+            if not isinstance(request, Request):
+                raise UserError(
+                    f"{type(self).__name__}.request_for() must return a Request, got "
+                    f"{type(request).__name__}."
+                )
+        return requests
 
     def record_of(self, vector: Vector) -> ArrayRecord:
         """Return a constant model as a cached record.
@@ -802,7 +811,12 @@ class Method(Strategy):
             An outcome has an invalid staleness or weight.
         """
         outcomes = self.aggregate([self.received(update) for update in updates])
-        for outcome in outcomes:
+        for outcome in outcomes if isinstance(outcomes, Sequence) else [outcomes]:
+            if not isinstance(outcome, Outcome):
+                raise UserError(
+                    f"{type(self).__name__} must return an Outcome for each update, got "
+                    f"{type(outcome).__name__}."
+                )
             for name, value in (("staleness", outcome.staleness), ("weight", outcome.weight)):
                 if not 0 <= value < math.inf:
                     raise ValueError(

@@ -329,7 +329,12 @@ def _deal(config: RunConfig) -> Partition:
     scenario = scenario_of(config)
     if scenario is not None:
         scenario.check(dataset, config.dataset)
-    dealt: Partition = partitioner(dataset.y, config, generator(config.seed, "partition"))
+    dealt = partitioner(dataset.y, config, generator(config.seed, "partition"))
+    if not isinstance(dealt, Partition):
+        raise UserError(
+            f"Partition '{config.partition}' must return a raceme.datasets.partition.Partition, "
+            f"got {type(dealt).__name__}."
+        )
     return dealt
 
 

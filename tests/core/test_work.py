@@ -294,7 +294,7 @@ def test_a_setting_that_no_client_reads_is_refused() -> None:
 
 
 def test_a_method_must_say_what_becomes_of_updates() -> None:
-    with pytest.raises(TypeError, match="defines neither on_update"):
+    with pytest.raises(UserError, match="defines neither on_update"):
         Method().run(grid_of(pulled_app(), devices(1.0)), MODEL, 1)
 
 
