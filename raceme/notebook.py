@@ -17,6 +17,7 @@ from safetensors.numpy import load_file
 
 from raceme.core.config import read_toml
 from raceme.core.errors import UserError
+from raceme.core.events import grouped
 from raceme.core.options import Value
 from raceme.core.registry import STRATEGIES
 from raceme.experiments.compare import Plan, compare
@@ -111,10 +112,8 @@ class OpenRun:
     @property
     def clusters(self) -> dict[int, list[str]]:
         """The final clients of each cluster, by number."""
-        found: dict[int, list[str]] = {}
-        for client, cluster in sorted(self.record.assignment().items()):
-            found.setdefault(cluster, []).append(client)
-        return dict(sorted(found.items()))
+        placed = sorted(self.record.assignment().items())
+        return dict(sorted(grouped((cluster, client) for client, cluster in placed).items()))
 
     @property
     def models(self) -> dict[int, dict[str, Any]]:

@@ -21,9 +21,9 @@ from raceme.core.errors import (
     JsonFormatter,
     PlainFormatter,
     UserError,
+    check_known,
     printable,
     show_log,
-    unknown_name,
 )
 from raceme.core.options import Value
 
@@ -163,8 +163,7 @@ def device(
     from raceme.flower.fleet_client import Endpoint
 
     parsed_address("--superlink", superlink, "server.example.org:9092")
-    if transport not in _TRANSPORTS:
-        raise unknown_name("transport", transport, _TRANSPORTS)
+    check_known("transport", transport, _TRANSPORTS)
     authority = None if root_certificates is None else read_authority(root_certificates)
     read_keys = None if key is None else partial(read_device_key, key, allow_open_key)
     if read_keys is not None:
@@ -204,8 +203,7 @@ def _node_config(text: str, device_id: str | None, own: Mapping[str, str]) -> Ma
 
 
 def _is_json(log_format: str) -> bool:
-    if log_format not in _LOG_FORMATS:
-        raise unknown_name("log format", log_format, _LOG_FORMATS)
+    check_known("log format", log_format, _LOG_FORMATS)
     return log_format == "json"
 
 

@@ -9,7 +9,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 from cryptography.exceptions import UnsupportedAlgorithm
@@ -20,7 +20,7 @@ from flwr.app import Message
 from raceme.core import messages as names
 from raceme.core.errors import UserError, printable
 from raceme.core.events import ClaimRefused
-from raceme.core.files import ReadingError, parse_toml, read_text
+from raceme.core.files import ReadingError, file_stamp, parse_toml, read_text
 from raceme.core.messages import count_of, error_line, name_of
 from raceme.flower.messages import CLIENT_APP_RAISED_EXCEPTION, INVALID_APP, LOAD_APP_EXCEPTION
 
@@ -117,8 +117,7 @@ class BoundToKeys:
 
     def __init__(self, path: Path, nodes: Nodes) -> None:
         self._path, self._nodes = path, nodes
-        self._stamp = _stamp_of(path)
-        self._ids = read_device_keys(path)
+        self._file = _WatchedFile(path, read_device_keys, "keys")
         self._keys: dict[int, bytes | None] = {}
         self._missed = False
 
@@ -138,7 +137,7 @@ class BoundToKeys:
             self._missed = True
             raise ForeignIdError(client_id, f"node {node_id} was gone before its key was known")
         key = self._keys[node_id]
-        holder = None if key is None else self._ids.get(key)
+        holder = None if key is None else self._file.content.get(key)
         if holder is None:
             raise ForeignIdError(
                 client_id,
@@ -154,17 +153,7 @@ class BoundToKeys:
     def renewed(self) -> bool:
         """Read a changed file again; return whether it changed, or a node was missed."""
         missed, self._missed = self._missed, False
-        stamp = _stamp_of(self._path)
-        if stamp is None or stamp == self._stamp:
-            return missed
-        self._stamp = stamp
-        try:
-            self._ids = read_device_keys(self._path)
-        except UserError as error:
-            # The file may be in the middle of a write.
-            log.warning("%s The keys known so far count.", error)
-            return missed
-        return True
+        return self._file.renewed() or missed
 
 
 def read_device_keys(path: Path) -> dict[bytes, str]:
@@ -221,13 +210,31 @@ def _der(load: Callable[[bytes], object], text: bytes) -> bytes | None:
     return key.public_bytes(der, info)
 
 
-def _stamp_of(path: Path) -> tuple[int, int, int] | None:
-    """Return the version of a file; None if it is missing."""
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
+_Content = TypeVar("_Content")
+
+
+class _WatchedFile(Generic[_Content]):
+    """A file that is read again when it has changed.
+
+    While a changed file cannot be read, as in the middle of a write, what was read before counts.
+    """
+
+    def __init__(self, path: Path, read: Callable[[Path], _Content], what: str) -> None:
+        self._path, self._read, self._what = path, read, what
+        self._stamp, self.content = file_stamp(path), read(path)
+
+    def renewed(self) -> bool:
+        """Read the file again if it has changed; return whether its content is new."""
+        stamp = file_stamp(self._path)
+        if stamp is None or stamp == self._stamp:
+            return False
+        self._stamp = stamp
+        try:
+            self.content = self._read(self._path)
+        except UserError as error:
+            log.warning("%s The %s known so far count.", error, self._what)
+            return False
+        return True
 
 
 # -----------------------------------------------------------------------------
@@ -335,8 +342,7 @@ class Labels:
 
     def __init__(self, path: Path | None = None, where: str = "") -> None:
         self.where = where
-        self._path, self._stamp = path, None if path is None else _stamp_of(path)
-        self._listed = {} if path is None else read_labels(path)
+        self._file = None if path is None else _WatchedFile(path, read_labels, "labels")
         self._wanted: dict[str, list[str]] = {}
         for part in where.split(",") if where.strip() else ():
             name, _, values = part.strip().partition("=")
@@ -349,23 +355,15 @@ class Labels:
 
     def of(self, client_id: str, stated: object) -> dict[str, str]:
         """Return the labels of a client, given what it states."""
-        self._renew()
         labels: dict[str, str] = {}
         try:
             labels = parse_labels(stated) if isinstance(stated, str) else {}
         except ValueError as error:
             log.warning("The labels of %s are ignored: %s", client_id, error)
-        return labels | self._listed.get(client_id, {})
-
-    def _renew(self) -> None:
-        stamp = None if self._path is None else _stamp_of(self._path)
-        if self._path is None or stamp is None or stamp == self._stamp:
-            return
-        self._stamp = stamp
-        try:
-            self._listed = read_labels(self._path)
-        except UserError as error:
-            log.warning("%s The labels known so far count.", error)
+        if self._file is None:
+            return labels
+        self._file.renewed()
+        return labels | self._file.content.get(client_id, {})
 
     def admit(self, client: Client) -> bool:
         """Return whether a client takes part."""

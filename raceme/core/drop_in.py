@@ -31,7 +31,7 @@ from flwr.serverapp import Grid
 from raceme.core import events
 from raceme.core import messages as names
 from raceme.core.clients import Client
-from raceme.core.errors import UserError, shown_by_flower, unknown_name
+from raceme.core.errors import UserError, check_known, shown_by_flower
 from raceme.core.evaluation import EvaluateFn, Packer, mean_metrics, tested_by_server
 from raceme.core.events import ACCURACY, LOSS_MEASURE, change_line, home, is_news
 from raceme.core.messages import InvalidModelError, Vector, from_array, to_array
@@ -107,8 +107,7 @@ def divided(
             raise UserError(
                 f"{name} is no argument of {method}: give it to its start({_TO_START[name]})."
             )
-        if name not in known:
-            raise unknown_name(f"argument of {method}", name, known)
+        check_known(f"argument of {method}", name, known)
     given = {name: convert(name, arguments[name], own[name]) for name in arguments if name in own}
     told = FlowerArguments(
         **{
@@ -1132,10 +1131,8 @@ def _tell(*lines: str) -> None:
 
 def _by_cluster(report: events.Evaluated) -> dict[int, tuple[float, int]]:
     """Return the mean of the clients' scores and their number, by cluster."""
-    scores: dict[int, list[float]] = {}
-    for cluster, score, _ in report.per_client.values():
-        scores.setdefault(cluster, []).append(score)
-    return {k: (math.fsum(each) / len(each), len(each)) for k, each in scores.items()}
+    scores = report.by_cluster.items()
+    return {cluster: (math.fsum(each) / len(each), len(each)) for cluster, each in scores}
 
 
 class _ToFlower(logging.Handler):
@@ -1247,8 +1244,7 @@ def start(method: Method, **told: Any) -> RunResult:
     """
     known = [item.name for item in fields(FlowerRun)]
     for name in told:
-        if name not in known:
-            raise unknown_name("argument of start()", name, known)
+        check_known("argument of start()", name, known)
     flower_run = FlowerRun(**told)
     flower_run.check()
     began = time.monotonic()

@@ -6,7 +6,7 @@ import difflib
 import json
 import logging
 import reprlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from types import TracebackType
@@ -224,3 +224,18 @@ def unknown_name(kind: str, name: str, valid: Iterable[str], listed_by: str = ""
     if len(names) > _MANY and (listed_by or hint):
         every = f" `{listed_by}` lists them all." if listed_by else ""
     return UserError(f"Unknown {kind} '{name}'.{hint}{every}")
+
+
+def check_known(kind: str, name: str, valid: Collection[str], listed_by: str = "") -> None:
+    """Raise the error of :func:`unknown_name` for a name that does not exist."""
+    if name not in valid:
+        raise unknown_name(kind, name, valid, listed_by)
+
+
+@contextmanager
+def told_by_system(problem: str, end: str = ".") -> Iterator[None]:
+    """Turn an OSError into a UserError: the problem, the system's reason, and the end."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{problem}: {error.strerror}{end}") from None

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,18 @@ from raceme.core.errors import UserError, printable
 # -----------------------------------------------------------------------------
 # The measure of an evaluation: accuracy or error.
 # -----------------------------------------------------------------------------
+
+
+_Key = TypeVar("_Key")
+_Item = TypeVar("_Item")
+
+
+def grouped(pairs: Iterable[tuple[_Key, _Item]]) -> dict[_Key, list[_Item]]:
+    """Return the items of each key, keys and items in the order of the pairs."""
+    found: dict[_Key, list[_Item]] = {}
+    for key, item in pairs:
+        found.setdefault(key, []).append(item)
+    return found
 
 
 WITHIN = 0.01
@@ -443,6 +455,16 @@ class Evaluated:
     def answered(self) -> int:
         """Number of clients that answered."""
         return len(self.per_client)
+
+    @property
+    def by_cluster(self) -> dict[int, list[float]]:
+        """The clients' accuracies, by cluster."""
+        return grouped((cluster, accuracy) for cluster, accuracy, _ in self.per_client.values())
+
+    @property
+    def worst_tenth(self) -> float:
+        """Mean accuracy of the worst tenth of the clients."""
+        return self.measure.worst_tenth(accuracy for _, accuracy, _ in self.per_client.values())
 
     @property
     def counts(self) -> bool:

@@ -69,6 +69,19 @@ def check_regular(path: Path, pipe: bool = False) -> None:
         raise ReadingError("it is not a regular file")
 
 
+Stamp = tuple[int, int, int]
+"""Version of a file: time of change in ns, size in bytes, inode."""
+
+
+def file_stamp(path: Path) -> Stamp | None:
+    """Return the current version of a file; None if it is missing."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
 def parse_toml(text: str) -> dict[str, Any]:
     """Parse TOML.
 

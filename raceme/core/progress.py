@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import nsmallest
@@ -12,7 +12,7 @@ from zlib import crc32
 
 from raceme.core import events
 from raceme.core.clients import Client, Fleet, Labels, largest_believed
-from raceme.core.events import ACCURACY, Evaluated, Measure, TaskScore, TasksTested
+from raceme.core.events import ACCURACY, Evaluated, Measure, TaskScore, TasksTested, grouped
 from raceme.core.requests import InFlight
 
 # -----------------------------------------------------------------------------
@@ -129,9 +129,7 @@ class Evaluation:
         if not self.of_steps:
             yield self._of_present({name: of[0] for name, of in alike.items()}, measure)
             return
-        together: defaultdict[int, list[str]] = defaultdict(list)
-        for client in self.cells:
-            together[self.last_step(client)].append(client)
+        together = grouped((self.last_step(client), client) for client in self.cells)
         for step, clients in sorted(together.items()):
             found = {name: _by_step(alike[name]) for name in clients if name in alike}
             if any(found.values()):

@@ -20,6 +20,7 @@ from raceme.core import events
 from raceme.core.clients import Client, Identities
 from raceme.core.clusters import Clusters, Model, Weights
 from raceme.core.errors import UserError
+from raceme.core.events import grouped
 from raceme.core.messages import (
     COMPLETED_BY,
     OWN_MIXTURE,
@@ -920,11 +921,8 @@ def average_by_cluster(
     """
     homes = [home(u) if home else clusters.main(u.task.client) for u in updates]
     weights = [float(update.num_examples) if by_examples else 1.0 for update in updates]
-    together: dict[int, list[int]] = {}
-    for index, cluster in enumerate(homes):
-        together.setdefault(cluster, []).append(index)
     totals: dict[int, float] = {}
-    for cluster, own in together.items():
+    for cluster, own in grouped((k, index) for index, k in enumerate(homes)).items():
         totals[cluster] = sum(weights[index] for index in own)
         vectors = [updates[index].vector for index in own]
         clusters.models[cluster].average(vectors, [weights[index] for index in own])

@@ -270,9 +270,13 @@ class Drift:
 
     def rng(self, purpose: str, client: int = 0) -> np.random.Generator:
         """Return the generator of random numbers for one purpose and client."""
-        own = self.options.drift_seed
-        seed = self.dealt.config.seed if own is None else own
-        return generator(seed, f"drift: {purpose}", client)
+        return generator(self.seed, f"drift: {purpose}", client)
+
+    @property
+    def seed(self) -> int:
+        """The seed of the drift, by default the run's."""
+        own: int | None = self.options.drift_seed
+        return self.dealt.config.seed if own is None else own
 
 
 def _training(data: ClientData, own: Indices) -> ClientData:
@@ -1178,12 +1182,10 @@ class ScenarioStream(Drift):
 
     def fewest(self, client: int) -> int:
         """Return the fewest training samples of a client at any step."""
-        own, _ = self.dealt.indices(client)
-        fewest = []
-        for concept in range(_CONCEPTS):
-            steps, samples = self._share(own, self._concepts(client), concept)
-            fewest.append(self._kept(len(samples) // len(steps), concept))
-        return min(fewest)
+        own, concepts = self.dealt.indices(client)[0], self._concepts(client)
+        shares = (self._share(own, concepts, concept) for concept in range(_CONCEPTS))
+        sizes = (len(samples) // len(steps) for steps, samples in shares)
+        return min(self._kept(size, concept) for concept, size in enumerate(sizes))
 
     def groups(self, step: int) -> tuple[int | None, ...]:
         """Return the concept of every client."""
@@ -1192,8 +1194,7 @@ class ScenarioStream(Drift):
 
     @cached_property
     def _scenario(self) -> Scenario:
-        own = self.options.drift_seed
-        return Scenario(self.options, self.dealt.config.seed if own is None else own)
+        return Scenario(self.options, self.seed)
 
     def _concepts(self, client: int) -> Indices:
         """Draw the concept of each of a client's steps, shape (steps,); both occur."""

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from raceme.core.config import RunConfig
-from raceme.core.errors import UserError
+from raceme.core.errors import UserError, told_by_system
 from raceme.core.files import ReadingError, check_regular, check_room
 from raceme.core.options import option
 from raceme.datasets import source
@@ -180,10 +180,8 @@ def read_idx(path: Path) -> NDArray[np.uint8]:
     UserError
         The file cannot be read, or is no idx file.
     """
-    try:
+    with told_by_system(f"Cannot read {path}"):
         content = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"Cannot read {path}: {error.strerror}.") from None
     axes = content[3] if len(content) > 3 else 0
     if content[:3] != bytes([0, 0, _BYTES]) or len(content) < 4 + 4 * axes:
         raise UserError(f"{path} is not an idx file of bytes.")
@@ -375,7 +373,7 @@ def images(tree: Tree, size: int = 0) -> NDArray[np.uint8]:
 
 def _by_class(folder: Path) -> Mapping[str, Sequence[Path]]:
     """Return the images in each folder of a folder, sorted by name, if there are any."""
-    try:
+    with told_by_system(f"Cannot read {folder}", f". {_EXPECTED}."):
         inner = sorted(path for path in folder.iterdir() if path.is_dir())
         listed = {
             path.name: [
@@ -383,8 +381,6 @@ def _by_class(folder: Path) -> Mapping[str, Sequence[Path]]:
             ]
             for path in inner
         }
-    except OSError as error:
-        raise UserError(f"Cannot read {folder}: {error.strerror}. {_EXPECTED}.") from None
     return {name: files for name, files in listed.items() if files}
 
 

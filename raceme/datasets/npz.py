@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
-from raceme.core.files import ReadingError
+from raceme.core.files import ReadingError, Stamp, file_stamp
 from raceme.core.options import option
 from raceme.datasets import source
 from raceme.datasets.source import (
@@ -875,9 +875,6 @@ def _array(path: Path, name: str, values: Any) -> NDArray[Any]:
 
 DATA_FILE = "data-file"
 
-Stamp = tuple[int, int, int]
-"""Version of a file: time of change in ns, size in bytes, inode."""
-
 
 def stamp_of(node: Mapping[str, object]) -> Stamp | None:
     """Return the current version of a device's data file.
@@ -895,9 +892,4 @@ def stamp_of(node: Mapping[str, object]) -> Stamp | None:
     name = node.get(DATA_FILE)
     if not isinstance(name, str):
         return None
-    path = Path(name.replace("{client}", str(node.get("partition-id", 0))))
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
+    return file_stamp(Path(name.replace("{client}", str(node.get("partition-id", 0)))))

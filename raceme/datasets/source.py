@@ -32,7 +32,7 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from raceme.core.config import RunConfig
-from raceme.core.errors import UserError
+from raceme.core.errors import UserError, told_by_system
 from raceme.core.files import ReadingError, check_regular, check_room
 from raceme.core.options import option
 from raceme.core.registry import explained
@@ -635,10 +635,8 @@ def cache_folder() -> Path:
 def _digest(files: Sequence[Path], settings: Sequence[object]) -> str:
     digest = hashlib.sha256(repr(list(settings)).encode())
     for file in files:
-        try:
+        with told_by_system(f"Cannot read {file}"):
             stat = os.stat(file)
-        except OSError as error:
-            raise UserError(f"Cannot read {file}: {error.strerror}.") from None
         # Path.resolve is too slow for tens of thousands of files.
         path = os.path.abspath(file)
         digest.update(f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
 
-from raceme.core.errors import unknown_name
+from raceme.core.errors import check_known
 from raceme.core.events import Measure
 from raceme.core.files import absolute, atomic_write
 from raceme.experiments import tables as table
@@ -347,8 +347,7 @@ def checked_formats(names: Iterable[str]) -> list[str]:
     """
     written_as = [name.strip() for name in names if name.strip()]
     for name in written_as:
-        if name not in FORMATS:
-            raise unknown_name("format", name, FORMATS)
+        check_known("format", name, FORMATS)
     return written_as
 
 

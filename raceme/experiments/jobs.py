@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from raceme.core.config import RunConfig, read_toml
-from raceme.core.errors import UserError
+from raceme.core.errors import UserError, told_by_system
 from raceme.core.events import Ending, Evaluated, EventHandler, UpdateApplied
 from raceme.core.files import ReadingError, parse_json, read_text
 from raceme.core.options import Value
@@ -225,10 +225,8 @@ def check_own(out: Path, methods: set[str]) -> None:
     UserError
         It has a file that no comparison writes.
     """
-    try:
+    with told_by_system(f"{out} cannot be used", "; give another --out."):
         entries = sorted(out.iterdir()) if out.exists() else []
-    except OSError as error:
-        raise UserError(f"{out} cannot be used: {error.strerror}; give another --out.") from None
     if any(entry.name == RESULTS for entry in entries):
         return
     strange = [e.name for e in entries if e.name not in methods and not _is_ours(e)]
@@ -247,17 +245,14 @@ def remove_run(folder: Path) -> None:
     UserError
         It has a foreign file, a process still writes to it, or it cannot be removed.
     """
-    with only_writer(folder, ORPHAN_SECONDS):
-        try:
-            strange = folder.name if folder.is_symlink() else foreign(folder)
-            if strange:
-                raise UserError(
-                    f"{folder} is not removed, because {strange} in it belongs to no run: move "
-                    "that, or choose another folder with --out."
-                )
-            shutil.rmtree(folder)
-        except OSError as error:
-            raise UserError(f"{folder} cannot be removed: {error.strerror}.") from None
+    with only_writer(folder, ORPHAN_SECONDS), told_by_system(f"{folder} cannot be removed"):
+        strange = folder.name if folder.is_symlink() else foreign(folder)
+        if strange:
+            raise UserError(
+                f"{folder} is not removed, because {strange} in it belongs to no run: move that, "
+                "or choose another folder with --out."
+            )
+        shutil.rmtree(folder)
 
 
 def _is_ours(entry: Path) -> bool:

@@ -5,7 +5,6 @@ The page is a single self-contained file.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,6 +14,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from raceme.core.events import grouped
 from raceme.experiments import tables as table
 from raceme.experiments.results import (
     Comparison,
@@ -36,11 +36,11 @@ from raceme.reporting.plots import (
     staleness_figure,
 )
 from raceme.reporting.style import (
-    FAINT,
     INK,
     MUTED,
     method_looks,
     new_figure,
+    one_axes,
     say_empty,
     style,
     time_unit,
@@ -138,6 +138,7 @@ def purity_figure(comparison: Comparison) -> Figure:
     )
 
 
+@style()
 def _bars(
     results: Sequence[Result],
     values: Mapping[str, Sequence[float]],
@@ -151,39 +152,34 @@ def _bars(
     A text in `instead` replaces a method's bar.
     """
     labels = [result.label for result in results]
-    with style():
-        figure = new_figure(7.2, 1.1 + _ROW_HEIGHT * len(labels))
-        axes = figure.add_subplot()
-        axes.set_title(title)
-        axes.set_xlabel(axis)
-        top = limit or 1.06 * max((v for group in values.values() for v in group), default=1.0)
-        axes.set_xlim(0.0, top)
-        axes.set_ylim(len(labels) - 0.5, -0.5)
-        axes.set_yticks(range(len(labels)), labels)
-        axes.tick_params(axis="y", length=0)
-        axes.grid(axis="x", color=FAINT)
-        if not any(values.values()):
-            # Without bars, the scale is meaningless.
-            axes.set_xticks([])
-        looks = method_looks(labels)
-        for place, label in enumerate(labels):
-            own = values[label]
-            if instead[label]:
-                axes.text(
-                    0.005 * top,
-                    place,
-                    instead[label],
-                    va="center",
-                    color=MUTED,
-                    fontsize=8,
-                    # Keep the grid behind the words.
-                    bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0},
-                )
-            else:
-                axes.barh(place, np.mean(own), height=_BAR, color=looks[label][0], alpha=0.85)
-            if len(own) > 1 or instead[label]:
-                axes.plot(own, [place] * len(own), "o", ms=3, color=INK, zorder=3, clip_on=False)
-        return figure
+    figure, axes = one_axes(7.2, 1.1 + _ROW_HEIGHT * len(labels), title, x=axis, grid="x")
+    top = limit or 1.06 * max((v for group in values.values() for v in group), default=1.0)
+    axes.set_xlim(0.0, top)
+    axes.set_ylim(len(labels) - 0.5, -0.5)
+    axes.set_yticks(range(len(labels)), labels)
+    axes.tick_params(axis="y", length=0)
+    if not any(values.values()):
+        # Without bars, the scale is meaningless.
+        axes.set_xticks([])
+    looks = method_looks(labels)
+    for place, label in enumerate(labels):
+        own = values[label]
+        if instead[label]:
+            axes.text(
+                0.005 * top,
+                place,
+                instead[label],
+                va="center",
+                color=MUTED,
+                fontsize=8,
+                # Keep the grid behind the words.
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0},
+            )
+        else:
+            axes.barh(place, np.mean(own), height=_BAR, color=looks[label][0], alpha=0.85)
+        if len(own) > 1 or instead[label]:
+            axes.plot(own, [place] * len(own), "o", ms=3, color=INK, zorder=3, clip_on=False)
+    return figure
 
 
 # -----------------------------------------------------------------------------
@@ -201,59 +197,42 @@ Curve = list[tuple[int, float]]
 """Points of a curve: updates and value."""
 
 
+@style()
 def scores_figure(records: Mapping[str, RunRecord], measures: Sequence[Scored]) -> Figure:
     """Draw each score of several runs on a common axis of accuracy.
 
     Scores of uploads are means over clients per session, in which every client has uploaded at
     least once; scores of clusters are per evaluation.
     """
-    with style():
-        figure = new_figure(7.2, 3.4)
-        panels = np.atleast_1d(figure.subplots(1, len(measures), sharey=True))
-        for axes, measure in zip(panels, measures, strict=True):
-            curves = {label: score_curve(record, measure) for label, record in records.items()}
-            # No title: of those an axes has one height for all.
-            axes.text(0.5, 1.02, _NAMES[measure], transform=axes.transAxes, ha="center")
-            _draw(axes, curves)
-        panels[0].set_title("Uploads, returned models and clusters", pad=24)
-        panels[0].set_ylabel("accuracy")
-        _legend(figure, panels, records)
-        return figure
+    figure = new_figure(7.2, 3.4)
+    panels = np.atleast_1d(figure.subplots(1, len(measures), sharey=True))
+    for axes, measure in zip(panels, measures, strict=True):
+        curves = {label: score_curve(record, measure) for label, record in records.items()}
+        # No title: of those an axes has one height for all.
+        axes.text(0.5, 1.02, _NAMES[measure], transform=axes.transAxes, ha="center")
+        _draw(axes, curves)
+    panels[0].set_title("Uploads, returned models and clusters", pad=24)
+    panels[0].set_ylabel("accuracy")
+    _legend(figure, panels, records)
+    return figure
 
 
+@style()
 def divergences_figure(records: Mapping[str, RunRecord]) -> Figure:
     """Draw the divergence of estimated from true mixtures per session, of several runs."""
-    with style():
-        figure = new_figure(7.2, 3.2)
-        axes = figure.add_subplot()
-        axes.set_title("Estimated mixtures against the true ones")
-        axes.set_ylabel("KL(true ‖ estimated)")
-        _draw(axes, {label: divergence_curve(record) for label, record in records.items()})
-        axes.set_ylim(bottom=0)
-        _legend(figure, [axes], records)
-        return figure
+    title, label = "Estimated mixtures against the true ones", "KL(true ‖ estimated)"
+    figure, axes = one_axes(7.2, 3.2, title, y=label)
+    _draw(axes, {name: run.uploads.curve("divergence") for name, run in records.items()})
+    axes.set_ylim(bottom=0)
+    _legend(figure, [axes], records)
+    return figure
 
 
 def score_curve(record: RunRecord, measure: Scored) -> Curve:
     """Return a score over a run."""
     if measure is Scored.CLUSTER:
         return [(event.updates, event.mean) for event in record.cluster_scores]
-    uploads = record.uploads
-    found = zip(uploads.session_ends, uploads.by_session(str(measure)), strict=True)
-    return [(end, mean) for end, mean in found if mean is not None]
-
-
-def divergence_curve(record: RunRecord) -> Curve:
-    """Return the mean divergence of the uploads of each session."""
-    by_session: dict[int, list[float]] = defaultdict(list)
-    for row, value in record.uploads.divergences():
-        by_session[row.session].append(value)
-    ends = record.uploads.session_ends
-    return [
-        (end, float(np.mean(by_session[number])))
-        for number, end in enumerate(ends, start=1)
-        if number in by_session
-    ]
+    return record.uploads.curve(str(measure))
 
 
 def _draw(axes: Axes, curves: Mapping[str, Curve]) -> None:
@@ -434,11 +413,7 @@ def _settings_table(comparison: Comparison) -> PageTable:
 
 def _versions(comparison: Comparison) -> dict[str, list[str]]:
     """Return the runs' package versions."""
-    versions: dict[str, list[str]] = {}
-    for result in comparison.results:
-        for run in result.runs:
-            stated = run.summary.get("versions")
-            for name, version in (stated if isinstance(stated, dict) else {}).items():
-                if str(version) not in versions.setdefault(str(name), []):
-                    versions[str(name)].append(str(version))
-    return versions
+    runs = (run.summary.get("versions") for result in comparison.results for run in result.runs)
+    stated = (of for of in runs if isinstance(of, dict))
+    pairs = ((str(name), str(version)) for of in stated for name, version in of.items())
+    return {name: list(dict.fromkeys(found)) for name, found in grouped(pairs).items()}

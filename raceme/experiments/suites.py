@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from raceme.core.config import RunConfig, check_key, read_tree
-from raceme.core.errors import UserError, unknown_name
+from raceme.core.errors import UserError, check_known, unknown_name
 from raceme.core.events import Measure
 from raceme.core.options import Value, written
 from raceme.core.registry import STRATEGIES
@@ -298,8 +298,8 @@ class Suite:
             double = {name for name in names if names.count(name) > 1}
             if double:
                 raise UserError(f"'{min(double)}' is in the comparison more than once.")
-        if self.reference is not None and self.reference not in labels:
-            raise unknown_name("reference", self.reference, labels)
+        if self.reference is not None:
+            check_known("reference", self.reference, labels)
         if self.shows_traffic and self.reference is None:
             raise UserError("shows-traffic compares bytes with those of a reference: name one.")
         if self.shows_work and self.reference is None:
@@ -415,8 +415,7 @@ class Suite:
         """
         known = {method.label: method for method in self.methods}
         for label in labels:
-            if label not in known:
-                raise unknown_name("method", label, known)
+            check_known("method", label, known)
         reference = self.reference if self.reference in labels else None
         return replace(
             self,
@@ -563,8 +562,7 @@ def parts(name: str, variants: Mapping[str, str], only: Iterable[str]) -> dict[s
     """
     named = [part.strip() for part in only if part.strip()]
     for part in named:
-        if part not in variants:
-            raise unknown_name(f"part of {name}", part, variants)
+        check_known(f"part of {name}", part, variants)
     return {part: variants[part] for part in named or variants}
 
 
@@ -636,8 +634,7 @@ def shipped(name: str) -> dict[str, str]:
         There is no such reproduction.
     """
     found = all_shipped()
-    if name not in found:
-        raise unknown_name("reproduction", name, found, "raceme reproduce")
+    check_known("reproduction", name, found, "raceme reproduce")
     return found[name]
 
 
@@ -691,8 +688,7 @@ def _variant(
     """
     cells = _table(path, "variants", tree["variants"])
     axes = _table(path, "axes", tree.get("axes", {}))
-    if variant not in cells:
-        raise unknown_name(f"variant of the suite {path}", variant, cells)
+    check_known(f"variant of the suite {path}", variant, cells)
     own = dict(_table(path, f"variants.{variant}", cells[variant]))
     suite = {name: value for name, value in tree.items() if name not in _MATRIX_KEYS}
     titles, notes = [suite.get("title", "")], _texts(path, "notes", suite.get("notes", []))
@@ -727,28 +723,25 @@ def _published_in(
         raise UserError(f"published in the suite {path} must be a list of tables: [[published]].")
     found: dict[str, Any] = {}
     covered = set(_texts(path, "unpublished", tree.get("unpublished", [])))
-    for name in covered - set(cells):
-        raise unknown_name(f"unpublished variant of the suite {path}", name, cells)
+    for name in covered:
+        check_known(f"unpublished variant of the suite {path}", name, cells)
     for table in tables:
         _check_keys(path, "published", _table(path, "published", table), _PUBLISHED_KEYS)
         columns = _texts(path, "columns", table.get("columns", []))
         rows = _table(path, "published.rows", table.get("rows", {}))
         for name in _texts(path, "numbers", table.get("numbers", [])):
-            if name not in _NUMBERS:
-                raise unknown_name(f"published number of the suite {path}", name, _NUMBERS)
+            check_known(f"published number of the suite {path}", name, _NUMBERS)
         covered |= set(columns)
         for label, row in rows.items():
             if not isinstance(row, list) or len(row) != len(columns):
                 raise UserError(f"The row {label} in {path} needs a cell for each of {columns}.")
         for name in columns:
-            if name not in cells:
-                raise unknown_name(f"published column of the suite {path}", name, cells)
+            check_known(f"published column of the suite {path}", name, cells)
         if variant not in columns:
             continue
         for label in (*rows, *methods):
             where = f"row '{label}', column '{variant}' of the published table in {path}"
-            if label not in methods:
-                raise unknown_name(f"method: {where}", label, methods)
+            check_known(f"method: {where}", label, methods)
             if label not in rows:
                 raise UserError(f"There is no {where}.")
             cell = _cell(where, table, rows[label][columns.index(variant)])
@@ -867,10 +860,9 @@ def written_published(row: Published) -> dict[str, Any]:
 
 
 def _check_keys(path: Path, where: str, entry: Mapping[str, Any], valid: Sequence[str]) -> None:
+    kind = f"key of {where} in the suite {path}" if where else f"key of the suite {path}"
     for name in entry:
-        if name not in valid:
-            kind = f"key of {where} in the suite {path}" if where else f"key of the suite {path}"
-            raise unknown_name(kind, name, valid)
+        check_known(kind, name, valid)
 
 
 def _seeds(path: Path, name: str, value: Any) -> tuple[int, ...]:

@@ -32,7 +32,7 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from raceme.core.clients import parse_labels, read_labels
-from raceme.core.errors import UserError, unknown_name
+from raceme.core.errors import UserError, check_known, told_by_system
 from raceme.core.files import atomic_write
 from raceme.flower.fleet_client import Certificates
 from raceme.flower.ports import ROLES, VIEW, Access, is_loopback, new_token
@@ -119,8 +119,7 @@ def make_tokens(folder: Path, roles: Sequence[str]) -> list[Path]:
         There is no such role, or a file cannot be written.
     """
     for role in roles:
-        if role not in ROLES:
-            raise unknown_name("role", role, ROLES)
+        check_known("role", role, ROLES)
     return [
         _write(folder / f"{role}.token", new_token().encode() + b"\n", _PRIVATE) for role in roles
     ]
@@ -239,8 +238,7 @@ def _check_known(folder: Path, devices: Sequence[str]) -> None:
     if not known:
         raise UserError(f"{folder} has no devices: give the folder of `raceme certs` with --out.")
     for device in devices:
-        if device not in known:
-            raise unknown_name("device", device, known)
+        check_known("device", device, known)
 
 
 def _read_line(path: Path, device: str) -> bytes:
@@ -278,12 +276,9 @@ def _replace_lines(path: Path, lines: Mapping[str, bytes]) -> list[Path]:
 
 def _replace(path: Path, data: bytes, mode: int = 0o644) -> Path:
     """Write a file in one step: a server that reads it sees the old or the new content."""
-    try:
-        with atomic_write(path) as temporary:
-            temporary.unlink(missing_ok=True)
-            _write(temporary, data, mode)
-    except OSError as error:
-        raise UserError(f"'{path}' cannot be written: {error.strerror}.") from None
+    with told_by_system(f"'{path}' cannot be written"), atomic_write(path) as temporary:
+        temporary.unlink(missing_ok=True)
+        _write(temporary, data, mode)
     return path
 
 
@@ -327,11 +322,8 @@ def _read_private(path: Path) -> tuple[bytes, bool]:
 
     Group members may read it if the file is another user's, such as root's, whose choice it is.
     """
-    try:
-        with path.open("rb") as file:
-            found, data = os.fstat(file.fileno()), file.read(_LARGEST_KEY)
-    except OSError as error:
-        raise UserError(f"The key '{path}' cannot be read: {error.strerror}.") from None
+    with told_by_system(f"The key '{path}' cannot be read"), path.open("rb") as file:
+        found, data = os.fstat(file.fileno()), file.read(_LARGEST_KEY)
     if os.name != "posix":
         # The mode does not say which users can read a file.
         return data, False
@@ -434,13 +426,11 @@ def _list_keys(path: Path, added: Sequence[Path]) -> Path:
     lines = b"".join(key.read_bytes().rstrip(b"\n") + b"\n" for key in keys)
     if not former:
         return _write(path, lines)
-    try:
+    with told_by_system(f"'{path}' cannot be written"):
         # An editor may have left the last line without an end.
         ended = path.read_bytes().endswith(b"\n") or not path.stat().st_size
         with path.open("ab") as file:
             file.write(lines if ended else b"\n" + lines)
-    except OSError as error:
-        raise UserError(f"'{path}' cannot be written: {error.strerror}.") from None
     return path
 
 

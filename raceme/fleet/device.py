@@ -25,7 +25,7 @@ from typing import Any
 import grpc
 from cryptography import x509
 
-from raceme.core.errors import UserError, printable
+from raceme.core.errors import UserError, printable, told_by_system
 from raceme.core.options import Value
 from raceme.core.signals import StopSignal, heeds_hang_up
 from raceme.fleet.tasks import Apps, Interrupter, Invitations, Tasks, Trust, When
@@ -68,17 +68,13 @@ class HealthFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._touched_at = float("-inf")
-        try:
+        with told_by_system(f"The health file '{path}' cannot be written"):
             # It is removed and made again: a device would be gone.
             if path.exists() and not path.is_file():
                 raise UserError(f"The health file '{path}' is not a regular file.")
             path.unlink(missing_ok=True)
             path.touch()
             path.unlink()
-        except OSError as error:
-            raise UserError(
-                f"The health file '{path}' cannot be written: {error.strerror}."
-            ) from None
 
     def answered(self) -> None:
         """Note that the SuperLink has answered."""
@@ -181,10 +177,8 @@ def read_authority(path: Path) -> bytes:
     UserError
         It cannot be read, has no certificate in it, or something that is none.
     """
-    try:
+    with told_by_system(f"The certificate '{path}' cannot be read"):
         data = path.expanduser().read_bytes()
-    except OSError as error:
-        raise UserError(f"The certificate '{path}' cannot be read: {error.strerror}.") from None
     try:
         x509.load_pem_x509_certificates(data)
     except ValueError:

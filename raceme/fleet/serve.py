@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import logging
-import math
 import os
 import shutil
 import sqlite3
@@ -21,7 +20,6 @@ from typing import Any, Self, TypeVar
 
 import click
 import tomli_w
-import uvicorn
 from flwr.app import Message, MessageType
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -35,7 +33,7 @@ from starlette.routing import Route
 
 import raceme
 from raceme.core.config import FEW_DEVICES, RunConfig, as_tables, read_toml
-from raceme.core.errors import UserError, printable, unknown_name
+from raceme.core.errors import UserError, check_known, printable, told_by_system
 from raceme.core.events import (
     AnswerTaken,
     ClaimRefused,
@@ -68,8 +66,8 @@ from raceme.flower.messages import (
 )
 from raceme.flower.ports import (
     OPERATE,
-    HttpConnection,
     bearer,
+    http_server,
     is_loopback,
     listen,
     most_connections,
@@ -78,6 +76,7 @@ from raceme.flower.ports import (
 from raceme.records.folder import ControlSocket, Stage, VersionStore, new_folder
 from raceme.records.record import line_of
 from raceme.records.store import read_events
+from raceme.records.summary import finite
 from raceme.runs import experiment
 from raceme.runs.checkpoints import CHECKPOINTS
 from raceme.runs.experiment import Outcome
@@ -305,7 +304,7 @@ class Metrics(EventHandler, Collector):
 
     def _quality(self, event: Evaluated) -> Iterator[GaugeMetricFamily]:
         """Yield what the latest evaluation has found: of all its devices, and by cluster."""
-        measure, per_device = event.measure, event.per_client.values()
+        measure = event.measure
         yield GaugeMetricFamily("raceme_loss", "Mean loss of the devices", event.loss)
         devices = GaugeMetricFamily(
             "raceme_cluster_devices", "Devices whose main cluster it is", labels=["cluster"]
@@ -313,8 +312,7 @@ class Metrics(EventHandler, Collector):
         scores = GaugeMetricFamily(
             f"raceme_cluster_{measure.name}", f"Mean {measure.label}", labels=["cluster"]
         )
-        for cluster in sorted({cluster for cluster, _, _ in per_device}):
-            found = [score for k, score, _ in per_device if k == cluster]
+        for cluster, found in sorted(event.by_cluster.items()):
             devices.add_metric([str(cluster)], len(found))
             scores.add_metric([str(cluster)], sum(found) / len(found))
         yield devices
@@ -322,9 +320,8 @@ class Metrics(EventHandler, Collector):
         if not measure.is_loss:
             name, title = f"raceme_{measure.name}", f"Mean {measure.label} of the devices"
             yield GaugeMetricFamily(name, title, event.accuracy)
-        worst = measure.worst_tenth(score for _, score, _ in per_device)
         title = f"Mean {measure.label} of the worst tenth of the devices"
-        yield GaugeMetricFamily(f"raceme_worst_tenth_{measure.name}", title, worst)
+        yield GaugeMetricFamily(f"raceme_worst_tenth_{measure.name}", title, event.worst_tenth)
 
     def _versions(self, rollouts: Rollouts) -> Iterator[Metric]:
         """Yield which versions are in use, and how many came into use or were held."""
@@ -425,33 +422,21 @@ class StatusPort:
         self._access = access_to(certificates, host.strip("[]"))
         self.address = f"{'https' if self._access.is_secure else 'http'}://{address}"
         self.is_open = not self._access.tokens and not is_loopback(host.strip("[]"))
-        try:
+        with told_by_system(
+            f"Cannot listen on {address} for /metrics",
+            ". Choose another with --metrics HOST:PORT, or turn it off: --metrics off.",
+        ):
             self._socket = listen(self._access.host, int(port))
-        except OSError as error:
-            raise UserError(
-                f"Cannot listen on {address} for /metrics: {error.strerror}. Choose another with "
-                "--metrics HOST:PORT, or turn it off: --metrics off."
-            ) from None
-        config = uvicorn.Config(
-            Starlette(
-                routes=[
-                    Route("/fleet", self._act, methods=["POST"]),
-                    Route("/{path:path}", self._answer),
-                ]
-            ),
-            http=HttpConnection,
+        commands = Route("/fleet", self._act, methods=["POST"])
+        self._server = http_server(
+            Starlette(routes=[commands, Route("/{path:path}", self._answer)]),
+            self._access.tls(),
             # uvloop would accept connections past the limit of the listener.
             loop="asyncio",
-            ws="none",
-            lifespan="off",
             log_level="critical",
-            access_log=False,
             server_header=False,
             timeout_graceful_shutdown=1,
         )
-        config.load()
-        config.ssl = self._access.tls()
-        self._server = uvicorn.Server(config)
         self._thread = threading.Thread(
             target=self._server.run, args=([self._socket],), daemon=True
         )
@@ -641,12 +626,11 @@ class FleetCommands:
             "clusters": len(method.models),
         }
         if tested is not None:
-            scores = [score for _, score, _ in tested.per_client.values()]
             said |= {
                 "evaluated_after_updates": tested.updates,
-                tested.measure.name: _finite(tested.accuracy),
-                f"worst_tenth_{tested.measure.name}": _finite(tested.measure.worst_tenth(scores)),
-                "loss": _finite(tested.loss),
+                tested.measure.name: finite(tested.accuracy),
+                f"worst_tenth_{tested.measure.name}": finite(tested.worst_tenth),
+                "loss": finite(tested.loss),
             }
         return said
 
@@ -667,8 +651,7 @@ class FleetCommands:
     def show(self, device: str) -> dict[str, Any]:
         """Return what is known of a device."""
         progress = self._method.progress
-        if device not in progress.fleet.clients:
-            raise unknown_name("device", device, progress.fleet.clients, "raceme fleet devices")
+        check_known("device", device, progress.fleet.clients, "raceme fleet devices")
         silences = {name: seconds for seconds, name in self._metrics.silences()}
         tasks = {task.client: task for task in progress.in_flight.values()}
         return self._shown(device, tasks.get(device), silences.get(device))
@@ -688,7 +671,7 @@ class FleetCommands:
                 "cluster": version.cluster,
                 "version": version.number,
                 "stage": version.stage.value,
-                score: _finite(version.score),
+                score: finite(version.score),
                 "devices": rollouts.devices_with(version),
                 "pinned": version.cluster in store.pinned and version.stage is Stage.IN_USE,
             }
@@ -728,13 +711,8 @@ class FleetCommands:
             said["requested_seconds"] = method.now() - task.sent_at
         if tested is not None and device in tested.per_client:
             _, score, loss = tested.per_client[device]
-            said |= {tested.measure.name: _finite(score), "loss": _finite(loss)}
+            said |= {tested.measure.name: finite(score), "loss": finite(loss)}
         return said
-
-
-def _finite(value: float) -> float | None:
-    """Return a number that JSON can hold."""
-    return value if math.isfinite(value) else None
 
 
 # -----------------------------------------------------------------------------

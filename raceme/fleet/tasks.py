@@ -23,6 +23,7 @@ from flwr.clientapp import ClientApp
 from raceme import __version__
 from raceme.core.config import RunConfig, expanded
 from raceme.core.errors import UserError, quoted
+from raceme.core.files import Stamp
 from raceme.core.messages import (
     COMPLETED_BY,
     CONFIG,
@@ -37,7 +38,7 @@ from raceme.core.messages import (
 )
 from raceme.core.options import Value
 from raceme.core.registry import ATTACKS, DATASETS, DRIFTS, MODELS, PARTITIONERS, PROTECTIONS
-from raceme.datasets.npz import Stamp, stamp_of
+from raceme.datasets.npz import stamp_of
 from raceme.flower import app as bundles
 from raceme.flower import fleet_client as fleet
 from raceme.flower.fleet_client import SINCE, Link, RejoinError

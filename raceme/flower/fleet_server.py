@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any
 
 import grpc
-import uvicorn
 from flwr.app import Message
 from flwr.common.constant import (
     HEARTBEAT_MAX_INTERVAL,
@@ -64,7 +63,7 @@ from raceme.flower.fleet_protocol import (
 )
 from raceme.flower.link_state import LinkState
 from raceme.flower.messages import encode, join
-from raceme.flower.ports import HttpConnection, listen, server_tls
+from raceme.flower.ports import http_server, listen, server_tls
 
 log = logging.getLogger("raceme.serve")
 
@@ -467,18 +466,9 @@ class _HttpApi:
             Route(path, partial(self._answer, name), methods=["POST"])
             for path, name in {**names, wire.GREET_PATH: wire.GREET}.items()
         ]
-        config = uvicorn.Config(
-            Starlette(routes=routes),
-            http=HttpConnection,
-            log_level="error",
-            lifespan="off",
-            access_log=False,
-            ws="none",
-        )
-        config.load()
-        if certificates is not None:
-            config.ssl = server_tls(certificates.certificate, certificates.key)
-        self._server = uvicorn.Server(config)
+        own = certificates
+        tls = None if own is None else server_tls(own.certificate, own.key)
+        self._server = http_server(Starlette(routes=routes), tls, log_level="error")
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:

@@ -16,13 +16,16 @@ import socket
 import ssl
 import tempfile
 from asyncio import Transport
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import h11
+import uvicorn
 from cryptography import x509
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 MOST_BROWSERS = 64
@@ -144,6 +147,33 @@ class HttpConnection(H11Protocol):
             self.transport.abort()
         else:
             self.loop.call_later(STALLED_SECONDS, self._look, now)
+
+
+class _Server(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals to the process that started the server."""
+        yield
+
+
+def http_server(app: ASGIApp, tls: ssl.SSLContext | None, **options: Any) -> uvicorn.Server:
+    """Return a server of HTTP, or with `tls` of HTTPS, that leaves signals to its process.
+
+    Parameters
+    ----------
+    app : ASGIApp
+        The application.
+    tls : SSLContext or None
+        Certificate and key.
+    **options : Any
+        Further options of uvicorn's.
+    """
+    config = uvicorn.Config(
+        app, http=HttpConnection, ws="none", lifespan="off", access_log=False, **options
+    )
+    config.load()
+    config.ssl = tls
+    return _Server(config)
 
 
 async def read_body(stream: AsyncIterator[bytes], most: int) -> bytes | None:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raceme.core.errors import UserError
+from raceme.core.events import grouped
 from raceme.core.timeline import Exchange, Switched
 from raceme.records.folder import MESSAGES as MESSAGES
 
@@ -172,11 +173,8 @@ class Fleet:
         These are the clients whose replies arrived at that time; without any, those whose work was
         lost; otherwise none.
         """
-        arrivals: dict[float, list[str]] = {}
+        arrivals = grouped((task.answered, task.client) for task in self.tasks if task.takes_time)
         lost = [task for task in self.tasks if task.failure is not None]
-        for task in self.tasks:
-            if task.takes_time:
-                arrivals.setdefault(task.answered, []).append(task.client)
         found, before = [], -math.inf
         for moment in map(float, self.moments()):
             given_up = (t.client for t in lost if before <= t.sent < moment < t.answered)
@@ -239,10 +237,8 @@ class Fleet:
 
         Every active device works continuously at its mean time per task.
         """
-        lengths: dict[str, list[float]] = {}
-        for task in self.tasks:
-            if task.takes_time and task.ended <= self.end:
-                lengths.setdefault(task.client, []).append(task.ended - task.begun)
+        whole = (task for task in self.tasks if task.takes_time and task.ended <= self.end)
+        lengths = grouped((task.client, task.ended - task.begun) for task in whole)
         rate = math.fsum(len(own) / math.fsum(own) for own in lengths.values())
         return sum(map(len, lengths.values())) / rate if rate else 0.0
 

@@ -33,7 +33,7 @@ from safetensors.numpy import save_file
 
 from raceme import __version__
 from raceme.core.config import RunConfig, write_toml
-from raceme.core.errors import PlainFormatter, UserError, printable, unknown_name
+from raceme.core.errors import PlainFormatter, UserError, printable, told_by_system, unknown_name
 from raceme.core.files import absolute, atomic_write, flush
 
 log = logging.getLogger("raceme.folder")
@@ -95,12 +95,10 @@ def new_folder(out: str | Path | None, name: str) -> Path:
 
 def check_new(out: Path) -> None:
     """Raise UserError if a folder is unsuitable for a new run."""
-    try:
+    with told_by_system(f"Cannot write to {out}"):
         if not out.exists():
             return
         held = sorted(path.name for path in out.iterdir())
-    except OSError as error:
-        raise UserError(f"Cannot write to {out}: {error.strerror}.") from None
     if {_STORE, MESSAGES} & set(held):
         raise UserError(f"{out} holds a run already; choose another folder with --out.")
     if held:
@@ -118,10 +116,8 @@ def make_folder(out: Path) -> None:
     UserError
         It cannot be made.
     """
-    try:
+    with told_by_system(f"Cannot write to {out}"):
         out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"Cannot write to {out}: {error.strerror}.") from None
 
 
 def begin(out: Path, config: RunConfig) -> None:
@@ -186,11 +182,8 @@ def _is_partial(path: Path) -> bool:
 
 
 def _write_config(out: Path, config: RunConfig) -> None:
-    try:
-        with atomic_write(out / CONFIG) as file:
-            write_toml(config.with_values(out="", resume="").to_mapping(), file)
-    except OSError as error:
-        raise UserError(f"Cannot write to {out}: {error.strerror}.") from None
+    with told_by_system(f"Cannot write to {out}"), atomic_write(out / CONFIG) as file:
+        write_toml(config.with_values(out="", resume="").to_mapping(), file)
 
 
 def resumed_folder(config: RunConfig) -> Path:
@@ -226,14 +219,11 @@ def _made_anew(path: Path) -> Path:
     make_folder(path.parent)
     candidate, number = path, 2
     while True:
-        try:
+        with told_by_system(f"Cannot write to {candidate}"), suppress(FileExistsError):
             candidate.mkdir()
             return candidate
-        except FileExistsError:
-            candidate = path.with_name(f"{path.name}-{number}")
-            number += 1
-        except OSError as error:
-            raise UserError(f"Cannot write to {candidate}: {error.strerror}.") from None
+        candidate = path.with_name(f"{path.name}-{number}")
+        number += 1
 
 
 def model_file(out: Path, of: int | str) -> Path:
@@ -265,14 +255,6 @@ class _LogFile(logging.FileHandler):
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         pass
 
-    def flush(self) -> None:
-        with suppress(OSError):
-            super().flush()
-
-    def close(self) -> None:
-        with suppress(OSError):
-            super().close()
-
 
 @contextmanager
 def log_file(path: Path) -> Iterator[None]:
@@ -286,7 +268,8 @@ def log_file(path: Path) -> Iterator[None]:
         yield
     finally:
         logger.removeHandler(handler)
-        handler.close()
+        with suppress(OSError):
+            handler.close()
 
 
 # -----------------------------------------------------------------------------

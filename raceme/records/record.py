@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raceme.core import events
-from raceme.core.errors import UserError
-from raceme.core.events import Event, EventHandler, Membership, Placement, home
+from raceme.core.errors import told_by_system
+from raceme.core.events import Event, EventHandler, Membership, Placement, grouped, home
 from raceme.core.files import atomic_write
 from raceme.records.store import plain, read_events
 from raceme.records.summary import Uploads
@@ -110,6 +110,13 @@ class ClientEvaluations:
     loss: Floats
     step: Integers
 
+    def means(self, chosen: Flags, count: int) -> Floats:
+        """Return the mean accuracy of some rows at each of `count` evaluations; NaN without any."""
+        index = self.evaluation[chosen]
+        tests = np.bincount(index, minlength=count)
+        total = np.bincount(index, weights=self.accuracy[chosen], minlength=count)
+        return np.where(tests > 0, total / np.maximum(tests, 1), np.nan)
+
 
 @dataclass(frozen=True)
 class Client:
@@ -199,9 +206,7 @@ class RunRecord:
             placements += membership.observe(event)
             uploads.observe(event)
             clients(event)
-        measured: defaultdict[str, list[events.Measured]] = defaultdict(list)
-        for found in of[events.Measured]:
-            measured[found.name].append(found)
+        measured = grouped((event.name, event) for event in of[events.Measured])
         evaluated, ended = of[events.Evaluated], of[events.RunEnded]
         # Tasks may have timed out after the end.
         last = ended or [event for found in of.values() for event in found]
@@ -368,12 +373,10 @@ class TraceFile(AbstractContextManager["TraceFile"]):
         self.failure = ""
         self._communication, self._number = communication, after
         path = folder / FILE
-        try:
+        with told_by_system(f"Cannot write {path}"):
             if after and path.is_file():
                 _cut(path, after)
             self._file: TextIO = path.open("a" if after else "w", encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"Cannot write {path}: {error.strerror}.") from None
 
     def __exit__(self, *error: object) -> None:
         try:

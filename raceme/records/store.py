@@ -63,6 +63,12 @@ def _each(kind: str, path: str, columns: str, *names: str) -> str:
     )
 
 
+def _view_of_tests(kind: str, *names: str) -> str:
+    """Return the query of a view of clients' tests, with the number of clients that answered."""
+    answered = ", (SELECT count(*) FROM json_each(body, '$.per_client')) AS answered FROM"
+    return _view(kind, *names, unit="measure.unit").replace(" FROM", answered, 1)
+
+
 _KEY_AND_VALUE = "CAST(entry.key AS INTEGER) AS {}, entry.value AS {}"
 
 VIEWS: Mapping[str, str] = {
@@ -93,19 +99,8 @@ VIEWS: Mapping[str, str] = {
     ),
     "answers": _view("AnswerTaken", "client", "kind", "phase", "bytes_down", "bytes_up"),
     "rejections": _view("UpdateRejected", "client", "reason", "dispatched_at"),
-    "evaluations": (
-        _view(
-            "Evaluated",
-            "updates",
-            "accuracy",
-            "loss",
-            "clusters",
-            "asked",
-            "weighted_accuracy",
-            unit="measure.unit",
-        ).replace(
-            " FROM", ", (SELECT count(*) FROM json_each(body, '$.per_client')) AS answered FROM", 1
-        )
+    "evaluations": _view_of_tests(
+        "Evaluated", "updates", "accuracy", "loss", "clusters", "asked", "weighted_accuracy"
     ),
     "client_evaluations": _each(
         "Evaluated",
@@ -132,11 +127,7 @@ VIEWS: Mapping[str, str] = {
     ),
     "data_changes": _view("DataChanged", "updates", "client", "step"),
     "measures": _view("Measured", "updates", "values", name="schema.name"),
-    "task_tests": (
-        _view("TasksTested", "updates", "step", "clusters", "asked", unit="measure.unit").replace(
-            " FROM", ", (SELECT count(*) FROM json_each(body, '$.per_client')) AS answered FROM", 1
-        )
-    ),
+    "task_tests": _view_of_tests("TasksTested", "updates", "step", "clusters", "asked"),
     "task_scores": (
         "SELECT event, time, entry.key AS client, CAST(inner.key AS INTEGER) AS step, "
         "json_extract(inner.value, '$[0]') AS cluster, "
@@ -266,7 +257,7 @@ def _write_client(tree: dict[str, Any]) -> None:
 
 
 _WRITTEN: Mapping[type[Any], Callable[[dict[str, Any]], Any]] = {
-    events.ClientJoined: lambda tree: _write_client(tree),
+    events.ClientJoined: _write_client,
     # They are unsigned 64-bit numbers, which exceed SQLite's range.
     events.ClaimRefused: lambda tree: tree.update(node_id=str(tree["node_id"])),
     Evaluated: _write_evaluation,
@@ -293,10 +284,6 @@ def _measured(value: Any, per: str) -> Any:
 def _readers(kind: Any) -> dict[str, Callable[[Any], Any]]:
     hints = get_type_hints(kind)
     return {item.name: _reader(hints[item.name]) for item in fields(kind)}
-
-
-def _same(value: Any) -> Any:
-    return value
 
 
 def _number(value: float | None) -> float:
@@ -332,7 +319,7 @@ def _reader(hint: Any) -> Callable[[Any], Any]:
     if isinstance(hint, type) and is_dataclass(hint):
         made, read_fields = hint, _readers(hint)
         return lambda value: made(**{name: read_fields[name](x) for name, x in value.items()})
-    return _same
+    return lambda value: value
 
 
 # -----------------------------------------------------------------------------

@@ -18,7 +18,16 @@ from numpy.typing import NDArray
 
 import raceme
 from raceme.core import events
-from raceme.core.events import ACCURACY, Event, EventHandler, Measure, Membership, Verdict, home
+from raceme.core.events import (
+    ACCURACY,
+    Event,
+    EventHandler,
+    Measure,
+    Membership,
+    Verdict,
+    grouped,
+    home,
+)
 from raceme.core.files import atomic_write
 from raceme.records.store import plain
 
@@ -319,14 +328,12 @@ class TaskAccuracies:
         """Return the mean of a quantity over the clients, after each step and on each one."""
         means = np.full((self.count, self.count), np.nan)
         for after, per_client in self._scores.items():
-            found: defaultdict[int, list[float]] = defaultdict(list)
-            for scores in per_client.values():
-                for step, score in scores.items():
-                    value = getattr(score, quantity)
-                    if value is not None and step < self.count:
-                        found[step].append(value)
-            for step, values in found.items():
-                means[after, step] = math.fsum(values) / len(values)
+            tests = (test for scores in per_client.values() for test in scores.items())
+            values = ((step, getattr(score, quantity)) for step, score in tests)
+            known = ((step, value) for step, value in values if value is not None)
+            for step, own in grouped(known).items():
+                if step < self.count:
+                    means[after, step] = math.fsum(own) / len(own)
         return means
 
 
@@ -510,34 +517,48 @@ class Uploads(EventHandler):
             "sessions": self._sessions(found) if self._rows else None,
         }
 
+    def curve(self, quantity: str) -> list[tuple[int, float]]:
+        """Return the last update of each session, and the mean of a quantity where it is known.
+
+        Parameters
+        ----------
+        quantity : str
+            ``"before"``, ``"after"`` or ``"divergence"``.
+        """
+        if quantity == "divergence":
+            means = self._mean_divergences(self.divergences())
+        else:
+            means = self.by_session(quantity)
+        points = zip(self.session_ends, means, strict=True)
+        return [(end, mean) for end, mean in points if mean is not None]
+
     def by_session(self, quantity: str) -> list[float | None]:
         """Return the mean of ``"before"`` or ``"after"`` over the clients, in each whole session.
 
         Of several uploads of a client the last one counts. None where fewer than nine tenths of the
         clients have the quantity, as in the last session: what was got is known later.
         """
-        by_session: defaultdict[int, list[Upload]] = defaultdict(list)
-        for row in self.rows:
-            by_session[row.session].append(row)
+        by_session = grouped((row.session, row) for row in self.rows)
         means = []
         for number in range(1, len(self.session_ends) + 1):
-            rows = by_session[number]
+            rows = by_session.get(number, [])
             known = [getattr(row, quantity) for row in _last_of_each(rows, quantity)]
             enough = 10 * len(known) >= 9 * len({row.client for row in rows})
             means.append(_mean_of(known) if enough else None)
         return means
 
     def _sessions(self, divergences: Sequence[tuple[Upload, float]]) -> dict[str, object]:
-        sessions = range(1, len(self.session_ends) + 1)
         return {
             "updates": list(self.session_ends),
             "accuracy_before": self.by_session("before"),
             "accuracy_after": self.by_session("after"),
-            "mixture_divergence": [
-                _mean_of(value for row, value in divergences if row.session == number)
-                for number in sessions
-            ],
+            "mixture_divergence": self._mean_divergences(divergences),
         }
+
+    def _mean_divergences(self, divergences: Sequence[tuple[Upload, float]]) -> list[float | None]:
+        """Return the mean of the uploads of each session."""
+        known = grouped((row.session, value) for row, value in divergences)
+        return [_mean_of(known.get(n, ())) for n in range(1, len(self.session_ends) + 1)]
 
     def on_update_applied(self, event: events.UpdateApplied) -> None:
         """Add an upload that says something, and end the session if it was the last one missing."""

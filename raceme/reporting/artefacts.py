@@ -24,7 +24,7 @@ from safetensors.numpy import load_file, save_file
 
 from raceme import datasets
 from raceme.core.config import RunConfig, read_toml
-from raceme.core.errors import UserError, unknown_name
+from raceme.core.errors import UserError, check_known, told_by_system
 from raceme.core.files import atomic_write
 from raceme.core.registry import EXPORT, explained
 from raceme.records.folder import CONFIG, MODELS, VersionStore, model_file, saved_in
@@ -254,8 +254,7 @@ def export_model(
         There is no such model or format, the folder exists, a package is missing, or the network
         cannot be exported.
     """
-    if kind not in _WRITERS:
-        raise unknown_name("format", kind, _WRITERS)
+    check_known("format", kind, _WRITERS)
     for package in EXPORT if kind == "onnx" else ():
         try:
             import_module(package)
@@ -273,7 +272,7 @@ def export_model(
     data = datasets.described(config)
     network = deployed_network(config, data, arrays)
     stated = _stated_labels(data, labels)
-    try:
+    with told_by_system(f"Cannot write to {out}"):
         out.parent.mkdir(parents=True, exist_ok=True)
         partial_ = Path(tempfile.mkdtemp(prefix=f".{out.name}-", suffix=".partial", dir=out.parent))
         try:
@@ -288,8 +287,6 @@ def export_model(
             os.replace(partial_, out)
         finally:
             shutil.rmtree(partial_, ignore_errors=True)
-    except OSError as error:
-        raise UserError(f"Cannot write to {out}: {error.strerror}.") from None
     return out, f"{_SAMPLES} samples, largest difference of an output {difference:.1g}"
 
 
@@ -316,8 +313,7 @@ def _chosen(
     name = ""
     if device is not None:
         known = {client.client for client in record.clients}
-        if device not in known:
-            raise unknown_name("device", device, known)
+        check_known("device", device, known)
         about["device"] = device
         own = model_file(run, device)
         name = f"device-{own.stem}"

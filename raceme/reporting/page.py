@@ -20,7 +20,7 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 import raceme
-from raceme.core.errors import UserError
+from raceme.core.errors import UserError, told_by_system
 from raceme.core.files import atomic_write
 from raceme.reporting.dashboard import Frozen
 from raceme.reporting.style import FAINT, INK, MUTED, group_colour, style
@@ -258,16 +258,13 @@ def write_page(path: Path, text: str) -> None:
         It cannot be written, or the path is no page.
     """
     check_writable(path)
-    try:
-        with atomic_write(path) as file:
-            file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"Cannot write {path}: {error.strerror}.") from None
+    with told_by_system(f"Cannot write {path}"), atomic_write(path) as file:
+        file.write_text(text, encoding="utf-8")
 
 
 def check_writable(path: Path) -> None:
     """Raise UserError if a path must not be replaced by a page."""
-    try:
+    with told_by_system(f"Cannot write {path}"):
         if path.is_dir():
             raise UserError(f"{path} is a folder; --output takes the name of a file.")
         if path.exists():
@@ -280,8 +277,6 @@ def check_writable(path: Path) -> None:
                 raise UserError(
                     f"{path} is not a report of Raceme, and is kept; choose another --output."
                 )
-    except OSError as error:
-        raise UserError(f"Cannot write {path}: {error.strerror}.") from None
 
 
 @cache

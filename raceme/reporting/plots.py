@@ -31,6 +31,7 @@ from raceme.core.events import (
     MeasureSchema,
     Membership,
     Placement,
+    grouped,
     home,
 )
 from raceme.records.record import ClientEvaluations, Floats, Integers, RunRecord
@@ -183,10 +184,8 @@ def over_seeds(records: Sequence[RunRecord]) -> tuple[Floats, Floats]:
     return times, np.stack([np.interp(times, curve.time, curve.accuracy) for curve in curves])
 
 
-def client_band(
-    evaluations: ClientEvaluations, count: int, low: float = 10.0, high: float = 90.0
-) -> tuple[Floats, Floats]:
-    """Return two percentiles of the clients' accuracies at each of `count` evaluations.
+def client_band(evaluations: ClientEvaluations, count: int) -> tuple[Floats, Floats]:
+    """Return the 10th and 90th percentile of the clients' accuracies at each evaluation.
 
     NaN for evaluations without clients.
     """
@@ -195,7 +194,7 @@ def client_band(
     for index in range(count):
         values = evaluations.accuracy[bounds[index] : bounds[index + 1]]
         if len(values):
-            band[:, index] = np.percentile(values, (low, high))
+            band[:, index] = np.percentile(values, (10.0, 90.0))
     return band[0], band[1]
 
 
@@ -267,16 +266,8 @@ def _cluster_means(record: RunRecord) -> dict[int, Floats]:
     made = sorted({cluster for change in record.changes for cluster in change.made})
     if not 0 < len(made) <= _MOST_CLUSTERS:
         return {}
-    evaluations = record.client_evaluations
-    count = len(record.evaluations.time)
-    means = {}
-    for cluster in made:
-        chosen = evaluations.cluster == cluster
-        index = evaluations.evaluation[chosen]
-        members = np.bincount(index, minlength=count)
-        total = np.bincount(index, weights=evaluations.accuracy[chosen], minlength=count)
-        means[cluster] = np.where(members > 0, total / np.maximum(members, 1), np.nan)
-    return means
+    evaluations, count = record.client_evaluations, len(record.evaluations.time)
+    return {cluster: evaluations.means(evaluations.cluster == cluster, count) for cluster in made}
 
 
 def _mark_changes(axes: Axes, changes: Sequence[ClustersChanged], seconds: float) -> None:
@@ -734,12 +725,7 @@ def _draw_divergences(axes: Axes, record: RunRecord, found: Sequence[tuple[Uploa
     values = [value for _, value in found]
     seqs = [row.seq for row, _ in found]
     draw_dots(axes, seqs, values, series_colour(0), ms=3.5, alpha=0.35, label="an upload")
-    by_session: dict[int, list[float]] = defaultdict(list)
-    for row, value in found:
-        by_session[row.session].append(value)
-    ends = record.uploads.session_ends
-    means = [(end, float(np.mean(by_session[i + 1]))) for i, end in enumerate(ends)]
-    if means:
+    if means := record.uploads.curve("divergence"):
         axes.plot(*zip(*means, strict=True), color=INK, marker="o", ms=3.5, label="mean by session")
     highest = max([float(np.percentile(values, _FAR)), *(mean for _, mean in means)])
     axes.set_ylim(0.0, 1.1 * highest or 1.0)
@@ -751,9 +737,7 @@ def _draw_divergences(axes: Axes, record: RunRecord, found: Sequence[tuple[Uploa
 
 def _examples(rows: Sequence[Upload]) -> dict[str, list[Upload]]:
     """Return the uploads of some clients: per distribution the one with most uploads."""
-    of: dict[str, list[Upload]] = defaultdict(list)
-    for row in rows:
-        of[row.client].append(row)
+    of = grouped((row.client, row) for row in rows)
     mains: dict[int, list[str]] = defaultdict(list)
     for client, own in of.items():
         often = Counter(int(np.argmax(row.mixture)) for row in own)
@@ -1216,11 +1200,7 @@ def _draw_quantity(
         return []
     values = [getattr(row, quantity) for row in known]
     draw_dots(axes, [row.seq for row in known], values, colour)
-    means = [
-        (end, mean)
-        for end, mean in zip(uploads.session_ends, uploads.by_session(quantity), strict=True)
-        if mean is not None
-    ]
+    means = uploads.curve(quantity)
     if not means:
         return [float(np.mean(values))]
     axes.plot(*zip(*means, strict=True), color=colour, marker="o", ms=3.5, label=label, zorder=4)
@@ -1349,9 +1329,7 @@ class Streams:
     def __init__(
         self, placements: Sequence[Placement], groups: Mapping[str, int | None], end: float
     ) -> None:
-        paths: dict[str, list[tuple[float, Weights]]] = {}
-        for placed in placements:
-            paths.setdefault(placed.client, []).append((placed.time, placed.weights))
+        paths = grouped((placed.client, (placed.time, placed.weights)) for placed in placements)
         self._paths = paths
         self._end = end
         # Clients with the same path are adjacent, so that splits separate neighbours only.
@@ -1542,9 +1520,7 @@ def _amounts(before: Bands, after: Bands, place: Mapping[int, int]) -> dict[tupl
 
 def _hulls(found: Iterable[Flow]) -> Iterator[Flow]:
     """Yield the hull of all flows between two clusters, if dense."""
-    together: dict[tuple[int, int], list[Flow]] = {}
-    for flow in found:
-        together.setdefault((flow.source, flow.cluster), []).append(flow)
+    together = grouped(((flow.source, flow.cluster), flow) for flow in found)
     for (source, cluster), own in together.items():
         begins, ends = min(flow.begins for flow in own), min(flow.ends for flow in own)
         before = max(flow.begins + flow.height_before for flow in own) - begins
@@ -1702,10 +1678,7 @@ def _together(times: Sequence[float], room: float) -> list[tuple[float, float]]:
 
 def _label_clusters(axes: Axes, final: Mapping[str, Bands]) -> None:
     """Name the final clusters on their bands."""
-    members: dict[int, list[tuple[float, float]]] = {}
-    for bands in final.values():
-        for cluster, band in bands.items():
-            members.setdefault(cluster, []).append(band)
+    members = grouped(band for bands in final.values() for band in bands.items())
     if len(members) > _LABELLED_BANDS:
         return
     for cluster, own in members.items():

@@ -17,12 +17,19 @@ import tomli_w
 
 from raceme.core.config import keys_of, parse_assignment, read_toml
 from raceme.core.errors import UserError
-from raceme.core.events import ClusterChange, ClustersChanged, Measure, UpdateJudged, Verdict, home
+from raceme.core.events import (
+    ClusterChange,
+    ClustersChanged,
+    Measure,
+    Verdict,
+    grouped,
+    home,
+)
 from raceme.core.files import ReadingError, parse_json, read_text
 from raceme.core.options import AUTO, Value
 from raceme.records.folder import MODELS
 from raceme.records.positions import read_similarity
-from raceme.records.record import Client, Flags, Floats, Integers, RunRecord, read_run
+from raceme.records.record import Client, Flags, Floats, RunRecord, read_run
 from raceme.reporting.artefacts import figures_of
 from raceme.reporting.console import summary_rows
 from raceme.reporting.dashboard import frozen_run
@@ -351,8 +358,7 @@ def _row(record: RunRecord, drift: Drift, until: float) -> tuple[Any, ...]:
     # By step, not by time: on real devices an evaluation takes time.
     reached = found.step >= drift.steps[0]
     count = len(record.evaluations.time)
-    old = _means(found.evaluation, found.accuracy, affected & ~reached, count)
-    new = _means(found.evaluation, found.accuracy, affected & reached, count)
+    old, new = (found.means(affected & side, count) for side in (~reached, reached))
     before = float(old[np.isfinite(old)][-1]) if np.isfinite(old).any() else None
     after = float(new[np.isfinite(new)][0]) if np.isfinite(new).any() else None
     back = "–"
@@ -362,13 +368,6 @@ def _row(record: RunRecord, drift: Drift, until: float) -> tuple[Any, ...]:
         there = np.flatnonzero(recovered & (times < until))
         back = number(max(0.0, float(times[there[0]] - drift.time)), 1) if len(there) else "not"
     return number(drift.time, 2), drift.updates, drift.whose, drift.step, before, after, back
-
-
-def _means(evaluation: Integers, accuracy: Floats, chosen: Flags, count: int) -> Floats:
-    """Return the mean accuracy of the chosen rows at each evaluation; NaN without rows."""
-    tests = np.bincount(evaluation[chosen], minlength=count)
-    total = np.bincount(evaluation[chosen], weights=accuracy[chosen], minlength=count)
-    return np.where(tests > 0, total / np.maximum(tests, 1), np.nan)
 
 
 # -----------------------------------------------------------------------------
@@ -429,9 +428,7 @@ _MOST_SPELLS = 4
 
 def verdicts_table(record: RunRecord) -> PageTable | None:
     """Return the verdicts by reason; None if every update was accepted."""
-    kinds: defaultdict[tuple[Verdict, str], list[UpdateJudged]] = defaultdict(list)
-    for event in record.judged:
-        kinds[event.verdict, event.reason].append(event)
+    kinds = grouped(((event.verdict, event.reason), event) for event in record.judged)
     if not kinds:
         return None
     ranked = sorted(kinds.items(), key=lambda item: -len(item[1]))

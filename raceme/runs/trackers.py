@@ -15,7 +15,6 @@ import os
 import tempfile
 import time as clock
 from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -25,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from raceme.core.config import RunConfig
-from raceme.core.errors import UserError, unknown_name
+from raceme.core.errors import UserError, check_known
 from raceme.core.events import (
     ClustersChanged,
     Evaluated,
@@ -94,15 +93,12 @@ class Measurements(EventHandler):
             "virtual_time": event.time,
         }
         if event.per_client:
-            scores = [accuracy for _, accuracy, _ in event.per_client.values()]
-            found[f"worst_tenth_{name}"] = event.measure.worst_tenth(scores)
+            found[f"worst_tenth_{name}"] = event.worst_tenth
         if self._staleness:
             found["staleness"] = float(np.mean(self._staleness))
             found["train_loss"] = float(np.mean(self._losses))
             self._staleness, self._losses = [], []
-        clusters = defaultdict[int, list[float]](list)
-        for cluster, accuracy, _ in event.per_client.values():
-            clusters[cluster].append(accuracy)
+        clusters = event.by_cluster
         if 1 < len(clusters) <= _MOST_CLUSTERS:
             for cluster, values in sorted(clusters.items()):
                 found[f"cluster_{cluster}_{name}"] = float(np.mean(values))
@@ -406,8 +402,7 @@ def chosen(track: str) -> list[str]:
     """
     names = [name.strip() for name in track.split(",") if name.strip()]
     for name in names:
-        if name not in TRACKERS:
-            raise unknown_name("tracker", name, TRACKERS)
+        check_known("tracker", name, TRACKERS)
         try:
             importlib.import_module(TRACKERS[name][0])
         except ImportError as error:

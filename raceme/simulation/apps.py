@@ -30,7 +30,7 @@ from flwr.serverapp.strategy import Strategy
 
 import raceme
 from raceme.core.config import RunConfig
-from raceme.core.errors import UserError, unknown_name
+from raceme.core.errors import UserError, check_known
 from raceme.core.events import Observer, ignore
 from raceme.core.messages import CONFIG, KIND
 from raceme.core.options import Value
@@ -229,8 +229,7 @@ def _overrides(texts: Sequence[str], known: Mapping[str, Value]) -> dict[str, Va
     """Parse the overrides of ``--run-config``; as in Flower, keys must be the app's."""
     given = _pairs("--run-config", texts)
     for name in given:
-        if name not in known:
-            raise unknown_name("key in --run-config", name, known)
+        check_known("key in --run-config", name, known)
     return given
 
 

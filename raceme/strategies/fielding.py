@@ -24,6 +24,7 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
+from raceme.core.events import grouped
 from raceme.core.messages import LABEL_COUNTS
 from raceme.core.options import option
 from raceme.core.requests import Answer, InFlight, Outcome, Request, Update
@@ -128,10 +129,8 @@ class Fielding(Method):
 
     def _centres(self, shares: dict[str, Shares]) -> dict[int, Shares]:
         """Return the mean p_i of each cluster's clients."""
-        own: dict[int, list[Shares]] = {}
-        for client, share in shares.items():
-            if self.clusters.is_placed(client):
-                own.setdefault(self.clusters.main(client), []).append(share)
+        placed = [client for client in shares if self.clusters.is_placed(client)]
+        own = grouped((self.clusters.main(client), shares[client]) for client in placed)
         return {cluster: np.mean(members, axis=0) for cluster, members in own.items()}
 
     def _cluster(self, shares: dict[str, Shares]) -> None:

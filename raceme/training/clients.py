@@ -31,6 +31,7 @@ from torch import nn
 from raceme import datasets
 from raceme.core.config import RunConfig, expanded
 from raceme.core.errors import UserError
+from raceme.core.files import Stamp
 from raceme.core.messages import (
     VALIDATION_SHARE,
     InvalidModelError,
@@ -39,7 +40,7 @@ from raceme.core.messages import (
     kept_for_validation,
 )
 from raceme.core.options import Value
-from raceme.datasets.npz import DATA_FILE, Stamp, stamp_of
+from raceme.datasets.npz import DATA_FILE, stamp_of
 from raceme.datasets.source import ClientData, DataShape, generator
 from raceme.training import models
 from raceme.training.local import TrainingSettings, evaluate, losses, train

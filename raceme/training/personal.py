@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from raceme.core import messages as names
+from raceme.core.events import grouped
 from raceme.core.messages import ModelSpec, from_array, to_array
 from raceme.flower.messages import array_record
 from raceme.training.local import differentiate, optimiser_of
@@ -68,9 +69,7 @@ def head_arrays(network: Network, layers: int) -> list[str]:
     ValueError
         The network has no more layers than these.
     """
-    names_of: dict[str, list[str]] = {}
-    for name in network.slices:
-        names_of.setdefault(name.rpartition(".")[0], []).append(name)
+    names_of = grouped((name.rpartition(".")[0], name) for name in network.slices)
     if layers >= len(names_of):
         raise ValueError(
             f"{names.HEAD_LAYERS} must leave layers to share: the network has {len(names_of)} "

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.datastructures import URL, MutableHeaders
 from starlette.middleware import Middleware
@@ -34,9 +33,9 @@ from raceme.flower.ports import (
     OPERATE,
     VIEW,
     Access,
-    HttpConnection,
     Listener,
     bearer,
+    http_server,
     is_loopback,
     listen,
     new_token,
@@ -426,19 +425,13 @@ async def _serve(
     tls: ssl.SSLContext | None,
     until: Callable[[], Coroutine[Any, Any, None]],
 ) -> None:
-    config = uvicorn.Config(
+    server = http_server(
         dashboard.app,
-        http=HttpConnection,
+        tls,
         log_level="critical",
-        access_log=False,
         server_header=False,
         timeout_graceful_shutdown=_GRACE_SECONDS,
-        lifespan="off",
-        ws="none",
     )
-    config.load()
-    config.ssl = tls
-    server = _Server(config)
     serving = asyncio.create_task(server.serve([listening]))
     ending = asyncio.create_task(until())
     try:
@@ -448,15 +441,6 @@ async def _serve(
         await dashboard.close()
         server.should_exit = True
         await serving
-
-
-class _Server(uvicorn.Server):
-    """A server that leaves signals to the process that started it."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leave signals to the process that started the server."""
-        yield
 
 
 # -----------------------------------------------------------------------------

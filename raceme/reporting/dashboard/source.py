@@ -137,11 +137,8 @@ class Columns(EventHandler):
     def on_evaluated(self, event: events.Evaluated) -> None:
         """Send the accuracies and group results."""
         scores = event.per_client
-        clusters: defaultdict[int, list[float]] = defaultdict(list)
-        for cluster, accuracy, _ in scores.values():
-            clusters[int(cluster)].append(float(accuracy))
-        means = sorted((k, len(found), _short(_mean(found))) for k, found in clusters.items())
-        known = [float(accuracy) for _, accuracy, _ in scores.values()]
+        clusters = event.by_cluster.items()
+        means = sorted((int(k), len(found), _short(_mean(found))) for k, found in clusters)
         self._add(
             "evaluations",
             event.time,
@@ -149,7 +146,7 @@ class Columns(EventHandler):
             accuracy=finite(event.accuracy),
             best=finite(self._summary.best_accuracy),
             loss=_short(event.loss),
-            worst=_short(event.measure.worst_tenth(known)),
+            worst=_short(event.worst_tenth),
             answered=event.answered,
             asked=int(event.asked),
             clusters=means,
@@ -613,12 +610,11 @@ class _Curve(EventHandler):
 
     def on_evaluated(self, event: events.Evaluated) -> None:
         """Add an evaluation to the curves of mean and worst accuracy."""
-        scores = [accuracy for _, accuracy, _ in event.per_client.values()]
         for name, value in (
             ("time", event.time),
             ("updates", event.updates),
             ("accuracy", event.accuracy),
-            ("worst", event.measure.worst_tenth(scores)),
+            ("worst", event.worst_tenth),
         ):
             self._points[name].append(value if value == value else None)
 

@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 import raceme.strategies.faacl as keys
 from raceme.core.clusters import Model, Weights
 from raceme.core.errors import UserError
+from raceme.core.events import grouped
 from raceme.core.messages import COMPUTE_SCALE, LOSSES, ON, Vector, forward_cost, numbered, to_array
 from raceme.core.options import option
 from raceme.core.requests import Answer, InFlight, InvalidReplyError, Outcome, Request, Update
@@ -446,11 +447,8 @@ class CFAACL(FAACL):
     def _begin_others(self) -> None:
         """Draw a sample of each cluster for the clients without a match (Algorithm 9)."""
         state = self.state
-        by_cluster: dict[int, list[Remembered]] = {}
-        for client in state.memory:
-            if self.clusters.online.get(client):
-                for remembered in self._own(client):
-                    by_cluster.setdefault(remembered.cluster, []).append(remembered)
+        online = (client for client in state.memory if self.clusters.online.get(client))
+        by_cluster = grouped((own.cluster, own) for client in online for own in self._own(client))
         state.tested = {}
         for client in state.local:
             if client in state.joins:
