@@ -126,8 +126,7 @@ def device(
     model_file: Annotated[
         Path | None,
         typer.Option(
-            help="file for the model that serves this device, always whole, for an application",
-            show_default=False,
+            help="file for the model that serves this device, always whole, for an application"
         ),
     ] = None,
     verbose: Annotated[
@@ -232,15 +231,12 @@ def serve(
             metavar="[APP_DIR]",
             help="folder of a Flower app to serve instead of Raceme's own; --strategy replaces its "
             "strategy",
-            show_default=False,
         ),
     ] = None,
     run_config: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="'KEY=VALUE …'",
-            help="with APP_DIR: run config of the app, as in `flwr run`",
-            show_default=False,
+            metavar="'KEY=VALUE …'", help="with APP_DIR: run config of the app, as in `flwr run`"
         ),
     ] = None,
     address: Annotated[
@@ -260,7 +256,6 @@ def serve(
             "--http",
             metavar="HOST:PORT",
             help="address to listen on for SuperNodes of Flower 1.40 and later (HTTP)",
-            show_default=False,
         ),
     ] = None,
     any_device: Annotated[

@@ -30,17 +30,13 @@ from raceme.core.errors import UserError
 from raceme.core.options import Key, Value, shown_type
 from raceme.core.registry import DATASETS, DEVICES, DRIFTS, MODELS, PARTITIONERS, STRATEGIES
 
-_CONFIG = Annotated[
-    Path | None,
-    typer.Option("--config", metavar="FILE", help="TOML file of keys", show_default=False),
-]
+_CONFIG = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="TOML file of keys")]
 _SET = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
         help="any key of `raceme list --keys`; --groups 0.5,0.5 is short for --set groups=0.5,0.5",
-        show_default=False,
     ),
 ]
 

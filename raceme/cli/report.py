@@ -138,11 +138,10 @@ def _link(folder: Path, target: Path) -> str:
 def export(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="folder of a run")],
     cluster: Annotated[
-        int | None, typer.Option(metavar="K", help="the model of this cluster", show_default=False)
+        int | None, typer.Option(metavar="K", help="the model of this cluster")
     ] = None,
     device: Annotated[
-        str | None,
-        typer.Option(metavar="ID", help="the model that this device uses", show_default=False),
+        str | None, typer.Option(metavar="ID", help="the model that this device uses")
     ] = None,
     kind: Annotated[
         str, typer.Option("--format", metavar="NAME", help="torchscript, onnx or safetensors")
@@ -281,7 +280,7 @@ def watched(
             if exit_.exit_code == _INTERRUPTED:
                 raise
             ended = exit_
-        if _is_terminal():
+        if sys.stdin.isatty() and sys.stdout.isatty():
             print(
                 f"The dashboard stays open at {beside.address}. Press Ctrl-C to stop.", flush=True
             )
@@ -295,10 +294,6 @@ def _print_code(code: str) -> None:
     """Print a QR code on a terminal that has its characters."""
     if code and sys.stdout.isatty() and "utf" in sys.stdout.encoding.lower():
         print(code, flush=True)
-
-
-def _is_terminal() -> bool:
-    return sys.stdin.isatty() and sys.stdout.isatty()
 
 
 def parsed_address(

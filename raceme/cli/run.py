@@ -134,7 +134,6 @@ def simulate(
             "--node-config",
             metavar="'KEY=VALUE …'",
             help="pairs for the node config of every client, as in `flower-supernode`",
-            show_default=False,
         ),
     ] = None,
     strategy: Annotated[

@@ -41,8 +41,8 @@ from raceme.core.requests import InvalidReplyError
 from raceme.core.scheduling import FlowerArguments, InRounds, MetricsFn, sample
 from raceme.core.strategy import Method, Probe, RunResult, StopCheck, never_stop
 from raceme.core.timeline import Timeline, timeline_of
-from raceme.flower.grid import OwnGrid
-from raceme.flower.messages import Run, array, array_record, refused, set_message_id
+from raceme.flower.grid import GridAround
+from raceme.flower.messages import array, array_record, refused, set_message_id
 
 log = logging.getLogger("flwr")
 
@@ -808,7 +808,7 @@ class Rounds:
 # -----------------------------------------------------------------------------
 
 
-class FlowerGrid(OwnGrid):
+class FlowerGrid(GridAround):
     """Exchanges Flower-style messages with ClientApps on any grid.
 
     Parameters
@@ -869,15 +869,6 @@ class FlowerGrid(OwnGrid):
         self._clock.forget(given_up)
 
     # A grid.
-
-    def set_run(self, run: Run) -> None:
-        """Set the run that messages belong to."""
-        self._grid.set_run(run)
-
-    @property
-    def run(self) -> Any:
-        """The run that messages belong to."""
-        return self._grid.run
 
     def get_node_ids(self) -> Iterable[int]:
         """Return the connected nodes.

@@ -59,6 +59,11 @@ def printable(text: object, longest: int = LONGEST_LINE) -> str:
     return line if len(line) <= longest else line[: longest - 1] + "…"
 
 
+def one_line(error: object) -> str:
+    """Return what an exception says in one line, without breaks."""
+    return " ".join(str(error).split())
+
+
 def quoted(text: object) -> str:
     """Return one shortened word of foreign text; texts are quoted."""
     word = printable(text, _LONGEST_QUOTE)

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from raceme.core.errors import UserError
+from raceme.core.errors import UserError, one_line
 
 _MOST_BYTES = 64 << 20
 _DEEPEST = 64
@@ -165,7 +165,7 @@ def _check_depth(tree: Any) -> None:
 
 
 def _short(error: ValueError) -> str:
-    text = " ".join(str(error).split())
+    text = one_line(error)
     return text if len(text) <= 200 else f"{text[:200]}…"
 
 

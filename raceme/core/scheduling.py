@@ -646,7 +646,8 @@ class InRounds(Scheduler):
         state = self.state
         online = [c for c in moment.fleet.online() if c.ready_at <= moment.now]
         # Without other clients, no client is delayed.
-        online = [c for c in online if self._may_take_part(c)] or online
+        late = {c for c, number in state.backs_off_until.items() if number > state.number + 1}
+        online = [c for c in online if c.client_id not in late] or online
         if not online:
             return
         state.number += 1
@@ -661,10 +662,6 @@ class InRounds(Scheduler):
         methods.
         """
         return {ROUND: self.state.number}
-
-    def _may_take_part(self, client: Client) -> bool:
-        """Return whether a client may take part in the next round."""
-        return self.state.number + 1 >= self.state.backs_off_until.get(client.client_id, 0)
 
     def sent(self, task: InFlight, now: float) -> None:
         """Record the task of a participant; other work is not the round's."""

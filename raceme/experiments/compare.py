@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
 
-from raceme.core.errors import check_known
+from raceme.core.errors import check_known, one_line
 from raceme.core.events import Measure
 from raceme.core.files import absolute, atomic_write
 from raceme.experiments import tables as table
@@ -403,7 +403,7 @@ def write(comparison: Comparison, out: Path, formats: Sequence[str] = ()) -> dic
             unwritten[name] = error.strerror or str(error)
         except Exception as error:
             log.exception("%s could not be drawn", name)
-            unwritten[name] = " ".join(str(error).split()) or type(error).__name__
+            unwritten[name] = one_line(error) or type(error).__name__
     return unwritten
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from raceme.core.config import RunConfig, read_toml
-from raceme.core.errors import UserError, told_by_system
+from raceme.core.errors import UserError, one_line, told_by_system
 from raceme.core.events import Ending, Evaluated, EventHandler, UpdateApplied
 from raceme.core.files import ReadingError, parse_json, read_text
 from raceme.core.options import Value
@@ -375,10 +375,9 @@ def run_one(keys: Mapping[str, Value], tell: Callable[[Progress], None]) -> Fini
             outcome = simulate(config, reports, stop=lambda: told() or reports.failure)
     except UserError as error:
         # The message suffices. Write nothing, as the folder may belong to another process.
-        return Finished(" ".join(str(error).split()))
+        return Finished(one_line(error))
     except Exception as error:
-        reason = " ".join(str(error).split()) or "no reason given"
-        return Finished(f"{type(error).__name__}: {reason}")
+        return Finished(f"{type(error).__name__}: {one_line(error) or 'no reason given'}")
     if outcome.unwritten:
         # Unfinished: the next time it resumes from its last checkpoint.
         (folder / SUMMARY).unlink(missing_ok=True)

@@ -230,8 +230,8 @@ class Comparison:
 
     def ratio(self, result: Result) -> float | None:
         """Return a method's time relative to the best; None if it never reaches the target."""
-        best = min((_finite(other.rank_time) for other in self.results), default=math.inf)
-        return _quotient(result.rank_time, best)
+        times = [time for of in self.results if (time := of.rank_time) is not None]
+        return _quotient(result.rank_time, min(times, default=math.inf))
 
     def speed_up(self, result: Result) -> float | None:
         """Return the reference's speed-up over a method."""
@@ -360,10 +360,6 @@ def _measured(result: Result, quantity: str) -> float | None:
     if quantity in tuple(Scored):
         return result.spread(Scored(quantity).key).mean
     return result.accuracy.mean if quantity == "accuracy" else result.rank_time
-
-
-def _finite(value: float | None) -> float:
-    return math.inf if value is None else value
 
 
 def _quotient(value: float | None, base: float | None) -> float | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from functools import cached_property, partial
 from itertools import product
@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from raceme.core.config import RunConfig, check_key, read_tree
 from raceme.core.errors import UserError, check_known, unknown_name
 from raceme.core.events import Measure
-from raceme.core.options import Value, written
+from raceme.core.options import Value, key_of, written
 from raceme.core.registry import STRATEGIES
 
 NEVER = "/"
@@ -902,24 +902,21 @@ def _scores(path: Path, name: str, value: Any) -> tuple[Scored, ...]:
     return tuple(_choice(Scored, path, name, entry) for entry in value)
 
 
-_READERS: Mapping[str, Callable[[Path, str, Any], Any]] = {
-    "seeds": _seeds,
-    "async-updates": _count,
-    "sync-updates": _count,
-    "rounds": _count,
-    "sweep-scale": _share,
-    "validation-fraction": _share,
-    "timing": partial(_choice, Timing),
-    "score": partial(_choice, Score),
-    "shows-unrest": _flag,
-    "shows-forgetting": _flag,
-    "shows-traffic": _flag,
-    "shows-clusters": _flag,
-    "scores": _scores,
-    "shows-mixtures": _flag,
-    "shows-work": _flag,
-    "reference": lambda path, name, value: value,
-    "notes": lambda path, name, value: tuple(_texts(path, name, value)),
+_OF_TYPES: Mapping[str, Callable[[Path, str, Any], Any]] = {
+    "tuple[int, ...]": _seeds,
+    "int | None": _count,
+    "float": _share,
+    "Timing": partial(_choice, Timing),
+    "Score": partial(_choice, Score),
+    "bool": _flag,
+    "tuple[Scored, ...]": _scores,
+    "str | None": lambda path, name, value: value,
+    "tuple[str, ...]": lambda path, name, value: tuple(_texts(path, name, value)),
+}
+_READERS = {
+    key_of(item.name): _OF_TYPES[str(item.type)]
+    for item in fields(Suite)
+    if item.name not in ("title", "methods", "settings", "scale")
 }
 """Readers of a suite's values; the keys of a file are the attributes of `Suite`."""
 

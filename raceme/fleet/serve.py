@@ -33,7 +33,7 @@ from starlette.routing import Route
 
 import raceme
 from raceme.core.config import FEW_DEVICES, RunConfig, as_tables, read_toml
-from raceme.core.errors import UserError, check_known, printable, told_by_system
+from raceme.core.errors import UserError, check_known, one_line, printable, told_by_system
 from raceme.core.events import (
     AnswerTaken,
     ClaimRefused,
@@ -1209,6 +1209,6 @@ def _bundled(app: FlowerApp) -> App:
         bundle = build_bundle(app.folder)
         name, version, _ = app_metadata(bundle)
     except (ValueError, OSError, click.ClickException) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"The app in {app.folder} cannot be bundled: {reason}") from None
+        said = f"The app in {app.folder} cannot be bundled: {one_line(error)}"
+        raise UserError(said) from None
     return App(name, version, bundle, app.run_config)

@@ -42,6 +42,21 @@ class OwnGrid(Grid):
         return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
 
 
+class GridAround(OwnGrid):
+    """A grid on top of another one, whose run it has."""
+
+    _grid: Grid
+
+    def set_run(self, run: Run) -> None:
+        """Set the run that messages belong to."""
+        self._grid.set_run(run)
+
+    @property
+    def run(self) -> Run:
+        """The run that messages belong to."""
+        return self._grid.run
+
+
 class PatientGrid(OwnGrid, ABC):
     """A grid on whose clock it is waited for replies, one or a few after the other."""
 
@@ -107,7 +122,7 @@ class _Upload:
     contents: dict[str, bytes] = field(default_factory=dict)
 
 
-class PromptGrid(PatientGrid):
+class PromptGrid(GridAround, PatientGrid):
     """Flower's grid, on which no reply waits for the rest of another.
 
     A reply is announced before its arrays have arrived. Flower's grid, which finds them missing,
@@ -130,15 +145,6 @@ class PromptGrid(PatientGrid):
         self._grid, self._clock = grid, clock
         self._uploads: dict[str, _Upload] = {}
         self._pool = ThreadPoolExecutor(_AT_ONCE)
-
-    def set_run(self, run: Run) -> None:
-        """Set the run whose messages Flower's grid sends."""
-        self._grid.set_run(run)
-
-    @property
-    def run(self) -> Run:
-        """The run, as Flower's grid describes it."""
-        return self._grid.run
 
     def get_node_ids(self) -> Iterable[int]:
         """Return the nodes that are online."""

@@ -299,11 +299,6 @@ class Snapshot:
     is_last: bool = False
 
 
-def updates_between(clients: int) -> int:
-    """Return the number of updates between snapshots, which grows with the number of clients."""
-    return 120 + clients // 4
-
-
 def steps_of(points: Points) -> NDArray[np.int16]:
     """Return positions in steps of 1 / `SCALE`."""
     return np.clip(np.rint(points * SCALE), -32767, 32767).astype("<i2")
@@ -335,7 +330,8 @@ class PositionsFile:
         """Return whether to write a snapshot at an update count."""
         if self._written < _FIRST:
             return True
-        apart = updates_between(len(self._numbers)) * (1 + self._told // self._most)
+        # Longer for more clients.
+        apart = (120 + len(self._numbers) // 4) * (1 + self._told // self._most)
         return updates - self._updates >= apart
 
     def write(

@@ -24,7 +24,7 @@ from safetensors.numpy import load_file, save_file
 
 from raceme import datasets
 from raceme.core.config import RunConfig, read_toml
-from raceme.core.errors import UserError, check_known, told_by_system
+from raceme.core.errors import UserError, check_known, one_line, told_by_system
 from raceme.core.files import atomic_write
 from raceme.core.registry import EXPORT, explained
 from raceme.records.folder import CONFIG, MODELS, VersionStore, model_file, saved_in
@@ -180,15 +180,14 @@ def _attempt(name: str, write: Callable[[], None]) -> dict[str, str]:
     """Write one artefact; if that fails, log it and return its name and the reason."""
     try:
         write()
-    except (OSError, SafetensorError) as error:
-        # A full disk; its place in this program is no help.
-        reason = getattr(error, "strerror", None) or str(error)
-        log.error("%s could not be written: %s", name, reason)
-        return {name: " ".join(reason.split())}
     except Exception as error:
-        log.exception("%s could not be written", name)
-        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        return {name: " ".join(reason.split())}
+        reason = getattr(error, "strerror", None) or one_line(error) or type(error).__name__
+        if isinstance(error, OSError | SafetensorError):
+            # A full disk; its place in this program is no help.
+            log.error("%s could not be written: %s", name, reason)
+        else:
+            log.exception("%s could not be written", name)
+        return {name: reason}
     return {}
 
 

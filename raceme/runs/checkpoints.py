@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 
 import raceme
 from raceme.core.config import RunConfig, keys_of
-from raceme.core.errors import UserError
+from raceme.core.errors import UserError, one_line
 from raceme.core.files import (
     ReadingError,
     atomic_write,
@@ -106,7 +106,7 @@ def read_tree(path: Path) -> tuple[Any, dict[str, str]]:
             metadata = dict(file.metadata() or {})
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except _UNREADABLE as error:
-        raise DamagedError(" ".join(str(error).split()) or type(error).__name__) from None
+        raise DamagedError(one_line(error) or type(error).__name__) from None
     if metadata.get("format") != FORMAT:
         raise DamagedError(f"its format is {metadata.get('format')!r}, not {FORMAT!r}")
     if metadata.pop(_HASH, None) != _digest(metadata, tensors):
@@ -435,7 +435,7 @@ class Keeper:
             self.failure = str(error)
             return None
         except (OSError, SafetensorError) as error:
-            self.failure = " ".join(str(error).split())
+            self.failure = one_line(error)
             log.warning("A checkpoint could not be written: %s", self.failure)
             # Try again when the next one is due.
             self._saved_updates, self._saved_at = self._progress.updates, self._wall_time()
@@ -589,7 +589,7 @@ def _unfit(tree: Any, note: Mapping[str, str], config: RunConfig) -> str:
 
 
 def _described(error: Exception) -> str:
-    text = " ".join(str(error).split())
+    text = one_line(error)
     return f"{type(error).__name__}: {text}"[:200] if text else type(error).__name__
 
 

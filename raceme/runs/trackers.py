@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from raceme.core.config import RunConfig
-from raceme.core.errors import UserError, check_known
+from raceme.core.errors import UserError, check_known, one_line
 from raceme.core.events import (
     ClustersChanged,
     Evaluated,
@@ -494,6 +494,6 @@ class TrackerObserver(EventHandler):
         # External code, disks and networks can raise anything.
         except Exception as error:
             self._trackers.pop(name, None)
-            reason = " ".join(str(error).split()) or type(error).__name__
+            reason = one_line(error) or type(error).__name__
             self.failures[f"track={name}"] = reason
             log.warning("The tracker %s failed and was dropped: %s", name, reason)

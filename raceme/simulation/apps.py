@@ -30,7 +30,7 @@ from flwr.serverapp.strategy import Strategy
 
 import raceme
 from raceme.core.config import RunConfig
-from raceme.core.errors import UserError, check_known
+from raceme.core.errors import UserError, check_known, one_line
 from raceme.core.events import Observer, ignore
 from raceme.core.messages import CONFIG, KIND
 from raceme.core.options import Value
@@ -127,10 +127,9 @@ class FlowerApp:
         except ModuleNotFoundError as error:
             raise self.missing(error, reference) from None
         except (Exception, SystemExit) as error:
-            reason = " ".join(str(error).split()) or "no reason given"
             raise UserError(
-                f"The app in {self.folder} cannot be imported: {type(error).__name__}: {reason} "
-                f"({_place(error, self.folder)})."
+                f"The app in {self.folder} cannot be imported: {type(error).__name__}: "
+                f"{one_line(error) or 'no reason given'} ({_place(error, self.folder)})."
             ) from None
 
     def missing(self, error: ModuleNotFoundError, reference: str = "") -> UserError:
@@ -191,8 +190,7 @@ def read_app(folder: Path, overrides: Sequence[str] = ()) -> FlowerApp:
             f"{folder} is no Flower app: it has no pyproject.toml. `flwr new` makes an app."
         ) from None
     except (ValueError, OSError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"{folder} is no Flower app: {reason}") from None
+        raise UserError(f"{folder} is no Flower app: {one_line(error)}") from None
     components = project["tool"]["flwr"]["app"]["components"]
     if not all(isinstance(components.get(name), str) for name in ("serverapp", "clientapp")):
         raise UserError(
@@ -215,8 +213,7 @@ def _pairs(option: str, texts: Sequence[str]) -> dict[str, Value]:
     try:
         given = compat.parse_pairs(list(texts))
     except (ValueError, OSError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"{option} cannot be read: {reason}") from None
+        raise UserError(f"{option} cannot be read: {one_line(error)}") from None
     if any(text.strip() for text in texts) and not given:
         raise UserError(
             f"{option} takes 'key=value key=value', got '{' '.join(texts)}'; texts are quoted: "
@@ -1124,8 +1121,8 @@ def call_server(app: FlowerApp, server_app: Callable[[], object]) -> tuple[AppEn
         return AppEnding.FAILED, f"the ServerApp ended the process with {end.code!r}"
     except Exception as error:
         _show(error, app.folder)
-        summary = " ".join(str(error).split())
-        return AppEnding.FAILED, f"the ServerApp raised {type(error).__name__}: {summary}"
+        said = f"the ServerApp raised {type(error).__name__}: {one_line(error)}"
+        return AppEnding.FAILED, said
     return AppEnding.RETURNED, ""
 
 

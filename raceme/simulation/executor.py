@@ -37,7 +37,7 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
-from raceme.core.errors import UserError
+from raceme.core.errors import UserError, one_line
 from raceme.core.options import Value
 from raceme.core.registry import define, definitions
 from raceme.datasets.source import without_operators
@@ -427,8 +427,7 @@ def open_desk(target: str, seed: int | None, log_level: int) -> Desk | str:
     try:
         app = load(target)
     except (Exception, SystemExit) as error:
-        reason = " ".join(str(error).split()) or "no reason given"
-        return f"{type(error).__name__}: {reason}"
+        return f"{type(error).__name__}: {one_line(error) or 'no reason given'}"
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
     return Desk(app, seed)

@@ -20,7 +20,7 @@ from flwr.app import ArrayRecord
 
 from raceme import datasets
 from raceme.core.config import RunConfig
-from raceme.core.errors import UserError
+from raceme.core.errors import UserError, one_line
 from raceme.core.options import Value
 from raceme.core.registry import define, definitions
 from raceme.core.signals import handled_by
@@ -143,9 +143,9 @@ def _connect(workers: str, cores: int) -> None:
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        reason = " ".join(str(error).split())
         where = f"cluster at {address}" if address else "cluster of this machine"
-        raise UserError(f"The Ray {where} cannot be joined or started: {reason}") from None
+        said = f"The Ray {where} cannot be joined or started: {one_line(error)}"
+        raise UserError(said) from None
 
 
 def _check_listens(address: str) -> None:
