@@ -135,12 +135,10 @@ class OpenRun:
         cluster = self.record.assignment()
         return _frame(
             {
-                "client": client.client,
-                "joined_at": client.joined_at,
-                "num_examples": client.num_examples,
-                "group": client.group,
-                "cluster": cluster.get(client.client),
+                name: getattr(client, name)
+                for name in ("client", "joined_at", "num_examples", "group")
             }
+            | {"cluster": cluster.get(client.client)}
             for client in self.record.clients
         )
 

@@ -547,6 +547,11 @@ def _is_class_with(attribute: str) -> Callable[[Any], bool]:
     return lambda found: callable(found) and hasattr(found, attribute)
 
 
+def _functions(module: str, names: str) -> dict[str, str]:
+    """Return the targets of some functions of a module, named with hyphens for underscores."""
+    return {name: f"{module}:{name.replace('-', '_')}" for name in names.split()}
+
+
 STRATEGIES = Registry(
     "strategy",
     {
@@ -655,16 +660,11 @@ DATASETS = Registry(
 
 PARTITIONERS = Registry(
     "partition",
-    {
-        "label-groups": "raceme.datasets.partition:label_groups",
-        "dirichlet": "raceme.datasets.partition:dirichlet",
-        "dirichlet-by-class": "raceme.datasets.partition:dirichlet_by_class",
-        "classes": "raceme.datasets.partition:classes",
-        "iid": "raceme.datasets.partition:iid",
-        "rotation-groups": "raceme.datasets.partition:rotation_groups",
-        "noise-groups": "raceme.datasets.partition:noise_groups",
-        "scenario": "raceme.datasets.partition:scenario",
-    },
+    _functions(
+        "raceme.datasets.partition",
+        "label-groups dirichlet dirichlet-by-class classes iid rotation-groups noise-groups "
+        "scenario",
+    ),
     group="raceme.partitions",
     expected="def {name}(labels, config, rng)",
 )
@@ -736,26 +736,11 @@ ATTACKS = Registry(
 
 MODELS = Registry(
     "model",
-    {
-        "mclr": "raceme.training.models:mclr",
-        "mlp": "raceme.training.models:mlp",
-        "cnn": "raceme.training.models:cnn",
-        "cnn1d": "raceme.training.models:cnn1d",
-        "gru": "raceme.training.models:gru",
-        "lstm": "raceme.training.models:lstm",
-        "mlp300": "raceme.training.models:mlp300",
-        "mlp128": "raceme.training.models:mlp128",
-        "mlp512": "raceme.training.models:mlp512",
-        "cnn3x3": "raceme.training.models:cnn3x3",
-        "cnn6": "raceme.training.models:cnn6",
-        "cnn5x5": "raceme.training.models:cnn5x5",
-        "cnn5x5-wide": "raceme.training.models:cnn5x5_wide",
-        "cnn5x5-unpadded": "raceme.training.models:cnn5x5_unpadded",
-        "cnn-fedrep": "raceme.training.models:cnn_fedrep",
-        "lenet5": "raceme.training.models:lenet5",
-        "lenet5-tanh": "raceme.training.models:lenet5_tanh",
-        "resnet18": "raceme.training.models:resnet18",
-    },
+    _functions(
+        "raceme.training.models",
+        "mclr mlp cnn cnn1d gru lstm mlp300 mlp128 mlp512 cnn3x3 cnn6 cnn5x5 cnn5x5-wide "
+        "cnn5x5-unpadded cnn-fedrep lenet5 lenet5-tanh resnet18",
+    ),
     group="raceme.models",
     expected="def {name}(input_shape, num_classes)",
 )
@@ -773,35 +758,24 @@ DEVICES = Registry(
 
 CLIENT_WORK = Registry(
     "kind of work",
-    {
-        "train": "raceme.training.work:train",
-        "train-best": "raceme.training.work:train_best",
-        "train-split": "raceme.training.personal:train_split",
-        "train-beside": "raceme.training.personal:train_beside",
-        "train-interpolated": "raceme.training.personal:train_interpolated",
-        "train-mixed": "raceme.training.personal:train_mixed",
-        "train-own": "raceme.training.personal:train_own",
-        "learn": "raceme.strategies.faacl.client:learn",
-        "match": "raceme.strategies.faacl.client:match",
-        "lend": "raceme.strategies.faacl.client:lend",
-        "train-elastic": "raceme.strategies.continual.client:train_elastic",
-        "train-decomposed": "raceme.strategies.continual.client:train_decomposed",
-        "train-borrowing": "raceme.strategies.continual.client:train_borrowing",
-        "evaluate": "raceme.training.work:evaluate",
-        "test-steps": "raceme.training.work:test_steps",
-        "use": "raceme.training.work:use",
-        "losses": "raceme.training.work:losses",
-        "scores": "raceme.training.work:scores",
-        "label-counts": "raceme.training.work:label_counts",
-        "nearest-direction": "raceme.training.work:nearest_direction",
-        "principal-directions": "raceme.strategies.profiles.client:principal_directions",
-        "latent-most": "raceme.strategies.profiles.client:latent_most",
-        "descriptors": "raceme.strategies.profiles.client:descriptors",
-        "gradient": "raceme.strategies.profiles.client:gradient",
-        "label-masses": "raceme.strategies.fedrc.client:label_masses",
-        "train-weighted": "raceme.strategies.fedrc.client:train_weighted",
-        "describe": "raceme.client_app:describe",
-    },
+    _functions("raceme.training.work", "train train-best")
+    | _functions(
+        "raceme.training.personal",
+        "train-split train-beside train-interpolated train-mixed train-own",
+    )
+    | _functions("raceme.strategies.faacl.client", "learn match lend")
+    | _functions(
+        "raceme.strategies.continual.client", "train-elastic train-decomposed train-borrowing"
+    )
+    | _functions(
+        "raceme.training.work",
+        "evaluate test-steps use losses scores label-counts nearest-direction",
+    )
+    | _functions(
+        "raceme.strategies.profiles.client", "principal-directions latent-most descriptors gradient"
+    )
+    | _functions("raceme.strategies.fedrc.client", "label-masses train-weighted")
+    | _functions("raceme.client_app", "describe"),
     group="raceme.client_work",
     expected="def {name}(work), which returns an Answer",
 )

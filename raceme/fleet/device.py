@@ -248,6 +248,10 @@ def _detail(text: str) -> str:
 # -----------------------------------------------------------------------------
 
 
+_JITTER = 0.2
+"""Largest relative deviation of a pause from its nominal length."""
+
+
 class Pause:
     """A pause that grows each time nothing has come, with jitter, and starts small again.
 
@@ -259,8 +263,6 @@ class Pause:
         Bounds in seconds, before jitter.
     growth : float
         Factor from one pause to the next.
-    jitter : float
-        Largest relative deviation from the nominal length: 0.2 for up to 20 %.
     uniform : Callable
         Source of chance: takes bounds, returns a number between them.
     """
@@ -270,13 +272,11 @@ class Pause:
         shortest: float,
         longest: float,
         growth: float = 1.5,
-        jitter: float = 0.2,
         uniform: Callable[[float, float], float] = random.uniform,
     ) -> None:
         self._shortest = shortest
         self._longest = longest
         self._growth = growth
-        self._jitter = jitter
         self._uniform = uniform
         self._next = shortest
 
@@ -284,7 +284,7 @@ class Pause:
         """Return the seconds to wait now."""
         seconds = self._next
         self._next = min(seconds * self._growth, self._longest)
-        return seconds * self._uniform(1 - self._jitter, 1 + self._jitter)
+        return seconds * self._uniform(1 - _JITTER, 1 + _JITTER)
 
     def reset(self) -> None:
         """Start with the shortest pause again."""

@@ -140,6 +140,8 @@ class PromptGrid(GridAround, PatientGrid):
         Returns the time in seconds; tests pass their own.
     """
 
+    _grid: HttpGrid
+
     def __init__(self, grid: HttpGrid, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._grid, self._clock = grid, clock

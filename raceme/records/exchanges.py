@@ -23,9 +23,6 @@ CLIENTS, SUMMARY = "clients.csv", "summary.json"
 Floats = NDArray[np.float64]
 Span = tuple[float, float]
 
-_COLUMNS = ("client", "kind", "sent", "begun", "ended", "answered", "failure")
-_BYTES = ("bytes_down", "bytes_up")
-
 
 class ExchangeLog(AbstractContextManager["ExchangeLog"]):
     """Collects a grid's reports and writes ``messages.csv``, a line per message.
@@ -50,7 +47,7 @@ class ExchangeLog(AbstractContextManager["ExchangeLog"]):
         self._path = path
         self._file = path.open("w", newline="", encoding="utf-8")
         self._writer = csv.writer(self._file)
-        self._writer.writerow(("number", *_COLUMNS, *_BYTES))
+        self._writer.writerow(("number", *_columns()))
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         self._file.close()
@@ -68,11 +65,11 @@ class ExchangeLog(AbstractContextManager["ExchangeLog"]):
         failure = (event.failure or "").strip().partition("\n")[0]
         answered = event.answered if event.answered < math.inf else ""
         row = {**vars(task), "failure": failure, "answered": answered}
-        self._writer.writerow((event.number, *(row[name] for name in (*_COLUMNS, *_BYTES))))
+        self._writer.writerow((event.number, *(row[name] for name in _columns())))
 
     def _task(self, event: Exchange) -> Task:
         client = self.names.get(event.node_id, str(event.node_id))
-        same = {name: getattr(event, name) for name in (*_COLUMNS[1:], *_BYTES)}
+        same = {name: getattr(event, name) for name in _columns() if name != "client"}
         return Task(client=client, **same)
 
     def fleet(self, end: float) -> Fleet:
@@ -107,6 +104,10 @@ class Task:
     def takes_time(self) -> bool:
         """Whether it took the device any time."""
         return self.ended > self.begun
+
+
+def _columns() -> list[str]:
+    return [item.name for item in fields(Task)]
 
 
 @dataclass(frozen=True)
@@ -272,17 +273,10 @@ def read_fleet(folder: Path) -> Fleet:
 
 
 def _task(row: Mapping[str, str]) -> Task:
-    return Task(
-        client=row["client"],
-        kind=row["kind"],
-        sent=float(row["sent"]),
-        begun=float(row["begun"]),
-        ended=float(row["ended"]),
-        answered=float(row["answered"] or math.inf),
-        failure=row["failure"] or None,
-        bytes_down=int(row["bytes_down"]),
-        bytes_up=int(row["bytes_up"]),
-    )
+    sent, begun, ended = (float(row[name]) for name in ("sent", "begun", "ended"))
+    answered, failure = float(row["answered"] or math.inf), row["failure"] or None
+    down, up = int(row["bytes_down"]), int(row["bytes_up"])
+    return Task(row["client"], row["kind"], sent, begun, ended, answered, failure, down, up)
 
 
 def write_accounts(path: Path, accounts: Sequence[ClientAccount]) -> None:

@@ -50,7 +50,10 @@ def _columns(*names: str, **renamed: str) -> str:
 
 
 def _view(kind: str, *names: str, **renamed: str) -> str:
-    """Return the query of a view with a row per event of a kind."""
+    """Return the query of a view with a row per event of a kind, by default with all its fields."""
+    if not names:
+        every = (item.name for item in fields(getattr(events, kind)))
+        names = tuple(name for name in every if name not in ("time", "mixture"))
     return f"SELECT event, time, {_columns(*names, **renamed)} FROM events WHERE kind = '{kind}'"
 
 
@@ -83,22 +86,15 @@ VIEWS: Mapping[str, str] = {
         "SELECT client, time AS joined_at, num_examples, group_id, min(event) AS event "
         "FROM client_events WHERE kind <> 'left' GROUP BY client ORDER BY event"
     ),
-    "refused_claims": _view("ClaimRefused", "node_id", "client", "reason"),
-    "key_changes": _view("KeyChanged", "client", "change"),
-    "versions": _view("VersionDecided", "cluster", "version", "outcome", "score", "reason"),
-    "updates": _view(
-        "UpdateApplied",
-        *(
-            item.name
-            for item in fields(events.UpdateApplied)
-            if item.name not in ("time", "mixture")
-        ),
-    ),
+    "refused_claims": _view("ClaimRefused"),
+    "key_changes": _view("KeyChanged"),
+    "versions": _view("VersionDecided"),
+    "updates": _view("UpdateApplied"),
     "mixtures": _each(
         "UpdateApplied", "mixture", "entry.key AS distribution, entry.value AS share"
     ),
-    "answers": _view("AnswerTaken", "client", "kind", "phase", "bytes_down", "bytes_up"),
-    "rejections": _view("UpdateRejected", "client", "reason", "dispatched_at"),
+    "answers": _view("AnswerTaken"),
+    "rejections": _view("UpdateRejected"),
     "evaluations": _view_of_tests(
         "Evaluated", "updates", "accuracy", "loss", "clusters", "asked", "weighted_accuracy"
     ),
@@ -125,7 +121,7 @@ VIEWS: Mapping[str, str] = {
         "inner.value AS weight FROM events, json_each(body, '$.memberships') AS entry, "
         "json_each(entry.value) AS inner WHERE kind = 'ClustersChanged'"
     ),
-    "data_changes": _view("DataChanged", "updates", "client", "step"),
+    "data_changes": _view("DataChanged"),
     "measures": _view("Measured", "updates", "values", name="schema.name"),
     "task_tests": _view_of_tests("TasksTested", "updates", "step", "clusters", "asked"),
     "task_scores": (
@@ -136,9 +132,7 @@ VIEWS: Mapping[str, str] = {
         "FROM events, json_each(body, '$.per_client') AS entry, json_each(entry.value) AS inner "
         "WHERE kind = 'TasksTested'"
     ),
-    "verdicts": _view(
-        "UpdateJudged", "client", "verdict", "measured", "bound", "reason", "cluster"
-    ),
+    "verdicts": _view("UpdateJudged"),
     "endings": _view("RunEnded", "updates", "ending", "reason"),
 }
 """The query of each view, by name."""

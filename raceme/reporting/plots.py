@@ -94,7 +94,7 @@ def accuracy_figure(
         Label of the time axis.
     """
     figure, axes = one_axes(7.2, 4.2)
-    seconds = time_axis(axes, 0.0, record.end, clock)
+    seconds = time_axis(axes, record.end, clock)
     _score_axis(axes, [record])
     axes.set_title(title or f"{record.measure.title} on the clients' own test data")
     if len(record.evaluations.time):
@@ -130,7 +130,7 @@ def comparison_figure(
     runs = [record for records in methods.values() for record in records]
     figure, axes = one_axes(7.2, 4.2)
     end = max((record.end for record in runs), default=0.0)
-    seconds = time_axis(axes, 0.0, end, clock)
+    seconds = time_axis(axes, end, clock)
     if target is not None and _is_early(runs, target, end):
         starts = [time for record in runs for time in record.evaluations.time if time]
         log_time_axis(axes, min(starts) / seconds, end / seconds)
@@ -501,7 +501,7 @@ def devices_figure(record: RunRecord, *, clock: str = CLOCK) -> Figure:
     updates, rejections = record.updates, record.rejections
     shown = len(updates.time) <= MOST_BARS
     end = record.end if shown else float(updates.time[MOST_BARS - 1])
-    seconds = time_axis(axes, 0.0, end, clock)
+    seconds = time_axis(axes, end, clock)
     part = first_part(end, record.end, seconds, " of the run")
     axes.set_title(f"Devices at work{part}")
     durations = updates.time - updates.dispatched_at
@@ -988,7 +988,7 @@ def _draw_size(axes: Axes, centre: tuple[float, float], radius: float, size: int
 def _draw_counts(axes: Axes, record: RunRecord, schema: MeasureSchema, clock: str) -> None:
     """Draw the numbers of clusters and arrows over time."""
     times, clusters, arrows = counts_over_time(record, schema)
-    seconds = time_axis(axes, 0.0, record.end, clock)
+    seconds = time_axis(axes, record.end, clock)
     at = [time / seconds for time in [*times, max(record.end, times[-1])]]
     for values, colour, dashes, label in (
         (clusters, INK, "-", "clusters"),
@@ -1610,7 +1610,7 @@ def clusters_figure(record: RunRecord, *, clock: str = CLOCK) -> Figure:
     lines mark drifts. The strip at the right shows the true groups, if known.
     """
     figure, axes = one_axes(7.2, 4.4, "Clusters over time")
-    seconds = time_axis(axes, 0.0, record.end, clock)
+    seconds = time_axis(axes, record.end, clock)
     if not record.placements:
         say_empty(axes, "no clients")
         return figure

@@ -207,12 +207,12 @@ def time_unit(span: float) -> tuple[float, str]:
     return 1.0, "s"
 
 
-def time_axis(axes: Axes, start: float, end: float, label: str) -> float:
-    """Label the x-axis as time from `start` to `end` and return the seconds in its unit."""
-    seconds, unit = time_unit(end - start)
+def time_axis(axes: Axes, end: float, label: str) -> float:
+    """Label the x-axis as time from 0 to `end` and return the seconds in its unit."""
+    seconds, unit = time_unit(end)
     axes.set_xlabel(f"{label} ({unit})")
     # matplotlib warns about an empty range.
-    axes.set_xlim(start / seconds, end / seconds if end > start else start / seconds + 1)
+    axes.set_xlim(0.0, end / seconds if end > 0 else 1.0)
     return seconds
 
 

@@ -56,15 +56,14 @@ _SHOWN = 3
 """Maximum number of named devices that others waited for."""
 
 
-def print_simulation(summary: Mapping[str, Any], out: Path, console: Console | None = None) -> None:
+def print_simulation(summary: Mapping[str, Any], out: Path) -> None:
     """Print the results of a simulation and their location."""
-    console = console or Console(highlight=False)
     settings = summary["settings"]
     title = f"{summary['app']} on {summary['clients']:,} devices ({settings['devices']})"
     if summary["strategy"]:
         title += f", {summary['strategy']} in the place of its strategy"
     where = f"Messages, plots and numbers: {shown_path(out)}"
-    print_results(title, simulation_rows(summary), where, console)
+    print_results(title, simulation_rows(summary), where, Console(highlight=False))
 
 
 def simulation_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -143,14 +142,14 @@ _COLOURS = {"work": WORK, "evaluation": EVALUATION, "awaited": AWAITED, "lost": 
 
 
 @style()
-def timeline_figure(fleet: Fleet, *, clock: str = CLOCK) -> Figure:
+def timeline_figure(fleet: Fleet) -> Figure:
     """Draw devices' work and those that others waited for: a row each, a bar per task."""
     order = shown(fleet)
     rows = {client: row for row, client in enumerate(order)}
     figure, axes = one_axes(7.2, _height(len(rows)))
     tasks = [task for task in fleet.tasks if task.takes_time and task.begun < fleet.end]
     end = _window(fleet, tasks)
-    seconds = time_axis(axes, 0.0, end, clock)
+    seconds = time_axis(axes, end, CLOCK)
     part = first_part(end, fleet.end, seconds)
     axes.set_title(f"Devices at work, and those others waited for{part}")
     _rows_axis(axes, order, len(fleet.clients))
