@@ -6,6 +6,7 @@ import logging
 import math
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -39,13 +40,23 @@ def run(keys: Mapping[str, Value], watch: Watch = False, watch_address: Address 
     settings = resolve(config)
 
     _quiet_flower()
+    made: Path | None = None
     if watch and not (settings.out or settings.resume):
         # The dashboard needs the folder in advance.
-        settings = settings.with_values(out=str(new_folder("", settings.short_name)))
-    with watched(watch, Path(settings.resume or settings.out), watch_address):
-        with StopRequest() as stop, RunProgress(max_updates=settings.planned_updates) as progress:
-            outcome = simulate(settings, progress.observe, stop=stop)
-        end_with(outcome)
+        made = new_folder("", settings.short_name)
+        settings = settings.with_values(out=str(made))
+    try:
+        with watched(watch, Path(settings.resume or settings.out), watch_address):
+            progress = RunProgress(max_updates=settings.planned_updates)
+            with StopRequest() as stop, progress:
+                outcome = simulate(settings, progress.observe, stop=stop)
+            end_with(outcome)
+    except UserError:
+        if made:
+            # Left if it has content.
+            with suppress(OSError):
+                made.rmdir()
+        raise
 
 
 def _quiet_flower() -> None:

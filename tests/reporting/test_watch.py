@@ -125,7 +125,10 @@ def said(*arguments: str | Path) -> str:
     return str(raised.value)
 
 
-def test_bad_input_is_one_clear_line(run: Path, tmp_path: Path) -> None:
+def test_bad_input_is_one_clear_line(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         taken_port = f"Cannot listen on 127.0.0.1:{port}: the port is in use. Choose another with"
@@ -143,6 +146,7 @@ def test_bad_input_is_one_clear_line(run: Path, tmp_path: Path) -> None:
     assert "no address of this machine" in said("watch", run, "--host", "no.such.host.invalid")
     for address in ("8321", ":8321", "localhost:", "localhost:99999", "localhost:x"):
         assert "is not an address" in said("run", "--watch", "--watch-address", address)
+    assert not list((tmp_path / "runs").iterdir())
 
 
 @pytest.fixture(scope="module")
