@@ -14,6 +14,7 @@ from urllib.parse import quote
 import typer
 
 from raceme.core.errors import UserError
+from raceme.core.files import check_folder
 
 if TYPE_CHECKING:
     from raceme.flower.ports import Access
@@ -80,9 +81,7 @@ def plan(folders: Sequence[Path], output: Path | None) -> list[tuple[Path, Path,
 
 def _maker(folder: Path) -> _Maker:
     """Return the maker of a folder's page."""
-    if not folder.is_dir():
-        what = "is not a folder" if folder.exists() else "does not exist"
-        raise UserError(f"{folder} {what}; expected the folder of a run or of a comparison.")
+    check_folder(folder, "the folder of a run or of a comparison")
     if (folder / "compare.json").is_file():
         from raceme.experiments.page import comparison_page
 

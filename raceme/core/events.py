@@ -69,9 +69,7 @@ class Measure:
     @property
     def name(self) -> str:
         """Its key in replies and summaries: ``"accuracy"``, ``"mae"`` or ``"loss"``."""
-        if self.is_loss:
-            return "loss"
-        return "mae" if self.is_error else "accuracy"
+        return "loss" if self.is_loss else "mae" if self.is_error else "accuracy"
 
     @property
     def is_loss(self) -> bool:

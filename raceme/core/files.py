@@ -69,6 +69,13 @@ def check_regular(path: Path, pipe: bool = False) -> None:
         raise ReadingError("it is not a regular file")
 
 
+def check_folder(folder: Path, expected: str) -> None:
+    """Raise UserError if there is no such folder; `expected` is what it should have been."""
+    if not folder.is_dir():
+        what = "is not a folder" if folder.exists() else "does not exist"
+        raise UserError(f"{folder} {what}; expected {expected}.")
+
+
 Stamp = tuple[int, int, int]
 """Version of a file: time of change in ns, size in bytes, inode."""
 

@@ -903,9 +903,7 @@ class RunSummary(EventHandler):
             **self.measures.result(),
             "versions": {
                 "raceme": raceme.__version__,
-                "flwr": _version("flwr"),
-                "torch": _version("torch"),
-                "numpy": _version("numpy"),
+                **{package: _version(package) for package in ("flwr", "torch", "numpy")},
                 "python": platform.python_version(),
             },
         }

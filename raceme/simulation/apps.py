@@ -32,6 +32,7 @@ import raceme
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError, check_known, one_line
 from raceme.core.events import Observer, ignore
+from raceme.core.files import check_folder
 from raceme.core.messages import CONFIG, KIND
 from raceme.core.options import Value
 from raceme.core.registry import STRATEGIES
@@ -179,9 +180,7 @@ def read_app(folder: Path, overrides: Sequence[str] = ()) -> FlowerApp:
         There is no Flower app, or a key does not exist.
     """
     folder = folder.expanduser().resolve()
-    if not folder.is_dir():
-        what = "is not a folder" if folder.exists() else "does not exist"
-        raise UserError(f"{folder} {what}; expected the folder of a Flower app.")
+    check_folder(folder, "the folder of a Flower app")
     try:
         project = compat.project_config(folder)
         known = compat.default_config(project)

@@ -17,7 +17,7 @@ from raceme.core import events
 from raceme.core.config import read_toml
 from raceme.core.errors import UserError
 from raceme.core.events import Event, EventHandler, Membership
-from raceme.core.files import ReadingError, parse_json, read_text
+from raceme.core.files import ReadingError, check_folder, parse_json, read_text
 from raceme.records.folder import ERROR, has_writer
 from raceme.records.positions import (
     SCALE,
@@ -486,11 +486,7 @@ def check_watchable(folder: Path) -> None:
     UserError
         There is none.
     """
-    if not folder.is_dir():
-        what = "is not a folder" if folder.exists() else "does not exist"
-        raise UserError(
-            f"{folder} {what}; expected the folder of a run, a comparison or several runs."
-        )
+    check_folder(folder, "the folder of a run, a comparison or several runs")
     if not (folder / FILE_NAME).exists() and not is_comparison(folder):
         raise UserError(
             f"{folder} holds no run: expected the run.sqlite of `raceme run`, the runs of "
