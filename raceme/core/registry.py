@@ -204,16 +204,18 @@ class Registry(Mapping[str, Any]):
         """
         if isinstance(chosen, str):
             return chosen
+        for name, target in self._targets.items():
+            module, _, attribute = target.partition(":")
+            found = getattr(sys.modules.get(module), attribute, None)
+            # Nothing is found in a module that is not imported.
+            if found is not None and found is chosen:
+                return name
         attribute = getattr(chosen, "__qualname__", "")
         if not callable(chosen) or not attribute:
             raise UserError(
                 f"{self.kind} must be a name of `raceme list`, module:{self._word}, or a "
                 f"{self._word.lower()}; got an object of type {type(chosen).__name__}."
             )
-        for name, target in self._targets.items():
-            module, _, own = target.partition(":")
-            if getattr(sys.modules.get(module), own, None) is chosen:
-                return name
         module = chosen.__module__
         if module == "__main__" or getattr(sys.modules.get(module), attribute, None) is not chosen:
             return _defined(self.kind, chosen)
