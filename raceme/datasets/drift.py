@@ -840,6 +840,7 @@ class Concepts(Drift):
 
     def check(self) -> None:
         """Raise UserError if there are too few labels, steps or samples."""
+        self.needs_labels()
         count, steps = self.options.concepts, self.options.concept_steps
         classes = self.dealt.dataset.num_classes
         if 2 * count - 1 > classes:

@@ -151,7 +151,7 @@ def test_quantities_are_not_dealt_by_label(partition: str, monkeypatch: pytest.M
     datasets._drift.cache_clear()
 
 
-@pytest.mark.parametrize("drift", ["label-shift", "tasks", "swap-part"])
+@pytest.mark.parametrize("drift", ["label-shift", "tasks", "swap-part", "concepts"])
 def test_drifts_of_classes_need_classes(drift: str) -> None:
     config = RunConfig.from_mapping({"dataset": "beijing-air", "clients": 2, "drift": drift})
     y = np.linspace(0, 1, 20, dtype=np.float32)
