@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from matplotlib.figure import Figure
 from rich.console import Console
-from safetensors.numpy import load_file
 
 from raceme.core.config import read_toml
 from raceme.core.errors import UserError
@@ -26,7 +25,7 @@ from raceme.experiments.page import purity_figure, times_figure
 from raceme.experiments.results import FILE_NAME, Comparison, Run, read_comparison, read_runs
 from raceme.experiments.tables import main_table, purity_table, times_table, to_csv, to_latex
 from raceme.records.exchanges import CLIENTS
-from raceme.records.folder import model_file
+from raceme.records.folder import model_file, read_model
 from raceme.records.positions import read_similarity
 from raceme.records.record import RunRecord, read_run
 from raceme.reporting.artefacts import draw_similarity, export_model
@@ -189,7 +188,7 @@ class OpenRun:
         """
         path = model_file(self.folder, of)
         if path.is_file():
-            return dict(load_file(path))
+            return read_model(path)
         if isinstance(of, str):
             raise UserError(
                 f"There is no model of client '{of}': runs leave them with client-models=true."

@@ -29,11 +29,18 @@ from urllib.parse import quote, unquote
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from raceme import __version__
 from raceme.core.config import RunConfig, write_toml
-from raceme.core.errors import PlainFormatter, UserError, printable, told_by_system, unknown_name
+from raceme.core.errors import (
+    PlainFormatter,
+    UserError,
+    one_line,
+    printable,
+    told_by_system,
+    unknown_name,
+)
 from raceme.core.files import absolute, atomic_write, flush
 
 log = logging.getLogger("raceme.folder")
@@ -231,6 +238,17 @@ def model_file(out: Path, of: int | str) -> Path:
     # A device's name may be no valid file name.
     inner = f"clients/{quote(of, safe='')}" if isinstance(of, str) else f"clusters/{of}"
     return out / f"{inner}.safetensors"
+
+
+def read_model(path: Path) -> dict[str, NDArray[np.generic]]:
+    """Read the file of a model; UserError if it is damaged."""
+    try:
+        return dict(load_file(path))
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            f"{path} cannot be read: {one_line(error)}. A run that is resumed from a checkpoint "
+            "writes it again."
+        ) from None
 
 
 def saved_in(out: Path) -> list[str]:

@@ -20,14 +20,14 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 from raceme import datasets
 from raceme.core.config import RunConfig, read_toml
 from raceme.core.errors import UserError, check_known, one_line, told_by_system
 from raceme.core.files import atomic_write
 from raceme.core.registry import EXPORT, explained
-from raceme.records.folder import CONFIG, MODELS, VersionStore, model_file, saved_in
+from raceme.records.folder import CONFIG, MODELS, VersionStore, model_file, read_model, saved_in
 from raceme.records.positions import Similarity
 from raceme.records.record import RunRecord, read_run
 from raceme.records.summary import write_summary
@@ -317,7 +317,7 @@ def _chosen(
         own = model_file(run, device)
         name = f"device-{own.stem}"
         if own.is_file() and not versions:
-            return name, load_file(own), about
+            return name, read_model(own), about
         weights = record.memberships().get(device) or {}
         if len(weights) != 1 and not versions:
             raise UserError(
@@ -339,7 +339,7 @@ def _chosen(
     about["cluster"] = cluster
     name = name or f"cluster-{cluster}"
     if cluster not in versions:
-        return name, load_file(model_file(run, cluster)), about
+        return name, read_model(model_file(run, cluster)), about
     about["version"] = versions[cluster].number
     try:
         return name, store.load(versions[cluster], device or ""), about

@@ -148,6 +148,11 @@ def test_mistakes_are_one_line(
         capsys, run, "--cluster", left[0], "--format", "onnx"
     )
     for file in (run / "clusters").iterdir():
+        file.write_bytes(b"x")
+    assert ".safetensors cannot be read: " in said(capsys, run, "--cluster", left[0])
+    with pytest.raises(UserError, match=r"cannot be read: .* resumed from a checkpoint writes it"):
+        opened.model(left[0])
+    for file in (run / "clusters").iterdir():
         file.unlink()
     assert "has no models" in said(capsys, run)
     assert not (run / "export").exists()
