@@ -909,6 +909,33 @@ _CASES = [
     "20-dirichlet-01",
     "20-churn",
 ]
+_UNTUNED = [
+    "overlap",
+    "small",
+    "giant",
+    "scale",
+    "sizes",
+    "late",
+    "hierarchy",
+    "leaving",
+    "slow",
+    "noise",
+]
+_RIVALS = (
+    "panicle",
+    "ifca-async",
+    "ocfl",
+    "flexcfl-async",
+    "fielding",
+    "echopfl",
+    "standalone",
+    "cfl-async",
+    "fedbuff",
+    "casa",
+)
+_FEW_CASES = 10
+_TIED = 0.2
+"""Points below the best that count as being level with it."""
 
 
 def _interval(values: Sequence[float]) -> str:
@@ -922,55 +949,81 @@ def _interval(values: Sequence[float]) -> str:
 
 
 def _signed_rank(differences: Sequence[float]) -> float:
-    """Return the p of Wilcoxon's signed-rank test, two-sided and exact; zeros are left out."""
+    """Return the p of Wilcoxon's signed-rank test, two-sided; zeros are left out.
+
+    Exact of up to ten differences, of more by the normal approximation.
+    """
     rounded = [round(d, 6) for d in differences]  # Equal ones are ties.
-    exact = PermutationMethod(n_resamples=2 ** len(rounded))
-    return float(wilcoxon([d for d in rounded if d], method=exact).pvalue)
+    few = len(rounded) <= _FEW_CASES
+    method = PermutationMethod(n_resamples=2 ** len(rounded)) if few else "asymptotic"
+    return float(wilcoxon([d for d in rounded if d], method=method).pvalue)
+
+
+def _regrets(cases: Mapping[str, Experiment], order: Sequence[str]) -> dict[str, list[float]]:
+    """Return the points of each method below the best of each case, of the means over seeds."""
+    found: dict[str, list[float]] = {method: [] for method in order}
+    for of in cases.values():
+        means = {method: 100 * of.mean(method, "accuracy") for method in order}
+        for method in order:
+            found[method].append(max(means.values()) - means[method])
+    return found
+
+
+def _of_all_cases(regrets: Mapping[str, list[float]]) -> list[list[str]]:
+    """Return the rows below the cases: mean, its interval, p beside the first method, worst."""
+    own, *others = regrets.values()
+    beside = (_signed_rank([a - b for a, b in zip(own, other, strict=True)]) for other in others)
+    near = (100 * statistics.fmean(value <= _TIED for value in of) for of in regrets.values())
+    return [
+        ["mean", *(f"{statistics.fmean(of):.2f}" for of in regrets.values())],
+        ["95 %", *(_interval(of) for of in regrets.values())],
+        ["p", "–", *(f"{p:.2g}" for p in beside)],
+        ["worst", *(f"{max(of):.2f}" for of in regrets.values())],
+        ["within 0.2", *(f"{share:.3g}%" for share in near)],
+    ]
+
+
+def _regret_table(regrets: Mapping[str, list[float]], cases: Iterable[str]) -> Table:
+    """Return the regrets by case, the worst of each method in bold, and of all cases."""
+    rows = []
+    for i, case in enumerate(cases):
+        cells = [(of[i], max(of)) for of in regrets.values()]
+        rows.append([case, *(f"**{v:.2f}**" if v == worst else f"{v:.2f}" for v, worst in cells)])
+    return Table(("case", *(f"`{method}`" for method in regrets)), rows + _of_all_cases(regrets))
 
 
 def panicle_regret(docs: Path) -> Table:
-    """Points below the best method of each case on digits, the worst of each method in bold."""
-    order = [
-        "panicle",
-        "ifca-async",
-        "ocfl",
-        "flexcfl-async",
-        "fielding",
-        "echopfl",
-        "standalone",
-        "cfl-async",
-        "fedbuff",
-        "casa",
-        "fedasync",
-    ]
+    """Points below the best method of each case on digits."""
+    order = (*_RIVALS, "fedasync")
     cases = {f"digits-{case}": Experiment.read(docs, f"panicle-digits-{case}") for case in _CASES}
-    regrets: dict[str, list[float]] = {method: [] for method in order}
+    table = _regret_table(_regrets(cases, order), cases)
     is_first: dict[str, list[bool]] = {method: [] for method in order}
     for of in cases.values():
-        means = {method: 100 * of.mean(method, "accuracy") for method in order}
         times = {method: [_reached(run) for run in of.runs(method)] for method in order}
         # A method that misses the target with one seed does not reach it.
         mean_times = {
             method: math.inf if None in found else statistics.fmean(filter(None, found))
             for method, found in times.items()
         }
-        for method in order:
-            regrets[method].append(max(means.values()) - means[method])
-            if math.isfinite(fastest := min(mean_times.values())):
-                is_first[method].append(mean_times[method] <= fastest)
-    rows = []
-    for i, case in enumerate(cases):
-        cells = [(regrets[method][i], max(regrets[method])) for method in order]
-        rows.append([case, *(f"**{v:.2f}**" if v == worst else f"{v:.2f}" for v, worst in cells)])
-    rows.append(["mean", *(f"{statistics.fmean(regrets[method]):.2f}" for method in order)])
-    rows.append(["95 %", *(_interval(regrets[method]) for method in order)])
-    own, *others = (regrets[method] for method in order)
-    beside = (_signed_rank([a - b for a, b in zip(own, other, strict=True)]) for other in others)
-    rows.append(["p", "–", *(f"{p:.2g}" for p in beside)])
-    rows.append(["worst", *(f"{max(regrets[method]):.2f}" for method in order)])
+        if math.isfinite(best := min(mean_times.values())):
+            for method in order:
+                is_first[method].append(mean_times[method] <= best)
     shares = (100 * statistics.fmean(is_first[method]) for method in order)
-    rows.append(["fastest", *(f"{share:.3g}%" for share in shares)])
-    return Table(("case", *(f"`{method}`" for method in order)), rows)
+    fastest = ["fastest", *(f"{share:.3g}%" for share in shares)]
+    return Table(table.heads, [*table.rows, fastest])
+
+
+def panicle_untuned(docs: Path) -> Table:
+    """Points below the best method of each case of benchmarks/untuned_fleets.toml."""
+    cases = {case: Experiment.read(docs, f"untuned-{case}") for case in _UNTUNED}
+    return _regret_table(_regrets(cases, (*_RIVALS, "fedavg")), cases)
+
+
+def panicle_both(docs: Path) -> Table:
+    """Regrets over the cases of both tables, of the methods that both have."""
+    names = [*(f"panicle-digits-{case}" for case in _CASES), *(f"untuned-{c}" for c in _UNTUNED)]
+    regrets = _regrets({name: Experiment.read(docs, name) for name in names}, _RIVALS)
+    return Table(("", *(f"`{method}`" for method in _RIVALS)), _of_all_cases(regrets))
 
 
 def _with_time(of: Experiment, method: str) -> str:
@@ -1114,7 +1167,7 @@ TABLES: dict[str, Callable[[Path], Table]] = {
     "flexcfl-table3-mnist-cnn": partial(
         flexcfl_table3,
         name="mnist-cnn-75",
-        order="flexcfl rcc ifca fedavg",
+        order="flexcfl flexcfl-eta rcc ifca fedavg rac fedprox fesem",
         heads=(_PAPER_300, "ours (75 rounds)"),
     ),
     "flexcfl-table3-characters-mclr": partial(
@@ -1156,6 +1209,8 @@ TABLES: dict[str, Callable[[Path], Table]] = {
     "c-faacl-sequential": sequential,
     "poisoning-late": poisoning_late,
     "panicle-regret": panicle_regret,
+    "panicle-untuned": panicle_untuned,
+    "panicle-both": panicle_both,
     "panicle-100": panicle_100,
     "panicle-people": panicle_people,
 }
