@@ -276,14 +276,14 @@ def read_labels(path: Path) -> dict[str, dict[str, str]]:
     UserError
         It cannot be read, or holds something else.
     """
+    listed = {}
     try:
-        listed = {
-            client: parse_labels(
-                ",".join(f"{name}={_text_of(value)}" for name, value in own.items())
-            )
-            for client, own in parse_toml(read_text(path)).items()
-        }
-    except (ReadingError, ValueError, AttributeError) as error:
+        for client, own in parse_toml(read_text(path)).items():
+            if not isinstance(own, dict):
+                raise ValueError(f"{printable(client, 40)} is not a table")
+            text = ",".join(f"{name}={_text_of(value)}" for name, value in own.items())
+            listed[client] = parse_labels(text)
+    except (ReadingError, ValueError) as error:
         raise UserError(
             f"labels: {path} cannot be read: {error}. It has a table for each device, [kitchen], "
             "with its labels: room = 'kitchen'."

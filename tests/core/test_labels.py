@@ -69,11 +69,20 @@ def test_what_is_no_condition_is_said_at_the_start(where: str, tmp_path: Path) -
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("content", ["room = 'kitchen'", "[c0]\nroom = 'a,b'", "[c0", "[c0.room]"])
-def test_what_is_no_file_of_labels_is_said(content: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("room = 'kitchen'", "room is not a table"),
+        ("[c0]\nroom = 'a,b'", "is not a list of labels"),
+        ("[c0", ""),
+        ("[c0.room]", "is not a text"),
+    ],
+)
+def test_what_is_no_file_of_labels_is_said(content: str, reason: str, tmp_path: Path) -> None:
     path = tmp_path / "labels.toml"
     path.write_text(content)
-    with pytest.raises(UserError, match=r"labels: .* cannot be read: .*a table for each device"):
+    said = rf"labels: .* cannot be read: .*{reason}.*a table for each device"
+    with pytest.raises(UserError, match=said):
         read_labels(path)
 
 
