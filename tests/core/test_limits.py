@@ -155,7 +155,7 @@ def test_sizes_of_methods_are_bounded() -> None:
         strategy.initialize(reference)
     with pytest.raises(UserError, match=r"up to 1024, .*got '1000000'"):
         executor_for("raceme.client_app:app", "1000000", "cpu", False)
-    with pytest.raises(UserError, match=r"groups must be .* more than 10,000"):
+    with pytest.raises(UserError, match=r"groups must be .* more than 1,000"):
         parse_groups(",".join(["1e-6"] * 10**6))
 
 
