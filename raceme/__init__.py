@@ -28,7 +28,8 @@ Data = Mapping[Any, Any] | Iterable[Any]
 """The samples of each client; see :func:`run`."""
 
 _TURN = RLock()
-"""Held by a run: those of other threads would draw from the same process-wide generators."""
+"""Held by a run or a comparison: those of other threads would draw from the same process-wide
+generators, and start worker processes while this one's script is hidden."""
 
 # Imports are lazy, since most importers of this package call none of these functions.
 
@@ -100,7 +101,8 @@ def compare(
 ) -> OpenComparison:
     """Run several methods on the same clients, devices and seeds, as `raceme compare` does.
 
-    Ctrl-C, or a notebook's stop button, ends it early and keeps the finished runs.
+    Ctrl-C, or a notebook's stop button, ends it early and keeps the finished runs. Calls of several
+    threads take turns.
 
     Parameters
     ----------
@@ -145,11 +147,12 @@ def compare(
     names = [STRATEGIES.name_of(strategy) for strategy in strategies]
     keys = with_prefixes(_keys(settings, data, model), names)
     suite = replace(of_names(names, keys), seeds=_seeds(seeds))
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    folder = Path("runs") / f"{stamp}-compare-{suite.dataset}" if out is None else Path(out)
-    plan = prepare(suite, folder)
-    compared(plan, processes, _console(), written_as)
-    return OpenComparison(plan.out)
+    with _TURN:
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        folder = Path("runs") / f"{stamp}-compare-{suite.dataset}" if out is None else Path(out)
+        plan = prepare(suite, folder)
+        compared(plan, processes, _console(), written_as)
+        return OpenComparison(plan.out)
 
 
 def reproduce(
@@ -202,19 +205,20 @@ def reproduce(
 
     written_as, folder = checked_formats(formats), None if out is None else Path(out)
     suites = reproductions(name, dataset, only, methods, _keys(settings), scale)
-    plans = {
-        variant: prepare(
-            suite if seeds is None else replace(suite, seeds=_seeds(seeds)),
-            out_of(variant, folder, scale, len(suites)),
-        )
-        for variant, suite in suites.items()
-    }
     found: dict[str, OpenComparison] = {}
-    for variant, plan in plans.items():
-        finished = compared(plan, processes, _console(), written_as)
-        found[variant] = OpenComparison(plan.out)
-        if not finished:
-            break
+    with _TURN:
+        plans = {
+            variant: prepare(
+                suite if seeds is None else replace(suite, seeds=_seeds(seeds)),
+                out_of(variant, folder, scale, len(suites)),
+            )
+            for variant, suite in suites.items()
+        }
+        for variant, plan in plans.items():
+            finished = compared(plan, processes, _console(), written_as)
+            found[variant] = OpenComparison(plan.out)
+            if not finished:
+                break
     return found
 
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -229,6 +230,30 @@ def test_runs_of_several_threads_are_those_of_one(here: Path) -> None:
     with ThreadPoolExecutor(2) as threads:
         first, second = threads.map(losses, ("first", "second"))
     assert first == second == losses("alone")
+
+
+_BOTH = threading.Barrier(2)
+_MET = []
+
+
+class Meets(FedAsync):
+    """Waits for another one that is being made, and is never finished."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        with suppress(threading.BrokenBarrierError):
+            _BOTH.wait(0.5)
+            _MET.append(self)
+        raise UserError("enough")
+
+
+def test_comparisons_of_several_threads_take_turns(here: Path) -> None:
+    def compare_one(_: int) -> None:
+        with pytest.raises(UserError, match="enough"):
+            raceme.compare(Meets, **SMALL)
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(compare_one, range(2)))
+    assert not _MET
 
 
 def test_a_method_that_is_none_is_said() -> None:

@@ -61,7 +61,7 @@ def test_it_stands_beside_others_in_a_comparison(folder: Path) -> None:
 
 BROKEN = """
 from dataclasses import dataclass
-from raceme.core.requests import Request
+from raceme.core.requests import Outcome, Request
 from raceme.core.strategy import Method
 
 @dataclass(frozen=True)
@@ -78,6 +78,11 @@ class Forgets(Method):
     "Returns nothing."
     def on_update(self, update):
         pass
+
+class Backdates(Method):
+    "Returns an impossible staleness."
+    def on_update(self, update):
+        return Outcome(0, -1, 0.5)
 
 class Rests(Method):
     "Requests nothing."
@@ -97,9 +102,10 @@ def lost(config):
     [
         ("--strategy broken:Raises --raises.share 0.7", "LookupError: no 0.7 (broken.py, line 14)"),
         ("--strategy broken:Forgets", "Forgets must return an Outcome for each update, got None"),
+        ("--strategy broken:Backdates", "Backdates returned Outcome(cluster=0, staleness=-1, wei"),
         ("--strategy broken:Rests", "Rests.request_for() must return a Request, got None"),
         ("--partition broken:listed", "'broken:listed' must return a raceme.datasets.partition."),
-        ("--dataset broken:lost", "KeyError: 'x' (broken.py, line 30)"),
+        ("--dataset broken:lost", "KeyError: 'x' (broken.py, line 35)"),
     ],
 )
 def test_a_mistake_in_a_file_of_ones_own_is_one_line(

@@ -107,6 +107,12 @@ class KeyCommand(TyperCommand):
         named = {
             name for item in self.get_params(ctx) for name in (*item.opts, *item.secondary_opts)
         }
+        for place, word in enumerate(args):
+            name, _, value = word.partition("=")
+            # The names of arguments have no hyphens in front.
+            if name.startswith("--") and name not in named and name.removeprefix("--") in named:
+                typed = (value or " ".join(args[place + 1 : place + 2])).replace(",", " ")
+                raise UserError(f"{name} is no option: type `{ctx.command_path} {typed}`.")
         return super().parse_args(ctx, as_assignments(args, named))
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
 from inspect import Signature, cleandoc
 from logging import getLogger
+from numbers import Real
 from typing import Any, ClassVar, Generic, NoReturn, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
@@ -781,7 +782,7 @@ class Method(Strategy):
 
         Raises
         ------
-        ValueError
+        UserError
             The staleness would be negative: a method replaced a trained model by one of an earlier
             version.
         """
@@ -795,10 +796,11 @@ class Method(Strategy):
         if home in living:
             staleness = clusters.models[home].version - task.version
         if staleness < 0:
-            raise ValueError(
+            raise UserError(
                 f"{type(self).__name__}: an update for cluster {home} has a staleness of "
                 f"{staleness}: its model is of version {clusters.models[home].version}, and "
-                f"{task.client} was sent version {task.version}"
+                f"{task.client} was sent version {task.version}. Change a cluster's model with "
+                "mix, move, replace or average, which count versions."
             )
         bases = self.bases if self._keeps_base_of(task) else None
         return replace(update, staleness=staleness, age=age, bases=bases)
@@ -808,22 +810,34 @@ class Method(Strategy):
 
         Raises
         ------
-        ValueError
-            An outcome has an invalid staleness or weight.
+        UserError
+            An outcome is missing, or has an invalid cluster, staleness or weight.
         """
+        method = type(self).__name__
         outcomes = self.aggregate([self.received(update) for update in updates])
         for outcome in outcomes if isinstance(outcomes, Sequence) else [outcomes]:
             if not isinstance(outcome, Outcome):
                 raise UserError(
-                    f"{type(self).__name__} must return an Outcome for each update, got "
+                    f"{method} must return an Outcome for each update, got "
                     f"{type(outcome).__name__}."
                 )
+            # The cluster may have been split, merged or retired meanwhile.
+            if outcome.cluster not in range(self.clusters.next_id):
+                raise UserError(
+                    f"{method} returned {outcome}: there is no such cluster, only "
+                    f"{list(self.models)}."
+                )
             for name, value in (("staleness", outcome.staleness), ("weight", outcome.weight)):
-                if not 0 <= value < math.inf:
-                    raise ValueError(
-                        f"{type(self).__name__}: an update for cluster {outcome.cluster} has a "
-                        f"{name} of {value}: it must be finite, and not negative"
+                if not isinstance(value, Real) or not 0 <= value < math.inf:
+                    raise UserError(
+                        f"{method} returned {outcome}: its {name} must be a finite number that is "
+                        "not negative."
                     )
+        if len(outcomes) != len(updates):
+            raise UserError(
+                f"{method} must return an Outcome for each update, got {len(outcomes)} for "
+                f"{len(updates)}."
+            )
         return outcomes
 
     def close_task(self, task: InFlight) -> None:

@@ -321,7 +321,10 @@ def check_fleet(config: RunConfig, strategy: Method, devices: int = 0) -> None:
     UserError
         The hyper-parameters do not fit the number of clients.
     """
-    strategy.check(max(config.num_clients, devices))
+    try:
+        strategy.check(max(config.num_clients, devices))
+    except UserError as error:
+        raise UserError(f"{config.strategy} cannot run: {error}") from None
     if config.num_clients == 1 and not devices:
         log.warning("One client trains alone: federation needs at least two (--clients 2).")
     if config.attack == NONE:

@@ -417,8 +417,8 @@ class CSAFL(Method):
         """Raise UserError if there are more groups than clients."""
         if self.parameters.grouping != "none" and self.parameters.groups > clients:
             raise UserError(
-                f"csafl makes {self.parameters.groups} groups, and there are only {clients} "
-                "clients: take fewer groups or more clients."
+                f"{self.parameters.groups} groups cannot be made of {clients} clients: take fewer "
+                "groups, or more clients."
             )
 
     def initialize(self, vector: Vector) -> None:

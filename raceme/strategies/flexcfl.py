@@ -191,7 +191,9 @@ def group_by_edc(deltas: NDArray[np.float32], groups: int, seed: int) -> NDArray
     """
     directions = np.linalg.svd(deltas, full_matrices=False)[2][:groups]
     points = cosines(deltas, directions) / groups
-    method = KMeans(n_clusters=groups, init="k-means++", n_init=10, random_state=seed)
+    # scikit-learn warns of more groups than points that differ.
+    count = min(groups, len(np.unique(points, axis=0)))
+    method = KMeans(n_clusters=count, init="k-means++", n_init=10, random_state=seed)
     return numbered(method.fit_predict(points))
 
 

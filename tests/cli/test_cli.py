@@ -22,6 +22,7 @@ from raceme.core.registry import STRATEGIES
 Typed = Callable[..., subprocess.CompletedProcess[str]]
 RACEME = [sys.executable, "-c", "from raceme.cli import main; main()"]
 SMALL = ["--clients", "8", "--max-updates", "24", "--workers", "0"]
+FEW = ["--clients", "3", "--partition", "iid"]
 FILES = {
     "accuracy.png",
     "clusters",
@@ -96,6 +97,7 @@ def test_a_run_leaves_everything_and_its_configuration_repeats_it(
         (["--set", "lr=fast"], "lr must be a number"),
         (["--max-time", "-1"], "max-time must be at least 0"),
         (["--target-accuracy", "1.5"], "target-accuracy must be at most 1"),
+        (["--strategy", "g-fedavg", *FEW], "g-fedavg cannot run: 4 groups cannot be made of 3"),
         (["--model", "missing_module:build"], "Cannot import 'missing_module'"),
         (["--model", "fits_nothing:build"], "fits_nothing"),
         (["--dataset", "mnist"], "--data-root DIR"),
@@ -278,6 +280,11 @@ def test_what_is_mistyped_is_one_line_with_a_remedy(raceme: Typed, tmp_path: Pat
             ["run", "--config", "key.toml"],
             "line 2: Unknown key 'casa.gama'. Did you mean 'casa.gamma'? `",
         ),
+        (
+            ["compare", "--methods", "casa,fedbuff"],
+            "--methods is no option: type `raceme compare casa fedbuff`.\n",
+        ),
+        (["reproduce", "--name=casa-table1"], "type `raceme reproduce casa-table1`.\n"),
         (["reproduce", "casa-table9"], "'casa-table2'? `raceme reproduce` lists them all.\n"),
         (["run", "--strategy", "cassa"], "'cassa'. Did you mean 'casa'? `raceme list` lists them"),
         (["runs"], "No such command 'runs'"),

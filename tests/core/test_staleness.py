@@ -12,6 +12,7 @@ from clustered import at_version, run_on, three_groups
 from raceme.core import events
 from raceme.core.clients import Client
 from raceme.core.clusters import Clusters, Model
+from raceme.core.errors import UserError
 from raceme.core.messages import Vector
 from raceme.core.requests import InFlight, Outcome, Update
 from raceme.core.strategy import Method
@@ -124,18 +125,24 @@ def test_updates_that_are_acted_on_together_see_each_other() -> None:
 
 def test_a_negative_staleness_is_refused_where_it_enters() -> None:
     made = method(2)
-    with pytest.raises(ValueError, match=r"Mixing: .* cluster 0 has a staleness of -3: .* c0"):
+    with pytest.raises(UserError, match=r"Mixing: .* cluster 0 has a staleness of -3: .* c0"):
         made.received(sent(version=5))
 
 
 @pytest.mark.parametrize(
     ("outcome", "message"),
     [
-        (Outcome(1, -56, 0.5), "Stating: an update for cluster 1 has a staleness of -56"),
-        (Outcome(0, math.inf, 0.5), "staleness of inf"),  # type: ignore[arg-type]
-        (Outcome(0, 0, -0.1), "cluster 0 has a weight of -0.1"),
-        (Outcome(2, 0, math.nan), "cluster 2 has a weight of nan"),
-        (Outcome(0, 0, math.inf), "weight of inf"),
+        (
+            Outcome(1, -56, 0.5),
+            r"Stating returned Outcome\(cluster=1, staleness=-56, .*its staleness",
+        ),
+        (Outcome(0, math.inf, 0.5), "its staleness must be"),  # type: ignore[arg-type]
+        (Outcome(0, 0, -0.1), "its weight must be a finite number that is not negative"),
+        (Outcome(2, 0, math.nan), r"cluster=2, staleness=0, weight=nan\): its weight must"),
+        (Outcome(0, 0, math.inf), "its weight must"),
+        (Outcome(0, 0, None), "its weight must"),  # type: ignore[arg-type]
+        (Outcome(3, 0, 0.5), r"there is no such cluster, only \[0, 1, 2\]"),
+        (Outcome(-1, 0, 0.5), "there is no such cluster"),
     ],
 )
 def test_an_outcome_that_cannot_be_is_refused(outcome: Outcome, message: str) -> None:
@@ -145,8 +152,21 @@ def test_an_outcome_that_cannot_be_is_refused(outcome: Outcome, message: str) ->
 
     made = Stating()
     made.initialize(np.zeros(2, np.float32))
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         made.applied([sent(version=0)])
+
+
+def test_outcomes_are_as_many_as_updates() -> None:
+    class Dropping(Mixing):
+        def aggregate(self, updates: Sequence[Update]) -> Sequence[Outcome]:
+            return super().aggregate(updates)[1:]
+
+    made = Dropping()
+    made.initialize(np.zeros(2, np.float32))
+    with pytest.raises(
+        UserError, match="Dropping must return an Outcome for each update, got 1 for 2"
+    ):
+        made.applied([sent(version=0), sent(version=0)])
 
 
 def test_a_method_that_moves_clients_never_sees_a_staleness_below_zero() -> None:

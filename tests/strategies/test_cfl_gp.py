@@ -94,6 +94,17 @@ def test_with_an_unknown_number_there_is_one_model_until_the_warm_up_is_over() -
     assert of["c0"] == of["c2"] == of["c4"]
 
 
+@pytest.mark.filterwarnings("error")
+def test_clients_that_are_all_alike_are_one_group() -> None:
+    made = with_clients(CFLGP(CFLGPParameters(k=0, warmup=3)), 6)
+    for index in range(6):
+        made.on_answer(answer(made, f"c{index}", 0.0, 0.0))
+    for number in (2, 3):
+        made._cluster(number)
+        assert list(made.models) == [0]
+    assert grouped(np.zeros((4, 6)), 3, 0).tolist() == [0] * 4
+
+
 @pytest.mark.parametrize("stated", [(1.0,), (1.0, 2.0, 3.0), (3e38, 3e38)])
 def test_what_is_no_gradient_of_this_model_is_refused(stated: Any) -> None:
     made = with_clients(CFLGP(), 1)

@@ -38,6 +38,11 @@ def test_edc_groups_by_direction_whatever_the_length() -> None:
     assert group_by_edc(deltas.astype(np.float32), 3, seed=0).tolist() == [0, 1, 2] * 4
 
 
+@pytest.mark.filterwarnings("error")
+def test_updates_that_are_all_alike_are_one_group() -> None:
+    assert group_by_edc(np.zeros((5, 3), np.float32), 4, seed=0).tolist() == [0] * 5
+
+
 def test_edc_does_not_centre_the_updates() -> None:
     spread = [-1.0, -0.6, -0.2, 0.2, 0.6, 1.0]
     deltas = np.array([(10, t, s) for t in spread for s in (-0.64, 0.64)], np.float32)

@@ -273,7 +273,7 @@ def test_a_limit_at_the_same_moment_does_not_hide_that_no_update_fits() -> None:
 
 
 def test_more_groups_than_clients_is_an_error_before_the_run() -> None:
-    with pytest.raises(UserError, match="5 groups, and there are only 4 clients"):
+    with pytest.raises(UserError, match="5 groups cannot be made of 4 clients"):
         CSAFL(CSAFLParameters(groups=5)).check(4)
     TFedAvg().check(1)
 

@@ -208,7 +208,8 @@ class CFLGP(QueriesFirst):
             self._move(clients, grouped(profiles, count, self._seed()))
         elif count == 1 and number + 1 >= options.warmup and len(clients) > 2:
             labels = found_groups(profiles, self._seed())
-            self.clusters.split(0, parts_of(clients, labels))
+            if labels.any():
+                self.clusters.split(0, parts_of(clients, labels))
             # The blocks so far are those of the single model, the origin of all clusters.
             return
         elif count > 1:
@@ -294,7 +295,7 @@ def grouped(profiles: NDArray[np.float64], groups: int, seed: int) -> NDArray[np
     profiles : NDArray[np.float64]
         Profiles of the clients. Shape (n, c).
     groups : int
-        M; fewer if there are fewer clients.
+        M; fewer if there are fewer profiles that differ.
     seed : int
         Seed of the initial centres of k-means.
 
@@ -304,7 +305,9 @@ def grouped(profiles: NDArray[np.float64], groups: int, seed: int) -> NDArray[np
         A label per client, numbered in order of first appearance. Shape (n,).
     """
     points = main_points(profiles)[0][:, :groups]
-    method = KMeans(n_clusters=min(groups, len(points)), n_init=10, random_state=seed)
+    # scikit-learn warns of more groups than points that differ.
+    count = min(groups, len(np.unique(points, axis=0)))
+    method = KMeans(n_clusters=count, n_init=10, random_state=seed)
     return numbered(method.fit_predict(points))
 
 
@@ -331,7 +334,8 @@ def found_groups(profiles: NDArray[np.float64], seed: int) -> NDArray[np.int64]:
     directions = max(_LEAST_DIRECTIONS, int(np.argmax(values[:-1] - values[1:])) + 1)
     points = points[:, :directions]
     best, best_labels = -np.inf, np.zeros(len(points), np.int64)
-    for count in range(2, min(directions, len(points) - 1) + 1):
+    differ = len(np.unique(points, axis=0))
+    for count in range(2, min(directions, len(points) - 1, differ) + 1):
         labels = KMeans(n_clusters=count, n_init=10, random_state=seed).fit_predict(points)
         if len(set(labels)) < 2:
             continue
