@@ -96,7 +96,7 @@ def compare(
     seeds: Iterable[int] = (0,),
     out: str | Path | None = None,
     processes: int = 0,
-    formats: Iterable[str] = (),
+    formats: str | Iterable[str] = (),
     **settings: Any,
 ) -> OpenComparison:
     """Run several methods on the same clients, devices and seeds, as `raceme compare` does.
@@ -116,7 +116,7 @@ def compare(
         Folder for the results; finished runs in it are kept.
     processes : int
         Runs at a time; 0: one per core.
-    formats : Iterable[str]
+    formats : str or Iterable[str]
         Additional formats of plots and tables: ``"pdf"``, ``"svg"``, ``"tex"``.
     **settings
         Keys of a run for all methods, and hyper-parameters, for each method that has them;
@@ -142,14 +142,14 @@ def compare(
     from raceme.notebook import OpenComparison, compared
 
     written_as = checked_formats(formats)
-    if isinstance(strategies, str | type):
+    if isinstance(strategies, str) or not isinstance(strategies, Iterable):
         strategies = [strategies]
     names = [STRATEGIES.name_of(strategy) for strategy in strategies]
     keys = with_prefixes(_keys(settings, data, model), names)
     suite = replace(of_names(names, keys), seeds=_seeds(seeds))
     with _TURN:
         stamp = time.strftime("%Y%m%d-%H%M%S")
-        folder = Path("runs") / f"{stamp}-compare-{suite.dataset}" if out is None else Path(out)
+        folder = Path("runs") / f"{stamp}-compare-{suite.dataset}" if out is None else _path(out)
         plan = prepare(suite, folder)
         compared(plan, processes, _console(), written_as)
         return OpenComparison(plan.out)
@@ -159,13 +159,13 @@ def reproduce(
     name: str,
     *,
     dataset: str | None = None,
-    only: Iterable[str] = (),
-    methods: Iterable[str] = (),
+    only: str | Iterable[str] = (),
+    methods: str | Iterable[str] = (),
     scale: float = 1.0,
     seeds: Iterable[int] | None = None,
     out: str | Path | None = None,
     processes: int = 0,
-    formats: Iterable[str] = (),
+    formats: str | Iterable[str] = (),
     **settings: Any,
 ) -> dict[str, OpenComparison]:
     """Run a paper's experiment, as `raceme reproduce` does, beside the published numbers.
@@ -176,7 +176,7 @@ def reproduce(
         Name of the experiment, as `raceme reproduce` lists them: ``"casa-table1"``.
     dataset : str, optional
         The dataset or part; required for experiments with several.
-    only, methods : Iterable[str]
+    only, methods : str or Iterable[str]
         Its parts and methods to run; by default all.
     scale : float
         Share of the experiment's updates per run, above 0 and at most 1.
@@ -203,7 +203,7 @@ def reproduce(
     from raceme.experiments.suites import out_of, reproductions
     from raceme.notebook import OpenComparison, compared
 
-    written_as, folder = checked_formats(formats), None if out is None else Path(out)
+    written_as, folder = checked_formats(formats), None if out is None else _path(out)
     suites = reproductions(name, dataset, only, methods, _keys(settings), scale)
     found: dict[str, OpenComparison] = {}
     with _TURN:
@@ -282,6 +282,7 @@ def simulate(
     import json
 
     from raceme.core.config import with_prefixes
+    from raceme.core.errors import UserError
     from raceme.core.registry import STRATEGIES
     from raceme.notebook import simulated
     from raceme.simulation.apps import Settings
@@ -290,12 +291,18 @@ def simulate(
     keys = _keys(parameters)
 
     def pairs(config: Mapping[str, Any] | None) -> tuple[str, ...]:
-        return tuple(f"{key}={json.dumps(value)}" for key, value in (config or {}).items())
+        try:
+            return tuple(f"{key}={json.dumps(value)}" for key, value in (config or {}).items())
+        except (AttributeError, TypeError):
+            raise UserError(
+                "run_config and node_config are mappings of texts, numbers and truth values, got "
+                f"{config!r}."
+            ) from None
 
     with _TURN:
         return simulated(
             Settings(
-                folder=Path(folder),
+                folder=_path(folder),
                 clients=clients,
                 devices=devices,
                 run_config=pairs(run_config),
@@ -303,7 +310,7 @@ def simulate(
                 parameters=keys if name is None else with_prefixes(keys, [name]),
                 workers=workers,
                 seed=seed,
-                out=None if out is None else Path(out),
+                out=None if out is None else _path(out),
                 max_time=max_time,
                 max_wall_time=max_wall_time,
                 examples=examples,
@@ -336,7 +343,7 @@ def load(dataset: str, **settings: Any) -> list[ClientData]:
     from raceme import datasets
     from raceme.core.config import RunConfig
 
-    config = RunConfig.from_mapping({**_keys(settings), "dataset": dataset})
+    config = RunConfig.from_mapping(_keys({**settings, "dataset": dataset}))
     config.check_options()
     return datasets.all_clients(datasets.with_fitting_groups(config))
 
@@ -361,7 +368,7 @@ def open(folder: str | Path) -> OpenRun | OpenComparison:
     """
     from raceme.notebook import open_folder
 
-    return open_folder(folder)
+    return open_folder(_path(folder))
 
 
 def _keys(
@@ -395,6 +402,16 @@ def _keys(
             raise UserError("data replaces a dataset: leave one of them out.")
         keys |= {"dataset": "arrays", "data-fingerprint": keep(data)}
     return keys
+
+
+def _path(given: str | Path) -> Path:
+    """Return the path of a folder."""
+    from raceme.core.errors import UserError
+
+    try:
+        return Path(given)
+    except TypeError:
+        raise UserError(f"A folder is a text or a path, e.g. 'runs/mine'; got {given!r}.") from None
 
 
 def _seeds(seeds: Iterable[int]) -> tuple[int, ...]:

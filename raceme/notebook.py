@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import cached_property
 from io import StringIO
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -145,32 +146,33 @@ class OpenRun:
     def placements(self) -> pd.DataFrame:
         """Every change of a client's clusters, a row per cluster and weight."""
         return _frame(
-            {
-                "time": placed.time,
-                "client": placed.client,
-                "cluster": cluster,
-                "weight": weight,
-            }
-            for placed in self.record.placements
-            for cluster, weight in placed.weights.items()
+            (
+                (placed.time, placed.client, cluster, weight)
+                for placed in self.record.placements
+                for cluster, weight in placed.weights.items()
+            ),
+            ("time", "client", "cluster", "weight"),
         )
 
     @property
     def changes(self) -> pd.DataFrame:
         """Splits, merges and the like, without first assignments."""
         return _frame(
-            {
-                "time": event.time,
-                "updates": event.updates,
-                "change": event.change.value,
-                "gone": event.gone,
-                "made": event.made,
-                "clients": len(event.memberships),
-                "score": event.score,
-                "threshold": event.threshold,
-            }
-            for event in self.record.changes
-            if event.gone or event.made or event.change.value == "move"
+            (
+                (
+                    event.time,
+                    event.updates,
+                    event.change.value,
+                    event.gone,
+                    event.made,
+                    len(event.memberships),
+                    event.score,
+                    event.threshold,
+                )
+                for event in self.record.changes
+                if event.gone or event.made or event.change.value == "move"
+            ),
+            ("time", "updates", "change", "gone", "made", "clients", "score", "threshold"),
         )
 
     def model(self, of: int | str) -> dict[str, Any]:
@@ -375,7 +377,14 @@ def compared(plan: Plan, processes: int, console: Console, formats: Sequence[str
     -------
     bool
         Whether it finished without interruption.
+
+    Raises
+    ------
+    UserError
+        The number of processes is none.
     """
+    if not isinstance(processes, Integral) or processes < 0:
+        raise UserError(f"processes must be a whole number of at least 0, got {processes!r}.")
     try:
         comparison = compare(plan, processes or cores(), console, formats=formats)
     except KeyboardInterrupt:
@@ -440,8 +449,9 @@ def _columns(columns: Any) -> pd.DataFrame:
     return _frame({name: getattr(columns, name) for name in names})
 
 
-def _frame(data: Any) -> pd.DataFrame:
-    frame: pd.DataFrame = _pandas().DataFrame(data)
+def _frame(data: Any, columns: Sequence[str] | None = None) -> pd.DataFrame:
+    # Named even without rows.
+    frame: pd.DataFrame = _pandas().DataFrame(data, columns=columns)
     return frame
 
 

@@ -80,6 +80,7 @@ def test_tables_have_a_row_for_each_event(run: OpenRun) -> None:
     assert len(run.placements) >= 4
     assert run.rejections.empty
     assert run.changes.empty
+    assert list(run.changes)[:3] == ["time", "updates", "change"]
 
 
 def test_models_and_figures_are_those_of_the_run(run: OpenRun) -> None:
@@ -254,6 +255,32 @@ def test_comparisons_of_several_threads_take_turns(here: Path) -> None:
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(compare_one, range(2)))
     assert not _MET
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        # A variant of a method is an object, and no class.
+        (lambda: raceme.compare(CASAC, processes=-1, **SMALL), "processes must be .* got -1"),
+        (lambda: raceme.compare(["casa"], processes="2", **SMALL), "processes must be .* got '2'"),
+        (lambda: raceme.compare("casa", formats="pdf, png"), "Unknown format 'png'"),
+        (lambda: raceme.compare("casa", out=3), "A folder is a text or a path, .* got 3"),
+        (lambda: raceme.compare(None), "strategy must be a name .* type NoneType"),
+        (lambda: raceme.compare("casa", seed=3), "'seed' .* or --seeds 0,1,2"),
+        (lambda: raceme.reproduce(None), "Unknown reproduction 'None'"),
+        (lambda: raceme.reproduce("casa-table1", only="mnist,x"), "part of casa-table1 'x'"),
+        (lambda: raceme.reproduce("casa-table2", scale="0.1"), "scale must be .* got '0.1'"),
+        (lambda: raceme.simulate(3), "A folder is a text or a path"),
+        (lambda: raceme.simulate(run_config=["a=1"]), r"run_config .* are mappings .* \['a=1'\]"),
+        (lambda: raceme.open(None), "A folder is a text or a path"),
+        (lambda: raceme.load(np.ones(2)), "dataset must be a name .* type ndarray"),
+        (lambda: raceme.run("casa", lr=np.ones(2)), "lr must be a number"),
+    ],
+)
+def test_a_value_of_another_type_is_said(call: Any, said: str, here: Path) -> None:
+    with pytest.raises(UserError, match=said):
+        call()
+    assert not list(here.iterdir())
 
 
 def test_a_method_that_is_none_is_said() -> None:

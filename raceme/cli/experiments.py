@@ -191,15 +191,12 @@ def compare(
     from raceme.experiments.results import regret_table
     from raceme.experiments.suites import load_suite, of_names, parts, variants
 
-    written_as = checked_formats(formats.split(","))
+    written_as = checked_formats(formats)
     stamp = time.strftime("%Y%m%d-%H%M%S")
     overview: Callable[[Mapping[str, Comparison]], PlainTable] | None = None
     if suite is not None and (cases := variants(suite)):
         folder = out or Path("runs") / f"{stamp}-compare-{suite.name.removesuffix('.toml')}"
-        chosen = [
-            (load_suite(case), name)
-            for name, case in parts(str(suite), cases, only.split(",")).items()
-        ]
+        chosen = [(load_suite(case), name) for name, case in parts(str(suite), cases, only).items()]
         overview = regret_table
     elif only:
         raise UserError(
@@ -252,8 +249,8 @@ def reproduce(
         for shown, variants in all_shipped().items():
             print(f"{shown}: {', '.join(variants)}")
         return
-    written_as = checked_formats(formats.split(","))
-    suites = reproductions(name, dataset, only.split(","), methods.split(","), keys, scale)
+    written_as = checked_formats(formats)
+    suites = reproductions(name, dataset, only, methods, keys, scale)
     planned = [
         (with_seeds(suite, seeds), out_of(variant, out, scale, len(suites)))
         for variant, suite in suites.items()

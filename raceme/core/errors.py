@@ -221,7 +221,7 @@ def unknown_name(kind: str, name: str, valid: Iterable[str], listed_by: str = ""
     listed_by : str
         The command that lists them, to be named in their place where they are many.
     """
-    names = sorted(valid)
+    names, name = sorted(valid), str(name)
     nearest = difflib.get_close_matches(name[:80], names, n=1, cutoff=0.5)
     hint = f" Did you mean '{nearest[0]}'?" if nearest else ""
     name = name if len(name) <= 80 else f"{name[:80]}…"

@@ -275,7 +275,7 @@ def convert(name: str, value: Any, item: Field[Any]) -> Any:
         The value is of another type or out of the range.
     """
     wanted, optional = _annotation(item)
-    if optional and value in (AUTO, None):
+    if optional and isinstance(value, str | None) and value in (AUTO, None):
         return None
     converted = _converted(value, wanted)
     if converted is None:

@@ -30,7 +30,7 @@ from raceme.experiments.jobs import (
 )
 from raceme.experiments.page import plots
 from raceme.experiments.results import Comparison, best_of, gather, read_runs
-from raceme.experiments.suites import Suite, slug
+from raceme.experiments.suites import Suite, slug, words
 from raceme.records.folder import make_folder, only_writer
 from raceme.reporting.console import QUIET_SECONDS, LiveBars, shown_seconds, shown_updates
 from raceme.reporting.style import save_figure
@@ -337,7 +337,7 @@ FORMATS = ("pdf", "svg", "tex")
 """Optional formats of tables and plots besides Markdown and PNG."""
 
 
-def checked_formats(names: Iterable[str]) -> list[str]:
+def checked_formats(names: str | Iterable[str]) -> list[str]:
     """Return names of formats after checking that they are in `FORMATS`.
 
     Raises
@@ -345,7 +345,7 @@ def checked_formats(names: Iterable[str]) -> list[str]:
     UserError
         A name is unknown.
     """
-    written_as = [name.strip() for name in names if name.strip()]
+    written_as = words(names)
     for name in written_as:
         check_known("format", name, FORMATS)
     return written_as

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from functools import cached_property, partial
 from itertools import product
+from numbers import Real
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,8 +30,8 @@ VALIDATION = 0.2
 """Default share of training samples for testing the trials of a sweep."""
 
 _OWN_KEYS = {
-    "strategy": "name strategies under [methods]",
-    "seed": "give seeds = [0, 1, 2]",
+    "strategy": "name strategies under [methods], or as in `raceme compare casa fedbuff`",
+    "seed": "give seeds = [0, 1, 2], or --seeds 0,1,2",
     "out": "give --out",
     "max-rounds": "a suite has rounds beside them, for the methods that work in rounds",
     "validation-fraction": "a suite has it beside them, for the trials of its sweeps",
@@ -360,8 +361,8 @@ class Suite:
         UserError
             The scale is out of range.
         """
-        if not 0 < scale <= 1:
-            raise UserError(f"--scale must be above 0 and at most 1, got {scale:g}.")
+        if not isinstance(scale, Real) or not 0 < scale <= 1:
+            raise UserError(f"--scale must be above 0 and at most 1, got {scale!r}.")
         return replace(self, scale=self.scale * scale)
 
     def with_settings(self, settings: Mapping[str, Value]) -> Suite:
@@ -552,7 +553,13 @@ def all_shipped() -> dict[str, dict[str, str]]:
     return {name: cells for name, cells in found.items() if cells}
 
 
-def parts(name: str, variants: Mapping[str, str], only: Iterable[str]) -> dict[str, str]:
+def words(given: str | Iterable[str] | None) -> list[str]:
+    """Return the words of a list, or of a text with commas, without empty ones."""
+    listed = given.split(",") if isinstance(given, str) else given or ()
+    return [word for item in listed if (word := str(item).strip())]
+
+
+def parts(name: str, variants: Mapping[str, str], only: str | Iterable[str]) -> dict[str, str]:
     """Return parts of a suite by name, without empty ones; by default all.
 
     Raises
@@ -560,7 +567,7 @@ def parts(name: str, variants: Mapping[str, str], only: Iterable[str]) -> dict[s
     UserError
         There is no such part.
     """
-    named = [part.strip() for part in only if part.strip()]
+    named = words(only)
     for part in named:
         check_known(f"part of {name}", part, variants)
     return {part: variants[part] for part in named or variants}
@@ -569,8 +576,8 @@ def parts(name: str, variants: Mapping[str, str], only: Iterable[str]) -> dict[s
 def reproductions(
     name: str,
     dataset: str | None = None,
-    only: Iterable[str] = (),
-    methods: Iterable[str] = (),
+    only: str | Iterable[str] = (),
+    methods: str | Iterable[str] = (),
     settings: Mapping[str, Value] | None = None,
     scale: float = 1.0,
 ) -> dict[str, Suite]:
@@ -582,7 +589,7 @@ def reproductions(
         Name of the experiment: ``"casa-table1"``.
     dataset : str, optional
         The dataset or part; required for experiments with several.
-    only, methods : Iterable[str]
+    only, methods : str or Iterable[str]
         Its parts and methods to run; by default all.
     settings : Mapping[str, Value], optional
         Keys of a run that replace the paper's.
@@ -594,7 +601,7 @@ def reproductions(
     UserError
         There is no such experiment, part, dataset, method or key.
     """
-    only = [part for part in only if part.strip()]
+    only = words(only)
     found = parts(name, shipped(name), only)
     datasets = {part: load_suite(variant).dataset for part, variant in found.items()}
     if dataset is not None:
@@ -609,7 +616,7 @@ def reproductions(
             f"({', '.join(found)})."
         )
     suites = {variant: load_suite(variant) for variant in found.values()}
-    labels = [label.strip() for label in methods if label.strip()]
+    labels = words(methods)
     return {
         variant: (suite.only(labels) if labels else suite)
         .with_settings(settings or {})
