@@ -32,6 +32,7 @@ SETTINGS = frozenset(
         names.FORMER_STEP,
         names.INVITATION,
         names.KIND,
+        names.HALF,
         names.LOCAL_EPOCHS,
         names.LOCAL_STEPS,
         names.LR,

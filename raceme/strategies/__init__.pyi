@@ -963,7 +963,7 @@ class Panicle(_Panicle):
         parameters: Any = None,
         seed: int = 0,
         *,
-        probe_steps: int = 5,
+        probe_steps: int = 10,
         clustering: bool = True,
         level: float = 0.4,
         drift: bool = True,

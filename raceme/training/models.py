@@ -912,6 +912,10 @@ class Samples:
         positions = torch.from_numpy(np.flatnonzero(wanted)).to(self.y.device)
         return self._with(self.x.index_select(0, positions), self.y.index_select(0, positions))
 
+    def every_other(self, first: int) -> Samples:
+        """Return every other sample, from the given one on (copied); a single one in any case."""
+        return self.where(np.arange(len(self)) % 2 == first % 2) if len(self) > 1 else self
+
     def _with(self, x: Tensor, y: Tensor) -> Samples:
         """Return samples in the same memory layout."""
         other = Samples.__new__(Samples)

@@ -657,12 +657,15 @@ def train_model(
         Called with each mini-batch before the step on it: see :func:`raceme.training.local.train`.
     """
     client, network = work.client, work.client.network
+    samples = client.train
+    if names.HALF in work.settings:
+        samples = samples.every_other(int(work.number(names.HALF, None)))
     settings, rng = work.training_settings(), work.generator()
     scores = score_former(work, received if returned is None else returned)
     spec = work.receive(received)
     loss = train_locally(
         network,
-        client.train,
+        samples,
         settings,
         rng,
         work.arrays if arrays is None else arrays,

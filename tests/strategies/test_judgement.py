@@ -5,15 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from raceme.strategies.panicle.probes import Partition, best_partition, better_partition
+from raceme.strategies.panicle.probes import Partition, better_partition
 
 LEVEL = 0.45
 
 
 def better(distances: np.ndarray, now: np.ndarray) -> Partition | None:
     """What becomes of clusters, by two estimates that are alike."""
-    both = np.stack([distances, distances])
-    return better_partition(both, best_partition(both), now, LEVEL)
+    return better_partition(np.stack([distances, distances]), now, LEVEL)
 
 
 def apart(across: float, sizes: tuple[int, ...] = (3, 3), within: float = 0.0) -> np.ndarray:

@@ -112,6 +112,13 @@ def test_a_false_alarm_leaves_a_client_where_it_is() -> None:
     assert strategy.request_for("c0").phase == ""
 
 
+def test_an_update_is_sudden_if_it_is_the_longest_yet() -> None:
+    strategy = fleet(2)
+    # Twice the usual length at the end, but no longer than at first; and longer than that.
+    for length, is_sudden in ((1.0, False), (0.2, False), (0.1, False), (0.99, False), (1.9, True)):
+        assert strategy._is_sudden("c0", length) == is_sudden
+
+
 def grow(strategy: Panicle, client: str) -> None:
     """Let a client's updates suddenly grow."""
     watch = strategy._watch(client)

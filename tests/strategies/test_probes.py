@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raceme.core.messages import BATCH_SIZE, LOCAL_EPOCHS, LOCAL_STEPS, TASK_SHARE
+from raceme.core.messages import BATCH_SIZE, HALF, LOCAL_EPOCHS, LOCAL_STEPS, TASK_SHARE
 from raceme.core.scheduling import from_tree, to_tree
 from raceme.strategies.panicle.probes import Probes, Sketcher, settings_of_probe
 
@@ -127,12 +127,15 @@ def test_a_sketch_keeps_cosines_nearly() -> None:
     assert len(sketcher.direction(one[:2048])) == 2048
 
 
-def test_a_probe_takes_a_tenth_of_a_task() -> None:
+def test_a_probe_is_at_most_an_ordinary_task() -> None:
     settings = {BATCH_SIZE: 10, LOCAL_EPOCHS: 1}
-    assert settings_of_probe(settings, 560, 5)[LOCAL_STEPS] == 5
-    # 36 samples are four mini-batches: two of them are the least, 20 of 36 samples.
-    short = settings_of_probe(settings, 36, 5)
-    assert short[LOCAL_STEPS] == 2
-    assert short[TASK_SHARE] == pytest.approx(20 / 36)
-    # Fewer samples than a mini-batch: never more than an ordinary task.
-    assert settings_of_probe(settings, 3, 5)[TASK_SHARE] == 1.0
+    # 50 of 560 samples.
+    long = settings_of_probe(settings, 560, 5, 0)
+    assert long[LOCAL_STEPS] == 5
+    assert long[TASK_SHARE] == pytest.approx(50 / 560)
+    # 30 samples are three mini-batches, fewer than ten two: the least.
+    assert settings_of_probe(settings, 30, 5, 0)[LOCAL_STEPS] == 3
+    assert settings_of_probe(settings, 3, 5, 0)[LOCAL_STEPS] == 2
+    assert settings_of_probe(settings, 3, 5, 0)[TASK_SHARE] == 1.0
+    # The halves of the samples by turns.
+    assert [settings_of_probe(settings, 30, 5, former)[HALF] for former in range(3)] == [0, 1, 0]

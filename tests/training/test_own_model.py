@@ -53,6 +53,17 @@ def test_the_own_model_trains_for_an_ordinary_task_in_a_probe() -> None:
     assert np.array_equal(own_of(probed), own_of(trained))
 
 
+def test_a_probe_meets_half_of_the_samples_and_the_own_model_all() -> None:
+    settings, taught = {"local-epochs": 1, "task-share": 0.5}, []
+    for half in (0, 1):
+        node = context(0)
+        asked = message("train", {"task": 1, **settings, "half": half, **OWN})
+        taught.append((app(asked, node).content["arrays"], own_of(node)))
+    (first, own), (second, same) = taught
+    assert first != second
+    assert np.array_equal(own, same)
+
+
 def test_a_client_of_one_sample_trains_it_and_uses_what_it_receives(tmp_path: Path) -> None:
     path, x = tmp_path / "d.npz", np.ones((1, 1), np.float32)
     np.savez(path, x_train=x, y_train=[1], x_test=x, y_test=[1], num_classes=2)

@@ -37,6 +37,14 @@ def random_samples(count: int, features: int = 2, classes: int = 2) -> Samples:
     return Samples(x, rng(count + 1).integers(0, classes, count))
 
 
+@pytest.mark.parametrize("count", [2, 3, 8])
+def test_halves_of_samples_have_nothing_in_common(count: int) -> None:
+    samples = Samples(np.arange(count, dtype=np.float32)[:, None], np.zeros(count, np.int64))
+    halves = [samples.every_other(first).x.flatten().tolist() for first in (0, 1)]
+    assert halves == [list(range(0, count, 2)), list(range(1, count, 2))]
+    assert len(random_samples(1).every_other(1)) == 1
+
+
 def reference(
     weights: np.ndarray, x: np.ndarray, y: np.ndarray, classes: int
 ) -> tuple[float, np.ndarray]:

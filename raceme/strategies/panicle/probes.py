@@ -1,16 +1,17 @@
 """What two probes of each client say: how unlike clients are, and which groups they form.
 
-A probe is the direction in which a client takes the initial model w0 in a few mini-batches. Two
-probes of the same client differ by chance alone: by the samples that they met. So every client has
-two halves, the means of its odd and of its even probes, and only the half of one client is ever
-compared with the *other* half of another: chance cancels out, and what a client agrees with itself
-says how much of its directions is not chance.
+A probe is the direction in which a client takes the initial model w0 in a few mini-batches of half
+of its samples, by turns. Two probes of the same client differ by chance alone: by the samples that
+they met, which have none in common. So every client has two halves, the means of its odd and of its
+even probes, and only the half of one client is ever compared with the *other* half of another:
+chance cancels out, and what a client agrees with itself says how much of its directions is not
+chance.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +19,7 @@ from scipy.cluster.hierarchy import fcluster, linkage
 from scipy.optimize import linear_sum_assignment
 from scipy.spatial.distance import squareform
 
-from raceme.core.messages import TASK_SHARE, Vector, mini_batches, short_task
+from raceme.core.messages import HALF, TASK_SHARE, Vector, mini_batches, short_task
 from raceme.strategies.shared import numbered
 
 Distances = NDArray[np.float64]
@@ -41,12 +42,12 @@ _BLOCK = 1024
 
 
 def settings_of_probe(
-    settings: Mapping[str, object], examples: int, most: int
+    settings: Mapping[str, object], examples: int, most: int, former: int
 ) -> dict[str, int | float]:
     """Return what a probe's message says beyond the run's settings.
 
-    A tenth of an ordinary task's mini-batches, two at least; and what share of such a task's
-    computation that is, which the simulator charges.
+    As many mini-batches as an ordinary task has, within limits, of every other sample; and what
+    share of such a task's computation that is, which the simulator charges.
 
     Parameters
     ----------
@@ -56,11 +57,14 @@ def settings_of_probe(
         Number of the client's training samples.
     most : int
         Mini-batches at most.
+    former : int
+        Number of the client's former probes: the samples are the first, third, … of an even one,
+        and the others of an odd one.
     """
-    steps = min(most, max(_FEWEST_STEPS, round(mini_batches(settings, examples) / 10)))
+    steps = min(most, max(_FEWEST_STEPS, round(mini_batches(settings, examples))))
     short = short_task(settings, examples, steps)
     # Of fewer samples than a mini-batch each step is as long as an ordinary task.
-    return short | {TASK_SHARE: min(1.0, short[TASK_SHARE])}
+    return short | {TASK_SHARE: min(1.0, short[TASK_SHARE]), HALF: former % HALVES}
 
 
 class Sketcher:
@@ -298,13 +302,10 @@ class Partition:
     score : float
         Mean silhouette, in [−1, 1], of groups found without the distances that it is taken of; 0 of
         one group.
-    hoped : float
-        Mean silhouette by the distances that the groups were found by: the score at most.
     """
 
     labels: Labels
     score: float
-    hoped: float = 0.0
 
 
 def silhouettes(distances: Distances, labels: Labels) -> NDArray[np.float64]:
@@ -357,21 +358,17 @@ def best_partition(distances: Distances) -> Partition:
     if count < 2:
         return best
     whole, *trees = (linkage(squareform(d, checks=False), "average") for d in (mean, *distances))
-    hoped = 0.0
     for groups in range(2, min(count, max(_FEW, count // 3)) + 1):
         labels, *halves = (numbered(fcluster(t, groups, "maxclust")) for t in (whole, *trees))
         scores = [
             silhouettes(d, half).mean() for d, half in zip(distances[::-1], halves, strict=True)
         ]
-        hoped = max(hoped, float(silhouettes(mean, labels).mean()))
         if (score := float(np.mean(scores))) > best.score + _TIE:
             best = Partition(labels, score)
-    return replace(best, hoped=hoped)
+    return best
 
 
-def better_partition(
-    distances: Distances, best: Partition, now: Labels, level: float
-) -> Partition | None:
+def better_partition(distances: Distances, now: Labels, level: float) -> Partition | None:
     """Return the groups that clients should form instead of their clusters; None to leave these.
 
     The best groups, if their score reaches the level and those that move gain by it; one group,
@@ -381,8 +378,6 @@ def better_partition(
     ----------
     distances : Distances
         Two estimates of the distance of every two clients, symmetric. Shape (2, m, m).
-    best : Partition
-        The groups with the highest score.
     now : Labels
         The cluster of each client. Shape (m,).
     level : float
@@ -393,6 +388,7 @@ def better_partition(
     clusters, present = np.unique(now, return_inverse=True)
     mean = distances.mean(axis=0)
     here = silhouettes(mean, present)
+    best = best_partition(distances)
     if best.score >= level:
         home = plan_reassignment(now, best.labels).home
         moving = np.array([home.get(int(group), -1) for group in best.labels]) != now

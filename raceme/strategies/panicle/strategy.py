@@ -31,14 +31,12 @@ from raceme.core.strategy import InUse, Method, Needs
 from raceme.flower.messages import Shelf
 from raceme.strategies.panicle.probes import (
     FLOOR,
-    HALVES,
     LANDMARKS,
     Labels,
     Partition,
     Probes,
     Rows,
     Sketcher,
-    best_partition,
     better_partition,
     landmarks,
     plan_reassignment,
@@ -50,8 +48,6 @@ PROBE = "probe"
 """Phase of the work that only places a client."""
 _MOST_PROBES = 6
 """Probes after which a client that does not agree with itself is given up."""
-_SIGNAL = 0.5
-"""Reliability from which on probes are more signal than chance."""
 _PATIENCE = 3
 """Probes in a row without an answer after which a client is given ordinary work."""
 _ENOUGH = 8
@@ -61,7 +57,7 @@ _RARELY = 5
 _ALIKE = 0.5
 """Likeness to its own former direction below which a client's data have changed."""
 _SUDDEN = 2.0
-"""Growth of an update that is sudden."""
+"""Growth of an update that is sudden, if it is the longest yet."""
 _KEPT = 0.7
 """Share of the typical length of a client's changes that its next one leaves."""
 _MANY = 8
@@ -80,7 +76,7 @@ _UNDER_WAY = 7.5
 class PanicleParameters:
     """Hyper-parameters; each part can be switched off."""
 
-    probe_steps: int = option(5, "mini-batches of a probe at most, of a tenth of a task", low=1)
+    probe_steps: int = option(10, "mini-batches of a probe at most", low=1)
     clustering: bool = option(True, "form clusters (false: one model for all)")
     level: float = option(
         0.4, "silhouette score from which on there are clusters", above=0, below=1
@@ -100,21 +96,21 @@ class Watch:
     ----------
     length : float
         Typical ‖Δ_i‖; 0 before its first update in this cluster.
+    longest : float
+        The largest since then.
     asked : int
         Probes in a row that it has not answered.
     is_called : bool
         Whether it is to be probed again, since its data may have changed.
     probed : int
         Updates of the run at its last probe.
-    wanted : int
-        Probes that it is to answer.
     """
 
     length: float = 0.0
+    longest: float = 0.0
     asked: int = 0
     is_called: bool = False
     probed: int = 0
-    wanted: int = HALVES
 
 
 @dataclass
@@ -245,7 +241,8 @@ class Panicle(Method):
         if not self._is_to_be_probed(client):
             return Request(client)
         examples = self.progress.fleet.clients[client].num_examples
-        settings = settings_of_probe(self.train_config, examples, self.parameters.probe_steps)
+        former, most = self.state.probes.count(client), self.parameters.probe_steps
+        settings = settings_of_probe(self.train_config, examples, most, former)
         arrays = {ARRAYS: self.record_of(self.state.initial)}
         return Request(client, models=(), arrays=arrays, settings=settings, phase=PROBE)
 
@@ -258,8 +255,7 @@ class Panicle(Method):
     def _is_settled(self, client: str) -> bool:
         """Return whether a client's place is known by its probes, or never will be."""
         probes = self.state.probes
-        is_clear = probes.is_clear(client) and probes.count(client) >= self._watch(client).wanted
-        return is_clear or probes.count(client) >= _MOST_PROBES
+        return probes.is_clear(client) or probes.count(client) >= _MOST_PROBES
 
     def on_sent(self, task: InFlight) -> None:
         """Count probes until they are answered."""
@@ -362,10 +358,7 @@ class Panicle(Method):
         state = self.state
         state.landmarks, clients, now, rows = self._draw_landmarks()
         distances = state.probes.distances(state.landmarks)
-        best, level = best_partition(distances), self.parameters.level
-        if best.score < level <= best.hoped:
-            self._ask_more(clients)
-        better = better_partition(distances, best, now[rows], level)
+        better = better_partition(distances, now[rows], self.parameters.level)
         if better is None:
             return
         labels = better.labels
@@ -377,12 +370,6 @@ class Panicle(Method):
             labels = state.probes.distances_to_groups(clients, groups).argmin(axis=1)
             labels[rows] = better.labels
         self._rearrange(clients, now, Partition(np.asarray(labels, np.int64), better.score))
-
-    def _ask_more(self, clients: list[str]) -> None:
-        """Have clients with more chance than signal in their probes probed twice more."""
-        for client in clients:
-            if self.state.probes.reliability(client) < _SIGNAL:
-                self._watch(client).wanted = self.state.probes.count(client) + HALVES
 
     def _rearrange(self, clients: list[str], now: Labels, wanted: Partition) -> None:
         """Merge, split and move."""
@@ -449,8 +436,11 @@ class Panicle(Method):
     def _is_sudden(self, client: str, length: float) -> bool:
         """Take the length of an update in; return whether it has suddenly grown."""
         watch = self._watch(client)
-        is_sudden = 0.0 < _SUDDEN * watch.length < length
-        watch.length = _KEPT * watch.length + (1 - _KEPT) * length if watch.length else length
+        if not watch.length:
+            watch.length = watch.longest = length
+        is_sudden = length > max(watch.longest, _SUDDEN * watch.length)
+        watch.longest = max(watch.longest, length)
+        watch.length = _KEPT * watch.length + (1 - _KEPT) * length
         return is_sudden and self.parameters.drift and self.parameters.clustering
 
     def _call(self, client: str) -> None:
