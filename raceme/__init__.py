@@ -303,18 +303,18 @@ def simulate(
         return simulated(
             Settings(
                 folder=_path(folder),
-                clients=clients,
-                devices=devices,
+                clients=_plain(clients),
+                devices=_plain(devices),
                 run_config=pairs(run_config),
                 strategy=name,
                 parameters=keys if name is None else with_prefixes(keys, [name]),
-                workers=workers,
-                seed=seed,
+                workers=_plain(workers),
+                seed=_plain(seed),
                 out=None if out is None else _path(out),
-                max_time=max_time,
-                max_wall_time=max_wall_time,
-                examples=examples,
-                evaluation_share=evaluation_share,
+                max_time=_plain(max_time),
+                max_wall_time=_plain(max_wall_time),
+                examples=_plain(examples),
+                evaluation_share=_plain(evaluation_share),
                 node_config=pairs(node_config),
             )
         )
@@ -380,15 +380,12 @@ def _keys(
 
     Paths become text, classes and functions names, data a fingerprint.
     """
-    import numpy as np
-
     from raceme.core.config import registry_of
     from raceme.core.errors import UserError
 
     keys: dict[str, Any] = {}
     for name, value in settings.items():
-        plain = value.item() if isinstance(value, np.generic) else value
-        keys[name.replace("_", "-")] = str(plain) if isinstance(plain, Path) else plain
+        keys[name.replace("_", "-")] = _plain(value)
     if model is not None:
         keys["model"] = model
     for name, value in keys.items():
@@ -402,6 +399,14 @@ def _keys(
             raise UserError("data replaces a dataset: leave one of them out.")
         keys |= {"dataset": "arrays", "data-fingerprint": keep(data)}
     return keys
+
+
+def _plain(value: Any) -> Any:
+    """Return numpy's numbers as Python's, and paths as text."""
+    import numpy as np
+
+    plain = value.item() if isinstance(value, np.generic) else value
+    return str(plain) if isinstance(plain, Path) else plain
 
 
 def _path(given: str | Path) -> Path:

@@ -38,6 +38,7 @@ from raceme.runs.experiment import simulate
 from raceme.strategies import CASAC, FedAsync, FedBuff
 from raceme.training.models import build
 
+APP = QUICKSTARTS / "numpy_app"
 SMALL: dict[str, Any] = {
     "clients": 4,
     "groups": "0.5,0.5",
@@ -271,6 +272,13 @@ def test_comparisons_of_several_threads_take_turns(here: Path) -> None:
         (lambda: raceme.reproduce("casa-table1", only="mnist,x"), "part of casa-table1 'x'"),
         (lambda: raceme.reproduce("casa-table2", scale="0.1"), "scale must be .* got '0.1'"),
         (lambda: raceme.simulate(3), "A folder is a text or a path"),
+        (lambda: raceme.simulate(clients=2.5), "clients must be a whole number, got 2.5"),
+        (lambda: raceme.simulate(clients=0), "clients must be at least 1"),
+        (lambda: raceme.simulate(seed="a"), "seed must be a whole number"),
+        (lambda: raceme.simulate(max_time=-1), "max-time must be greater than 0"),
+        (lambda: raceme.simulate(examples=0.5), "examples must be a whole number"),
+        (lambda: raceme.simulate(APP, client=np.int64(2)), "client is read by a strategy"),
+        (lambda: raceme.simulate(APP, workers=None), "workers must be auto"),
         (lambda: raceme.simulate(run_config=["a=1"]), r"run_config .* are mappings .* \['a=1'\]"),
         (lambda: raceme.open(None), "A folder is a text or a path"),
         (lambda: raceme.load(np.ones(2)), "dataset must be a name .* type ndarray"),
@@ -568,7 +576,7 @@ def test_a_reproduction_has_the_finished_runs_of_a_folder(tmp_path: Path) -> Non
 def test_a_flower_app_on_virtual_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     found = raceme.simulate(
-        QUICKSTARTS / "numpy_app",
+        APP,
         clients=3,
         workers=0,
         run_config={"num-server-rounds": 1},
@@ -579,4 +587,4 @@ def test_a_flower_app_on_virtual_time(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(found.clients) == 3
     assert "returned after" in repr(found)
     with pytest.raises(UserError, match="fraction-trian"):
-        raceme.simulate(QUICKSTARTS / "numpy_app", run_config={"fraction-trian": 1})
+        raceme.simulate(APP, run_config={"fraction-trian": 1})

@@ -222,9 +222,6 @@ def simulate(
     from raceme.simulation.apps import Settings, write_results
     from raceme.simulation.apps import simulate as run
 
-    for name, seconds in (("--max-time", max_time), ("--max-wall-time", max_wall_time)):
-        if seconds is not None and not 0 < seconds < math.inf:
-            raise UserError(f"{name} must be a number above 0, got {seconds:g}.")
     settings = Settings(
         folder=folder,
         clients=clients,

@@ -148,7 +148,7 @@ def _count(workers: str | int, seconds: Callable[[], float] | None) -> int:
         return cores if seconds is None or seconds() >= _WORTHWHILE_SECONDS else 0
     try:
         count = int(workers)
-    except ValueError:
+    except (TypeError, ValueError):
         count = -1
     if not 0 <= count <= _MOST_WORKERS:
         shown = workers[:40] if isinstance(workers, str) else workers

@@ -34,7 +34,7 @@ from raceme.core.errors import UserError, check_known, one_line
 from raceme.core.events import Observer, ignore
 from raceme.core.files import check_folder
 from raceme.core.messages import CONFIG, KIND
-from raceme.core.options import Value
+from raceme.core.options import SECONDS, Value, convert, option
 from raceme.core.registry import STRATEGIES
 from raceme.core.scheduling import FlowerArguments
 from raceme.core.signals import handled_by
@@ -955,22 +955,34 @@ class Settings:
         Compute time of an evaluation as a share of a training task; None: it takes no time.
     node_config : tuple[str, ...]
         Additions to every node's config, as typed.
+
+    Raises
+    ------
+    UserError
+        A number or a text is none, or out of its range.
     """
 
     folder: Path
-    clients: int = 10
-    devices: str = "slow30x5"
+    clients: int = option(10, "simulated SuperNodes", low=1)
+    devices: str = option("slow30x5", "device profile")
     run_config: tuple[str, ...] = ()
     strategy: str | None = None
     parameters: Mapping[str, Value] = field(default_factory=dict)
     workers: str | int = "auto"
-    seed: int = 0
+    seed: int = option(0, "seed", low=0)
     out: Path | None = None
-    max_time: float = math.inf
-    max_wall_time: float = math.inf
-    examples: int | None = None
-    evaluation_share: float | None = None
+    max_time: float = option(math.inf, "limit of virtual time", unit=SECONDS, above=0)
+    max_wall_time: float = option(math.inf, "limit of wall time", unit=SECONDS, above=0)
+    examples: int | None = option(None, "training examples of each client", low=1)
+    evaluation_share: float | None = option(None, "time of an evaluation", low=0)
     node_config: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if item.metadata and value != item.default:
+                value = convert(item.name.replace("_", "-"), value, item)
+                object.__setattr__(self, item.name, value)
 
 
 class AppEnding(StrEnum):
@@ -1027,7 +1039,8 @@ def simulate(settings: Settings) -> Simulated:
         make = partial(build_method, settings.strategy, settings.parameters, settings.seed)
         make()
     elif settings.parameters:
-        raise UserError("--set takes keys of a strategy: name one with --strategy.")
+        unread = ", ".join(settings.parameters)
+        raise UserError(f"{unread} is read by a strategy: name one with --strategy.")
     nodes = nodes_of(settings.devices, [settings.examples or 0] * settings.clients, settings.seed)
     own = _pairs("--node-config", settings.node_config)
     for key in own:
