@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from raceme.strategies.panicle.probes import Partition, better_partition
+from raceme.strategies.panicle.probes import Partition, best_partition, better_partition
 
 LEVEL = 0.45
 
@@ -60,6 +60,35 @@ def test_clusters_are_given_up_if_their_evidence_is_clearly_too_little(
     if found is not None:
         assert found.labels.tolist() == [0] * 6
         assert found.score == pytest.approx(across)
+
+
+def nested(near: float) -> np.ndarray:
+    """Distances of two distant pairs of near groups, of four clients each."""
+    groups = np.repeat(np.arange(4), 4)
+    distances = np.where(groups[:, None] // 2 == groups[None, :] // 2, near, 1.0)
+    return np.where(groups[:, None] == groups[None, :], 0.0, distances)
+
+
+@pytest.mark.parametrize("before", [np.zeros(16), np.repeat([3, 5], 8), np.arange(16) // 2])
+def test_groups_within_groups_are_found(before: np.ndarray) -> None:
+    # Two groups score (1 - 0.2) / 1, four 0.4 / 0.8; within one of the two, two score 0.45.
+    distances, now = nested(0.45), before.astype(np.int64)
+    assert best_partition(np.stack([distances, distances])).labels.max() == 1
+    found = better(distances, now)
+    assert found is not None
+    assert len(np.unique(found.labels)) == 4
+    assert (found.labels.reshape(4, 4) == found.labels[::4, None]).all()
+    assert better(distances, found.labels) is None
+
+
+def test_groups_within_groups_need_the_level_too() -> None:
+    found = better(nested(0.2), np.zeros(16, np.int64))
+    assert found is not None
+    assert found.labels.tolist() == np.repeat([0, 1], 8).tolist()
+    # Clusters that were divided nevertheless are merged.
+    merged = better(nested(0.2), np.repeat([0, 1, 2, 3], 4))
+    assert merged is not None
+    assert merged.labels.tolist() == found.labels.tolist()
 
 
 @pytest.mark.parametrize("clients", [0, 1])

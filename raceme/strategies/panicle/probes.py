@@ -368,11 +368,58 @@ def best_partition(distances: Distances) -> Partition:
     return best
 
 
+def divided(distances: Distances, labels: Labels, level: float) -> Labels:
+    """Divide groups that consist of groups themselves, as long as the score reaches the level.
+
+    Near groups are one beside a distant one: the silhouette is highest for the coarse partition.
+
+    Parameters
+    ----------
+    distances : Distances
+        Two estimates of the distance of every two clients, symmetric. Shape (2, m, m).
+    labels : Labels
+        Group of each client, from 0. Shape (m,).
+    level : float
+        Silhouette score from which on there are groups.
+    """
+    found = labels.copy()
+    for group in range(int(labels.max()) + 1):
+        rows = np.flatnonzero(labels == group)
+        inside = distances[:, rows[:, None], rows]
+        best = best_partition(inside)
+        if best.score >= level:
+            parts = divided(inside, best.labels, level)
+            found[rows] = np.where(parts > 0, found.max() + parts, group)
+    return found
+
+
+def _gain(
+    distances: NDArray[np.float64],
+    cluster: NDArray[np.bool_],
+    group: NDArray[np.bool_],
+    client: int,
+    level: float,
+) -> float:
+    """Return what a client gains by moving from its cluster to a group, both given as masks.
+
+    How much nearer it is to the group than to those it leaves; if its whole cluster goes with it,
+    what that lacks of being a group of its own.
+    """
+    left = cluster & ~group
+    own, other = (group, left) if left.any() else (cluster, group & ~cluster)
+    own = own.copy()
+    own[client] = False
+    a = distances[own].mean() if own.any() else _ALONE
+    b = distances[other].mean()
+    nearer = float((b - a) / max(a, b, FLOOR))
+    return nearer if left.any() else level - nearer
+
+
 def better_partition(distances: Distances, now: Labels, level: float) -> Partition | None:
     """Return the groups that clients should form instead of their clusters; None to leave these.
 
-    The best groups, if their score reaches the level and those that move gain by it; one group,
-    with the score of the clusters that are given up, if both clearly fail.
+    The best groups, and those within them, if their score reaches the level and those that move
+    gain by it; one group, with the score of the clusters that are given up, if both clearly fail.
 
     Parameters
     ----------
@@ -385,16 +432,15 @@ def better_partition(distances: Distances, now: Labels, level: float) -> Partiti
     """
     if len(now) < 2:
         return None
-    clusters, present = np.unique(now, return_inverse=True)
-    mean = distances.mean(axis=0)
-    here = silhouettes(mean, present)
-    best = best_partition(distances)
+    mean, best = distances.mean(axis=0), best_partition(distances)
     if best.score >= level:
-        home = plan_reassignment(now, best.labels).home
-        moving = np.array([home.get(int(group), -1) for group in best.labels]) != now
-        gain = silhouettes(mean, best.labels)[moving] - here[moving]
-        return best if moving.any() and gain.mean() >= _MARGIN else None
-    score = float(here.mean())
+        wanted = divided(distances, best.labels, level)
+        home = plan_reassignment(now, wanted).home
+        moving = np.flatnonzero(np.array([home.get(int(group), -1) for group in wanted]) != now)
+        gains = [_gain(mean[i], now == now[i], wanted == wanted[i], int(i), level) for i in moving]
+        return Partition(wanted, best.score) if gains and np.mean(gains) >= _MARGIN else None
+    clusters, present = np.unique(now, return_inverse=True)
+    score = float(silhouettes(mean, present).mean())
     if len(clusters) > 1 and score < level - _MARGIN:
         return Partition(np.zeros_like(now), score)
     return None
