@@ -1,4 +1,4 @@
-"""Fleets that no method was tuned on: clients of ten kinds, drawn from MNIST at 14x14 pixels.
+"""Fleets that no method was tuned on: clients of ten kinds, drawn from MNIST or Fashion-MNIST at 14x14 pixels.
 
     raceme compare --suite benchmarks/untuned_fleets.toml --data-root data
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from raceme.core.config import RunConfig
 from raceme.core.options import option
-from raceme.datasets.images import Mnist
+from raceme.datasets.images import FashionMnist, Mnist
 from raceme.datasets.source import Dataset, DataShape, Indices, Source, generator
 from raceme.simulation.devices import Device
 
@@ -32,6 +32,7 @@ class FleetOptions:
     """What the clients of a fleet have."""
 
     kind: str = option("four", "what the clients have", among=tuple(GROUPS))
+    images: str = option("mnist", "what they are drawn from", among=("mnist", "fashion-mnist"))
 
 
 class Fleet(Source):
@@ -45,8 +46,9 @@ class Fleet(Source):
 
     def load(self, config: RunConfig) -> Dataset:
         """Return all clients' samples, shape (N, 1, 14, 14), each client's with its own labels."""
-        kind, clients = config.read(FleetOptions).kind, config.clients or self.default_clients
-        mnist = Mnist().load(config)
+        options, clients = config.read(FleetOptions), config.clients or self.default_clients
+        kind = options.kind
+        mnist = (Mnist() if options.images == "mnist" else FashionMnist()).load(config)
         pixels = np.asarray(mnist.x, np.float32).reshape(-1, SIDE, 2, SIDE, 2).mean((2, 4)) / 255
         pixels = (pixels - pixels.mean()) / pixels.std()
         rng = generator(config.seed, f"untuned {kind}")

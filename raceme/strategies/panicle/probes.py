@@ -371,7 +371,9 @@ def best_partition(distances: Distances) -> Partition:
 def divided(distances: Distances, labels: Labels, level: float) -> Labels:
     """Divide groups that consist of groups themselves, as long as the score reaches the level.
 
-    Near groups are one beside a distant one: the silhouette is highest for the coarse partition.
+    Near groups are one beside a distant one: the silhouette is highest for the coarse partition. A
+    single client is no group within another: if its few samples are unlike the others' by chance,
+    all others are far from it at once.
 
     Parameters
     ----------
@@ -387,7 +389,7 @@ def divided(distances: Distances, labels: Labels, level: float) -> Labels:
         rows = np.flatnonzero(labels == group)
         inside = distances[:, rows[:, None], rows]
         best = best_partition(inside)
-        if best.score >= level:
+        if best.score >= level and np.bincount(best.labels).min() > 1:
             parts = divided(inside, best.labels, level)
             found[rows] = np.where(parts > 0, found.max() + parts, group)
     return found
