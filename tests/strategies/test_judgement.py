@@ -83,7 +83,7 @@ def test_groups_within_groups_are_found(before: np.ndarray) -> None:
 
 def test_a_single_client_is_no_group_within_a_group() -> None:
     distances = nested(0.0)
-    distances[0, 1:8] = distances[1:8, 0] = 0.9
+    distances[0, 1:8] = distances[1:8, 0] = 0.6
     found = better(distances, np.zeros(16, np.int64))
     assert found is not None
     assert found.labels.tolist() == np.repeat([0, 1], 8).tolist()
