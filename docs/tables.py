@@ -938,6 +938,7 @@ _UNTUNED = [
     "slow",
     "noise",
 ]
+_FASHION = "fashion-"
 _RIVALS = (
     "panicle",
     "ifca-async",
@@ -1030,15 +1031,16 @@ def panicle_regret(docs: Path) -> Table:
     return Table(table.heads, [*table.rows, fastest])
 
 
-def panicle_untuned(docs: Path) -> Table:
+def panicle_untuned(docs: Path, images: str = "") -> Table:
     """Points below the best method of each case of benchmarks/untuned_fleets.toml."""
-    cases = {case: Experiment.read(docs, f"untuned-{case}") for case in _UNTUNED}
+    cases = {case: Experiment.read(docs, f"untuned-{images}{case}") for case in _UNTUNED}
     return _regret_table(_regrets(cases, (*_RIVALS, "fedavg")), cases)
 
 
-def panicle_both(docs: Path) -> Table:
-    """Regrets over the cases of both tables, of the methods that both have."""
-    names = [*(f"panicle-digits-{case}" for case in _CASES), *(f"untuned-{c}" for c in _UNTUNED)]
+def panicle_all(docs: Path) -> Table:
+    """Regrets over the cases of the three tables, of the methods that all have."""
+    names = [f"panicle-digits-{case}" for case in _CASES]
+    names += [f"untuned-{images}{case}" for images in ("", _FASHION) for case in _UNTUNED]
     regrets = _regrets({name: Experiment.read(docs, name) for name in names}, _RIVALS)
     return Table(("", *(f"`{method}`" for method in _RIVALS)), _of_all_cases(regrets))
 
@@ -1238,7 +1240,8 @@ TABLES: dict[str, Callable[[Path], Table]] = {
     "poisoning-late": poisoning_late,
     "panicle-regret": panicle_regret,
     "panicle-untuned": panicle_untuned,
-    "panicle-both": panicle_both,
+    "panicle-fashion": partial(panicle_untuned, images=_FASHION),
+    "panicle-all": panicle_all,
     "panicle-100": panicle_100,
     "panicle-people": panicle_people,
 }
