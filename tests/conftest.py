@@ -15,11 +15,6 @@ import pytest
 from forking import Commands, commands
 
 
-def pytest_xdist_auto_num_workers() -> int:
-    """Half as many again as there are processors: many tests wait for processes of their own."""
-    return max(1, len(os.sched_getaffinity(0)) * 3 // 2)
-
-
 @pytest.fixture(autouse=True)
 def _flower_logs_to_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `caplog` see Flower's log, also after a command of a test that has silenced it."""
