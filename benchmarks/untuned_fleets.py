@@ -1,4 +1,4 @@
-"""Fleets that no method was tuned on: clients of ten kinds, of (Fashion-)MNIST at 14x14 pixels.
+"""Ten kinds of fleets beside the suite: clients with (Fashion-)MNIST at 14x14 pixels.
 
     raceme compare --suite benchmarks/untuned_fleets.toml --data-root data
 

@@ -359,12 +359,12 @@ def best_partition(distances: Distances) -> Partition:
         return best
     whole, *trees = (linkage(squareform(d, checks=False), "average") for d in (mean, *distances))
     for groups in range(2, min(count, max(_FEW, count // 3)) + 1):
-        labels, *halves = (numbered(fcluster(t, groups, "maxclust")) for t in (whole, *trees))
+        halves = (numbered(fcluster(tree, groups, "maxclust")) for tree in trees)
         scores = [
             silhouettes(d, half).mean() for d, half in zip(distances[::-1], halves, strict=True)
         ]
         if (score := float(np.mean(scores))) > best.score + _TIE:
-            best = Partition(labels, score)
+            best = Partition(numbered(fcluster(whole, groups, "maxclust")), score)
     return best
 
 
