@@ -197,15 +197,10 @@ class Loop:
             if self._wake() and self._is_over():
                 break
             self._hand_out()
-            replies = clock.wait(self._awaited(), self._next_moment())
-            for reply in replies:
-                # After each of several simultaneous replies, check limits and evaluations.
-                self._take_in(reply)
-                if self._is_over():
-                    break
+            has_replies = self._receive()
             if self._fleet.by_node:
                 progress.somebody_at = clock.now()
-            if not replies or clock.now() >= progress.checked_at + _FLEET_CHECK_SECONDS:
+            if not has_replies or clock.now() >= progress.checked_at + _FLEET_CHECK_SECONDS:
                 self._look_at_fleet()
                 progress.checked_at = clock.now()
                 alone_since = progress.somebody_at
@@ -221,6 +216,28 @@ class Loop:
         if self._fleet.by_node and (clock.free_evaluation or not is_stopped):
             self._evaluator.finish(progress.evaluated_at != progress.updates)
         return ended_at if clock.is_virtual else clock.now()
+
+    def _receive(self) -> bool:
+        """Wait for the next replies and process them; return whether there were any.
+
+        Before the scheduler wakes, e.g. to close a window, all replies of that time count.
+        """
+        replies = received = self._clock.wait(self._awaited(), self._next_moment())
+        while replies:
+            for number, reply in enumerate(replies, 1):
+                # After each of several simultaneous replies, check limits and evaluations.
+                self._take_in(reply)
+                if self._is_over():
+                    # The grid will not return the other replies again: their tests count.
+                    for other in replies[number:]:
+                        self._evaluator.take_in(
+                            other.metadata.reply_to_message_id, other, self._idle
+                        )
+                    return True
+            now = self.now()
+            is_due = self._method.scheduling.wake_at() <= now
+            replies = self._clock.wait(self._awaited(), now) if is_due else []
+        return bool(received)
 
     def _fill_result(self) -> None:
         """Fill in models and placements of the result."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from types import MappingProxyType
 
 import numpy as np
@@ -272,6 +272,36 @@ def test_who_asks_a_run_to_stop_does_not_wait_for_evaluations() -> None:
     )
     assert [e.updates for e in of(Evaluated, seen)] == [0]
     assert seen[-1].ending is Ending.INTERRUPTED
+
+
+class Batching(VirtualGrid):
+    """A grid that returns simultaneous replies together, as a SuperLink may."""
+
+    def wait(self, message_ids: Collection[str], until: float | None = None) -> list[Message]:
+        replies, awaited = super().wait(message_ids, until), set(message_ids)
+        found = replies
+        while found:
+            awaited -= {reply.metadata.reply_to_message_id for reply in found}
+            found = super().wait(awaited, self.now())
+            replies += found
+        return replies
+
+
+def test_tests_that_come_with_the_last_update_count() -> None:
+    # A task or a test takes c0 1 s and c1 2 s. Both test first. c0 trains until 2 s and until 3 s;
+    # then it tests until 4 s, when c1's update, the last one, comes too.
+    def cost(message: Message, context: Context, examples: int) -> Workload | None:
+        is_greeting = message.metadata.message_type == MessageType.QUERY
+        return None if is_greeting else Workload()
+
+    nodes = grid_of(pulled_app(), devices(1.0, 2.0)).nodes
+    grid = costly(Batching(pulled_app(), nodes, cost=cost))
+    seen = run(half(), grid, num_rounds=3, eval_every=2)
+    updates = [(u.time, u.client) for u in of(events.UpdateApplied, seen)]
+    assert updates == [(2.0, "c0"), (3.0, "c0"), (4.0, "c1")]
+    # c1 is asked at the end of the run, and tests the models of 3 s and then those of 4 s.
+    assert [(e.updates, e.answered) for e in of(Evaluated, seen)] == [(0, 2), (2, 2), (3, 2)]
+    assert grid.now() == 8.0
 
 
 class Peculiar(FedAsync):

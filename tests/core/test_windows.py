@@ -206,6 +206,16 @@ def test_windows_on_virtual_time() -> None:
     assert grid.state_dict()["arrived"] == []
 
 
+def test_all_replies_at_the_end_of_a_window_are_in_time() -> None:
+    # Both members answer at 5 and at 10 s, the end of the window.
+    seen = run(Windowed(), [Device(5.0), Device(5.0)], updates=0, max_rounds=1)
+    assert updates_of(seen) == [
+        (start, client, start + 5.0) for start in (0.0, 5.0) for client in ("c0", "c1")
+    ]
+    # No work is sent in a window that is over.
+    assert not [event for event in seen if isinstance(event, events.UpdateRejected)]
+
+
 def test_a_number_of_windows_ends_a_run() -> None:
     seen = run(Windowed(), [Device(4.0), Device(12.0), Device()], updates=0, max_rounds=2)
     # As above: c0 is back twice in each.

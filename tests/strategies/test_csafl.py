@@ -280,4 +280,6 @@ def test_more_groups_than_clients_is_an_error_before_the_run() -> None:
 
 @pytest.mark.parametrize("update", ["semi-asynchronous", "synchronous"])
 def test_it_can_be_restored(update: str) -> None:
-    check_it_can_be_restored(CSAFL, CSAFLParameters(**OPTIONS, update=update))
+    # A budget that the continued run does not reach, whose end would give up work.
+    options = {**OPTIONS, "budget": 40.0}
+    check_it_can_be_restored(CSAFL, CSAFLParameters(**options, update=update))
