@@ -75,7 +75,7 @@ from raceme.flower.ports import (
 )
 from raceme.records.folder import ControlSocket, Stage, VersionStore, new_folder
 from raceme.records.record import line_of
-from raceme.records.store import read_events
+from raceme.records.store import each_event
 from raceme.records.summary import finite
 from raceme.runs import experiment
 from raceme.runs.checkpoints import CHECKPOINTS
@@ -832,7 +832,7 @@ def is_complete(config: RunConfig) -> bool:
     out = Path(config.out)
     if not config.resume or not (out / "summary.json").is_file():
         return False
-    endings = [event for event in read_events(out) if isinstance(event, RunEnded)]
+    endings = [end for end in each_event(out, RunEnded) if isinstance(end, RunEnded)]
     if not endings or not endings[-1].ending.is_complete:
         return False
     asked = config.with_values(out="", resume="").to_mapping()

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
+import math
+from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, fields
+from operator import attrgetter
 from pathlib import Path
+from sys import intern
 from typing import Any, NamedTuple, TextIO
 
 import numpy as np
@@ -18,7 +22,7 @@ from raceme.core import events
 from raceme.core.errors import told_by_system
 from raceme.core.events import Event, EventHandler, Membership, Placement, grouped, home
 from raceme.core.files import atomic_write
-from raceme.records.store import plain, read_events
+from raceme.records.store import each_event, plain
 from raceme.records.summary import Uploads
 
 Floats = NDArray[np.float64]
@@ -200,24 +204,33 @@ class RunRecord:
         uploads = Uploads(membership)
         clients = _Clients()
         placements: list[Placement] = []
+        columns = {kind: _Columns(columns) for kind, columns in _IN_COLUMNS.items()}
+        tests = _Columns(ClientEvaluations)
         of: defaultdict[type[Any], list[Any]] = defaultdict(list)
+        latest, measure = 0.0, events.ACCURACY
         for event in observed:
-            of[type(event)].append(event)
+            if type(event) in columns:
+                columns[type(event)].add(event)
+            else:
+                of[type(event)].append(event)
+            if isinstance(event, events.Evaluated):
+                measure = event.measure
+                for test in _tests(len(columns[events.Evaluated]) - 1, event):
+                    tests.add(test)
+            latest = max(latest, float(event.time))
             placements += membership.observe(event)
             uploads.observe(event)
             clients(event)
         measured = grouped((event.name, event) for event in of[events.Measured])
-        evaluated, ended = of[events.Evaluated], of[events.RunEnded]
-        # Tasks may have timed out after the end.
-        last = ended or [event for found in of.values() for event in found]
+        ended = of[events.RunEnded]
         return cls(
             clients=clients.result(),
             groups=membership.groups,
-            updates=_columns(Updates, of[events.UpdateApplied]),
-            answers=_columns(Answers, of[events.AnswerTaken]),
-            rejections=_columns(Rejections, of[events.UpdateRejected]),
-            evaluations=_columns(Evaluations, evaluated),
-            client_evaluations=_columns(ClientEvaluations, list(_tests(evaluated))),
+            updates=columns[events.UpdateApplied].arrays(),
+            answers=columns[events.AnswerTaken].arrays(),
+            rejections=columns[events.UpdateRejected].arrays(),
+            evaluations=columns[events.Evaluated].arrays(),
+            client_evaluations=tests.arrays(),
             changes=tuple(of[events.ClustersChanged]),
             placements=tuple(placements),
             data_changes=tuple(of[events.DataChanged]),
@@ -226,10 +239,11 @@ class RunRecord:
             cluster_scores=tuple(of[events.ClustersScored]),
             task_tests=tuple(of[events.TasksTested]),
             judged=tuple(of[events.UpdateJudged]),
-            end=max((float(event.time) for event in last), default=0.0),
+            # Tasks may have timed out after the end.
+            end=max((float(event.time) for event in ended), default=latest),
             reason=ended[-1].reason if ended else None,
             ending=ended[-1].ending if ended else None,
-            measure=evaluated[-1].measure if evaluated else events.ACCURACY,
+            measure=measure,
         )
 
     @property
@@ -272,20 +286,49 @@ def read_run(path: Path) -> RunRecord:
     UserError
         There is no such file, or it is not a run store.
     """
-    return RunRecord.of(read_events(path))
+    return RunRecord.of(each_event(path))
 
+
+_IN_COLUMNS: dict[type[Any], type[Any]] = {
+    events.UpdateApplied: Updates,
+    events.AnswerTaken: Answers,
+    events.UpdateRejected: Rejections,
+    events.Evaluated: Evaluations,
+}
+"""Events of which a long run has millions, and the arrays that they become."""
 
 _DTYPES = {"Integers": np.int64, "Floats": np.float64, "Texts": np.str_, "Flags": np.bool_}
+_CODES = {"Integers": "q", "Floats": "d", "Flags": "b"}
 
 
-def _columns(kind: type[Any], rows: Sequence[Any]) -> Any:
-    """Build a dataclass of arrays from objects with attributes of the same names."""
-    return kind(
-        **{
-            name: np.array([getattr(row, name) for row in rows], dtype=_DTYPES[annotation])
-            for name, annotation in kind.__annotations__.items()
+class _Columns:
+    """Collects objects as the columns of a dataclass of arrays, in a fraction of their memory."""
+
+    def __init__(self, kind: type[Any]) -> None:
+        self._kind, self._types, self._rows = kind, kind.__annotations__, 0
+        self._columns: dict[str, Any] = {
+            name: array(_CODES[of]) if of in _CODES else [] for name, of in self._types.items()
         }
-    )
+        self._values = attrgetter(*self._columns)
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def add(self, row: Any) -> None:
+        """Append an object with attributes of the columns' names; None is NaN."""
+        self._rows += 1
+        for column, value in zip(self._columns.values(), self._values(row), strict=True):
+            if type(value) is str:
+                value = intern(value)
+            column.append(math.nan if value is None else value)
+
+    def arrays(self) -> Any:
+        """Return the dataclass."""
+        found: dict[str, Any] = {
+            name: np.array(column, dtype=_DTYPES[self._types[name]])
+            for name, column in self._columns.items()
+        }
+        return self._kind(**found)
 
 
 class _Test(NamedTuple):
@@ -299,10 +342,9 @@ class _Test(NamedTuple):
     step: int
 
 
-def _tests(evaluated: Sequence[events.Evaluated]) -> Iterator[_Test]:
-    for index, event in enumerate(evaluated):
-        for client, (cluster, accuracy, loss) in event.per_client.items():
-            yield _Test(index, client, cluster, accuracy, loss, event.steps.get(client, 0))
+def _tests(index: int, event: events.Evaluated) -> Iterator[_Test]:
+    for client, (cluster, accuracy, loss) in event.per_client.items():
+        yield _Test(index, client, cluster, accuracy, loss, event.steps.get(client, 0))
 
 
 class _Clients(EventHandler):

@@ -14,7 +14,7 @@ import os
 import sqlite3
 import threading
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
@@ -472,7 +472,12 @@ class RunStore(AbstractContextManager["RunStore"]):
 
 
 def read_events(path: Path) -> list[Event]:
-    """Read the events of a run store in order.
+    """Read the events of a run store in order; see :func:`raceme.records.store.each_event`."""
+    return list(each_event(path))
+
+
+def each_event(path: Path, kind: type[Any] | None = None) -> Iterator[Event]:
+    """Yield the events of a run store in order, so that a run of months needs little memory.
 
     Flower's random node ids are not stored: ``ClientJoined.node_id`` is 0. NaN is restored.
 
@@ -480,6 +485,8 @@ def read_events(path: Path) -> list[Event]:
     ----------
     path : Path
         The file or its folder.
+    kind : type, optional
+        Class of the events; by default all of them.
 
     Raises
     ------
@@ -492,16 +499,19 @@ def read_events(path: Path) -> list[Event]:
     with closing(_open(file)) as connection:
         connection.execute("PRAGMA query_only = ON")
         check_format(connection, file)
+        where = ("", ()) if kind is None else ("WHERE kind = ?", (kind.__name__,))
         try:
-            return _events(connection, "")
+            yield from _events(connection, *where)
         # ValueError: an invalid or unknown event.
         except (sqlite3.DatabaseError, ValueError) as error:
             raise UserError(f"{file} is damaged: {error}.") from None
 
 
-def _events(connection: sqlite3.Connection, where: str, numbers: Iterable[int] = ()) -> list[Event]:
+def _events(
+    connection: sqlite3.Connection, where: str, values: Iterable[int | str] = ()
+) -> Iterator[Event]:
     query = f"SELECT time, kind, body FROM main.events {where} ORDER BY event"
-    return [_event(*row) for row in connection.execute(query, tuple(numbers))]
+    return (_event(*row) for row in connection.execute(query, tuple(values)))
 
 
 def _create(path: Path, replace: bool) -> sqlite3.Connection:
@@ -739,7 +749,7 @@ class StoreFollower:
                 # File systems reuse inodes.
                 restarted, after = True, 0
             end = min(after + _CHUNK, top)
-            found = _events(connection, "WHERE event > ? AND event <= ?", (after, end))
+            found = list(_events(connection, "WHERE event > ? AND event <= ?", (after, end)))
             mark = _mark(connection, end) if found else self._mark
         except (sqlite3.DatabaseError, ValueError) as error:
             raise UserError(_said(self.path, error)) from None

@@ -56,7 +56,7 @@ from raceme.records.folder import (
 from raceme.records.positions import PositionsFile, positions_of_rows
 from raceme.records.record import FILE as TRACE_FILE
 from raceme.records.record import TraceFile, WallTimes
-from raceme.records.store import RunStore, read_events
+from raceme.records.store import RunStore, each_event
 from raceme.records.summary import ProtectionSummary, RunSummary
 from raceme.runs.checkpoints import CheckpointFolder, Keeper, restore, resuming
 from raceme.runs.trackers import TrackerObserver, chosen
@@ -528,7 +528,7 @@ def conduct(
             trackers = opened.enter_context(TrackerObserver(config, out, updates))
             listening += [trackers, *observers]
             if restored:
-                for event in read_events(out):
+                for event in each_event(out):
                     summary.observe(event)
                     protection.observe(event)
                     trackers.recall(event)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import sqlite3
-from collections.abc import Iterable
+import tracemalloc
+from collections import deque
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -40,7 +42,8 @@ from raceme.core.events import (
     Verdict,
     VersionDecided,
 )
-from raceme.records.store import FILE_NAME, RunStore, read_events
+from raceme.records.record import read_run
+from raceme.records.store import FILE_NAME, RunStore, each_event, read_events
 from raceme.strategies.csafl import IDLE
 from raceme.strategies.faacl.strategy import SUPPORTERS
 
@@ -160,6 +163,31 @@ def test_every_type_of_event_comes_back_in_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize("event", ONE_OF_EACH, ids=lambda event: type(event).__name__)
 def test_each_event_comes_back_alone(tmp_path: Path, event: Event) -> None:
     assert read_events(write(tmp_path, [event])) == [event]
+
+
+def test_a_run_of_months_is_read_in_little_memory(tmp_path: Path) -> None:
+    """A run of real devices has a million updates in a week, and is read when it is resumed."""
+    count = 5_000
+    path = write(tmp_path, (replace(UPDATE, seq=n, time=n / 8) for n in range(count)))
+
+    def peak_of(read: Callable[[], Any]) -> float:
+        tracemalloc.start()
+        try:
+            read()
+            return tracemalloc.get_traced_memory()[1] / count
+        finally:
+            tracemalloc.stop()
+
+    assert peak_of(lambda: deque(each_event(path), maxlen=0)) < 50, "bytes per update"
+    # As objects, and then as columns, an update takes 770.
+    assert peak_of(lambda: read_run(path)) < 500, "bytes per update, of 19 columns"
+
+
+def test_events_of_one_kind_are_read_alone(tmp_path: Path) -> None:
+    path = write(tmp_path, ONE_OF_EACH)
+    expected = [event for event in ONE_OF_EACH if isinstance(event, UpdateRejected)]
+    assert expected
+    assert list(each_event(path, UpdateRejected)) == expected
 
 
 def test_an_empty_run_has_no_events(tmp_path: Path) -> None:
