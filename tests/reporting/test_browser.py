@@ -367,6 +367,66 @@ def test_a_run_that_is_killed_is_not_live(browser: Browser, tmp_path: Path) -> N
             run.kill()
 
 
+def test_a_run_without_clients_has_no_empty_charts(browser: Browser, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with RunStore(run) as store, watching(run, "127.0.0.1", 0) as beside:
+        (run / "config.toml").write_text('strategy = "panicle"\ndataset = "npz"\nseed = 0\n')
+        browser.open(beside.address)
+        shown = "return [...document.querySelectorAll('.panel')].some((one) => one.offsetParent)"
+        browser.until(lambda: browser.run("return !raceme.run.loading"))
+        assert not browser.run(shown)
+        store.observe(ClientJoined(0.0, "oven", 0, 10, None))
+        store.commit()
+        browser.until(lambda: browser.run(shown))
+        axis = "return raceme.board.panels[0].chart.plot?.scales.x.max"
+        assert browser.until(lambda: browser.run(axis)) == 1
+
+
+def test_a_run_of_months_has_days_on_its_axes(browser: Browser, tmp_path: Path) -> None:
+    day = 86400.0
+    with RunStore(tmp_path / "run") as store:
+        for name in ("oven", "pump"):
+            store.observe(ClientJoined(0.0, name, 0, 10, None))
+        store.observe(ClustersChanged(1.0, 0, ClusterChange.ASSIGN, {"oven": {0: 1.0}}, made=(0,)))
+        moved = {"oven": {7: 1.0}}
+        store.observe(ClustersChanged(9.5 * day, 5, ClusterChange.MOVE, moved))
+        for seq in range(1, 3101):
+            time = 40 * day - (3100 - seq) * 10
+            store.observe(UpdateApplied(seq, time, "pump", 0, 0, 1, 0.5, time - 8, 0.1, 8, 8))
+    with watching(tmp_path / "run", "127.0.0.1", 0) as beside:
+        browser.open(beside.address)
+        browser.resize(1300, 3000)
+        browser.until(lambda: browser.tile("time") == "40 d 00:00")
+        browser.until(lambda: "9 d 12:00\nmove\noven → cluster 7" in browser.describe())
+        # Only the last 1,500 bars are shown: hours of forty days.
+        texts = (
+            "const found = []; const panel = raceme.board.panels.find((p) => p.drawAxis && p.rows);"
+            "const real = CanvasRenderingContext2D.prototype.fillText;"
+            "CanvasRenderingContext2D.prototype.fillText = (text) => found.push(text);"
+            "panel.draw(raceme.board.moment);"
+            "CanvasRenderingContext2D.prototype.fillText = real; return found"
+        )
+        drawn = browser.run(texts)
+        assert drawn[-1] == "time (d)" or drawn[-1] == "virtual time (d)"
+        assert len(drawn) == len(set(drawn)) > 6
+
+
+def test_many_runs_are_drawn_as_the_means_of_their_methods(
+    browser: Browser, finished: Path, tmp_path: Path
+) -> None:
+    for number in range(14):
+        shutil.copytree(finished, tmp_path / f"method-{number // 2}" / f"seed-{number % 2}")
+    with watching(tmp_path, "127.0.0.1", 0, comparison=True) as beside:
+        browser.open(beside.address)
+        legend = "return [...document.querySelectorAll('.legend bdi')].map((b) => b.textContent)"
+        means = [f"method-{number} (2 runs)" for number in range(7)]
+        browser.until(lambda: browser.run(legend) == means)
+        pick = "const s = document.querySelector('[aria-label=Lines]');"
+        assert browser.run(f"{pick} return s.value") == "mean"
+        browser.run(f"{pick} s.value = 'runs'; s.dispatchEvent(new Event('change'))")
+        browser.until(lambda: len(browser.run(legend)) == 14)
+
+
 def test_an_index_lists_filters_and_compares_runs(
     browser: Browser, finished: Path, tmp_path: Path
 ) -> None:

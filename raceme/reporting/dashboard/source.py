@@ -337,6 +337,7 @@ class RunSource:
         """Reset."""
         self._columns = Columns(self._most_scores)
         self._is_stopped = self._has_failed = False
+        self._is_behind = True
         self._stamps: dict[str, tuple[int, int]] = {}
         self._walls = 0
         self._positions = PositionsReader(self.folder)
@@ -365,6 +366,9 @@ class RunSource:
         for event in reading.events:
             self._columns.observe(event)
         self._tell(self._columns.take())
+        if reading.more != self._is_behind:
+            self._is_behind = reading.more
+            self._tell({"loading": reading.more})
         is_stopped &= CONFIG in self._stamps and not reading.more
         if is_stopped != self._is_stopped:
             self._is_stopped = is_stopped

@@ -32,13 +32,17 @@ export class Board {
     this.visible = new Set();
     this.detail = new DetailPanel(this);
     this.tiles = new TilesPanel(this);
-    this.panels = [
-      new AccuracyPanel(this), new StreamPanel(this), new MapPanel(this), new DevicesPanel(this),
-      new HappeningsPanel(this), new StalenessPanel(this), new MeasuresPanel(this),
-      new TrustPanel(this), new ClientsPanel(this),
-    ];
+    const wide = [new AccuracyPanel(this), new StreamPanel(this)];
+    // Two columns side by side: panels of different heights leave no holes.
+    const columns = [[new MapPanel(this), new StalenessPanel(this)],
+      [new DevicesPanel(this), new HappeningsPanel(this)]];
+    const below = [new MeasuresPanel(this), new TrustPanel(this), new ClientsPanel(this)];
+    this.panels = [...wide, ...columns.flat(), ...below];
+    const elements = (panels) => panels.map((one) => one.element);
     this.element = make("div", { class: "board" }, this.tiles.element, this.controls(),
-      make("div", { class: "panels" }, ...this.panels.map((one) => one.element)),
+      make("div", { class: "panels" }, ...elements(wide),
+        ...columns.map((found) => make("div", { class: "column" }, ...elements(found))),
+        ...elements(below)),
       this.detail.element);
     this.watchSight();
     onTheme(() => this.changed());
@@ -101,7 +105,8 @@ export class Board {
       this.revision = run.revision;
     }
     this.drawControls();
-    for (const one of this.panels) one.element.hidden = one.isEmpty ?? false;
+    // Before the first client there is nothing to draw.
+    for (const one of this.panels) one.element.hidden = !run.size || (one.isEmpty ?? false);
     this.tiles.draw(this.moment);
     this.detail.draw(this.moment);
     this.drawPanels();

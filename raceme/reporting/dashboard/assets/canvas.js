@@ -1,7 +1,7 @@
 // A drawing that is as sharp as the screen and as wide as its panel, and its picture as a file.
 
 import { clusterColour, named } from "./colours.js";
-import { make } from "./words.js";
+import { make, number } from "./words.js";
 
 export const FONT = "12px system-ui, sans-serif";
 
@@ -58,6 +58,12 @@ export function ticks(low, high, about) {
     found.push(Number(value.toPrecision(12)));
   }
   return found;
+}
+
+/** Return the texts of such steps, with as many decimals as all of them need. */
+export function tickTexts(found) {
+  const decimals = found.map((value) => String(value).split(".")[1]?.length ?? 0);
+  return found.map((value) => number(value, Math.max(0, ...decimals)));
 }
 
 /** Make a button that saves a drawing as PNG; its colours are clusters. */

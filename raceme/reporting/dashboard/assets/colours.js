@@ -71,6 +71,11 @@ export function clusterColour(cluster) {
   return shown(cluster <= 0 ? NEUTRAL : PALETTE[(cluster - 1) % PALETTE.length]);
 }
 
+/** Return the dashes that tell clusters of one colour apart. */
+export function clusterDash(cluster) {
+  return DASHES[Math.floor(Math.max(0, cluster - 1) / PALETTE.length) % DASHES.length];
+}
+
 /** Return the colour and the dashes of one of several runs. */
 export function seriesLook(index) {
   const dash = DASHES[Math.floor(index / PALETTE.length) % DASHES.length];

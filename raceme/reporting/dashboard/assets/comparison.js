@@ -3,7 +3,7 @@
 import { Chart } from "./chart.js";
 import { onTheme, seriesLook } from "./colours.js";
 import { panel } from "./panel.js";
-import { make, number, plural, refill, timeUnit } from "./words.js";
+import { make, number, plural, refill, timeText, timeUnit } from "./words.js";
 
 const MOST_LINES = 40;
 const MOST_FIRST = 12; // Of an index this many runs are drawn until others are selected.
@@ -25,6 +25,8 @@ export class ComparisonBoard {
         onchange(target.value);
         this.changed();
       } }, ...Object.entries(options).map(([value, text]) => make("option", { value }, text)));
+    this.drawing = choice("Lines", { runs: "each run", mean: "mean ± std" },
+      (value) => (this.wanted = value));
     this.cases = choice("Case", {}, (value) => (this.case = value));
     this.casesLabel = make("label", { hidden: true }, "case ", this.cases);
     this.search = make("input", { type: "search", placeholder: "Filter runs",
@@ -41,8 +43,7 @@ export class ComparisonBoard {
     this.element = make("div", { class: "board" }, make("div", { class: "panels" },
       panel("curves", "Accuracy", "wide",
         make("div", { class: "options" }, this.casesLabel,
-          make("label", {}, "show ", choice("Lines", { runs: "each run", mean: "mean ± std" },
-            (value) => (this.means = value === "mean"))),
+          make("label", {}, "show ", this.drawing),
           make("label", {}, "over ", choice("Axis of the chart",
             { time: "time", updates: "updates" }, (value) => (this.axis = value)))),
         ...this.chart.parts),
@@ -120,6 +121,8 @@ export class ComparisonBoard {
 
   draw() {
     const listed = this.listed();
+    this.means = (this.wanted ?? this.fitting(listed)) === "mean";
+    this.drawing.value = this.means ? "mean" : "runs";
     // Runs of a comparison share the colour of their method; single runs have their own.
     const keyOf = (one) => (one.single && !this.means ? one.label : one.method);
     const keys = [...new Set(this.ofCase().map(([, one]) => keyOf(one)))].sort();
@@ -144,6 +147,14 @@ export class ComparisonBoard {
       yRange: (_, low, high) => (this.run.measure.isError ? [0, (high ?? 1) * 1.05] : [0, 1]),
     });
     this.fill(listed);
+  }
+
+  /** Return what to draw until a person chooses: the means of methods, if there are many lines. */
+  fitting(listed) {
+    const methods = new Set(listed.map(([, { method }]) => method));
+    const isIndex = listed.some(([, { single }]) => single);
+    const isCrowded = listed.length > MOST_FIRST && methods.size < listed.length;
+    return isCrowded && !isIndex ? "mean" : "runs";
   }
 
   /** Return the name of a run, with its comparison unless that is the chosen case. */
@@ -193,7 +204,7 @@ export class ComparisonBoard {
       const last = (column) => number(one.points[column]?.at(-1), 3);
       const end = one.points.time?.at(-1);
       [one.state, number(one.updates ?? 0), last("accuracy"), number(one.best, 3), last("worst"),
-        number(one.clusters), end === undefined ? "–" : `${number(end, 1)} s`,
+        number(one.clusters), end === undefined ? "–" : timeText(end, end),
         one.started ? new Date(1000 * one.started).toLocaleString([], STARTED) : "–",
       ].forEach((text, index) => (cells[index].textContent = text));
       return element;

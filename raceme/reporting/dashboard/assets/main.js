@@ -46,6 +46,7 @@ function follow(name) {
     head(run, name);
     if (over) return;
     if (board instanceof ComparisonBoard) say(board.said, board.isOver ? "over" : "live");
+    else if (run.about && run.loading) say("Loading the run …", "live");
     else if (run.crash) say(run.crash, "lost");
     else if (run.isOver) say("The run has ended.", "over");
     else if (run.about && !run.size) say("Waiting for the first client.", "live");

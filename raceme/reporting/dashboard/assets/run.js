@@ -20,6 +20,7 @@ export class Run {
     this.summary = null;
     this.failure = null;
     this.stopped = false;
+    this.loading = true; // Events that there are already are still to come.
     this.ended = null;
     this.clock = "virtual time";
     this.frames = [];
@@ -44,6 +45,7 @@ export class Run {
     if (piece.summary) this.summary = piece.summary;
     if ("failure" in piece) this.failure = piece.failure;
     if ("stopped" in piece) this.stopped = piece.stopped;
+    if ("loading" in piece) this.loading = piece.loading;
     if (piece.ended) this.ended = piece.ended;
     if (piece.measure) this.measure = piece.measure;
     if (piece.clock) this.clock = piece.clock;

@@ -40,6 +40,8 @@ export function rename(element, name) {
   element.title = name;
 }
 
+const MINUTES_OF_DAY = 1440;
+
 /** Return the number of seconds in the unit that suits a span of time, and its symbol. */
 export function timeUnit(span) {
   if (span > 2 * 86400) return [86400, "d"];
@@ -50,6 +52,13 @@ export function timeUnit(span) {
 
 export function timeText(time, span) {
   const [seconds, unit] = timeUnit(span);
+  if (unit === "d") {
+    // "29.4 d" would be a matter of hours.
+    const minutes = Math.floor(time / 60);
+    const of = (value) => String(Math.floor(value)).padStart(2, "0");
+    return `${number(Math.floor(minutes / MINUTES_OF_DAY))} d ` +
+      `${of((minutes % MINUTES_OF_DAY) / 60)}:${of(minutes % 60)}`;
+  }
   const digits = span / seconds < 10 ? 2 : span / seconds < 1000 ? 1 : 0;
   return `${number(time / seconds, digits)} ${unit}`;
 }

@@ -1,7 +1,7 @@
 // How accurate the models are: the mean of the clients, the worst tenth, and each cluster.
 
 import { Chart } from "../chart.js";
-import { clusterColour, isDark, named } from "../colours.js";
+import { clusterDash, clusterColour, isDark, named } from "../colours.js";
 import { marksOf, positionOn, xLabelOf, xOf } from "../axis.js";
 import { panel } from "../panel.js";
 
@@ -31,7 +31,7 @@ export class AccuracyPanel {
       lines: this.lines,
       xLabel: xLabelOf(run, axis),
       yLabel: run.measure.label,
-      range: () => [0, Math.max(positionOn(run, axis, run.end), 1e-9)],
+      range: () => [0, positionOn(run, axis, run.end) || 1],
       yRange: (_, low, high) => (run.measure.isError ? [0, (high ?? 1) * 1.05] : [0, 1]),
       marks: marksOf(run, axis),
       until: moment.time >= run.end ? end : positionOn(run, axis, moment.time),
@@ -49,6 +49,7 @@ export class AccuracyPanel {
       key: `cluster ${cluster}`,
       name: `cluster ${cluster}`,
       colour: clusterColour(cluster),
+      dash: clusterDash(cluster),
       width: 1.2,
       values: values.get(cluster),
     }));

@@ -1,6 +1,6 @@
 // When devices work: a row per device, the fastest on top, a bar per task.
 
-import { Canvas, pictureButton, ticks } from "../canvas.js";
+import { Canvas, pictureButton, ticks, tickTexts } from "../canvas.js";
 import { clusterColour, named } from "../colours.js";
 import { note, panel } from "../panel.js";
 import { countUntil } from "../run.js";
@@ -46,7 +46,7 @@ export class DevicesPanel {
     const { width, height } = this.canvas;
     this.rowHeight = (height - BOTTOM - 6) / Math.max(1, rows.length);
     const place = new Map(rows.map((client, row) => [client, row]));
-    const stop = Math.max(moment.time, 1e-9);
+    const stop = moment.time || 1;
     // Only some of the devices are shown, so that the stretch may hold more bars.
     const share = run.size / Math.max(1, rows.length);
     const first = Math.max(0, moment.applied - Math.floor(MOST_BARS * share));
@@ -88,7 +88,7 @@ export class DevicesPanel {
     const shown = rows.length < run.size ? `${rows.length} of ${number(run.size)} devices` :
       `${rows.length} devices`;
     this.note.textContent = `${shown}, fastest first. Late: more than ${LATE} times the fleet's ` +
-      "median task. Gaps between bars are waiting time.";
+      "median task. Gaps between bars are waiting time, or work without a reply yet.";
   }
 
   /** Draw the names of the devices, of every second if rows are low; return where bars begin. */
@@ -166,15 +166,15 @@ export class DevicesPanel {
     context.strokeStyle = named("line");
     context.textBaseline = "top";
     const found = ticks(start / seconds, stop / seconds, width / 90);
-    const digits = (stop - start) / seconds < 8 ? 1 : 0;
-    for (const tick of found) {
+    const texts = tickTexts(found);
+    for (const [index, tick] of found.entries()) {
       const x = toX(tick * seconds);
       context.beginPath();
       context.moveTo(x, 2);
       context.lineTo(x, y);
       context.stroke();
       context.textAlign = x < 24 ? "left" : x > width - 24 ? "right" : "center";
-      context.fillText(number(tick, digits), x, y + 2);
+      context.fillText(texts[index], x, y + 2);
     }
     context.textAlign = "right";
     context.fillText(`${this.board.run.clock} (${symbol})`, width - 4, y + 16);

@@ -1,6 +1,7 @@
 // Events of clusters, data and devices, one line each; a click shows that moment.
 
 import { panel } from "../panel.js";
+import { countUntil } from "../run.js";
 import { make, plural, reasonText, refill, timeText } from "../words.js";
 
 const MOST = 200;
@@ -67,11 +68,21 @@ function told(run) {
     }
     found.push({ time, kind, text: changed(changes.gone[row], changes.made[row], moved) });
   }
-  for (const one of found) one.text ??= `${plural(one.clients, "client")} moved`;
+  for (const one of found) one.text ??= movedText(run, one);
   found.push(...ofVersions(run), ...ofDevices(run));
   if (run.crash) found.push({ time: run.end, kind: "crash", text: run.crash });
   else if (run.ended) found.push({ time: run.end, kind: "end", text: run.ended.reason });
   return found.sort((one, other) => one.time - other.time);
+}
+
+/** Return how many clients moved at a time, or where to if it is one. */
+function movedText(run, { time, clients }) {
+  const { placements } = run.tables;
+  const row = countUntil(placements.time, time) - 1;
+  if (clients !== 1 || placements.time[row] !== time || placements.time[row - 1] === time) {
+    return `${plural(clients, "client")} moved`;
+  }
+  return `${namesOf(run, [placements.client[row]])} → cluster ${placements.cluster[row]}`;
 }
 
 /** Return which versions of models were held back, or chosen by an operator. */

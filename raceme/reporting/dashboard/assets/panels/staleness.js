@@ -6,7 +6,8 @@ import { note, panel } from "../panel.js";
 import { make, number } from "../words.js";
 
 const MOST_BINS = 30;
-const [LEFT, TOP, BOTTOM] = [46, 10, 36];
+const [TOP, BOTTOM] = [10, 36];
+const LEAST_LEFT = 46; // More if the numbers are longer.
 
 export class StalenessPanel {
   constructor(board) {
@@ -40,17 +41,18 @@ export class StalenessPanel {
     const context = this.canvas.begin();
     const { width, height } = this.canvas;
     const most = Math.max(1, ...bins);
-    const [inner, deep] = [width - LEFT - 8, height - TOP - BOTTOM];
-    const step = inner / bins.length;
     context.font = "12px system-ui, sans-serif";
+    const left = Math.max(LEAST_LEFT, context.measureText(number(most)).width + 10);
+    const [inner, deep] = [width - left - 8, height - TOP - BOTTOM];
+    const step = inner / bins.length;
     context.textBaseline = "middle";
     context.textAlign = "right";
     for (const part of [0, 0.5, 1]) {
       const y = TOP + deep * (1 - part);
       context.fillStyle = named("line");
-      context.fillRect(LEFT, y, inner, 1);
+      context.fillRect(left, y, inner, 1);
       context.fillStyle = named("muted");
-      if (part !== 0.5 || most > 1) context.fillText(number(Math.round(most * part)), LEFT - 6, y);
+      if (part !== 0.5 || most > 1) context.fillText(number(Math.round(most * part)), left - 6, y);
     }
     context.textBaseline = "top";
     context.textAlign = "center";
@@ -58,10 +60,10 @@ export class StalenessPanel {
     bins.forEach((count, bin) => {
       const high = (count / most) * deep;
       context.fillStyle = named("accent");
-      context.fillRect(LEFT + bin * step + 1, TOP + deep - high, Math.max(step - 2, 1), high);
+      context.fillRect(left + bin * step + 1, TOP + deep - high, Math.max(step - 2, 1), high);
       if (bin % every) return;
       context.fillStyle = named("muted");
-      context.fillText(number(bin * binWidth), LEFT + (bin + 0.5) * step, TOP + deep + 4);
+      context.fillText(number(bin * binWidth), left + (bin + 0.5) * step, TOP + deep + 4);
     });
     context.textAlign = "right";
     context.fillStyle = named("muted");

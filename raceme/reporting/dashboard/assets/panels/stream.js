@@ -1,6 +1,6 @@
 // The clusters as streams: as high as they have clients, from the first to the last.
 
-import { Canvas, pictureButton, ticks } from "../canvas.js";
+import { Canvas, pictureButton, ticks, tickTexts } from "../canvas.js";
 import { clusterColour, isDark, named } from "../colours.js";
 import { extent, layOut, partsInto } from "../layout.js";
 import { note, panel } from "../panel.js";
@@ -32,7 +32,7 @@ export class StreamPanel {
     }
     const context = this.canvas.begin();
     const { width, height } = this.canvas;
-    const end = Math.max(run.end, 1e-9);
+    const end = run.end || 1;
     this.left = 8;
     const right = width - 8;
     this.toX = (time) => this.left + (time / end) * (right - this.left);
@@ -99,14 +99,16 @@ export class StreamPanel {
     context.strokeStyle = named("line");
     context.textAlign = "center";
     context.textBaseline = "top";
-    for (const tick of ticks(0, end / seconds, this.canvas.width / 90)) {
+    const found = ticks(0, end / seconds, this.canvas.width / 90);
+    const texts = tickTexts(found);
+    for (const [index, tick] of found.entries()) {
       const x = this.toX(tick * seconds);
       context.beginPath();
       context.moveTo(x, TOP - 4);
       context.lineTo(x, y);
       context.stroke();
       context.textAlign = x < 30 ? "left" : x > right - 30 ? "right" : "center";
-      context.fillText(number(tick, tick % 1 ? 1 : 0), x, y + 2);
+      context.fillText(texts[index], x, y + 2);
     }
     context.textAlign = "right";
     context.fillText(`${this.board.run.clock} (${symbol})`, right, y + 17);

@@ -37,7 +37,7 @@ export class TilesPanel {
     const { summary } = this.board.run;
     if (!summary?.wall_time) return "";
     const rate = summary.updates_per_second;
-    return `${number(summary.wall_time, 1)} s wall time${rate ? ` · ${number(rate)}/s` : ""}`;
+    return `${timeText(summary.wall_time, summary.wall_time)} wall time${rate ? ` · ${number(rate)}/s` : ""}`;
   }
 
   set(key, ...texts) {
