@@ -43,8 +43,9 @@ def run(
 ) -> OpenRun:
     """Run a method on virtual time, as `raceme run` does, and open its results.
 
-    Ctrl-C, or a notebook's stop button, ends the run early and keeps its results so far. Runs of
-    several threads take turns, since torch has one random generator per process.
+    Ctrl-C, or a notebook's stop button, ends the run early and keeps its results so far; a run that
+    ends early by itself warns. Runs of several threads take turns, since torch has one random
+    generator per process.
 
     Parameters
     ----------
@@ -75,7 +76,7 @@ def run(
     from raceme.core.config import RunConfig, with_prefixes
     from raceme.core.registry import STRATEGIES
     from raceme.core.signals import StopRequest
-    from raceme.notebook import OpenRun
+    from raceme.notebook import opened
     from raceme.reporting.console import RunProgress
     from raceme.runs.experiment import resolve, simulate
 
@@ -85,7 +86,7 @@ def run(
         config = resolve(RunConfig.from_mapping({**keys, "strategy": name}))
         progress = RunProgress(config.planned_updates, console=_console())
         with StopRequest(signal.SIGINT) as stop, progress:
-            return OpenRun(simulate(config, progress.observe, stop=stop).out)
+            return opened(simulate(config, progress.observe, stop=stop))
 
 
 def compare(

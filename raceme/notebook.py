@@ -29,7 +29,7 @@ from raceme.records.exchanges import CLIENTS
 from raceme.records.folder import model_file, read_model
 from raceme.records.positions import read_similarity
 from raceme.records.record import RunRecord, read_run
-from raceme.reporting.artefacts import draw_similarity, export_model
+from raceme.reporting.artefacts import draw_similarity, export_model, missing_line
 from raceme.reporting.console import summary_rows
 from raceme.reporting.plots import (
     accuracy_figure,
@@ -43,6 +43,7 @@ from raceme.reporting.style import CLOCK
 if TYPE_CHECKING:
     import pandas as pd
 
+    from raceme.runs.experiment import Outcome
     from raceme.simulation.apps import Settings
 
 
@@ -366,6 +367,15 @@ def simulated(settings: Settings) -> OpenSimulation:
     if found.reason:
         log.warning("The app ended early: %s", found.reason)
     return OpenSimulation(found.out)
+
+
+def opened(outcome: Outcome) -> OpenRun:
+    """Open a run that has just ended; warn if it ended early by itself, or lacks artefacts."""
+    if not (outcome.complete or outcome.interrupted):
+        log.warning("The run ended early: %s", outcome.summary["reason"])
+    if outcome.unwritten:
+        log.warning("%s", missing_line(outcome.out, outcome.unwritten))
+    return OpenRun(outcome.out)
 
 
 def compared(plan: Plan, processes: int, console: Console, formats: Sequence[str]) -> bool:

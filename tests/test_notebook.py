@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import io
 import json
+import random
 import shutil
 import signal
 import subprocess
@@ -212,6 +213,40 @@ def test_a_run_on_data_and_a_model_of_its_own(here: Path) -> None:
     assert run.model(0)["0.weight"].shape == (5, 3)
     assert run.model(0)["1.weight"].shape == (2, 5)
     assert sorted(run.clients["client"]) == ["hall", "kitchen"]
+
+
+class Unseeded(torch.nn.Linear):
+    """Draws from the process's generators, in tests too."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        noise = torch.rand(1) + np.random.rand() + random.random()
+        return super().forward(x) + torch.eye(2)[:1] * noise
+
+
+def test_what_a_model_draws_without_a_seed_is_that_of_the_run(here: Path) -> None:
+    def noisy() -> torch.nn.Module:
+        return Unseeded(3, 2)
+
+    losses = [
+        raceme.run(
+            "fedasync", data=readings(), model=noisy, **{**TINY, "workers": workers}, out=out
+        ).evaluations.loss.tolist()
+        for workers, out in ((0, "first"), (0, "again"), (2, "spread"))
+    ]
+    assert losses[0] == losses[1] == losses[2]
+
+
+def test_a_run_that_ends_early_warns(here: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Breaks(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) / (not self.training)
+
+    def net() -> torch.nn.Module:
+        return Breaks(3, 2)
+
+    run = raceme.run("fedasync", data=readings(), model=net, **TINY)
+    assert run.summary["updates"] == 0
+    assert "The run ended early: the last 100 replies were unusable" in caplog.messages[-1]
 
 
 def test_a_run_is_resumed_with_the_same_data_only(here: Path) -> None:

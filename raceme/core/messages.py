@@ -551,13 +551,13 @@ class ModelSpec:
                 f"wrong arrays: expected {len(self.names)}, got {len(record)}: {found}"
             )
         vector = np.empty(self.size, np.float32)
-        for name, view in self.views(vector).items():
+        for (name, view), dtype in zip(self.views(vector).items(), self.dtypes, strict=True):
             values = from_array(record[name])
             if values.shape != view.shape:
                 raise InvalidModelError(
                     f"wrong shape of '{name}': {values.shape}, not {view.shape}"
                 )
-            if values.dtype.kind not in "fiu":
+            if values.dtype.kind not in ("b" if dtype == "bool" else "fiu"):
                 raise InvalidModelError(f"wrong type of '{name}': {values.dtype}")
             # Numbers too large for float32 become infinite, and are refused below.
             with np.errstate(over="ignore", invalid="ignore"):

@@ -174,9 +174,13 @@ class Registry(Mapping[str, Any]):
         return id(self)
 
     def __contains__(self, name: object) -> bool:
-        if name in self._targets or name in self._aliases:
-            return True
-        return isinstance(name, str) and (":" in name or name in self._installed)
+        return isinstance(name, str) and (
+            self.is_own(name) or ":" in name or name in self._installed
+        )
+
+    def is_own(self, name: str) -> bool:
+        """Return whether a name is Raceme's own, not a user's or an installed package's."""
+        return name in self._targets or name in self._aliases
 
     def check(self, name: str) -> None:
         """Check without importing that a name exists and is unique.
@@ -230,7 +234,7 @@ class Registry(Mapping[str, Any]):
             There is no such object, or a user's object raises an exception.
         """
         found = self[name]
-        if name in self._targets or name in self._aliases:
+        if self.is_own(name):
             return found(*arguments, **named)
         try:
             return found(*arguments, **named)

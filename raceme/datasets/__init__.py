@@ -44,6 +44,7 @@ from raceme.datasets.source import (
     Loaded,
     Source,
     generator,
+    own_randomness,
     suited,
     suited_target,
 )
@@ -300,7 +301,9 @@ _BY_LABEL = (LabelGroupOptions, DirichletOptions, ClassesOptions, ScenarioPartit
 @lru_cache(maxsize=2)
 def _load(config: RunConfig) -> Dataset:
     try:
-        return source_of(config).load(config)
+        # A user's function may draw from the process's generators, and every worker loads the data.
+        with own_randomness([config.seed]):
+            return source_of(config).load(config)
     except ModuleNotFoundError as error:
         raise explained(error) from None
 

@@ -132,7 +132,7 @@ def checked_labels(
     quantity: Target | None = None,
 ) -> Labels:
     """Check labels: classes become int64, quantities float32 in their unit."""
-    kinds, numbers = ("iu", "whole numbers") if quantity is None else ("fiu", "numbers")
+    kinds, numbers = ("iub", "whole numbers") if quantity is None else ("fiu", "numbers")
     if values.dtype.kind not in kinds or values.shape != (samples,):
         needs_unit = quantity is None and values.dtype.kind == "f"
         raise UserError(

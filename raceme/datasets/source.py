@@ -11,10 +11,12 @@ import io
 import logging
 import math
 import os
+import random
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -298,6 +300,44 @@ def generator(seed: int, purpose: str, client: int = 0) -> np.random.Generator:
     """Return the random generator for one purpose, independent of all others of the same seed."""
     entropy = [seed, crc32(purpose.encode()), client]
     return np.random.default_rng(np.random.SeedSequence(entropy))
+
+
+# -----------------------------------------------------------------------------
+# Reproducible process-wide random numbers, for users' code that draws from them.
+#
+# Apps, networks and datasets may draw from the process-wide generators of Python, numpy and torch.
+# Simulated clients and the server share processes; the draws of one must not depend on the others.
+# -----------------------------------------------------------------------------
+
+
+def seed_process(entropy: Sequence[int]) -> None:
+    """Seed Python's, numpy's and, if it is loaded, torch's generator of this process."""
+    words = [int(word) for word in np.random.SeedSequence(entropy).generate_state(3)]
+    random.seed(words[0])
+    np.random.seed(words[1])
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        # `torch.manual_seed` takes a millisecond where there is no GPU: it records the call's
+        # trace.
+        torch.default_generator.manual_seed(words[2])
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(words[2])
+
+
+@contextmanager
+def own_randomness(entropy: Sequence[int]) -> Iterator[None]:
+    """Seed the process's generators within the context, and restore their states afterwards."""
+    torch = sys.modules.get("torch")
+    states = random.getstate(), np.random.get_state()
+    drawn = torch.get_rng_state() if torch is not None else None
+    seed_process(entropy)
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        if torch is not None:
+            torch.set_rng_state(drawn)
 
 
 # -----------------------------------------------------------------------------

@@ -39,7 +39,7 @@ from raceme.core.registry import STRATEGIES
 from raceme.core.scheduling import FlowerArguments
 from raceme.core.signals import handled_by
 from raceme.core.strategy import Method
-from raceme.datasets.source import without_operators
+from raceme.datasets.source import own_randomness, seed_process, without_operators
 from raceme.flower import app as compat
 from raceme.flower.messages import RunNotRunningException
 from raceme.records import exchanges
@@ -52,7 +52,7 @@ from raceme.reporting.style import save_figure
 from raceme.reporting.waiting import timeline_figure, waiting_figure
 from raceme.simulation import executor_for, prepare
 from raceme.simulation.devices import Workload, bytes_of, category, copy_of, training_cost
-from raceme.simulation.executor import Executor, Packed, own_randomness, pack, seed_process, unpack
+from raceme.simulation.executor import Executor, Packed, pack, unpack
 from raceme.simulation.virtual_grid import Node, VirtualGrid, nodes_of
 
 # -----------------------------------------------------------------------------

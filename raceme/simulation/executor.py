@@ -13,7 +13,6 @@ import mmap
 import multiprocessing
 import os
 import pickle
-import random
 import selectors
 import shutil
 import signal
@@ -33,14 +32,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 from raceme.core.errors import UserError, one_line
 from raceme.core.options import Value
 from raceme.core.registry import define, definitions
-from raceme.datasets.source import without_operators
+from raceme.datasets.source import own_randomness, without_operators
 from raceme.flower import messages as flower
 
 # -----------------------------------------------------------------------------
@@ -181,44 +179,6 @@ def answer(
     except Exception as error:
         reason = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
         return flower.error_reply(message, flower.CLIENT_APP_RAISED_EXCEPTION, reason)
-
-
-# -----------------------------------------------------------------------------
-# Reproducible process-wide random numbers, for ClientApps that draw from them.
-#
-# An app may draw from the process-wide generators of Python, numpy and torch. Simulated clients and
-# the server share processes; the draws of one must not depend on the others.
-# -----------------------------------------------------------------------------
-
-
-def seed_process(entropy: Sequence[int]) -> None:
-    """Seed Python's, numpy's and, if it is loaded, torch's generator of this process."""
-    words = [int(word) for word in np.random.SeedSequence(entropy).generate_state(3)]
-    random.seed(words[0])
-    np.random.seed(words[1])
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        # `torch.manual_seed` takes a millisecond where there is no GPU: it records the call's
-        # trace.
-        torch.default_generator.manual_seed(words[2])
-        if torch.cuda.is_initialized():
-            torch.cuda.manual_seed_all(words[2])
-
-
-@contextmanager
-def own_randomness(entropy: Sequence[int]) -> Iterator[None]:
-    """Seed the process's generators within the context, and restore their states afterwards."""
-    torch = sys.modules.get("torch")
-    states = random.getstate(), np.random.get_state()
-    drawn = torch.get_rng_state() if torch is not None else None
-    seed_process(entropy)
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        if torch is not None:
-            torch.set_rng_state(drawn)
 
 
 # -----------------------------------------------------------------------------

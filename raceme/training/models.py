@@ -27,7 +27,7 @@ from raceme.core.files import atomic_write, flush
 from raceme.core.messages import LARGEST_SQUARE, InvalidModelError, ModelSpec, from_array, to_array
 from raceme.core.registry import MODELS
 from raceme.datasets import data_shape, with_defaults
-from raceme.datasets.source import Dataset, DataShape, Labels, Target
+from raceme.datasets.source import Dataset, DataShape, Labels, Target, own_randomness
 from raceme.flower.messages import array_record
 
 # -----------------------------------------------------------------------------
@@ -540,7 +540,7 @@ def build(
     num_classes : int
         Number of outputs: one per class, or 1 for a regression.
     seed : int
-        Seed of the initial weights. torch's global generator is left as it was.
+        Seed of the initial weights. The process's generators are left as they were.
     tokens : int
         Size of the vocabulary where inputs are token ids; 0 where they are quantities.
 
@@ -558,7 +558,7 @@ def build(
         for item in parameters.values()
     )
     sizes = () if fixed else (input_shape, num_classes)
-    with torch.random.fork_rng(devices=[]):
+    with own_randomness([seed]):
         torch.default_generator.manual_seed(seed)
         try:
             module = builder(*sizes, **vocabulary)
@@ -567,14 +567,24 @@ def build(
         except Exception as error:
             lines = str(error).strip().splitlines()
             reason = lines[0].rstrip(".") if lines else type(error).__name__
+            own = "Inputs and weights are float32: token ids need x.long()."
             raise UserError(
                 f"Model '{name}' does not fit the data, inputs of shape {input_shape} and "
-                f"{num_classes} outputs: {reason}. mlp and mclr fit any inputs."
+                f"{num_classes} outputs: {reason}. "
+                + (own if ":" in name else "mlp and mclr fit any inputs.")
             ) from error
     if not isinstance(module, nn.Module):
         raise UserError(
             f"Model '{name}' must return a torch.nn.Module, got {type(module).__name__}."
         )
+    if not any(weights.requires_grad for weights in module.parameters()):
+        raise UserError(f"Model '{name}' has no weights to train: all are frozen, or it has none.")
+    for array, values in module.state_dict().items():
+        if not _is_sendable(values):
+            raise UserError(
+                f"Model '{name}': '{array}' must hold finite real numbers. Initialise it, or "
+                "register such a buffer with persistent=False."
+            )
     return module
 
 
@@ -589,6 +599,13 @@ def _try_out(module: nn.Module, input_shape: tuple[int, ...], num_classes: int) 
     if not isinstance(output, torch.Tensor) or tuple(output.shape) != wanted:
         got = tuple(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
         raise ValueError(f"its output for {_PROBE} samples is {got}, not {wanted}")
+
+
+def _is_sendable(values: Any) -> bool:
+    """Return whether an entry of a network's state can travel as an array of a model."""
+    if not isinstance(values, torch.Tensor) or values.is_complex():
+        return False
+    return bool(values.isfinite().all())
 
 
 def initial_arrays(config: RunConfig, shape: DataShape | None = None) -> ArrayRecord:
@@ -1016,6 +1033,12 @@ class Network:
         self._state: dict[str, NDArray[np.generic]] = {
             name: values.cpu().numpy() for name, values in self._tensors.items()
         }
+        self._buffers = [
+            (owner, name, values)
+            for prefix, owner in module.named_modules()
+            for name, values in owner.named_buffers(recurse=False)
+            if f"{prefix}.{name}".lstrip(".") in self._tensors
+        ]
         self.needs_pairs = has_batch_norm(module)
         self.batch_norm = batch_norm_arrays(module)
         self.channels_last = any(isinstance(layer, nn.Conv2d) for layer in module.modules())
@@ -1068,10 +1091,20 @@ class Network:
             raise InvalidModelError(f"This client's network has no arrays {foreign}.")
         self._take(record.items())
 
+    def _gather_buffers(self) -> None:
+        """Put buffers that the module has replaced by new tensors back into their memory."""
+        for owner, name, values in self._buffers:
+            current = getattr(owner, name)
+            if current is not values:
+                values.copy_(current.detach())
+                setattr(owner, name, values)
+
     def _take(self, arrays: Iterable[tuple[str, Array]]) -> None:
+        self._gather_buffers()
         for name, array in arrays:
             values, own = from_array(array), self._state[name]
-            if values.shape != own.shape or values.dtype.kind not in "fiu":
+            kinds = "b" if own.dtype.kind == "b" else "fiu"
+            if values.shape != own.shape or values.dtype.kind not in kinds:
                 raise InvalidModelError(
                     f"The received array '{name}' is {values.dtype} of shape {values.shape}; "
                     f"this client's network has shape {own.shape}."
@@ -1151,6 +1184,7 @@ class Network:
 
     def write(self, spec: ModelSpec) -> ArrayRecord:
         """Return the current model in the order and types of the one read."""
+        self._gather_buffers()
         return array_record(
             {
                 name: to_array(self._present(name).astype(dtype, copy=False))
@@ -1160,6 +1194,7 @@ class Network:
 
     def keep(self, names: Collection[str]) -> ArrayRecord:
         """Return copies of some of the arrays, by name."""
+        self._gather_buffers()
         return array_record({name: to_array(self._present(name)) for name in names})
 
     def _present(self, name: str) -> NDArray[np.generic]:

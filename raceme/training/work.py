@@ -26,7 +26,8 @@ from raceme.core.clusters import cosine
 from raceme.core.errors import UserError
 from raceme.core.messages import ModelSpec, candidate, from_array
 from raceme.core.options import Value
-from raceme.core.registry import CLIENT_WORK, COMPLETIONS
+from raceme.core.registry import CLIENT_WORK, COMPLETIONS, MODELS
+from raceme.datasets.source import own_randomness
 from raceme.training.clients import Client
 from raceme.training.local import TermBuilder, TrainingSettings, epoch_sizes
 from raceme.training.local import evaluate as test_locally
@@ -235,10 +236,14 @@ class ClientWork:
         It is made anew for each piece of work, from the seed of the run, the client and the
         number of the task, and for each part of the work.
         """
-        task = int(self.number(names.TASK, self.number(names.ROUND, 0)))
-        entropy = [self.client.config.seed, crc32(self.client.id.encode()), task]
-        entropy += [part] if part else []
+        entropy = [*self.entropy, part] if part else self.entropy
         return np.random.default_rng(np.random.SeedSequence(entropy))
+
+    @property
+    def entropy(self) -> list[int]:
+        """The seed of the run, the client and the number of the task."""
+        task = int(self.number(names.TASK, self.number(names.ROUND, 0)))
+        return [self.client.config.seed, crc32(self.client.id.encode()), task]
 
 
 def step_in(settings: ConfigRecord, name: str) -> int:
@@ -290,7 +295,13 @@ def answer_to(work: ClientWork) -> Answer:
     UserError
         A user's function cannot be imported or returns another type.
     """
-    answer = CLIENT_WORK[work.kind](work)
+    do, model = CLIENT_WORK[work.kind], work.client.config.model
+    if CLIENT_WORK.is_own(work.kind) and (model is None or MODELS.is_own(model)):
+        answer = do(work)
+    else:
+        # Users' code may draw from the process's generators. Seeding these takes 0.1 ms.
+        with own_randomness(work.entropy):
+            answer = do(work)
     if not isinstance(answer, Answer):
         raise UserError(
             f"'{work.kind}' must return a raceme.training.work.Answer, got {type(answer).__name__}."

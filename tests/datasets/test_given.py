@@ -14,6 +14,7 @@ from raceme import datasets
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
 from raceme.datasets.npz import keep
+from raceme.datasets.source import Dataset
 
 X = np.arange(24, dtype=np.float64).reshape(6, 4)
 Y = np.array([0, 1, 2, 0, 1, 2])
@@ -61,6 +62,12 @@ def test_a_dataset_of_pairs_is_split_and_groups_and_quantities_are_taken() -> No
     assert target.unit == "°C"
 
 
+def test_labels_may_be_true_and_false() -> None:
+    (client,) = datasets.all_clients(given([(X, Y > 0)]))
+    assert client.y_train.dtype == np.int64
+    assert sorted([*client.y_train, *client.y_test]) == [0, 0, 1, 1, 1, 1]
+
+
 def test_the_fingerprint_is_of_the_content() -> None:
     assert keep([PAIR]) == keep([(torch.tensor(X), Y)])
     assert len({keep([PAIR]), keep([PAIR, PAIR]), keep([(X + 1, Y)]), keep([(X, Y[::-1])])}) == 4
@@ -72,6 +79,23 @@ def test_clients_of_a_mapping_keep_their_names() -> None:
     assert datasets.client_name(config, 1) == "ben"
     assert datasets.client_names(given([PAIR, PAIR])) == ()
     assert datasets.client_name(given([PAIR, PAIR]), 1) == "client-1"
+
+
+def cloud(config: RunConfig) -> Dataset:
+    """Draws from numpy's own generator, which nobody has seeded."""
+    y = np.arange(20) % 2
+    return Dataset(np.random.rand(20, 3).astype(np.float32), y, num_classes=2)
+
+
+def test_what_a_dataset_draws_without_a_seed_is_that_of_the_run() -> None:
+    found = []
+    for seed in (0, 1, 0):
+        config = RunConfig(dataset=f"{__name__}:cloud", partition="iid", clients=2, seed=seed)
+        datasets.forget()
+        np.random.rand()
+        found.append(datasets.client_data(config, 0).x_train)
+    np.testing.assert_array_equal(found[0], found[2])
+    assert not np.array_equal(found[0], found[1])
 
 
 def test_what_is_not_in_the_cache_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,6 +46,31 @@ def no_tensor(input_shape, num_classes):
 def crash(input_shape, num_classes):
     raise RuntimeError("out of ideas")
 
+def frozen(input_shape, num_classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, num_classes)).requires_grad_(False)
+
+class Masked(nn.Module):
+    def __init__(self, mask):
+        super().__init__()
+        self.linear = nn.Linear(64, 10)
+        self.register_buffer("mask", mask)
+        self.register_buffer("mean", torch.zeros(64))
+
+    def forward(self, x):
+        x = x.flatten(1)
+        if self.training:
+            self.mean = 0.5 * self.mean + 0.5 * x.mean(0)
+        return self.linear((x - self.mean) * self.mask)
+
+def masked(input_shape, num_classes):
+    return Masked(torch.arange(64) > 9)
+
+def infinite(input_shape, num_classes):
+    return Masked(torch.full((64,), float("-inf")))
+
+def of_ids(input_shape, num_classes):
+    return nn.Sequential(nn.Flatten(), nn.EmbeddingBag(64, 10))
+
 number = 3
 """
 
@@ -206,12 +231,30 @@ def test_a_users_own_network_is_made_single_precision(own: str) -> None:
         ("{own}:wrong_width", r"output for 2 samples is \(2, 11\), not \(2, 10\)"),
         ("{own}:wrong_input", r"does not fit the data, inputs of shape \(1, 8, 8\) and 10 outputs"),
         ("{own}:crash", "out of ideas"),
+        ("{own}:of_ids", r"scalar types: Long.*token ids need x\.long\(\)"),
+        ("{own}:frozen", "has no weights to train: all are frozen"),
+        ("{own}:infinite", "'mask' must hold finite real numbers.*persistent=False"),
     ],
 )
 def test_what_is_no_network_for_the_data_is_said(own: str, name: str, message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
         models.build(name.replace("{own}", own), (1, 8, 8), 10)
     assert "\n" not in str(caught.value)
+
+
+def test_buffers_may_be_masks_and_may_be_assigned_in_training(own: str) -> None:
+    network = models.Network(models.build(f"{own}:masked", (64,), 10))
+    record = models.initial_arrays(RunConfig(model=f"{own}:masked"), DataShape((64,), 10))
+    spec = ModelSpec.of(record)
+    for level in (1.0, 3.0):
+        # As a client does, which another one preceded in this process.
+        network.read(record)
+        network.module.train()
+        network.module(torch.full((2, 64), level))
+        trained = network.write(spec)
+        assert from_array(trained["mean"]).tolist() == [0.5 * level] * 64
+        assert from_array(trained["mask"]).tolist() == [False] * 10 + [True] * 54
+    assert spec.pack(spec.unpack(trained)) == trained
 
 
 @pytest.mark.parametrize("shape", [(60,), (8, 8), (1, 3, 3)])
