@@ -704,6 +704,7 @@ def _bytes(of: Experiment, method: str, seed: int | None = None) -> float:
 _TABLE4 = code(
     *("flexcfl", "flexcfl-eta", "fedavg", "fesem", "fedgroup", "ifca"), flexcfl_eta=" (η_g = 5)"
 )
+_DRIFTS = ("swap-all", "swap-part", "incremental")
 _UNCHANGED = {"fedgroup": "flexcfl", "flexcfl-eta": "flexcfl"}
 """Methods of Table 4 without a column of their own in Table 3 (η_g = 0.1 there)."""
 
@@ -747,6 +748,16 @@ def flexcfl_swap_characters(docs: Path) -> Table:
         after = Experiment.read(docs, f"flexcfl-table4-characters-mclr-{kind}")
         heads += [f"{kind}, paper", "ours", "lost, ours"]
         columns += [paper(after), accuracy(after, 2, _BEST), _lost(before, after)]
+    return Table(heads, lines(_TABLE4, *columns))
+
+
+def flexcfl_table4(docs: Path, data: str, kinds: Sequence[str] = _DRIFTS) -> Table:
+    """A row of FlexCFL's Table 4, of some kinds of drift."""
+    heads, columns = ["method"], []
+    for kind in kinds:
+        of = Experiment.read(docs, f"flexcfl-table4-{data}-{kind}")
+        heads += [f"{kind}, paper", "ours"]
+        columns += [paper(of), accuracy(of, 2, _BEST)]
     return Table(heads, lines(_TABLE4, *columns))
 
 
@@ -939,6 +950,7 @@ _UNTUNED = [
     "noise",
 ]
 _FASHION = "fashion-"
+_NATURAL = ("people", "writers", "speakers", "batches", "machines")
 _RIVALS = (
     "panicle",
     "ifca-async",
@@ -1037,12 +1049,24 @@ def panicle_untuned(docs: Path, images: str = "") -> Table:
     return _regret_table(_regrets(cases, (*_RIVALS, "fedavg")), cases)
 
 
+def panicle_natural(docs: Path) -> Table:
+    """Points below the best method of each case of benchmarks/natural_fleets.toml."""
+    cases = {case: Experiment.read(docs, f"natural-{case}") for case in _NATURAL}
+    return _regret_table(_regrets(cases, (*_RIVALS, "fedavg")), cases)
+
+
 def panicle_all(docs: Path) -> Table:
-    """Regrets over the cases of the three tables, of the methods that all have."""
+    """Regrets over the cases of the four tables, of the methods that all have."""
     names = [f"panicle-digits-{case}" for case in _CASES]
     names += [f"untuned-{images}{case}" for images in ("", _FASHION) for case in _UNTUNED]
+    made = len(names)
+    names += [f"natural-{case}" for case in _NATURAL]
     regrets = _regrets({name: Experiment.read(docs, name) for name in names}, _RIVALS)
-    return Table(("", *(f"`{method}`" for method in _RIVALS)), _of_all_cases(regrets))
+    rows = _of_all_cases(regrets)
+    of_made = _of_all_cases({method: of[:made] for method, of in regrets.items()})
+    for row in (of_made[0], of_made[-1]):
+        rows.append([f"{row[0]}, without natural fleets", *row[1:]])
+    return Table(("", *(f"`{method}`" for method in _RIVALS)), rows)
 
 
 def _with_time(of: Experiment, method: str) -> str:
@@ -1247,6 +1271,7 @@ TABLES: dict[str, Callable[[Path], Table]] = {
     "c-faacl-sequential": sequential,
     "poisoning-late": poisoning_late,
     "panicle-regret": panicle_regret,
+    "panicle-natural": panicle_natural,
     "panicle-untuned": panicle_untuned,
     "panicle-fashion": partial(panicle_untuned, images=_FASHION),
     "panicle-all": panicle_all,

@@ -416,7 +416,7 @@ class Suite:
         """
         known = {method.label: method for method in self.methods}
         for label in labels:
-            check_known("method", label, known)
+            check_known("method of the suite", label, known)
         reference = self.reference if self.reference in labels else None
         return replace(
             self,
