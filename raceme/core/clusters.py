@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -145,6 +146,7 @@ def _check_finite(vector: np.ndarray) -> None:
 
 
 Matrix = NDArray[np.float64]
+_Float = TypeVar("_Float", bound=np.floating)
 
 
 def cosine(a: Vector, b: Vector) -> float:
@@ -172,11 +174,12 @@ def cosines(first: NDArray[np.floating], second: NDArray[np.floating]) -> Matrix
     Matrix
         Shape (a, b), within [-1, 1].
     """
-    products = _unit_rows(first) @ _unit_rows(second).T
+    products = unit_rows(first) @ unit_rows(second).T
     return np.clip(np.asarray(products, np.float64), -1.0, 1.0)
 
 
-def _unit_rows(rows: NDArray[np.floating]) -> NDArray[np.floating]:
+def unit_rows(rows: NDArray[_Float]) -> NDArray[_Float]:
+    """Return rows at unit length; zero rows are unchanged."""
     lengths = np.linalg.norm(rows, axis=1, keepdims=True)
     return np.asarray(rows / np.where(lengths > 0, lengths, 1.0))
 
@@ -515,6 +518,9 @@ class Clusters:
         threshold: float = math.nan,
     ) -> None:
         self._largest = None
+        for cluster in gone:
+            for known in (self._served, self._present, self._whole):
+                known.pop(cluster, None)
         told = {client: dict(weights) for client, weights in memberships.items()}
         self._report(ClustersChanged(0.0, 0, change, told, gone, made, score, threshold))
 

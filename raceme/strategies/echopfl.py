@@ -94,7 +94,7 @@ class EchoPFL(Method):
         """Note the version that a client works on."""
         if task.kind == TRAIN:
             self.state.working[task.client] = task.version
-            self.state.echoes.setdefault(task.cluster, self._present(task.cluster))
+            self._echo(task.cluster)
 
     def on_closed(self, task: InFlight) -> None:
         """Forget a client's work."""
@@ -144,18 +144,24 @@ class EchoPFL(Method):
     def _broadcast_if_due(self, cluster: int) -> None:
         """Send a cluster's model to its clients at work, if it has moved far enough."""
         state, model = self.state, self.models[cluster]
-        echo = state.echoes.setdefault(cluster, self._present(cluster))
         members = self.clusters.clients(cluster)
         late = [c for c in members if state.working.get(c, model.version) < model.version]
-        if not late:
-            return
         lengths = [float(np.linalg.norm(state.deltas[c])) for c in members if c in state.deltas]
-        moved = float(np.linalg.norm(self.compared(model.vector - echo.vector)))
+        if not late or not lengths:
+            return
+        moved = float(np.linalg.norm(self.compared(model.vector - self._echo(cluster).vector)))
         if moved <= self.parameters.echo * float(np.mean(lengths)):
             return
         state.echoes[cluster] = self._present(cluster)
         state.working |= dict.fromkeys(late, model.version)
         state.broadcasts += len(late)
+
+    def _echo(self, cluster: int) -> Echo:
+        """Return the last broadcast of a cluster; before the first, its present model."""
+        echoes = self.state.echoes
+        if cluster not in echoes:
+            echoes[cluster] = self._present(cluster)
+        return echoes[cluster]
 
     def _present(self, cluster: int) -> Echo:
         model = self.models[cluster]

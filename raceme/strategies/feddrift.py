@@ -735,7 +735,7 @@ class FedDrift(FollowsConcepts):
     def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
         """Average the updates of each model, weighted by the numbers of samples."""
         self.state.begun = {}
-        for client in {update.task.client for update in updates}:
+        for client in dict.fromkeys(update.task.client for update in updates):
             self.state.trained[client] = self.state.trained.get(client, 0) + 1
         return average_by_cluster(self.clusters, updates, home=lambda update: update.task.cluster)
 

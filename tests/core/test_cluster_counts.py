@@ -35,3 +35,18 @@ def test_clusters_count_their_clients(verbs: list[tuple[str, int]]) -> None:
             assert clusters.size(cluster, online_only=False) == len(everyone)
         sizes = {k: len(clusters.clients(k)) for k in clusters.models}
         assert clusters.largest() == max(sizes, key=lambda k: sizes[k])
+
+
+def test_nothing_is_kept_of_clusters_that_come_and_go() -> None:
+    clusters = Clusters({0: Model(np.zeros(1, np.float32))})
+    clusters.join("c0")
+
+    def sizes() -> dict[str, int]:
+        return {name: len(part) for name, part in vars(clusters).items() if isinstance(part, dict)}
+
+    before = sizes()
+    for _ in range(3):
+        founded = clusters.found(Model(np.zeros(1, np.float32)), ["c0"])
+        clusters.assign("c0", 0)
+        clusters.retire(founded)
+    assert sizes() == before

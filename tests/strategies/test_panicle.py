@@ -215,6 +215,20 @@ def test_rearranging_gives_the_wanted_groups(pairs: list[tuple[int, int]]) -> No
         assert np.allclose(learned.total, np.sum(own, axis=0), atol=1e-4)
 
 
+def test_clusters_remember_each_origin_once_however_often_they_split_and_merge() -> None:
+    strategy = fleet(4)
+    clients = [f"c{i}" for i in range(4)]
+    for client in clients:
+        probe(strategy, client, *EAST)
+        probe(strategy, client, *EAST)
+    for wanted in 6 * (np.array([0, 0, 1, 1]), np.zeros(4, np.int64)):
+        now = np.array([strategy.clusters.main(client) for client in clients])
+        strategy._rearrange(clients, now, Partition(wanted, 1.0))
+    # Six splits and six merges have made three clusters each time: 0 to 17 are gone.
+    (last,) = strategy.models
+    assert sorted(strategy.state.learned[last].origins) == list(range(last)) == list(range(18))
+
+
 def test_members_count_alike_however_often_they_report() -> None:
     # Two clients; the one that reports ten times as often does not own the model.
     strategy = fleet(2, clustering=False, forward=0.0)

@@ -1,10 +1,10 @@
-"""What two probes of each client say: how unlike clients are, and which groups they form.
+"""Probes of clients: distances between clients, and the groups that these form.
 
-A probe is the direction in which a client takes the initial model w0 in a few mini-batches of half
-of its samples, by turns. Two probes of the same client differ by chance alone: by the samples that
-they met, which have none in common. So every client has two halves, the means of its odd and of its
-even probes, and only the half of one client is ever compared with the *other* half of another:
-chance cancels out, and what a client agrees with itself says how much of its directions is not
+A probe is the direction in which a client moves the initial model w0 in a few mini-batches of one
+half of its samples, the halves by turns. Two probes of a client differ by chance alone, as they
+have no samples in common. So each client has two means, of its odd and of its even probes, called
+its *halves*. Only different halves of two clients are compared, so that chance cancels out. The
+agreement of a client's own halves is its *reliability*: the part of its directions that is not
 chance.
 """
 
@@ -19,6 +19,7 @@ from scipy.cluster.hierarchy import fcluster, linkage
 from scipy.optimize import linear_sum_assignment
 from scipy.spatial.distance import squareform
 
+from raceme.core.clusters import unit_rows
 from raceme.core.messages import HALF, TASK_SHARE, Vector, mini_batches, short_task
 from raceme.strategies.shared import numbered
 
@@ -33,21 +34,21 @@ Rows = NDArray[np.intp]
 
 HALVES = 2
 SKETCH = 1024
-"""Numbers of a direction that are kept."""
+"""Size of a sketched direction."""
 LEAST_RELIABILITY = 0.1
-"""Agreement of a client with itself below which its probes say nothing."""
+"""Least reliability of clear clients; others cannot be compared."""
 _FEWEST_STEPS = 2
 _BLOCK = 1024
-"""Clients that are compared with groups at a time."""
+"""Number of clients compared with groups at a time."""
 
 
 def settings_of_probe(
     settings: Mapping[str, object], examples: int, most: int, former: int
 ) -> dict[str, int | float]:
-    """Return what a probe's message says beyond the run's settings.
+    """Return the settings of a probe besides the run's.
 
-    As many mini-batches as an ordinary task has, within limits, of every other sample; and what
-    share of such a task's computation that is, which the simulator charges.
+    It has as many mini-batches as an ordinary task, within limits, of every other sample. The
+    simulator charges its share of such a task's computation.
 
     Parameters
     ----------
@@ -56,22 +57,22 @@ def settings_of_probe(
     examples : int
         Number of the client's training samples.
     most : int
-        Mini-batches at most.
+        Largest number of mini-batches.
     former : int
-        Number of the client's former probes: the samples are the first, third, … of an even one,
-        and the others of an odd one.
+        Number of the client's former probes: if even, the samples are the first, third, and so on;
+        if odd, the others.
     """
     steps = min(most, max(_FEWEST_STEPS, round(mini_batches(settings, examples))))
     short = short_task(settings, examples, steps)
-    # Of fewer samples than a mini-batch each step is as long as an ordinary task.
+    # With fewer samples than a mini-batch, each step is as long as an ordinary task.
     return short | {TASK_SHARE: min(1.0, short[TASK_SHARE]), HALF: former % HALVES}
 
 
 class Sketcher:
-    """Shortens directions so that their cosines stay what they are, nearly.
+    """Shortens directions, which nearly keeps their cosines.
 
     A count sketch (Charikar et al. 2002): every weight is added, with a random sign, to one of
-    1,024 numbers. A cosine is off by about 1/32. What is not longer than twice that stays as it is.
+    1,024 numbers. A cosine is off by about 1/32. Models of up to 2,048 weights are kept whole.
     """
 
     def __init__(self) -> None:
@@ -89,7 +90,7 @@ class Sketcher:
         Returns
         -------
         Vector
-            Shape (1024,), or (d,) where that is not much longer.
+            Shape (1024,), or (d,) for a small model.
         """
         short = delta
         if len(delta) > 2 * SKETCH:
@@ -99,19 +100,19 @@ class Sketcher:
                 self._signs = rng.choice(np.array([-1.0, 1.0], np.float32), size=len(delta))
             sums = np.bincount(self._places, weights=self._signs * delta, minlength=SKETCH)
             short = sums.astype(np.float32)
-        return np.asarray(_unit_rows(short[None, :])[0])
+        return np.asarray(unit_rows(short[None, :])[0])
 
 
 @dataclass
 class Probes:
-    """The probes of all clients. Arrays have room for more clients than there are, n.
+    """The probes of all clients. Arrays have spare capacity beyond the n clients.
 
     Attributes
     ----------
     clients : list[str]
         Client ids; the position of a client is its index i. Length n.
     counts : NDArray[np.int64]
-        Probes of each client that count. Shape (capacity,).
+        Number of probes of each client. Shape (capacity,).
     sums : NDArray[np.float32]
         Sums of the odd and of the even probes' directions. Shape (capacity, 2, size).
     selves : NDArray[np.float32]
@@ -126,10 +127,10 @@ class Probes:
     def __post_init__(self) -> None:
         self._index = {client: index for index, client in enumerate(self.clients)}
 
-    # Questions.
+    # Queries.
 
     def count(self, client: str) -> int:
-        """Return how many probes of a client count."""
+        """Return a client's number of probes, without forgotten ones."""
         index = self._index.get(client)
         return 0 if index is None else int(self.counts[index])
 
@@ -138,11 +139,11 @@ class Probes:
         return self.count(client) >= HALVES
 
     def is_clear(self, client: str) -> bool:
-        """Return whether a client agrees with itself, so that it can be compared with others."""
+        """Return whether a client is reliable enough to be compared with others."""
         return self.is_known(client) and self.reliability(client) >= LEAST_RELIABILITY
 
     def clear(self) -> list[str]:
-        """Return all clients that are clear, in the order in which they were first probed."""
+        """Return all clear clients, in the order of their first probes."""
         n = len(self.clients)
         agrees = self.selves[:n] >= LEAST_RELIABILITY
         return [self.clients[i] for i in np.flatnonzero(agrees & (self.counts[:n] >= HALVES))]
@@ -152,10 +153,10 @@ class Probes:
         return float(self.selves[self._index[client]])
 
     def likeness(self, client: str, direction: Vector) -> float:
-        """Return how far a new direction is the one that a client had: 1 if it is, but for chance.
+        """Return the agreement of a new direction with a client's former ones: 1 but for chance.
 
-        Its cosine to the mean of the halves, over what that is expected to be if nothing has
-        changed: with halves of reliability r, √((1 + r) / 2) · √r.
+        Its cosine with the sum of the halves, divided by the cosine that is expected of unchanged
+        data, r / √((1 + r) / 2) for reliability r.
         """
         reliability = max(self.reliability(client), LEAST_RELIABILITY)
         mean = self._halves(self._rows([client]))[:, 0].sum(axis=0)
@@ -166,10 +167,10 @@ class Probes:
         return float(mean @ direction) / length / float(expected)
 
     def distances(self, clients: Sequence[str]) -> Distances:
-        """Return 1 − M_ij / √(M_ii M_jj), twice: 0 of clients alike but for chance, 1 of unrelated.
+        """Return two estimates of 1 − M_ij / √(M_ii M_jj): 0 for equal clients, 1 for unrelated.
 
-        M_ij is a_i·b_j in one and b_i·a_j in the other, of the halves a and b at unit length: two
-        estimates whose chance has nothing in common.
+        M_ij is a_i·b_j in the first and b_i·a_j in the second, with halves a and b of unit length:
+        the estimates' errors are independent.
 
         Parameters
         ----------
@@ -191,10 +192,10 @@ class Probes:
     def distances_to_groups(
         self, clients: Sequence[str], groups: Sequence[Sequence[str]]
     ) -> Distances:
-        """Return the mean distances of clients from groups, without those of all pairs.
+        """Return the mean distances of clients from groups, without computing all pairs.
 
-        A client with a single probe is taken to agree with itself as the median of the groups'
-        members does. A client's own distance, where it is in a group, is 0.
+        A client with a single probe counts as reliable as the groups' median member. A group's
+        member has distance 0 from itself.
 
         Parameters
         ----------
@@ -233,12 +234,12 @@ class Probes:
 
     def _halves(self, rows: Rows) -> NDArray[np.float32]:
         """Return the halves of some clients at unit length. Shape (2, m, size)."""
-        return np.stack([_unit_rows(self.sums[rows, half]) for half in range(HALVES)])
+        return np.stack([unit_rows(self.sums[rows, half]) for half in range(HALVES)])
 
-    # Verbs.
+    # Changes.
 
     def add(self, client: str, direction: Vector) -> None:
-        """Add a probe to the half of its client that has fewer.
+        """Add a probe to its client's half with fewer probes.
 
         Parameters
         ----------
@@ -254,7 +255,7 @@ class Probes:
         self.selves[i] = odd @ even
 
     def forget(self, client: str) -> None:
-        """Take the probes of a client back: its data have changed."""
+        """Discard the probes of a client, whose data have changed."""
         i = self._index[client]
         self.counts[i], self.sums[i], self.selves[i] = 0, 0.0, 0.0
 
@@ -269,39 +270,34 @@ class Probes:
             self.sums = np.concatenate([sums, np.zeros((more, HALVES, size), np.float32)])
 
 
-def _unit_rows(rows: NDArray[np.float32]) -> NDArray[np.float32]:
-    lengths = np.linalg.norm(rows, axis=1, keepdims=True)
-    return np.asarray(rows / np.where(lengths > 0, lengths, np.float32(1.0)), np.float32)
-
-
 # -----------------------------------------------------------------------------
-# Groups of clients, and how clear they are.
+# Groups of clients, scored by silhouettes.
 # -----------------------------------------------------------------------------
 
 
 FLOOR = 0.8
-"""Distance from the next group below which to be nearer to one's own counts for less."""
+"""Least denominator of silhouettes: nearer groups count for less."""
 _ALONE = 0.3
-"""Distance at which a client alone is taken to be from its own."""
+"""Distance of a client alone in its group from that group."""
 _MARGIN = 0.1
-"""Silhouette score that a change must bring those that move, or that clusters may lose."""
+"""Least mean gain of moving clients; and what the clusters' score may be below the level."""
 _TIE = 0.03
-"""Partitions whose scores differ by less are alike: the one with fewer groups is taken."""
+"""Difference of scores up to which the partition with fewer groups is preferred."""
 _FEW = 12
-"""Groups that are tried in any fleet; more where each has three clients on average."""
+"""Number of groups tried in any fleet; more if each has three clients on average."""
 
 
 @dataclass(frozen=True)
 class Partition:
-    """Groups of clients, and how clear they are.
+    """A partition of clients into groups.
 
     Attributes
     ----------
     labels : Labels
         Group of each client, from 0. Shape (m,).
     score : float
-        Mean silhouette, in [−1, 1], of groups found without the distances that it is taken of; 0 of
-        one group.
+        Mean silhouette, in [−1, 1], of each estimate's groups by the other estimate; 0 for one
+        group.
     """
 
     labels: Labels
@@ -311,18 +307,17 @@ class Partition:
 def silhouettes(distances: Distances, labels: Labels) -> NDArray[np.float64]:
     """Return how much nearer each client is to its own group than to the next one.
 
-    ``(b − a) / max(a, b, floor)``, with a the mean distance from the others of its group, 0.3 of a
-    client alone, and b that from the nearest other group; 0 where there is no other group. Of
-    clients that merely differ, small groups can be picked that look well apart, since there are so
-    many to choose from: from a group for ten clients to one for three, the floor rises from 0.8 to
-    1, the distance of unrelated clients.
+    ``(b − a) / max(a, b, floor)``, with a the mean distance from the others of its group, 0.3 for a
+    client alone, and b that from the nearest other group; 0 without another group. Small groups may
+    look well apart by chance, since there are many to choose from: from one group for ten clients
+    to one for three, the floor rises from 0.8 to 1, the distance of unrelated clients.
 
     Parameters
     ----------
     distances : Distances
         Distance of every two clients, symmetric. Shape (m, m).
     labels : Labels
-        Group of each client, from 0, of which none is empty. Shape (m,).
+        Group of each client, from 0; no group is empty. Shape (m,).
     """
     groups = int(labels.max()) + 1 if len(labels) else 0
     if groups < 2:
@@ -341,11 +336,11 @@ def silhouettes(distances: Distances, labels: Labels) -> NDArray[np.float64]:
 
 
 def best_partition(distances: Distances) -> Partition:
-    """Return the groups with the highest score, two at least; of nearly equal ones the fewer.
+    """Return at least two groups with the highest score; with nearly equal scores the fewer.
 
-    Average linkage gives one partition for each number of groups. Of groups that chance alone makes
-    look well apart, the other estimate knows nothing: each estimate's partition is scored by the
-    other, which chooses the number of groups. The groups are those of both.
+    Average linkage gives one partition for each number of groups. Each estimate's partition is
+    scored by the other, to which groups made by chance are random. The best number of groups is
+    applied to the mean of both estimates.
 
     Parameters
     ----------
@@ -371,9 +366,9 @@ def best_partition(distances: Distances) -> Partition:
 def divided(distances: Distances, labels: Labels, level: float) -> Labels:
     """Divide groups that consist of groups themselves, as long as the score reaches the level.
 
-    Near groups are one beside a distant one: the silhouette is highest for the coarse partition. A
-    single client is no group within another: if its few samples are unlike the others' by chance,
-    all others are far from it at once.
+    Beside a distant group, near ones count as one: the silhouette is highest for the coarse
+    partition. A single client is no group within another: few samples that are unlike the others'
+    by chance make it far from all.
 
     Parameters
     ----------
@@ -382,7 +377,7 @@ def divided(distances: Distances, labels: Labels, level: float) -> Labels:
     labels : Labels
         Group of each client, from 0. Shape (m,).
     level : float
-        Silhouette score from which on there are groups.
+        Least silhouette score of groups.
     """
     found = labels.copy()
     for group in range(int(labels.max()) + 1):
@@ -402,10 +397,10 @@ def _gain(
     client: int,
     level: float,
 ) -> float:
-    """Return what a client gains by moving from its cluster to a group, both given as masks.
+    """Return a client's gain of moving from its cluster to a group, both given as masks.
 
-    How much nearer it is to the group than to those it leaves; if its whole cluster goes with it,
-    what that lacks of being a group of its own.
+    The gain is how much nearer it is to the group than to those it leaves; if its whole cluster
+    joins the group, how far that is from being a group of its own.
     """
     left = cluster & ~group
     own, other = (group, left) if left.any() else (cluster, group & ~cluster)
@@ -418,10 +413,10 @@ def _gain(
 
 
 def better_partition(distances: Distances, now: Labels, level: float) -> Partition | None:
-    """Return the groups that clients should form instead of their clusters; None to leave these.
+    """Return the groups that should replace the clusters; None to keep these.
 
-    The best groups, and those within them, if their score reaches the level and those that move
-    gain by it; one group, with the score of the clusters that are given up, if both clearly fail.
+    The best groups, divided further, if their score reaches the level and the moving clients gain
+    by it; one group, with the score of the present clusters, if both scores are too low.
 
     Parameters
     ----------
@@ -430,7 +425,7 @@ def better_partition(distances: Distances, now: Labels, level: float) -> Partiti
     now : Labels
         The cluster of each client. Shape (m,).
     level : float
-        Silhouette score from which on there are groups.
+        Least silhouette score of groups.
     """
     if len(now) < 2:
         return None
@@ -450,18 +445,17 @@ def better_partition(distances: Distances, now: Labels, level: float) -> Partiti
 
 @dataclass(frozen=True)
 class Reassignment:
-    """How clusters become the wanted groups, in this order.
+    """Steps from clusters to the wanted groups, in this order.
 
     Attributes
     ----------
     merges : list[list[int]]
         Ids of the clusters of each merge, which become one cluster.
     splits : dict[int, list[int]]
-        Wanted groups that a cluster is divided into, where it is the one that most of their
-        members are in.
+        Wanted groups that are split off each cluster.
     home : dict[int, int]
-        Cluster of each wanted group that exists: of a merge the first of its clusters. Groups that
-        come from a split have none.
+        Cluster that becomes each wanted group; of a merge, one of its clusters. Groups that come
+        from a split have none.
     """
 
     merges: list[list[int]]
@@ -470,11 +464,10 @@ class Reassignment:
 
 
 def plan_reassignment(now: Labels, wanted: Labels) -> Reassignment:
-    """Match wanted groups with the clusters that there are.
+    """Match wanted groups with the present clusters.
 
-    Each cluster becomes the group that it shares most with where that group has none better; a
-    cluster left over is merged into the group that most of its members go to, a group left over is
-    split off the cluster that most of its members are in.
+    Clusters and groups are matched so that most clients stay. Another cluster is merged into the
+    group of most of its members; another group is split off the cluster of most of its members.
 
     Parameters
     ----------
@@ -512,13 +505,13 @@ def plan_reassignment(now: Labels, wanted: Labels) -> Reassignment:
 
 
 LANDMARKS = 500
-"""Clients that are compared pair by pair; of a larger fleet so many, drawn at random."""
+"""Number of clients compared pairwise; drawn at random from a larger fleet."""
 _FEWEST = 8
-"""Landmarks of each cluster, however small it is, if it has as many members."""
+"""Least number of landmarks of each cluster, if it has as many members."""
 
 
 def landmarks(now: Labels, rng: np.random.Generator) -> Rows:
-    """Return which clients represent all: some of each cluster, too; all if they are few.
+    """Return the rows of the clients that represent all, some of each cluster; all if few.
 
     Parameters
     ----------

@@ -5,13 +5,13 @@ mini-batches from the initial model w0. Directions of different clients are comp
 first probe of one with the second of the other, so that the chance of mini-batches cancels out and
 distances have an absolute scale: 0 for clients that are alike, 1 for unrelated ones. As soon as
 half of the fleet has answered, and whenever probes have been added, the partition with the highest
-silhouette score replaces the clusters if that reaches a level (`probes.py`).
+silhouette score replaces the clusters if the score reaches a level (`probes.py`).
 
-A client whose updates suddenly grow is probed again, and moves where its new probe belongs; where
-those of many do, all others are probed, and clusters learn fast for a while. Inside a cluster, each
+A client whose updates suddenly grow is probed again, and moves to the cluster of its new probe; if
+many grow, all other clients are probed, and clusters learn fast for a while. Inside a cluster, each
 update moves the model by the mean of all members' latest changes, the updating client's renewed, so
-that no client owns the model by being fast. What clients use is a mean of the model's last
-versions, mixed with a model of their own as far as that helps on held-out samples (`own-model`).
+that no client dominates the model by being fast. Clients use a mean of the model's last versions,
+mixed with a model of their own as far as that helps on held-out samples (`own-model`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from raceme.core.clusters import Clusters, Model
+from raceme.core.clusters import Clusters, Model, parts_of
+from raceme.core.events import grouped
 from raceme.core.messages import ARRAYS, Vector
 from raceme.core.options import option
 from raceme.core.requests import InFlight, Outcome, Request, Update
@@ -45,23 +46,23 @@ from raceme.strategies.panicle.probes import (
 from raceme.strategies.shared import cluster_decay, contribution
 
 PROBE = "probe"
-"""Phase of the work that only places a client."""
+"""Phase of a task that only places its client."""
 _MOST_PROBES = 6
-"""Probes after which a client that does not agree with itself is given up."""
+"""Probes after which a client is settled even if its halves disagree."""
 _PATIENCE = 3
-"""Probes in a row without an answer after which a client is given ordinary work."""
+"""Consecutive unanswered probes after which a client trains all the same."""
 _ENOUGH = 8
-"""Clients whose place is known, half of the fleet, from which on clusters are looked for."""
+"""Settled clients, at least half of the fleet, from which on groups are looked for."""
 _RARELY = 5
-"""Updates per client after which clusters are looked for whatever is known."""
+"""Updates per client after which groups are looked for in any case."""
 _ALIKE = 0.5
-"""Likeness to its own former direction below which a client's data have changed."""
+"""Likeness to its former direction below which a client's data have changed."""
 _SUDDEN = 2.0
-"""Growth of an update that is sudden, if it is the longest yet."""
+"""Multiple of its client's typical length from which on the longest update yet is sudden."""
 _KEPT = 0.7
-"""Share of the typical length of a client's changes that its next one leaves."""
+"""Weight of former updates in the typical length."""
 _MANY = 8
-"""An eighth of the clients, two at least, with sudden updates speaks for all."""
+"""All clients are probed again if one in eight, at least two, has sudden updates."""
 _SOON = 2
 """Updates per client within which sudden updates count as one event."""
 _ALPHA0 = 2.0
@@ -69,12 +70,12 @@ _ALPHA0 = 2.0
 _EASE = 10.0
 """Updates per member after which this share has halved."""
 _UNDER_WAY = 7.5
-"""Largest product of share, members and what is carried that was seen to be steady."""
+"""Largest stable product of α, m and β."""
 
 
 @dataclass(frozen=True)
 class PanicleParameters:
-    """Hyper-parameters; each part can be switched off."""
+    """Hyper-parameters of Panicle."""
 
     probe_steps: int = option(10, "mini-batches of a probe at most", low=1)
     clustering: bool = option(True, "form clusters (false: one model for all)")
@@ -90,7 +91,7 @@ class PanicleParameters:
 
 @dataclass
 class Watch:
-    """What a client's updates and probes have been like.
+    """Drift detector of a client.
 
     Attributes
     ----------
@@ -99,7 +100,7 @@ class Watch:
     longest : float
         The largest since then.
     asked : int
-        Probes in a row that it has not answered.
+        Consecutive unanswered probes.
     is_called : bool
         Whether it is to be probed again, since its data may have changed.
     probed : int
@@ -115,7 +116,7 @@ class Watch:
 
 @dataclass
 class Learned:
-    """What a cluster has learnt.
+    """State of a cluster besides its model.
 
     Attributes
     ----------
@@ -126,9 +127,9 @@ class Learned:
     counted : int
         Number of models in this sum.
     updates : int
-        Updates that the cluster has learnt from.
+        Updates mixed into the model.
     origins : list[int]
-        Clusters that it came from.
+        Clusters that it was split from or merged of, and theirs.
     """
 
     mean: Model
@@ -140,29 +141,29 @@ class Learned:
 
 @dataclass
 class PanicleState:
-    """What Panicle knows beside its clusters.
+    """State of Panicle besides its clusters.
 
     Attributes
     ----------
     initial : Vector
-        w0: weights of the initial model. Shape (d,).
+        w0: the initial model. Shape (d,).
     probes : Probes
-        Directions from w0, and how alike clients are.
+        Directions from w0.
     watches : dict[str, Watch]
-        What each client's updates and probes have been like.
+        Drift detector of each client.
     learned : dict[int, Learned]
-        What each cluster has learnt.
+        State of each cluster besides its model.
     latest : MutableMapping[str, Vector]
         z_i: latest model of each member that is online; of a probe, before there are clusters.
         Shape (d,).
     counts_in : dict[str, int]
-        The cluster in whose sum a client's latest model is, if any.
+        The cluster whose sum includes a client's latest model.
     landmarks : list[str]
         Clients that newcomers are compared with.
     sudden : dict[str, int]
         Updates of the run at the last sudden update of each client that had one lately, in order.
     changed : int
-        Clients of which something new is known since clusters were looked for.
+        Clients settled since groups were last looked for.
     unlooked : int
         Updates applied since then.
     """
@@ -179,14 +180,14 @@ class PanicleState:
     unlooked: int = 0
 
     def __post_init__(self) -> None:
-        # One of every client is too much for the memory of a large fleet.
+        # In a file, since one model per client exceeds the memory of a large fleet.
         self.latest = Shelf(self.latest)
 
     def likeness(self) -> tuple[list[str], NDArray[np.float32]]:
-        """Return how far clients agree, free of chance; NaN where that is not known."""
+        """Return clients and 1 − the mean of both distances; NaN if unknown."""
         clear = self.probes.clear()[:LANDMARKS]
-        clients = clear + [c for c in self.probes.clients if c not in set(clear)]
-        clients = clients[:LANDMARKS]
+        # The clear ones first, then the others.
+        clients = list(dict.fromkeys([*clear, *self.probes.clients]))[:LANDMARKS]
         matrix = np.full((len(clients), len(clients)), np.nan, np.float32)
         if clear:
             matrix[: len(clear), : len(clear)] = 1.0 - self.probes.distances(clear).mean(axis=0)
@@ -194,17 +195,17 @@ class PanicleState:
 
 
 def share_of(members: int, rounds: float) -> float:
-    """Return the share α of an update: CASA's at first, that of one of the members in the end.
+    """Return the share α of an update: CASA's at first, 1/m in the end.
 
-    ``max(1 / m, min(1, 2 / log2(m + 3)) / (1 + rounds / 10))``: a young cluster moves fast, and one
-    that has learnt for long is a mean over all its members.
+    ``max(1 / m, min(1, 2 / log2(m + 3)) / (1 + rounds / 10))``: a young cluster moves fast, and an
+    old one is a mean over all its members.
 
     Parameters
     ----------
     members : int
         m: number of members of the cluster, at least 1.
     rounds : float
-        Updates per member that the cluster has learnt from.
+        Updates per member mixed into the cluster's model.
     """
     first = min(1.0, cluster_decay(members, 1.0, _ALPHA0))
     return max(1.0 / members, first / (1.0 + rounds / _EASE))
@@ -226,18 +227,18 @@ class Panicle(Method):
         self.restored()
 
     def restored(self) -> None:
-        """Make what shortens directions."""
+        """Derive the sketcher, which is not part of the state."""
         self._sketcher = Sketcher()
 
     def on_leave(self, client: str) -> None:
-        """A client that has gone no longer moves its cluster."""
+        """Remove the model of a client that left from its cluster's sum."""
         super().on_leave(client)
         self._withdraw(client)
 
     # 1. Probes.
 
     def request_for(self, client: str) -> Request:
-        """Let a client take a few steps from w0 if it is to be placed, or train its model."""
+        """Return a probe, a few steps from w0, for a client to place; else training."""
         if not self._is_to_be_probed(client):
             return Request(client)
         examples = self.progress.fleet.clients[client].num_examples
@@ -253,23 +254,23 @@ class Panicle(Method):
         return watch.is_called or not self._is_settled(client)
 
     def _is_settled(self, client: str) -> bool:
-        """Return whether a client's place is known by its probes, or never will be."""
+        """Return whether a client needs no further probe: it is clear, or has had the most."""
         probes = self.state.probes
         return probes.is_clear(client) or probes.count(client) >= _MOST_PROBES
 
     def on_sent(self, task: InFlight) -> None:
-        """Count probes until they are answered."""
+        """Count unanswered probes."""
         if task.phase == PROBE:
             self._watch(task.client).asked += 1
 
     def on_update(self, update: Update) -> Outcome:
-        """Place a client by its probes; let a member's update move its cluster's model."""
+        """Place a client by its probe, or mix a member's update into its cluster's model."""
         if update.task.phase == PROBE:
             return self._take_probe(update)
         return self._learn_from(update)
 
     def _take_probe(self, update: Update) -> Outcome:
-        """Take a direction from w0 in, and act on what it says."""
+        """Add a probe's direction, place its client, and look for groups if due."""
         client, probes, now = update.task.client, self.state.probes, self.progress.updates
         watch = self._watch(client)
         direction = self._sketcher.direction(self.compared(update.vector - self.state.initial))
@@ -289,12 +290,12 @@ class Panicle(Method):
             self._look_if_due()
         return Outcome(self.clusters.main(client), staleness=0, weight=0.0)
 
-    # 2. Places: of single clients, and of all.
+    # 2. Placement of single clients, and of all.
 
     def _place(self, client: str) -> None:
-        """Put a newcomer into the nearest cluster; move one that has changed if it is clear where.
+        """Assign a newcomer to the nearest cluster; move a client that has changed if it is clear.
 
-        One probe is enough. Where a client belongs to no cluster, the next look tells.
+        One probe is enough. A client that fits no cluster is placed when groups are looked for.
         """
         home, probes = self._home(client), self.state.probes
         if len(self.models) == 1 or (probes.is_known(client) and not self._is_settled(client)):
@@ -304,7 +305,7 @@ class Panicle(Method):
             return
         distances = probes.distances_to_groups([client], list(groups.values()))[0]
         nearest = int(np.argmin(distances))
-        # Of clusters of which nothing is known, as of unrelated clients.
+        # A cluster without landmarks counts as unrelated.
         a, b = distances[nearest], min([1.0, *np.delete(distances, nearest)])
         target = list(groups)[nearest]
         if home is None or (b - a) / max(a, b, FLOOR) >= self.parameters.level:
@@ -313,38 +314,40 @@ class Panicle(Method):
             self.state.changed = len(probes.clients)
 
     def _landmarks_beside(self, client: str) -> dict[int, list[str]]:
-        """Return landmarks of each cluster other than a client."""
-        state, groups = self.state, dict[int, list[str]]()
-        for is_drawn in (False, True):
-            for other in state.landmarks:
-                if other != client and self._comparable(other):
-                    groups.setdefault(self.clusters.main(other), []).append(other)
-            if is_drawn or groups.keys() == self.models.keys():
-                break
-            # All that were drawn of a cluster may have gone, while others of it are there.
-            state.landmarks, groups = self._draw_landmarks()[0], {}
+        """Return the landmarks of each cluster, without a client itself."""
+
+        def found() -> dict[int, list[str]]:
+            landmarks = [c for c in self.state.landmarks if c != client and self._comparable(c)]
+            return grouped((self.clusters.main(other), other) for other in landmarks)
+
+        groups = found()
+        if groups.keys() != self.models.keys():
+            # All landmarks of a cluster may have left, while other members are online.
+            self._draw_landmarks()
+            groups = found()
         return groups
 
-    def _draw_landmarks(self) -> tuple[list[str], list[str], Labels, Rows]:
-        """Return landmarks; all comparable clients, their clusters, and the landmarks' places."""
+    def _draw_landmarks(self) -> tuple[list[str], Labels, Rows]:
+        """Draw landmarks; return all comparable clients, their clusters and the landmarks' rows."""
         clients = [client for client in self.state.probes.clear() if self._comparable(client)]
         now = np.array([self.clusters.main(client) for client in clients], np.int64)
         rows = landmarks(now, self.rng)
-        return [clients[row] for row in rows], clients, now, rows
+        self.state.landmarks = [clients[row] for row in rows]
+        return clients, now, rows
 
     def _comparable(self, client: str) -> bool:
-        """Return whether a client is online and its probes are clear and of its present data."""
+        """Return whether a client is online, with clear probes of its present data."""
         is_clear = self.clusters.online[client] and self.state.probes.is_clear(client)
         return is_clear and not self._watch(client).is_called
 
     def _look_if_due(self) -> None:
-        """Look for other clusters if enough is new, and enough is known."""
+        """Look for groups if enough clients are newly settled, and most are settled."""
         state, known = self.state, len(self.state.probes.clients)
         is_late = state.unlooked >= _RARELY * known
-        if not is_late and state.changed < max(1, known // 16):
+        if not known or (not is_late and state.changed < max(1, known // 16)):
             return
         if known > LANDMARKS:
-            state.changed = 0  # Rarely in a large fleet: all clients are counted.
+            state.changed = 0  # Rarely in a large fleet, since all clients are counted here.
         online = [client for client, is_online in self.clusters.online.items() if is_online]
         settled = {c for c in online if self._is_settled(c) and not self._watch(c).is_called}
         waited = sum(c in settled or self._watch(c).asked < _PATIENCE for c in online)
@@ -355,24 +358,20 @@ class Panicle(Method):
 
     def _look(self) -> None:
         """Replace the clusters if another partition is better."""
-        state = self.state
-        state.landmarks, clients, now, rows = self._draw_landmarks()
-        distances = state.probes.distances(state.landmarks)
-        better = better_partition(distances, now[rows], self.parameters.level)
+        clients, now, rows = self._draw_landmarks()
+        probes, drawn = self.state.probes, self.state.landmarks
+        better = better_partition(probes.distances(drawn), now[rows], self.parameters.level)
         if better is None:
             return
         labels = better.labels
-        if len(rows) < len(clients):
-            groups = [
-                [state.landmarks[i] for i in np.flatnonzero(labels == group)]
-                for group in range(int(labels.max()) + 1)
-            ]
-            labels = state.probes.distances_to_groups(clients, groups).argmin(axis=1)
+        if len(drawn) < len(clients):
+            groups = parts_of(drawn, labels)
+            labels = probes.distances_to_groups(clients, groups).argmin(axis=1).astype(np.int64)
             labels[rows] = better.labels
-        self._rearrange(clients, now, Partition(np.asarray(labels, np.int64), better.score))
+        self._rearrange(clients, now, Partition(labels, better.score))
 
     def _rearrange(self, clients: list[str], now: Labels, wanted: Partition) -> None:
-        """Merge, split and move."""
+        """Merge and split clusters, and move clients, until the groups are the wanted ones."""
         clusters, level = self.clusters, self.parameters.level
         plan = plan_reassignment(now, wanted.labels)
         heirs = {cluster: cluster for cluster in clusters.models}
@@ -398,7 +397,7 @@ class Panicle(Method):
             self._move(client, cluster_of[group])
         for cluster in sorted(set(clusters.models) - set(cluster_of.values())):
             if not clusters.size(cluster, online_only=False):
-                self._retire(cluster)
+                clusters.retire(cluster)
         state = self.state
         state.learned = {k: learned for k, learned in state.learned.items() if k in self.models}
         for client in state.latest:
@@ -407,17 +406,18 @@ class Panicle(Method):
                 self._count(client, now_in)
 
     def _begin(self, cluster: int, sources: list[int], members: Sequence[str] = ()) -> None:
-        """Let a new cluster begin, from the mean of its members' latest models if they have any."""
+        """Start a new cluster, from the mean of its members' latest models if there are any."""
         state, model = self.state, self.models[cluster]
         latest = [state.latest[client] for client in members if client in state.latest]
         if latest:
             model.average(latest, [1.0] * len(latest))
         former = [state.learned[source] for source in sources if source in state.learned]
         origins = [origin for learned in former for origin in learned.origins]
-        self._learned(cluster).origins = [*sources, *origins]
+        # Each once: the parts of a split share theirs, and may be merged again.
+        self._learned(cluster).origins = list(dict.fromkeys([*sources, *origins]))
 
     def _move(self, client: str, cluster: int) -> None:
-        """Move a client; an empty cluster is given up."""
+        """Move a client; retire its former cluster if that is empty then."""
         former = self._home(client)
         if former == cluster:
             return
@@ -425,16 +425,13 @@ class Panicle(Method):
         self.clusters.assign(client, cluster)
         self._watch(client).length = 0.0
         if former is not None and not self.clusters.size(former, online_only=False):
-            self._retire(former)
-
-    def _retire(self, cluster: int) -> None:
-        self.clusters.retire(cluster)
-        self.state.learned.pop(cluster, None)
+            self.clusters.retire(former)
+            self.state.learned.pop(former, None)
 
     # 3. Drift.
 
     def _is_sudden(self, client: str, length: float) -> bool:
-        """Take the length of an update in; return whether it has suddenly grown."""
+        """Return whether an update is suddenly longer than its client's former ones."""
         watch = self._watch(client)
         if not watch.length:
             watch.length = watch.longest = length
@@ -444,16 +441,16 @@ class Panicle(Method):
         return is_sudden and self.parameters.drift and self.parameters.clustering
 
     def _call(self, client: str) -> None:
-        """Have a client probed whose updates have suddenly grown, and all others if many have."""
+        """Let a client with a sudden update be probed again, and all others if many have one."""
         state, clients = self.state, len(self.state.probes.clients)
         since = max(0, self.progress.updates - _SOON * clients)
         is_new = state.sudden.pop(client, -1) < since
-        # In the order of the updates: the oldest are first.
+        # The oldest are first.
         while state.sudden and next(iter(state.sudden.values())) < since:
             del state.sudden[next(iter(state.sudden))]
         state.sudden[client] = self.progress.updates
         self._watch(client).is_called = True
-        # Once for each event: those that come after it were called with the others.
+        # Once per event: later clients of the same event are to be probed already.
         if is_new and len(state.sudden) == max(2, math.ceil(clients / _MANY)):
             first = next(iter(state.sudden.values()))
             for watch in state.watches.values():
@@ -466,18 +463,18 @@ class Panicle(Method):
     def _learn_from(self, update: Update) -> Outcome:
         """Mix a member's model in: w ← (1 − α) w + α (z + β (w − w₀) − λ (z' − z̄)).
 
-        z is its model now and z' the one before, z̄ the mean of all members', w₀ where it started.
+        z is its model and z' its former one, z̄ the mean of all members' latest ones, w₀ its base.
         """
         client, state = update.task.client, self.state
         watch = self._watch(client)
         if watch.asked >= _PATIENCE and not self._is_settled(client):
-            # It works again: it is asked once more, and not waited for.
+            # It answers again: it is probed once more, without being waited for.
             watch.asked = _PATIENCE - 1
         state.unlooked += 1
         self._look_if_due()
         k = self.clusters.main(client)
         if len(self.models) == 1:
-            self._move(client, k)  # There is no other: its place need not be known.
+            self._move(client, k)  # The only cluster needs no probe.
         learned, base = self._learned(k), update.task.cluster
         has_moved = base != k
         staleness = update.age if has_moved else update.staleness
@@ -497,9 +494,9 @@ class Panicle(Method):
         if not has_moved:
             beta = np.float32(min(self.parameters.forward, steps))
             target = np.asarray(target + beta * (model.vector - update.base))
-        # Members that are equally fast overtake each other: that is no staleness yet.
+        # Up to m: equally fast members overtake each other.
         alpha *= min(1.0, m / max(1, staleness))
-        # Not a mean of models any more, but for statistics: checked to be finite.
+        # No mean of models, except for statistics: `move` checks that it is finite.
         target = contribution(target, update.vector, self.trainable)
         model.move(np.float32(alpha) * (target - model.vector))
         learned.updates += 1
@@ -509,32 +506,32 @@ class Panicle(Method):
         return Outcome(k, staleness, alpha)
 
     def _renew(self, client: str, cluster: int, vector: Vector) -> None:
-        """Remember a member's latest model in place of its former one, if it is online."""
+        """Replace a member's latest model, if it is online."""
         self._withdraw(client)
         if self.clusters.online[client]:
             self.state.latest[client] = vector
             self._count(client, cluster)
 
     def _count(self, client: str, cluster: int) -> None:
-        """Count a client's latest model in its cluster's sum."""
+        """Add a client's latest model to its cluster's sum."""
         learned = self._learned(cluster)
         learned.total += self.state.latest[client]
         learned.counted += 1
         self.state.counts_in[client] = cluster
 
     def _withdraw(self, client: str) -> None:
-        """Forget a client's latest model: it is renewed, goes elsewhere, or has gone."""
+        """Drop a client's latest model, and subtract it from its cluster's sum."""
         vector = self.state.latest.pop(client, None)
         learned = self.state.learned.get(self.state.counts_in.pop(client, -1))
         if vector is not None and learned is not None:
             learned.total -= vector
             learned.counted -= 1
 
-    # 5. What clients use.
+    # 5. Models in use.
 
     @property
     def in_use(self) -> InUse:
-        """What clients use: a mean of each model's last versions, which no update leans on."""
+        """The mean of each model's last versions, smoother than the model itself."""
         means = {cluster: self._learned(cluster).mean for cluster in self.models}
         if self.spec.counters is not None:
             for cluster, mean in means.items():
@@ -544,14 +541,14 @@ class Panicle(Method):
     # Helpers.
 
     def _home(self, client: str) -> int | None:
-        """Return the cluster that a client is in; None if it is in none."""
+        """Return a client's cluster, if it is placed."""
         return self.clusters.main(client) if self.clusters.is_placed(client) else None
 
     def _watch(self, client: str) -> Watch:
         return self.state.watches.setdefault(client, Watch())
 
     def _learned(self, cluster: int) -> Learned:
-        """Return what a cluster has learnt; nothing yet of a new one."""
+        """Return the state of a cluster, created for a new one."""
         if cluster not in self.state.learned:
             model = self.models[cluster]
             self.state.learned[cluster] = Learned(model.copy(), np.zeros_like(model.vector))
