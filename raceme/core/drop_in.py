@@ -35,7 +35,6 @@ from raceme.core.errors import UserError, check_known, shown_by_flower
 from raceme.core.evaluation import EvaluateFn, Packer, mean_metrics, tested_by_server
 from raceme.core.events import ACCURACY, LOSS_MEASURE, change_line, home, is_news
 from raceme.core.messages import InvalidModelError, Vector, from_array, to_array
-from raceme.core.options import convert, present_names
 from raceme.core.progress import Plan, Progress, rounds_over
 from raceme.core.requests import InvalidReplyError
 from raceme.core.scheduling import FlowerArguments, InRounds, MetricsFn, sample
@@ -45,128 +44,6 @@ from raceme.flower.grid import GridAround
 from raceme.flower.messages import array, array_record, refused, set_message_id
 
 log = logging.getLogger("flwr")
-
-# -----------------------------------------------------------------------------
-# Arguments of Flower's strategies besides a method's hyper-parameters.
-# -----------------------------------------------------------------------------
-
-_FORMER = {
-    "fraction_fit": "fraction_train",
-    "min_fit_clients": "min_train_nodes",
-    "min_evaluate_clients": "min_evaluate_nodes",
-    "min_available_clients": "min_available_nodes",
-    "fit_metrics_aggregation_fn": "train_metrics_aggr_fn",
-    "evaluate_metrics_aggregation_fn": "evaluate_metrics_aggr_fn",
-}
-"""Former names of arguments in Flower."""
-_TO_START = {
-    "evaluate_fn": "evaluate_fn=...",
-    "initial_parameters": "initial_arrays=...",
-    "on_fit_config_fn": "train_config=...",
-    "on_evaluate_config_fn": "evaluate_config=...",
-    "num_rounds": "num_rounds=...",
-    "max_updates": "max_updates=...",
-    "timeout": "timeout=...",
-}
-"""Arguments of `start` instead of a strategy's constructor."""
-
-
-def divided(
-    method: str, parameters_type: type[Any], parameters: Any, arguments: Mapping[str, Any]
-) -> tuple[Any, FlowerArguments]:
-    """Divide arguments into a method's hyper-parameters and Flower's arguments.
-
-    Parameters
-    ----------
-    method : str
-        Name of the method, for error messages.
-    parameters_type : type
-        The dataclass of its hyper-parameters.
-    parameters : dataclass or None
-        Hyper-parameters given as an object.
-    arguments : Mapping[str, Any]
-        All keyword arguments.
-
-    Raises
-    ------
-    UserError
-        An argument is unknown, has the wrong type or range, or does not apply to the method.
-    """
-    if parameters is not None and not is_dataclass(parameters):
-        raise UserError(
-            f"{method} takes its arguments by keyword: {method}(fraction_train={parameters!r})."
-        )
-    own = {item.name: item for item in fields(parameters_type)}
-    flower = {item.name: item.default for item in fields(FlowerArguments)}
-    arguments = present_names(arguments, own)
-    known = [*own, *flower, "seed"]
-    for name in arguments:
-        if name not in known and name in _FORMER:
-            raise UserError(f"{name} is called {_FORMER[name]} in Flower's present strategies.")
-        if name not in known and name in _TO_START:
-            raise UserError(
-                f"{name} is no argument of {method}: give it to its start({_TO_START[name]})."
-            )
-        check_known(f"argument of {method}", name, known)
-    given = {name: convert(name, arguments[name], own[name]) for name in arguments if name in own}
-    told = FlowerArguments(
-        **{
-            name: _checked(name, arguments[name], flower[name])
-            for name in arguments
-            if name in flower
-        }
-    )
-    parameters = parameters_type() if parameters is None else parameters
-    if "fraction" in own and "fraction_train" in arguments:
-        if "fraction" in given and given["fraction"] != told.fraction_train:
-            raise UserError("fraction and fraction_train are the same: give one of them.")
-        given["fraction"] = told.fraction_train
-    elif "fraction" in own:
-        fraction = given.get("fraction", getattr(parameters, "fraction", 1.0))
-        told = replace(told, fraction_train=fraction)
-    return (replace(parameters, **given) if given else parameters), told
-
-
-def check_share(method: Method, arguments: FlowerArguments) -> None:
-    """Raise UserError for a share of clients if the method chooses them itself."""
-    chooses = method.scheduling.rounds is not None and not hasattr(method.parameters, "fraction")
-    if chooses and arguments.fraction_train < 1:
-        name = type(method).__name__
-        own = ", ".join(item.name for item in fields(method.parameters))
-        raise UserError(
-            f"fraction_train has no effect on {name}, which chooses the participants itself: leave "
-            f"it out; {name}'s own arguments are {own}."
-        )
-
-
-def _checked(name: str, value: Any, default: object) -> Any:
-    """Check the type and range of an argument.
-
-    Raises
-    ------
-    UserError
-        The type or range is wrong.
-    """
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if default is None:
-        wanted, is_right = "a function or None", value is None or callable(value)
-    elif isinstance(default, str):
-        wanted = "text"
-        is_right = isinstance(value, str) and bool(value or name == "accuracy_key")
-    elif isinstance(default, float):
-        wanted, is_right = "a number", is_number and float(value) == value
-    else:
-        wanted, is_right = "a whole number", is_number and int(value) == value
-    if not is_right:
-        raise UserError(f"{name} must be {wanted}, got {value!r}.")
-    if name == "fraction_train" and not 0 < value <= 1:
-        raise UserError(f"{name} must be above 0 and at most 1, got {value:g}.")
-    if wanted == "a number" and not 0 <= value <= 1:
-        raise UserError(f"{name} must be between 0 and 1.")
-    if wanted == "a whole number" and value < 0:
-        raise UserError(f"{name} must be at least 0.")
-    return type(default)(value) if isinstance(default, int | float) else value
-
 
 # -----------------------------------------------------------------------------
 # Dtype adapter: conversion between a user's models and float32 models.
@@ -652,27 +529,6 @@ class Names:
 
 
 # -----------------------------------------------------------------------------
-# Check that a ClientApp supports a method's kinds of work.
-# -----------------------------------------------------------------------------
-
-
-NOT_REGISTERED = "function registered"
-"""Flower's error for a ClientApp without a function for a message type."""
-SNIPPET = """
-    from raceme.client_app import AddedKinds, OwnData
-
-    def load(context):
-        x_train, y_train, x_test, y_test = ...  # this client's samples, as arrays
-        return OwnData(Net(), x_train, y_train, x_test, y_test)
-
-    kinds = AddedKinds(load)
-    app = ClientApp(mods=[kinds])
-    app.query()(kinds.answer)
-"""
-"""Code that a user adds to a ClientApp."""
-
-
-# -----------------------------------------------------------------------------
 # Flower-style rounds and metrics, also for methods without rounds.
 # -----------------------------------------------------------------------------
 
@@ -806,6 +662,10 @@ class Rounds:
 # -----------------------------------------------------------------------------
 # A grid between the loop and unmodified ClientApps.
 # -----------------------------------------------------------------------------
+
+
+_NOT_REGISTERED = "function registered"
+"""Flower's error for a ClientApp without a function for a message type."""
 
 
 class FlowerGrid(GridAround):
@@ -990,7 +850,7 @@ class FlowerGrid(GridAround):
         UserError
             It has no function for training.
         """
-        if f"No {category} {NOT_REGISTERED}" not in (reply.error.reason or ""):
+        if f"No {category} {_NOT_REGISTERED}" not in (reply.error.reason or ""):
             return
         if category == MessageType.TRAIN:
             raise UserError(
@@ -1162,6 +1022,18 @@ _ASKING_SECONDS = 60.0
 """Time limit for the first client's answer about its ClientApp."""
 _FEWEST_USELESS, _USELESS_EACH = 12, 3
 """Unusable replies, in total and per client, after which the ClientApp is considered unsuitable."""
+SNIPPET = """
+    from raceme.client_app import AddedKinds, OwnData
+
+    def load(context):
+        x_train, y_train, x_test, y_test = ...  # this client's samples, as arrays
+        return OwnData(Net(), x_train, y_train, x_test, y_test)
+
+    kinds = AddedKinds(load)
+    app = ClientApp(mods=[kinds])
+    app.query()(kinds.answer)
+"""
+"""Code that a user adds to a ClientApp."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -1433,7 +1305,7 @@ class _Run(events.EventHandler):
         while not replies and clock.now() < until:
             replies = clock.wait(asked, until)
         error = replies[0].error if replies and replies[0].has_error() else None
-        if error is not None and NOT_REGISTERED in (error.reason or ""):
+        if error is not None and _NOT_REGISTERED in (error.reason or ""):
             listed = " and ".join(f"'{kind}'" for kind in sorted(needs))
             kinds = "a kind" if len(needs) == 1 else "kinds"
             raise UserError(

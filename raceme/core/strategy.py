@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass, replace
+from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
 from inspect import Signature, cleandoc
 from logging import getLogger
 from numbers import Real
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from raceme.core import events
 from raceme.core.clients import Client, Identities
 from raceme.core.clusters import Clusters, Model, Weights
-from raceme.core.errors import UserError
+from raceme.core.errors import UserError, check_known
 from raceme.core.events import grouped
 from raceme.core.messages import (
     COMPLETED_BY,
@@ -31,7 +31,7 @@ from raceme.core.messages import (
     ModelSpec,
     Vector,
 )
-from raceme.core.options import documented, signature_of
+from raceme.core.options import convert, documented, present_names, signature_of
 from raceme.core.progress import Plan, Progress
 from raceme.core.protection import Guard, GuardState, NoProtection
 from raceme.core.requests import (
@@ -234,6 +234,122 @@ def _shown(method: type[Any], parameters_type: type[Any], doc: str) -> tuple[Sig
     return made, documented(doc, source.strip(), parameters_type, FlowerArguments)
 
 
+# -----------------------------------------------------------------------------
+# Arguments of a method: hyper-parameters, and those of Flower's own strategies.
+# -----------------------------------------------------------------------------
+
+
+_FORMER = {
+    "fraction_fit": "fraction_train",
+    "min_fit_clients": "min_train_nodes",
+    "min_evaluate_clients": "min_evaluate_nodes",
+    "min_available_clients": "min_available_nodes",
+    "fit_metrics_aggregation_fn": "train_metrics_aggr_fn",
+    "evaluate_metrics_aggregation_fn": "evaluate_metrics_aggr_fn",
+}
+"""Former names of arguments in Flower."""
+_TO_START = {
+    "evaluate_fn": "evaluate_fn=...",
+    "initial_parameters": "initial_arrays=...",
+    "on_fit_config_fn": "train_config=...",
+    "on_evaluate_config_fn": "evaluate_config=...",
+    "num_rounds": "num_rounds=...",
+    "max_updates": "max_updates=...",
+    "timeout": "timeout=...",
+}
+"""Arguments of `start` instead of a strategy's constructor."""
+
+
+def divided(
+    method: str, parameters_type: type[Any], parameters: Any, arguments: Mapping[str, Any]
+) -> tuple[Any, FlowerArguments]:
+    """Divide arguments into a method's hyper-parameters and Flower's arguments.
+
+    Parameters
+    ----------
+    method : str
+        Name of the method, for error messages.
+    parameters_type : type
+        The dataclass of its hyper-parameters.
+    parameters : dataclass or None
+        Hyper-parameters given as an object.
+    arguments : Mapping[str, Any]
+        All keyword arguments.
+
+    Raises
+    ------
+    UserError
+        An argument is unknown, has the wrong type or range, or does not apply to the method.
+    """
+    if parameters is not None and not is_dataclass(parameters):
+        raise UserError(
+            f"{method} takes its arguments by keyword: {method}(fraction_train={parameters!r})."
+        )
+    own = {item.name: item for item in fields(parameters_type)}
+    flower = {item.name: item for item in fields(FlowerArguments)}
+    arguments = present_names(arguments, own)
+    known = [*own, *flower, "seed"]
+    for name in arguments:
+        if name not in known and name in _FORMER:
+            raise UserError(f"{name} is called {_FORMER[name]} in Flower's present strategies.")
+        if name not in known and name in _TO_START:
+            raise UserError(
+                f"{name} is no argument of {method}: give it to its start({_TO_START[name]})."
+            )
+        check_known(f"argument of {method}", name, known)
+    given = {name: convert(name, arguments[name], own[name]) for name in arguments if name in own}
+    told = FlowerArguments(
+        **{
+            name: _checked(name, arguments[name], flower[name])
+            for name in arguments
+            if name in flower
+        }
+    )
+    parameters = parameters_type() if parameters is None else parameters
+    if "fraction" in own and "fraction_train" in arguments:
+        if "fraction" in given and given["fraction"] != told.fraction_train:
+            raise UserError("fraction and fraction_train are the same: give one of them.")
+        given["fraction"] = told.fraction_train
+    elif "fraction" in own:
+        fraction = given.get("fraction", getattr(parameters, "fraction", 1.0))
+        told = replace(told, fraction_train=fraction)
+    return (replace(parameters, **given) if given else parameters), told
+
+
+def _check_share(method: Method) -> None:
+    """Raise UserError for a share of clients if the method chooses them itself."""
+    chooses = method.scheduling.rounds is not None and not hasattr(method.parameters, "fraction")
+    if chooses and method.arguments.fraction_train < 1:
+        name = type(method).__name__
+        own = ", ".join(item.name for item in fields(method.parameters))
+        raise UserError(
+            f"fraction_train has no effect on {name}, which chooses the participants itself: leave "
+            f"it out; {name}'s own arguments are {own}."
+        )
+
+
+def _checked(name: str, value: Any, item: Field[Any]) -> Any:
+    """Return an argument of Flower's strategies in its type.
+
+    Raises
+    ------
+    UserError
+        The type or range is wrong.
+    """
+    if item.default is None:
+        if value is not None and not callable(value):
+            raise UserError(f"{name} must be a function or None, got {value!r}.")
+        return value
+    if value == "" and item.default:
+        raise UserError(f"{name} must be text, got ''.")
+    return convert(name, value, item)
+
+
+# -----------------------------------------------------------------------------
+# The base class of all methods.
+# -----------------------------------------------------------------------------
+
+
 class Method(Strategy):
     """Base class of all methods: a Flower strategy with hooks for the asynchronous loop.
 
@@ -306,9 +422,6 @@ class Method(Strategy):
         cls.__signature__, cls.__doc__ = _shown(cls, cls.parameters_type, cls.__doc__ or "")
 
     def __init__(self, parameters: Any = None, seed: int = 0, **arguments: Any) -> None:
-        # Imported late: these modules need the type of a method.
-        from raceme.core.drop_in import check_share, divided
-
         self.parameters, self.arguments = divided(
             type(self).__name__, self.parameters_type, parameters, arguments
         )
@@ -329,7 +442,7 @@ class Method(Strategy):
         self.report: events.Observer = events.ignore
         self.step_of: Callable[[str], int | None] = lambda client: None
         self.scheduling: Scheduler = self.scheduler()
-        check_share(self, self.arguments)
+        _check_share(self)
         self._spec: ModelSpec | None = None
         self._now: Callable[[], float] = lambda: 0.0
         self._loaded = False

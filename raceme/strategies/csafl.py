@@ -35,14 +35,13 @@ from scipy.spatial.distance import pdist, squareform
 
 from raceme.core.clients import Client
 from raceme.core.clusters import Clusters, Model, cosine, cosines, parts_of, unit
-from raceme.core.errors import UserError
 from raceme.core.events import Measured, MeasureSchema
 from raceme.core.messages import ARRAYS, LOCAL_EPOCHS, LOCAL_STEPS, Vector
 from raceme.core.options import SECONDS, option, with_defaults
 from raceme.core.requests import InFlight, InvalidReplyError, Outcome, Request, Update
 from raceme.core.scheduling import InRounds, Scheduler, SelectionContext, sample, then
 from raceme.core.strategy import Method, Needs, Variant, average_by_cluster
-from raceme.strategies.shared import contribution, partition
+from raceme.strategies.shared import check_groups, contribution, partition
 
 # -----------------------------------------------------------------------------
 # Windows: time slices in which selected clients train repeatedly.
@@ -400,7 +399,7 @@ class CSAFL(Method):
     @property
     def needs(self) -> Needs:
         """Requirements of the method."""
-        return Needs(bases=True, latencies=True, fits_clients=self._check_clients)
+        return Needs(bases=True, latencies=True, fits_clients=self._check_groups)
 
     def scheduler(self) -> Scheduler:
         """Pre-train all clients in one round, then train in windows."""
@@ -413,13 +412,10 @@ class CSAFL(Method):
         )
         return then(InRounds(), self.windows, lambda: self.state is None or self.state.grouped)
 
-    def _check_clients(self, clients: int) -> None:
+    def _check_groups(self, clients: int) -> None:
         """Raise UserError if there are more groups than clients."""
-        if self.parameters.grouping != "none" and self.parameters.groups > clients:
-            raise UserError(
-                f"{self.parameters.groups} groups cannot be made of {clients} clients: take fewer "
-                "groups, or more clients."
-            )
+        if self.parameters.grouping != "none":
+            check_groups(self.parameters.groups, clients)
 
     def initialize(self, vector: Vector) -> None:
         """Start with w0; only spectral clustering needs pre-training."""

@@ -19,12 +19,11 @@ from flwr.serverapp.strategy import Strategy
 
 from raceme.core import messages as names
 from raceme.core.clients import Client
-from raceme.core.drop_in import divided
 from raceme.core.errors import UserError
 from raceme.core.options import option, with_defaults
 from raceme.core.requests import Outcome, Request, Update
 from raceme.core.scheduling import IN_TURN, InRounds, RoundsParameters, Scheduler
-from raceme.core.strategy import Method, Needs, Variant
+from raceme.core.strategy import Method, Needs, Variant, divided
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,6 @@ from sklearn.cluster import KMeans
 
 from raceme.core.clients import Client
 from raceme.core.clusters import Clusters, Model, cosine, cosines, parts_of
-from raceme.core.errors import UserError
 from raceme.core.messages import (
     ARRAYS,
     CHOSEN,
@@ -59,7 +58,7 @@ from raceme.core.scheduling import (
 )
 from raceme.core.strategy import Method, Needs, Variant, average_by_cluster
 from raceme.strategies.fedasync import FedAsyncParameters, mix_by_staleness
-from raceme.strategies.shared import LabelCounts, linkage, numbered
+from raceme.strategies.shared import LabelCounts, check_groups, linkage, numbered
 
 # -----------------------------------------------------------------------------
 # Group cold start (Algorithm 3, eqs 6 and 7) and client cold start (eq 8).
@@ -304,16 +303,8 @@ class GroupsByStart(Method):
             kinds=frozenset({LABEL_COUNTS} if counts else ()),
             classes="count their labels unless detect=direction" if counts else "",
             bases=True,
-            fits_clients=self._check_groups,
+            fits_clients=lambda clients: check_groups(self.parameters.groups, clients),
         )
-
-    def _check_groups(self, clients: int) -> None:
-        """Raise UserError if there are more groups than clients."""
-        if self.parameters.groups > clients:
-            raise UserError(
-                f"{self.parameters.groups} groups cannot be made of {clients} clients: take fewer "
-                "groups, or more clients."
-            )
 
     def initialize(self, vector: Vector) -> None:
         """Store w0; all clients are cold."""
@@ -480,11 +471,8 @@ class FlexCFL(GroupsByStart):
         state.picked = {client.client_id: True for client in picked}
         if parameters.newcomers == "random":
             self._place_at_random(rng)
-        changed = [c for c in online if c.client_id in self._cold and self._is_placed(c)]
-        return [*picked, *(client for client in changed if client.client_id not in state.picked)]
-
-    def _is_placed(self, client: Client) -> bool:
-        return self.clusters.is_placed(client.client_id)
+        changed = {c for c in self._cold if self.clusters.is_placed(c) and c not in state.picked}
+        return [*picked, *(client for client in online if client.client_id in changed)]
 
     def _place_at_random(self, rng: np.random.Generator) -> None:
         """Assign the selected cold clients to random groups, for RAC."""

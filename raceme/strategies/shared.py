@@ -1,9 +1,4 @@
-"""Server steps: changes of weights, with statistics averaged.
-
-Methods with own step sizes (cache corrections, adaptive optimisers) must not apply them to the
-running mean and variance of batch normalisation, as an extrapolated variance may be negative. For
-these a step takes the clients' mean.
-"""
+"""Parts of methods of several families: steps, decay, splits, regrouping, label counts, queries."""
 
 from __future__ import annotations
 
@@ -17,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raceme.core.clusters import Clusters
+from raceme.core.errors import UserError
 from raceme.core.messages import ALL_EXAMPLES, LABEL_COUNTS, Vector, count_of
 from raceme.core.options import option
 from raceme.core.requests import Answer, InFlight, InvalidReplyError, Outcome, Request, Update
@@ -26,10 +22,16 @@ from raceme.core.strategy import Method, average_by_cluster
 _TRIES = 3
 """Number of queries to an unresponsive client."""
 
+# -----------------------------------------------------------------------------
+# Server steps: changes of weights, with statistics averaged.
+#
+# Methods with own step sizes (cache corrections, adaptive optimisers) must not apply them to the
+# running mean and variance of batch normalisation, as an extrapolated variance may be negative. For
+# these a step takes the clients' mean.
+# -----------------------------------------------------------------------------
+
+
 Mask = NDArray[np.bool_]
-Total = NDArray[np.float64]
-"""A sum of very many vectors with later subtractions, in float64: in float32, a huge vector would
-permanently erase others. Shape (d,)."""
 
 
 def contribution(delta: Vector, vector: Vector, weights: Mask | None) -> Vector:
@@ -372,8 +374,17 @@ def linkage(
 
 
 # -----------------------------------------------------------------------------
-# Matching of regrouped clients with current clusters.
+# Groups of clients, and their matching with current clusters.
 # -----------------------------------------------------------------------------
+
+
+def check_groups(count: int, clients: int, what: str = "groups") -> None:
+    """Raise UserError if there are more groups than clients."""
+    if count > clients:
+        raise UserError(
+            f"{count} {what} cannot be made of {clients} clients: take fewer {what}, or more "
+            "clients."
+        )
 
 
 def kept_homes(

@@ -132,7 +132,9 @@ def test_what_is_not_there_is_one_clear_line(tmp_path: Path, root: Path) -> None
 
 @pytest.mark.parametrize("model", ["mlp", "mclr", "gru", "lstm", "cnn1d", "mlp128"])
 def test_models_have_one_output(model: str) -> None:
-    models.initial_arrays(config_of(Path("nowhere"), clients=12, model=model))
+    arrays = models.initial_arrays(config_of(Path("nowhere"), clients=12, model=model))
+    *_, bias = arrays.values()
+    assert bias.shape == (1,)
 
 
 @pytest.mark.parametrize("partition", ["label-groups", "dirichlet", "classes"])

@@ -173,24 +173,24 @@ class FedSoft(Method):
 
     def _draw(self, online: Sequence[Client], rng: np.random.Generator) -> Sequence[Client]:
         """Draw clients for each cluster without replacement, with probabilities v_ks."""
-        names = [client.client_id for client in online]
+        clients = [client.client_id for client in online]
         draws = self.parameters.draws(len(self.progress.fleet.clients))
         self.state.drawn = {}
-        for position, weights in enumerate(self._weights(names).T):
-            chosen = range(len(names))
+        for position, weights in enumerate(self._weights(clients).T):
+            chosen = range(len(clients))
             if self.parameters.selection == "drawn":
                 count = min(draws, int(np.count_nonzero(weights)))
-                chosen = rng.choice(len(names), count, replace=False, p=weights).tolist()
+                chosen = rng.choice(len(clients), count, replace=False, p=weights).tolist()
             for index in chosen:
-                self.state.drawn.setdefault(names[index], []).append(position)
+                self.state.drawn.setdefault(clients[index], []).append(position)
         return [client for client in online if client.client_id in self.state.drawn]
 
-    def _weights(self, names: Sequence[str]) -> NDArray[np.float64]:
+    def _weights(self, clients: Sequence[str]) -> NDArray[np.float64]:
         """Return v_ks: u_ks n_k, normalized for each cluster s. Shape (clients, K)."""
         fleet, count = self.progress.fleet, len(self.models)
         alike = [1.0 / count] * count
-        shares = np.array([self.state.importance.get(name, alike) for name in names])
-        examples = np.array([max(1, fleet.counted(name)) for name in names])
+        shares = np.array([self.state.importance.get(client, alike) for client in clients])
+        examples = np.array([max(1, fleet.counted(client)) for client in clients])
         weights = shares * examples[:, None]
         return np.asarray(weights / weights.sum(axis=0))
 
@@ -202,11 +202,11 @@ class FedSoft(Method):
 
     def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
         """Replace each cluster's model by the mean of its drawn clients' models."""
-        names = [update.task.client for update in updates]
-        largest = dict.fromkeys(names, 0.0)
-        all_weights = self._weights(names)
+        clients, drawn = [update.task.client for update in updates], self.state.drawn
+        largest = dict.fromkeys(clients, 0.0)
+        all_weights = self._weights(clients)
         for position, model in enumerate(self.models.values()):
-            rows = [n for n, name in enumerate(names) if position in self.state.drawn.get(name, [])]
+            rows = [row for row, client in enumerate(clients) if position in drawn.get(client, [])]
             if not rows:
                 continue
             weights = np.ones(len(rows))
@@ -215,9 +215,10 @@ class FedSoft(Method):
             weights = weights / weights.sum()
             model.average([updates[row].vector for row in rows], weights.tolist())
             for row, weight in zip(rows, weights.tolist(), strict=True):
-                largest[names[row]] = max(largest[names[row]], weight)
+                largest[clients[row]] = max(largest[clients[row]], weight)
         return [
-            Outcome(self.clusters.main(name), staleness=0, weight=largest[name]) for name in names
+            Outcome(self.clusters.main(client), staleness=0, weight=largest[client])
+            for client in clients
         ]
 
 

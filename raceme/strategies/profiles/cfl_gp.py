@@ -33,14 +33,19 @@ from sklearn.metrics import silhouette_score
 from raceme.core import messages as names
 from raceme.core.clients import Client
 from raceme.core.clusters import Clusters, Model, parts_of
-from raceme.core.errors import UserError
 from raceme.core.messages import Vector, forward_cost
 from raceme.core.options import option
 from raceme.core.requests import Answer, InvalidReplyError, Request
 from raceme.core.scheduling import InRounds, RoundsParameters, SelectionContext
 from raceme.core.strategy import Needs
 from raceme.strategies.profiles import GRADIENT
-from raceme.strategies.shared import QueriesFirst, QueryState, kept_homes, numbered
+from raceme.strategies.shared import (
+    QueriesFirst,
+    QueryState,
+    check_groups,
+    kept_homes,
+    numbered,
+)
 
 _LEAST_DIRECTIONS = 3
 _SAMPLED = 0.01
@@ -101,15 +106,10 @@ class CFLGP(QueriesFirst):
     @property
     def needs(self) -> Needs:
         """Requirements of the method."""
-        return Needs(kinds=frozenset({GRADIENT}), fits_clients=self._check_clients)
-
-    def _check_clients(self, clients: int) -> None:
-        """Raise UserError if there are more clusters than clients."""
-        if self.parameters.k > clients:
-            raise UserError(
-                f"{self.parameters.k} clusters cannot be made of {clients} clients: take fewer "
-                "clusters, or more clients."
-            )
+        return Needs(
+            kinds=frozenset({GRADIENT}),
+            fits_clients=lambda clients: check_groups(self.parameters.k, clients, "clusters"),
+        )
 
     def initialize(self, vector: Vector) -> None:
         """Start with M equal models; with one if M is unknown."""
