@@ -161,7 +161,8 @@ def _bars(
     if not any(values.values()):
         # Without bars, the scale is meaningless.
         axes.set_xticks([])
-    looks = method_looks(labels)
+    # Curves have no methods without runs, and the same colours.
+    looks = method_looks(result.label for result in results if result.runs)
     for place, label in enumerate(labels):
         own = values[label]
         if instead[label]:

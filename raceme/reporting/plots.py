@@ -72,6 +72,8 @@ _DRIFT_ROW = 0.06
 """Share of the axes for drift labels above an accuracy of 1."""
 _MOST_BANDS = 5
 """Maximum number of runs with bands and an inner legend."""
+_LOG_POINTS = 200
+"""Points of a curve on a logarithmic axis of time."""
 _EARLY = 0.1
 """Share of the longest run within which reaching the target makes the time axis logarithmic."""
 
@@ -131,7 +133,8 @@ def comparison_figure(
     figure, axes = one_axes(7.2, 4.2)
     end = max((record.end for record in runs), default=0.0)
     seconds = time_axis(axes, end, clock)
-    if target is not None and _is_early(runs, target, end):
+    is_log = target is not None and _is_early(runs, target, end)
+    if is_log:
         starts = [time for record in runs for time in record.evaluations.time if time]
         log_time_axis(axes, min(starts) / seconds, end / seconds)
     measure = _score_axis(axes, runs)
@@ -141,6 +144,12 @@ def comparison_figure(
     for label, records in methods.items():
         colour, line = looks[label]
         times, values = over_seeds(records)
+        if is_log and len(times):
+            # A line from time 0 would be level on a logarithmic axis.
+            often = np.linspace(0.0, 1.0, _LOG_POINTS)[1:] ** 3 * times[-1]
+            often = np.union1d(times, often[often > times[0]])
+            values = np.stack([np.interp(often, times, row) for row in values])
+            times = often
         mean = values.mean(axis=0)
         if banded and len(values) > 1:
             # Sample standard deviation, as in the tables.

@@ -261,6 +261,10 @@ def first_part(end: float, whole: float, seconds: float, of: str = "") -> str:
     return f" (the first {float(f'{end / seconds:.3g}'):,g} {time_unit(end)[1]}{of})"
 
 
+_LEAST_SPAN = 0.002
+"""Least width of a box, as a share of the axis: a task of a minute is seen in a day."""
+
+
 def draw_spans(
     axes: Axes,
     rows: Mapping[str, int],
@@ -290,15 +294,19 @@ def draw_spans(
     edge, hatch : str, str or None
         Colour of the edges, and the pattern.
     """
-    corners, faces = [], []
+    corners, faces, widths = [], [], []
+    least = _LEAST_SPAN * end / seconds
     for index, (client, start, stop) in enumerate(spans):
         if client in rows and start < end:
             left, right, row = start / seconds, min(stop, end) / seconds, rows[client]
             low, high = row - 0.4, row + 0.4
+            # The edges of a narrow box would cover it.
+            widths.append(0.4 if right - left > 2 * least or hatch else 0.0)
+            right = max(right, left + least)
             corners.append([(left, low), (right, low), (right, high), (left, high)])
             faces.append(colours if isinstance(colours, str) else colours[index])
     axes.add_collection(
-        PolyCollection(corners, facecolors=faces, edgecolors=edge, linewidths=0.4, hatch=hatch)
+        PolyCollection(corners, facecolors=faces, edgecolors=edge, linewidths=widths, hatch=hatch)
     )
 
 

@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 
 import pytest
+from matplotlib.colors import to_rgb
 from rich.console import Console
 
 from raceme.core.errors import UserError
@@ -26,6 +27,7 @@ from raceme.experiments.suites import (
     of_names,
 )
 from raceme.experiments.tables import main_table, to_csv, to_json
+from raceme.reporting.style import method_looks
 
 SETTINGS = {"dataset": "digits", "clients": 8, "max-updates": 24, "lr": 0.1}
 
@@ -239,6 +241,14 @@ def test_a_method_that_missed_the_target_with_one_seed_gets_no_bar() -> None:
     assert [bar.get_width() for bar in axes.patches] == [3.0]
     assert [text.get_text() for text in axes.texts] == ["not within 131 s with 1 of 2 seeds"]
     assert [list(dots.get_xdata()) for dots in axes.lines] == [[2.0, 4.0], [1.0]]
+
+
+def test_bars_have_the_colours_of_curves_if_a_method_has_failed() -> None:
+    failed, quick = Result(Method("a", "casa"), "a", ()), result_of("quick", [2.0, 4.0])
+    suite = Suite("t", (failed.method, quick.method))
+    axes = times_figure(Comparison(suite, (failed, quick))).axes[0]
+    expected = to_rgb(method_looks(["quick"])["quick"][0])
+    assert [bar.get_facecolor()[:3] for bar in axes.patches] == [expected]
 
 
 def test_rounds_without_a_method_that_has_any_are_an_error() -> None:

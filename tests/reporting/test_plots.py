@@ -126,6 +126,27 @@ def test_time_is_logarithmic_if_the_target_is_reached_early() -> None:
     assert scale({"early": early}, 0.1) == ("linear", 0.0, 200.0)
 
 
+def test_a_line_from_the_start_is_true_on_a_logarithmic_axis() -> None:
+    """Between 0 and 8 s the accuracy has come from 0.1 to 0.9; at 2 s it was not yet 0.9."""
+    curve = [(0.0, 0.1), (8.0, 0.9), (200.0, 0.95)]
+    events = [evaluated(time, {"a": (0, accuracy)}) for time, accuracy in curve]
+    run = RunRecord.of([*joined({"a": 0}), *events, RunEnded(200.0, 200, "max-updates")])
+    axes = comparison_figure({"one": [run]}, target=0.9).axes[0]
+    assert axes.get_xscale() == "log"
+    times, accuracies = axes.lines[0].get_data()
+    assert np.interp(np.log(4.0), np.log(times[1:]), accuracies[1:]) == pytest.approx(0.5, abs=0.01)
+
+
+def test_short_tasks_of_a_long_run_are_seen() -> None:
+    updates = [UpdateApplied(1, 1e6, "a", 0, 0, 0, 1.0, 1e6 - 60, 0.1, 8, 8)]
+    run = RunRecord.of([*joined({"a": 0}), *updates, RunEnded(1e6, 1, "max-updates")])
+    axes = devices_figure(run).axes[0]
+    (box,) = axes.collections[0].get_paths()
+    left, right = axes.get_xlim()
+    assert box.get_extents().width >= 0.0019 * (right - left)
+    assert axes.collections[0].get_linewidths()[0] == 0, "an edge would cover it"
+
+
 def test_a_method_has_one_colour_whatever_the_order_of_the_methods() -> None:
     stale = [
         replace(event, staleness=2) if isinstance(event, UpdateApplied) else event
