@@ -68,7 +68,8 @@ def make_certificates(
     folder : Path
         Target folder; made if need be.
     hosts : Sequence[str]
-        Names and addresses under which devices reach the server.
+        Names and addresses under which devices reach the server; may be empty if its certificate
+        exists.
     devices : Sequence[str]
         Ids of the devices that get a key pair.
     days : int
@@ -84,7 +85,7 @@ def make_certificates(
     UserError
         Something would be overwritten, or a name cannot be used.
     """
-    _check_names(hosts, devices)
+    _check_names(hosts, devices, (folder / "server.crt").exists())
     if not 1 <= days <= _AUTHORITY_DAYS:
         raise UserError(f"--days must be 1 to {_AUTHORITY_DAYS}, as the authority is, got {days}.")
     server, authority = folder / "server.crt", folder / "ca.crt"
@@ -331,8 +332,8 @@ def _read_private(path: Path) -> tuple[bytes, bool]:
     return data, bool(found.st_mode & (0o077 if mine else 0o007))
 
 
-def _check_names(hosts: Sequence[str], devices: Sequence[str]) -> None:
-    if not hosts:
+def _check_names(hosts: Sequence[str], devices: Sequence[str], has_server: bool) -> None:
+    if not (hosts or has_server):
         raise UserError("Missing host name of the server: give --host NAME_OR_ADDRESS.")
     for host in hosts:
         _subject_name(host)

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raceme.core import events
-from raceme.core.events import Event, EventHandler, change_line, is_news
+from raceme.core.events import Event, EventHandler, change_line, home, is_news
 from raceme.records.summary import RunSummary
 
 QUIET_SECONDS = 10.0
@@ -149,6 +149,7 @@ class RunProgress(EventHandler):
         self._each_update = each_update
         self._max_updates = max_updates
         self._summary = RunSummary()
+        self._homes: dict[str, int | None] = {}
         self._pace = Pace(clock)
         self._clock = clock
         self._drawn_at = 0.0
@@ -188,9 +189,15 @@ class RunProgress(EventHandler):
             self._draw()
 
     def on_clusters_changed(self, event: events.ClustersChanged) -> None:
-        """Print a split, a merge and the like."""
+        """Print a split, a merge and the like, and a real device that moves."""
         if is_news(event):
             self._print(change_line(event))
+        for client, weights in event.memberships.items():
+            before, now = self._homes.get(client), home(weights)
+            self._homes[client] = now
+            is_move = event.change is events.ClusterChange.MOVE and before is not None
+            if self._each_update and is_move and before != now:
+                self._print(f"moved  {client}  cluster {before} → {now}")
 
     def on_data_changed(self, event: events.DataChanged) -> None:
         """Print a change of all data; single clients may change with every update."""
@@ -243,7 +250,8 @@ class RunProgress(EventHandler):
     def _status(self, rate: bool = True) -> str:
         """Describe the state of the run in one line."""
         summary = self._summary
-        parts = [f"t = {summary.time:.1f} s"]
+        is_long = self._each_update and summary.time >= 5400
+        parts = [f"t = {shown_seconds(summary.time) if is_long else f'{summary.time:.1f} s'}"]
         if summary.accuracy is not None:
             of = _answered(summary.answered, summary.asked)
             measure = summary.measure

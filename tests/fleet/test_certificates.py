@@ -111,7 +111,6 @@ def test_a_new_server_certificate_comes_from_the_same_authority(tmp_path: Path) 
         (["other.example.org"], ["garden"], "does not cover 'other.example.org'"),
         (HOSTS, ["../etc"], "is not a valid device id"),
         (HOSTS, ["garden", "garden"], "have the same id"),
-        ([], ["garden"], "--host"),
     ],
 )
 def test_nothing_is_overwritten_or_made_up(
@@ -122,6 +121,14 @@ def test_nothing_is_overwritten_or_made_up(
     with pytest.raises(UserError, match=match):
         make_certificates(tmp_path, hosts, devices)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_a_device_is_added_without_the_name_of_the_server(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="give --host"):
+        make_certificates(tmp_path, [], ["garden"])
+    assert not list(tmp_path.iterdir())
+    make_certificates(tmp_path, HOSTS, [])
+    assert tmp_path / "devices" / "garden" in make_certificates(tmp_path, [], ["garden"])
 
 
 def test_a_key_of_another_kind_is_refused(tmp_path: Path) -> None:

@@ -289,6 +289,21 @@ def test_moves_and_what_a_run_begins_with_are_not_told() -> None:
     assert shown([first, assign, change(ClusterChange.MOVE, (), ())], each_update=True) == ""
 
 
+def test_a_real_device_that_moves_has_a_line() -> None:
+    begun = ClustersChanged(0.0, 0, ClusterChange.ASSIGN, {"pi-3": {2: 1.0}, "pi-4": {2: 1.0}})
+    moved = ClustersChanged(
+        9.0, 9, ClusterChange.MOVE, {"pi-3": {2: 0.5, 1: 0.5}, "pi-4": {2: 1.0}}
+    )
+    assert shown([begun, moved], each_update=True) == "moved  pi-3  cluster 2 → 1\n"
+    assert shown([begun, moved]) == ""
+
+
+def test_a_run_of_real_devices_of_months_counts_days() -> None:
+    evaluated = Evaluated(864_000.0, 8, 0.5, 1.0, 2)
+    assert "t = 10.0 d · accuracy" in shown([evaluated], each_update=True)
+    assert "t = 864000.0 s · accuracy" in shown([evaluated])
+
+
 def test_data_of_single_clients_are_told_among_updates_only() -> None:
     everybody, one = DataChanged(1.0, 7, None, 2), DataChanged(1.0, 7, "pi-3", 2)
     assert shown([everybody, one]) == "data of all clients: step 2 at update 7\n"
