@@ -435,7 +435,8 @@ def local_dp(message: Message, context: Context, call_next: ClientAppCallable) -
 def _seed_of(seed: int, message: Message) -> int:
     """Return the seed of the noise for one message."""
     settings = message.content.config_records.get(names.CONFIG) or ConfigRecord()
-    number = settings.get(names.TASK, 0)
+    # Messages of rounds have no number of a task.
+    number = settings.get(names.TASK, settings.get(names.ROUND, 0))
     parts = [seed, message.metadata.dst_node_id, number if isinstance(number, int) else 0]
     return int(np.random.SeedSequence(parts).generate_state(1)[0])
 

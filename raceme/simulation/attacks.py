@@ -37,9 +37,7 @@ from raceme.core.messages import (
     LABEL_COUNTS,
     LOSSES,
     NUM_EXAMPLES,
-    ROUND,
     SHARES,
-    TASK,
     TEST_STEPS,
     ModelSpec,
     Role,
@@ -660,7 +658,7 @@ def _respond(
         work = replace(work, client=_as(attack.victims(config, own)[0], message, context).client)
     if attack.replays and trains and _FIRST_MODEL not in work.state:
         work.state[_FIRST_MODEL] = work.models[0]
-    is_attacked = attack.is_due(int(work.number(TASK, work.number(ROUND, 0))), config)
+    is_attacked = attack.is_due(work.request, config)
     if not is_attacked and not attack.mimics:
         return honestly(message, context)
     known = _others(config, own) if attack.informed and is_attacked else []
@@ -746,9 +744,7 @@ def _poisoned_answer(
     if attack.replays:
         trained = spec.unpack(work.state.array_records[_FIRST_MODEL])
     seed, size = work.client.config.seed, len(received)
-    rng = np.random.default_rng(
-        [seed, crc32(work.client.id.encode()), int(work.number(TASK, 0)), 1]
-    )
+    rng = np.random.default_rng([*work.entropy, 1])
     with np.errstate(over="ignore", invalid="ignore"):
         if attack.informed:
             push = _unit(generator(seed, _PUSH).standard_normal(size, np.float32))

@@ -234,16 +234,20 @@ class ClientWork:
         """Return the generator of the work's random choices.
 
         It is made anew for each piece of work, from the seed of the run, the client and the
-        number of the task, and for each part of the work.
+        number of the request, and for each part of the work.
         """
         entropy = [*self.entropy, part] if part else self.entropy
         return np.random.default_rng(np.random.SeedSequence(entropy))
 
     @property
     def entropy(self) -> list[int]:
-        """The seed of the run, the client and the number of the task."""
-        task = int(self.number(names.TASK, self.number(names.ROUND, 0)))
-        return [self.client.config.seed, crc32(self.client.id.encode()), task]
+        """The seed of the run, the client and the number of the request."""
+        return [self.client.config.seed, crc32(self.client.id.encode()), self.request]
+
+    @property
+    def request(self) -> int:
+        """The number of the task; in rounds, whose messages have none, that of the round."""
+        return int(self.number(names.TASK, self.number(names.ROUND, 0)))
 
 
 def step_in(settings: ConfigRecord, name: str) -> int:

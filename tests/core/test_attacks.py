@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 
 from raceme import datasets
+from raceme.core.clusters import cosine
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
 from raceme.core.messages import ModelSpec
 from raceme.core.registry import ATTACKS
 from raceme.core.requests import Outcome, Update
+from raceme.core.scheduling import InRounds, Scheduler
 from raceme.core.strategy import Method
 from raceme.datasets.source import DataShape, Target
 from raceme.runs import experiment
@@ -254,6 +256,33 @@ def sent_in_turn(config: RunConfig) -> dict[int, list[np.ndarray]]:
         plan=experiment.plan(config),
     )
     return found
+
+
+def test_noise_is_drawn_anew_in_each_round() -> None:
+    found: dict[str, list[np.ndarray]] = {}
+
+    class NoteRounds(Method):
+        def scheduler(self) -> Scheduler:
+            return InRounds()
+
+        def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
+            for update in updates:
+                change = update.vector - self.models[0].vector
+                found.setdefault(update.task.client, []).append(change)
+            return [Outcome(0, 0, 0.0) for _ in updates]
+
+    config = config_of(**SMALL, attack="noise", attackers=0.25)
+    NoteRounds().run(
+        experiment.build_grid(config),
+        models.initial_arrays(config),
+        2 * config.num_clients,
+        train_config=experiment.training_settings(config),
+        plan=experiment.plan(config),
+    )
+    for attacker in attackers_of(config):
+        # The noise of 650 weights is 0.2 √650 = 5 times as long as the honest update.
+        first, second = found[f"client-{attacker}"]
+        assert abs(cosine(first, second)) < 0.5
 
 
 def test_a_replaying_attacker_sends_its_first_model_always() -> None:
