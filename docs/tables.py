@@ -1055,6 +1055,14 @@ def panicle_natural(docs: Path) -> Table:
     return _regret_table(_regrets(cases, (*_RIVALS, "fedavg")), cases)
 
 
+def panicle_stations(docs: Path) -> Table:
+    """Errors at twelve stations, the methods from the best."""
+    of = Experiment.read(docs, "natural-stations")
+    order = sorted(of.tree["methods"], key=lambda method: of.mean(method, "mae"))
+    errors = [spread(of.values(method, "mae"), 2) for method in order]
+    return Table([f"`{method}`" for method in order], [errors])
+
+
 def panicle_all(docs: Path) -> Table:
     """Regrets over the cases of the four tables, of the methods that all have."""
     names = [f"panicle-digits-{case}" for case in _CASES]
@@ -1254,6 +1262,7 @@ TABLES: dict[str, Callable[[Path], Table]] = {
     "flexcfl-table4-mnist-swap-part": partial(flexcfl_swap_mnist, kind="swap-part"),
     "flexcfl-table4-characters": flexcfl_swap_characters,
     "flexcfl-table4-incremental": flexcfl_incremental,
+    "flexcfl-table4-synthetic": partial(flexcfl_table4, data="synthetic-mclr"),
     "flexcfl-fig6-a": flexcfl_fig6_a,
     "flexcfl-fig6-b": flexcfl_fig6_b,
     "faacl-table-mnist": partial(
@@ -1272,6 +1281,7 @@ TABLES: dict[str, Callable[[Path], Table]] = {
     "poisoning-late": poisoning_late,
     "panicle-regret": panicle_regret,
     "panicle-natural": panicle_natural,
+    "panicle-stations": panicle_stations,
     "panicle-untuned": panicle_untuned,
     "panicle-fashion": partial(panicle_untuned, images=_FASHION),
     "panicle-all": panicle_all,
