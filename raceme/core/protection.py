@@ -1,13 +1,13 @@
-"""Protection against poison: what of clients' updates a method gets to see.
+"""Protection against poisoned updates.
 
-Whatever the method, an update w_i is judged before the method sees it, by Δ_i = w_i − the model
+With any method, an update w_i is judged before the method receives it, by Δ_i = w_i − the model
 that the client was sent, against the last updates of other clients of the same cluster. No data on
-the server are needed; what is accepted goes through as it came, bit by bit.
+the server are needed. Accepted updates are unchanged, bit by bit.
 
 `norm` bounds the length of Δ_i by a multiple of the median length. `filter` also compares
 directions. As AsyncFilter (Kang and Li, Middleware 2024) it judges each update against the last
-ones of others, wherever their staleness; unlike it, it excludes no client of a fleet that agrees,
-and what decides is a client's record over many updates, not one update.
+ones of others, whatever their staleness; unlike it, it excludes no client of a fleet that agrees,
+and it decides by a client's record over many updates, not by one update.
 
 `trust` is for attackers that know the other two. It bounds lengths closely, by the clients of the
 same cluster. Where one model serves all, it refuses at once what the largest set of clients that
@@ -78,7 +78,7 @@ _TO_MODEL = 10.0
 
 @dataclass(frozen=True)
 class WindowOptions:
-    """What is kept of former updates."""
+    """Options of every protection: the memory of former updates."""
 
     protection_window: int = option(
         64, "clients whose last update others are compared with", low=FEWEST + 1
@@ -87,7 +87,7 @@ class WindowOptions:
 
 @dataclass(frozen=True)
 class ShareOptions(WindowOptions):
-    """What excludes clients by their record."""
+    """Options of protections that exclude clients by their record."""
 
     protection_share: float = option(
         0.4, "agreement that a client needs, as a share of the median client's", above=0, below=1
@@ -96,7 +96,7 @@ class ShareOptions(WindowOptions):
 
 @dataclass(frozen=True)
 class NormOptions(WindowOptions):
-    """What the bound on lengths reads."""
+    """Options of `norm`."""
 
     protection_factor: float = option(
         10.0, "longest update that passes, in median lengths of its cluster's recent ones", low=1
@@ -108,12 +108,12 @@ class NormOptions(WindowOptions):
 
 @dataclass(frozen=True)
 class FilterOptions(NormOptions, ShareOptions):
-    """What the filter of directions reads."""
+    """Options of `filter`."""
 
 
 @dataclass(frozen=True)
 class TrustOptions(ShareOptions):
-    """What trust reads."""
+    """Options of `trust`."""
 
     protection_length: float = option(
         2.0, "length to which longer updates are cut, in median lengths of their cluster", low=1
@@ -122,14 +122,14 @@ class TrustOptions(ShareOptions):
 
 @dataclass
 class Record:
-    """How far a client's updates agree with those of others.
+    """Agreement of a client's updates with those of others.
 
     Attributes
     ----------
     total, length : float
-        Sums of agreement times length and of lengths, former updates counting less and less.
+        Sums of agreement times length and of lengths; the weight of former updates decays.
     updates : int
-        How many updates were compared.
+        Number of compared updates.
     """
 
     total: float = 0.0
@@ -137,7 +137,7 @@ class Record:
     updates: int = 0
 
     def add(self, agreement: float, length: float) -> None:
-        """Add an update. A long one says more than one that hardly moves the model."""
+        """Add an update, weighted by its length."""
         self.total = _KEPT * self.total + length * agreement
         self.length = _KEPT * self.length + length
         self.updates += 1
@@ -150,22 +150,22 @@ class Record:
 
 @dataclass
 class GuardState:
-    """What a guard knows; it is part of a run's checkpoint.
+    """State of a guard; part of checkpoints.
 
     Attributes
     ----------
     lengths : dict[str, float]
-        Length of each client's last update, the client that was heard last at the end.
+        Length of each client's last update, in order of arrival.
     directions : dict[str, Vector]
-        The same updates at length 1, where directions are compared. Shape (weights,).
+        The same updates at length 1, if directions are compared. Shape (weights,).
     records : dict[str, Record]
-        How far clients' updates agree with others'.
+        Agreement of clients' updates with others'.
     excluded : dict[str, bool]
-        Clients whose updates are refused because of that.
+        Clients whose updates are refused for their record.
     gains : dict[str, float]
-        What each client's last update gained on the server's proxy sets.
+        Gain of each client's last update on the server's proxy sets.
     judged : int
-        How many updates have been judged by their direction, or could have been.
+        Number of updates judged by direction, or that could have been.
     """
 
     lengths: dict[str, float] = field(default_factory=dict)
@@ -183,7 +183,7 @@ class Judged:
     Attributes
     ----------
     client : str
-        The client that sent it.
+        Its client.
     delta : Vector
         Δ_i, its weights only. Shape (weights,).
     start : float
@@ -195,7 +195,7 @@ class Judged:
     one_model : bool
         Whether one model serves all: the method finds no clusters.
     gain : Callable, optional
-        Returns what the update gains on the server's proxy sets, if there are any.
+        Returns the update's gain on the server's proxy sets, if there are any.
     """
 
     client: str
@@ -219,20 +219,20 @@ class Judged:
 
 @dataclass(frozen=True)
 class Ruling:
-    """What becomes of an update.
+    """The decision on an update.
 
     Attributes
     ----------
     verdict : Verdict
         Whether the update is accepted, scaled or refused, or its client excluded.
     scale : float
-        By how much Δ_i is multiplied; 1 leaves it as it is.
+        Factor on Δ_i.
     measured, bound : float
-        What was measured, and the bound that it was held against; NaN for an accepted update.
+        The measured value and its bound; NaN for an accepted update.
     reason : str
-        Why, in words without numbers; empty for an accepted update.
+        Reason in words without numbers; empty for an accepted update.
     weights : Vector, optional
-        Δ_i that the method gets, if it is no multiple of the client's. Shape (weights,).
+        Δ_i for the method, if it is no multiple of the client's. Shape (weights,).
     """
 
     verdict: Verdict = Verdict.ACCEPTED
@@ -264,7 +264,7 @@ class Guard:
     options_type : type or None
         The frozen dataclass of the protection's options.
     is_on : bool
-        Whether it judges at all: if not, nothing is kept for it.
+        Whether it judges updates; if not, base models are not kept for it.
     state : GuardState
         Lengths, directions and records of former updates; part of a checkpoint.
     """
@@ -278,18 +278,18 @@ class Guard:
         self.state = GuardState()
 
     def judge(self, update: Judged) -> Ruling:
-        """Judge an update, and remember it."""
+        """Judge an update, and store it for later comparisons."""
         return _ACCEPTED
 
 
 class NoProtection(Guard):
-    """Every valid update goes to the method as it is."""
+    """No protection: every valid update is accepted."""
 
     is_on = False
 
 
 class _Compares(Guard):
-    """What protections share that compare an update with the last ones of other clients."""
+    """Common part of protections that compare an update with other clients' last ones."""
 
     options: Any
 
@@ -311,7 +311,7 @@ class _Compares(Guard):
             state.gains.pop(oldest, None)
 
     def _waits(self, update: Judged) -> bool:
-        """Return whether those that an honest client would agree with may not be known yet."""
+        """Return whether too few clients are known to judge directions."""
         state = self.state
         state.judged += 1
         known = len(state.directions.keys() | {update.client})
@@ -376,7 +376,7 @@ class NormProtection(_Compares):
     def judge(self, update: Judged) -> Ruling:
         """Judge an update by its length alone, against those of other clients."""
         ruling = self._by_length(update)
-        # What is refused is remembered too: half of the clients would have to lie for a median to.
+        # Refused updates are stored too: only half of all clients could shift the median.
         self._remember(update)
         return ruling
 
@@ -598,7 +598,7 @@ def contradiction(directions: Vector) -> tuple[float, NDArray[np.bool_]]:
 
 
 # -----------------------------------------------------------------------------
-# Poison: what stands between clients' updates and a method, and attacks to try it with.
+# The protection of a run.
 # -----------------------------------------------------------------------------
 
 

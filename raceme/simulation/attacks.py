@@ -1,10 +1,10 @@
-"""Attacks of simulated clients, for experiments: the attackers, and what they do to updates.
+"""Attacks of simulated clients, for experiments: the attackers, and their updates.
 
-Only the simulator reads this. Attackers are drawn from the seed of the run by a generator of their
-own, so that the honest clients of an attacked run draw what they draw without attackers.
+Attackers are drawn from the seed of the run by a generator of their own, so that honest clients
+draw the same numbers as without attackers.
 
 An *informed* attacker knows the data of honest clients: it trains the model that it received as
-they would, and so knows what a defence is going to compare its update with.
+they would, and so knows the updates that a defence compares with its own.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _TRUSTED = 2.0
 
 @dataclass(frozen=True)
 class AttackOptions:
-    """What every attack reads."""
+    """Options of every attack."""
 
     attackers: float = option(0.2, "share of the clients that attack", low=0, high=1)
     attackers_drawn: str = option(
@@ -89,14 +89,14 @@ class AttackOptions:
 
 @dataclass(frozen=True)
 class ScaleOptions(AttackOptions):
-    """What the scaling of updates reads."""
+    """Options of `scale`."""
 
     attack_factor: float = option(1000.0, "an attacker's update is multiplied by it", low=0)
 
 
 @dataclass(frozen=True)
 class NoiseOptions(AttackOptions):
-    """What the noise on updates reads."""
+    """Options of `noise`."""
 
     attack_noise: float = option(
         0.2, "standard deviation of the noise on each weight, in lengths of the update", low=0
@@ -105,7 +105,7 @@ class NoiseOptions(AttackOptions):
 
 @dataclass(frozen=True)
 class BoostOptions(AttackOptions):
-    """What attacks read that may send longer updates."""
+    """Options of attacks that may send longer updates."""
 
     attack_boost: float = option(
         1.0, "an attacker's update is multiplied by it (model replacement)", low=0
@@ -114,7 +114,7 @@ class BoostOptions(AttackOptions):
 
 @dataclass(frozen=True)
 class TurnOptions(BoostOptions):
-    """What attackers read that are honest, or seem so, for a part of the run."""
+    """Options of attackers that are honest, or seem so, for a part of the run."""
 
     attack_turn: float = option(
         0.5, "share of the run's updates from whose number on requests are attacked", low=0, high=1
@@ -123,7 +123,7 @@ class TurnOptions(BoostOptions):
 
 @dataclass(frozen=True)
 class InformedOptions(AttackOptions):
-    """What attackers read that know what honest clients would send."""
+    """Options of informed attackers."""
 
     attack_knows: str = option(
         OWN_GROUP,
@@ -134,7 +134,7 @@ class InformedOptions(AttackOptions):
 
 @dataclass(frozen=True)
 class EdgeOptions(InformedOptions):
-    """What attackers read that choose the length of their update."""
+    """Options of attackers that choose the length of their update."""
 
     attack_length: float = option(
         9.0, "length of an attacker's update, in median lengths of honest ones", low=0
@@ -143,7 +143,7 @@ class EdgeOptions(InformedOptions):
 
 @dataclass(frozen=True)
 class BackdoorOptions(BoostOptions):
-    """What a backdoor reads."""
+    """Options of `backdoor`."""
 
     attack_target: int = option(0, "class that inputs with the trigger are to be given", low=0)
     attack_poisoned: float = option(
@@ -154,7 +154,7 @@ class BackdoorOptions(BoostOptions):
 
 @dataclass(frozen=True)
 class ClaimOptions(AttackOptions):
-    """What attackers read that lie about themselves."""
+    """Options of attackers that lie about themselves."""
 
     attack_claim: str = option(
         "sizes",
@@ -165,7 +165,7 @@ class ClaimOptions(AttackOptions):
 
 
 class Attack:
-    """What a client does that attacks. An attack is a subclass.
+    """An attack; the behaviour of an attacker.
 
     Parameters
     ----------
@@ -177,12 +177,12 @@ class Attack:
     options_type : type or None
         The frozen dataclass of the attack's options.
     informed : bool
-        Whether attackers know what honest clients would send: :meth:`against` makes their update.
+        Whether attackers know the updates of honest clients: :meth:`against` makes their own.
     mimics : bool
         Whether an attacker does all training on the data of a victim, an honest client of another
         group if there is any.
     replays : bool
-        Whether what an attacker trained is the first model that it received.
+        Whether an attacker returns the first model that it received.
     """
 
     options_type: type[AttackOptions] | None = AttackOptions
@@ -243,13 +243,13 @@ class Attack:
         return None
 
     def update(self, delta: Vector, rng: np.random.Generator) -> Vector:
-        """Return what an attacker sends as Δ = w − the model that it received. Shape (d,)."""
+        """Return the Δ = w − received model that an attacker sends. Shape (d,)."""
         return delta
 
     def against(
         self, honest: NDArray[np.float32], push: Vector, rng: np.random.Generator
     ) -> Vector:
-        """Return what an informed attacker sends as Δ. Shape (d,).
+        """Return the Δ that an informed attacker sends. Shape (d,).
 
         Parameters
         ----------
