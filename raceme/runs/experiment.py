@@ -66,6 +66,7 @@ from raceme.simulation.attacks import (
     SuccessTest,
     attack_of,
     attackers_of,
+    planned_requests,
     with_late_attackers,
 )
 from raceme.simulation.devices import PREFIX, Workload, fleet, numbered, traced_fleet
@@ -348,7 +349,7 @@ def _warn_of_late_changes(config: RunConfig, strategy: Method, grid: Grid) -> No
         _warn_if_late(drift, "drift-at", first, schedule.unit, config, strategy, grid)
     if config.attack != NONE:
         what, attack = f"attack {config.attack}", attack_of(config)
-        join, first = attack.options.attackers_join, attack.first(config.planned_updates)
+        join, first = attack.options.attackers_join, attack.first(planned_requests(config))
         # What is counted: requests from 0, of which the last ones bring no update, or rounds.
         unit = "requests" if strategy.scheduling.rounds is None else "rounds"
         _warn_if_late(what, "attackers-join", join, "seconds", config, strategy, grid)
@@ -359,7 +360,7 @@ def _has_attacked(config: RunConfig, strategy: Method, end: float) -> bool:
     """Return whether a run lasted until attackers were online and a request was attacked."""
     attack, rounds = attack_of(config), strategy.scheduling.rounds
     last = strategy.progress.tasks - 1 if rounds is None else rounds
-    return attack.options.attackers_join <= end and attack.first(config.planned_updates) <= last
+    return attack.options.attackers_join <= end and attack.first(planned_requests(config)) <= last
 
 
 def _warn_if_late(

@@ -197,7 +197,7 @@ class Attack:
 
     def is_due(self, request: int, config: RunConfig) -> bool:
         """Return whether a request of the run is attacked, by its number."""
-        return request >= self.first(config.planned_updates)
+        return request >= self.first(planned_requests(config))
 
     def victims(self, config: RunConfig, own: int) -> list[int]:
         """Return the honest clients of which an attacker mimics the first."""
@@ -408,7 +408,8 @@ class Pulse(SignFlip):
 
     def is_due(self, request: int, config: RunConfig) -> bool:
         """Return whether about two updates for each client have passed since the last time."""
-        return request // config.num_clients % 3 == 2 and super().is_due(request, config)
+        of_each = request if in_rounds(config) else request // config.num_clients
+        return of_each % 3 == 2 and super().is_due(request, config)
 
 
 class FalseGroup(LabelFlip):
@@ -576,6 +577,19 @@ def attack_of(config: RunConfig) -> Attack:
     options = None if options_type is None else config.read(options_type)
     attack: Attack = ATTACKS.make(config.attack, options)
     return attack
+
+
+def in_rounds(config: RunConfig) -> bool:
+    """Return whether requests are numbered by rounds."""
+    return getattr(config.parameters(), "in_rounds", False)
+
+
+@lru_cache(maxsize=8)
+def planned_requests(config: RunConfig) -> int:
+    """Return about how many numbers of requests a run has: of rounds, or of single requests."""
+    if not in_rounds(config):
+        return config.planned_updates
+    return config.planned_updates // int(config.parameters().participants(config.num_clients))
 
 
 @lru_cache(maxsize=8)

@@ -482,6 +482,24 @@ def test_a_pulse_comes_with_every_third_request_for_each_client() -> None:
     config = config_of(attack="pulse", attack_start=100)
     due = [number for number in range(240) if attack_of(config).is_due(number, config)]
     assert due == [*range(100, 120), *range(160, 180), *range(220, 240)]
+    # In rounds each client has one request for each number.
+    config = config_of(attack="pulse", strategy="fedavg")
+    assert [n for n in range(7) if attack_of(config).is_due(n, config)] == [2, 5]
+
+
+@pytest.mark.parametrize(
+    ("settings", "first"),
+    [
+        # Half of 400 updates, of 20 rounds of all clients, and of 40 rounds of half of them.
+        ({"strategy": "fedasync", "max_updates": 400}, 200),
+        ({"strategy": "fedavg", "max_updates": 400}, 10),
+        ({"strategy": "fedavg", "max_updates": 400, "fedavg.fraction": 0.5}, 20),
+        ({"strategy": "fedavg", "max_rounds": 30}, 15),
+    ],
+)
+def test_an_attacker_turns_at_its_share_of_the_run(settings: dict[str, object], first: int) -> None:
+    config = config_of(attack="long-good", attack_turn=0.5, **settings)
+    assert [attack_of(config).is_due(n, config) for n in (first - 1, first)] == [False, True]
 
 
 @pytest.mark.parametrize("attack", ["hidden-push", "hidden-anti"])
