@@ -549,6 +549,8 @@ def _write(path: Path, data: bytes, mode: int = 0o644) -> Path:
 
 log = logging.getLogger("raceme.serve")
 
+_SOON = timedelta(days=30)
+
 
 def read_certificates(folder: Path) -> Certificates:
     """Read ``ca.crt``, ``server.crt`` and ``server.key``.
@@ -586,6 +588,18 @@ def read_certificates(folder: Path) -> Certificates:
     if until <= datetime.now(UTC):
         raise UserError(f"server.crt in {folder} was valid until {until:%Y-%m-%d}: {again}")
     return Certificates(authority, certificate, key)
+
+
+def expiry(certificate: bytes) -> datetime:
+    """Return until when a certificate is valid; warn a month before."""
+    until = x509.load_pem_x509_certificate(certificate).not_valid_after_utc
+    if until < datetime.now(UTC) + _SOON:
+        log.warning(
+            "The server's certificate is valid until %s: before that remove server.crt and "
+            "server.key, run `raceme certs` again, and restart the server",
+            f"{until:%Y-%m-%d}",
+        )
+    return until
 
 
 def access_to(folder: Path | None, host: str, *, spare: str = "") -> Access:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -51,7 +52,14 @@ from raceme.core.options import Value
 from raceme.core.requests import InFlight
 from raceme.core.signals import interrupted_by_signals
 from raceme.core.strategy import Method, StopCheck, never_stop
-from raceme.fleet.certificates import DEVICE_KEYS, LABELS, Registry, access_to, read_certificates
+from raceme.fleet.certificates import (
+    DEVICE_KEYS,
+    LABELS,
+    Registry,
+    access_to,
+    expiry,
+    read_certificates,
+)
 from raceme.fleet.served_grid import Rollouts, ServedGrid
 from raceme.fleet.tasks import OWN_APP
 from raceme.flower.app import App, app_metadata, build_bundle, server_context
@@ -215,6 +223,7 @@ class Metrics(EventHandler, Collector):
         self._evaluations = Counter("raceme_evaluations", "Evaluations", registry=self._registry)
         self.evaluated: Evaluated | None = None
         self.rollouts: Rollouts | None = None
+        self.certificate_until: datetime | None = None
         found = Gauge("raceme_clusters", "Cluster models", registry=self._registry)
         found.set_function(clusters)
         ProcessCollector(registry=self._registry)
@@ -344,6 +353,12 @@ class Metrics(EventHandler, Collector):
             yield from self._quality(self.evaluated)
         if self.rollouts is not None:
             yield from self._versions(self.rollouts)
+        if self.certificate_until is not None:
+            yield GaugeMetricFamily(
+                "raceme_certificate_expiry_timestamp_seconds",
+                "When the server's certificate expires",
+                self.certificate_until.timestamp(),
+            )
         online = len(self._state.online())
         yield GaugeMetricFamily("raceme_devices_online", "Devices that are online", online)
         queue = GaugeMetricFamily("raceme_messages", "Messages to devices", labels=["state"])
@@ -956,6 +971,8 @@ def _answering(
         Options conflict, or a port is taken.
     """
     certificates, registered = _credentials(options)
+    if certificates is not None:
+        metrics.certificate_until = expiry(certificates.certificate)
     state.reconnect = options.reconnect
     api = FleetApi(
         state, options.address, certificates, registered, options.http, most_connections()

@@ -20,6 +20,7 @@ from raceme.core.clients import read_device_keys, read_labels
 from raceme.core.errors import UserError
 from raceme.fleet.certificates import (
     Registry,
+    expiry,
     make_certificates,
     read_certificates,
     read_device_key,
@@ -83,6 +84,17 @@ def test_a_certificate_that_is_out_of_date_is_refused(folder: Path) -> None:
     (folder / "server.crt").write_bytes(expired.public_bytes(Encoding.PEM))
     with pytest.raises(UserError, match="was valid until 2020-01-02"):
         read_certificates(folder)
+
+
+@pytest.mark.parametrize(("days", "warnings"), [(29, 1), (31, 0)])
+def test_a_certificate_of_less_than_a_month_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, days: int, warnings: int
+) -> None:
+    make_certificates(tmp_path, ["server.example.org"], [], days)
+    until = expiry(read_certificates(tmp_path).certificate)
+    left = until - datetime.datetime.now(datetime.UTC)
+    assert abs(left - datetime.timedelta(days=days)) < datetime.timedelta(minutes=5)
+    assert caplog.text.count(f"is valid until {until:%Y-%m-%d}") == warnings
 
 
 def test_the_keys_of_all_devices_are_registered_and_unreadable_ones_left_out(

@@ -10,6 +10,7 @@ import ssl
 import subprocess
 import urllib.request
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
 from typing import Any
@@ -372,6 +373,7 @@ def test_dashboard_and_alerts_ask_for_figures_that_there_are() -> None:
     metrics, _ = metrics_of({1: "kitchen"})
     metrics.hear(1)
     metrics(Evaluated(2.0, 20, 0.6, 0.6, 2, {"kitchen": (0, 0.6, 0.6)}))
+    metrics.certificate_until = datetime.fromtimestamp(2e9, UTC)
     names = {name for name, _ in figures(metrics.page())}
     dashboard: Any = json.loads(DASHBOARD.read_text(encoding="utf-8"))
     panels = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
