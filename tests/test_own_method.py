@@ -60,7 +60,7 @@ def test_it_stands_beside_others_in_a_comparison(folder: Path) -> None:
 
 
 BROKEN = """
-from dataclasses import dataclass
+from dataclasses import dataclass; import numpy as np
 from raceme.core.requests import Outcome, Request
 from raceme.core.strategy import Method
 
@@ -94,6 +94,18 @@ def listed(labels, config, rng):
 
 def lost(config):
     return {}["x"]
+
+class Names(Method):
+    "Requests a model of no cluster."
+    def request_for(self, client):
+        return Request(client, models=(9,))
+
+class Computes(Method):
+    "Has a setting of numpy's, and returns no cluster."
+    def request_for(self, client):
+        return Request(client, settings={"lr-scale": np.float32(0.5)})
+    def on_update(self, update):
+        return Outcome(7, 0, 0.5)
 """
 
 
@@ -104,6 +116,11 @@ def lost(config):
         ("--strategy broken:Forgets", "Forgets must return an Outcome for each update, got None"),
         ("--strategy broken:Backdates", "Backdates returned Outcome(cluster=0, staleness=-1, wei"),
         ("--strategy broken:Rests", "Rests.request_for() must return a Request, got None"),
+        (
+            "--strategy broken:Names",
+            "A request of Names names model 9: there is no such clust",
+        ),
+        ("--strategy broken:Computes", "Computes returned Outcome(cluster=7, staleness=0"),
         ("--partition broken:listed", "'broken:listed' must return a raceme.datasets.partition."),
         ("--dataset broken:lost", "KeyError: 'x' (broken.py, line 35)"),
     ],

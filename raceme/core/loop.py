@@ -23,7 +23,7 @@ from raceme.core import events
 from raceme.core import messages as names
 from raceme.core.clients import ForeignIdError, Identities, Idle
 from raceme.core.clusters import NonFiniteModelError
-from raceme.core.errors import unknown_name
+from raceme.core.errors import UserError, unknown_name
 from raceme.core.evaluation import EvaluateFn, Evaluator, Packer, Report
 from raceme.core.events import Ending, Verdict
 from raceme.core.progress import Plan, Steps
@@ -505,7 +505,7 @@ class Loop:
         ValueError
             The client is offline: an error of the method.
         UserError
-            A setting of the request is unknown.
+            A setting or a model of the request is unknown.
         """
         method, progress = self._method, self._progress
         node_id = self._fleet.clients[work.client].node_id
@@ -532,7 +532,9 @@ class Loop:
         )
         progress.tasks += 1
         policy = method.scheduling.settings(work)
-        settings: dict[str, Any] = {**method.train_config, **policy, **work.settings}
+        # Flower takes no numbers of numpy.
+        plain = {k: v.item() if isinstance(v, np.generic) else v for k, v in work.settings.items()}
+        settings: dict[str, Any] = {**method.train_config, **policy, **plain}
         if names.ROUND not in settings:
             settings |= {names.TASK: task.number, names.VERSION: task.version}
         if work.kind != names.TRAIN:
@@ -562,6 +564,11 @@ class Loop:
         if work.models is None:
             record, size = self._packer.serve(models, self._method.placement(work.client))
             return {names.ARRAYS: record}, size, {}
+        if unknown := set(work.models) - models.keys():
+            raise UserError(
+                f"A request of {self._method} names model {unknown.pop()}: there is no such "
+                f"cluster, only {list(models)}."
+            )
         versions = {cluster: models[cluster].version for cluster in work.models}
         records, size = self._packer.pack_some(models, work.models, work.kind != names.TRAIN)
         return records, size, versions

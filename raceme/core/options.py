@@ -199,15 +199,21 @@ def declared(options_type: type[Any], prefix: str = "") -> dict[str, Field[Any]]
     Raises
     ------
     UserError
-        It is no dataclass, or an option has no default.
+        It is no dataclass, or an option has no default or one of another type.
     """
     if not (isinstance(options_type, type) and is_dataclass(options_type)):
         raise UserError(f"Options must be a dataclass, got {_shown(options_type)}.")
     options = {prefix + key_of(item.name): item for item in fields(options_type)}
+    where = f"{options_type.__module__}.{options_type.__qualname__}"
     missing = [name for name, item in options.items() if item.default is MISSING]
     if missing:
-        where = f"{options_type.__module__}.{options_type.__qualname__}"
         raise UserError(f"Options need defaults: {where} has none for {', '.join(missing)}.")
+    for name, item in options.items():
+        if not isinstance(item.default, str | int | float | None):
+            raise UserError(
+                f"Options are texts, numbers, true or false: {where} has {_shown(item.default)} as "
+                f"the default of {name}."
+            )
     return options
 
 

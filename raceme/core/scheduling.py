@@ -19,6 +19,7 @@ import numpy as np
 from flwr.app import MetricRecord, RecordDict
 
 from raceme.core.clients import Client, Fleet, Idle
+from raceme.core.errors import UserError
 from raceme.core.messages import ARRAYS, CONFIG, NUM_EXAMPLES, ROUND, TRAINING
 from raceme.core.options import Value, option
 from raceme.core.requests import InFlight, InvalidReplyError, Request, Update
@@ -175,7 +176,7 @@ def to_tree(value: Any) -> Any:
 
 
 def _kept(value: Any) -> list[Field[Any]]:
-    """Return the fields of a dataclass that are part of a state."""
+    """Return the fields of a dataclass or its type that are part of a state."""
     return [item for item in fields(value) if not item.metadata.get("transient")]
 
 
@@ -226,11 +227,56 @@ def from_tree(kind: Any, tree: Any) -> Any:
     if origin in (set, frozenset):
         return origin(from_tree(arguments[0], inner) for inner in tree)
     if origin is tuple:
-        return tuple(from_tree(arguments[0], inner) for inner in tree)
+        kinds = arguments if arguments[-1] is not Ellipsis else arguments[:1] * len(tree)
+        return tuple(from_tree(one, inner) for one, inner in zip(kinds, tree, strict=True))
     if isinstance(tree, np.ndarray):
         _check_dtype(tree, arguments)
         return tree.copy()
     return kind(tree) if kind in (int, float, str) else tree
+
+
+_PLAIN = (bool, int, float, str, np.ndarray, Any)
+_KEYS = (str, int, float)
+
+
+def check_kind(kind: Any, where: str, within: tuple[Any, ...] = ()) -> None:
+    """Check that :func:`from_tree` can build the objects of a type, before a run has any.
+
+    Parameters
+    ----------
+    kind : Any
+        Annotated type.
+    where : str
+        Its class or field, for the message.
+    within : tuple
+        Dataclasses that contain it, which may refer to themselves.
+
+    Raises
+    ------
+    UserError
+        A part of it would be lost or changed.
+    """
+    origin, arguments = get_origin(kind), get_args(kind)
+    inner = [one for one in arguments if one not in (type(None), Ellipsis)]
+    if kind in within:
+        return
+    if is_dataclass(kind) and isinstance(kind, type):
+        hints = get_type_hints(kind)
+        for item in _kept(kind):
+            check_kind(hints[item.name], f"{where}.{item.name}", (*within, kind))
+    elif (
+        (origin in (Union, types.UnionType) and len(inner) == 1)
+        or origin in (list, set, frozenset, tuple)
+        or (origin in (dict, MutableMapping) and inner[0] in _KEYS)
+    ):
+        for one in inner:
+            check_kind(one, where, within)
+    elif origin is not np.ndarray and kind not in _PLAIN:
+        name = kind.__name__ if isinstance(kind, type) else kind
+        raise UserError(
+            f"{where} is {name}, which a checkpoint cannot restore: use numbers, text, arrays and "
+            "dataclasses, in list[...], set[...], tuple[...], dict[str, ...] or dict[int, ...]."
+        )
 
 
 def _check_dtype(array: np.ndarray[Any, Any], arguments: tuple[Any, ...]) -> None:

@@ -52,6 +52,7 @@ from raceme.core.scheduling import (
     RoundsParameters,
     Scheduler,
     SelectionContext,
+    check_kind,
     from_tree,
     to_tree,
 )
@@ -419,9 +420,12 @@ class Method(Strategy):
     def __init_subclass__(cls, **arguments: Any) -> None:
         """Show the hyper-parameters in the signature and in the help of the method."""
         super().__init_subclass__(**arguments)
+        if not is_dataclass(cls.parameters_type):
+            raise UserError(f"{cls.__name__}.parameters_type must be a @dataclass(frozen=True).")
         cls.__signature__, cls.__doc__ = _shown(cls, cls.parameters_type, cls.__doc__ or "")
 
     def __init__(self, parameters: Any = None, seed: int = 0, **arguments: Any) -> None:
+        check_kind(self.state_type, self.state_type.__name__)
         self.parameters, self.arguments = divided(
             type(self).__name__, self.parameters_type, parameters, arguments
         )

@@ -442,6 +442,11 @@ class NoDefault:
 
 
 @dataclass(frozen=True)
+class Several:
+    phases: tuple[int, ...] = (1, 2)
+
+
+@dataclass(frozen=True)
 class Contradictory:
     phase: int = option(3, "phase of the moon")
 
@@ -454,6 +459,7 @@ class Contradictory:
     ("options_type", "said"),
     [
         (NoDefault, r"^Options need defaults: .*test_config.NoDefault has none for phase\.$"),
+        (Several, r"^Options are texts.*test_config.Several has \(1, 2\) as the default of phases"),
         ("text", r"^Options must be a dataclass, got 'text'\.$"),
         (
             Contradictory,

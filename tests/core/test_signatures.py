@@ -13,8 +13,10 @@ import pytest
 from strategy_stubs import STUB, stub
 
 import raceme.strategies as strategies
+from raceme.core.errors import UserError
 from raceme.core.registry import STRATEGIES
 from raceme.core.scheduling import FlowerArguments
+from raceme.core.strategy import Method
 
 METHODS = sorted(STRATEGIES.modules())
 BOTH = {"parameters", "seed"} | {item.name for item in fields(FlowerArguments)}
@@ -62,3 +64,8 @@ def test_mypy_finds_wrong_arguments(tmp_path: Path) -> None:
     )
     wrong = [line.split(":")[1] for line in made.stdout.splitlines() if ": error:" in line]
     assert wrong == ["3", "4", "5", "6"], made.stdout + made.stderr
+
+
+def test_parameters_that_are_no_dataclass_are_said() -> None:
+    with pytest.raises(UserError, match=r"^Mine.parameters_type must be a @dataclass"):
+        type("Mine", (Method,), {"parameters_type": type("MineParameters", (), {"alpha": 0.5})})
