@@ -481,8 +481,9 @@ class Evaluator:
         if (evaluation := next(awaiting, None)) is None:
             return False
         client = evaluation.open.pop(message_id)
-        # A client that holds an invitation keeps it.
-        works = any(task.client == client for task in progress.in_flight.values())
+        # A client that holds an invitation keeps it; no other one has a task beside a test.
+        is_invited = self._method.scheduling.invited(client)
+        works = is_invited and any(t.client == client for t in progress.in_flight.values())
         if not works and progress.fleet.clients[client].node_id is not None:
             idle.add(client)
             self._tested.add(client)
