@@ -47,6 +47,7 @@ def looked_at(
         "threads": int(status["Threads"]),
         "versions": max((row["version"] for row in versions), default=0),
         "disk_mib": sum(file.stat().st_size for file in out.glob("versions/*")) / 2**20,
+        "events_mib": (out / "run.sqlite").stat().st_size / 2**20,
     }
 
 
@@ -88,14 +89,17 @@ def main() -> None:
             used = cpu_seconds(server.handle.pid) - used
             done = command(out, "status")["updates"]
         assert server.stop() == 130, server.describe()
-    print("| minutes | updates | MiB | files | threads | version | MiB of versions |")
-    print("|---|---|---|---|---|---|---|")
+    print("| minutes | updates | MiB | files | threads | version | versions, MiB | events, MiB |")
+    print("|---|---|---|---|---|---|---|---|")
     for share in (0.0, 0.1, 0.25, 0.5, 0.75, 1.0):
         row = rows[min(int(share * len(rows)), len(rows) - 1)]
         print("|" + "|".join(f" {value:,.{int(value < 10)}f} " for value in row.values()) + "|")
     seconds = 60 * (rows[-1]["minutes"] - rows[0]["minutes"])
     print(f"updates per second: {(rows[-1]['updates'] - rows[0]['updates']) / seconds:.1f}")
     print(f"ms of a core per update: {1000 * used / done:.2f}")
+    grown = 2**20 * (rows[-1]["events_mib"] - rows[0]["events_mib"])
+    per_update = grown / (rows[-1]["updates"] - rows[0]["updates"])
+    print(f"bytes of run.sqlite per update: {per_update:.0f}")
     most = {name: max(row[name] for row in rows) for name in ("mib", "files", "threads")}
     print("at most:", {name: round(value) for name, value in most.items()})
     if options.json:
