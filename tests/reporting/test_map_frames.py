@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from raceme.core.events import ClientJoined
+from raceme.records.folder import CONTROL
 from raceme.records.positions import PositionsFile, Similarity
 from raceme.records.store import RunStore
 from raceme.reporting.dashboard.source import RunSource
@@ -26,6 +27,16 @@ def frames(source: RunSource) -> list[dict]:
 def points_of(frame: dict) -> list[list[int]]:
     found = np.frombuffer(base64.b64decode(frame["points"]), "<i2").reshape(-1, 2)
     return [list(map(int, point)) for point in found]
+
+
+def test_a_server_that_waits_for_devices_has_no_virtual_time(tmp_path: Path) -> None:
+    source = RunSource(tmp_path)
+    with RunStore(tmp_path):
+        source.read_all()
+        assert not any("clock" in piece for piece in source.pieces)
+        (tmp_path / CONTROL).touch()
+        source.read_all()
+    assert json.loads(source.pieces[-1]) == {"clock": "time"}
 
 
 def test_snapshots_are_told_as_they_come(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from raceme.core.config import read_toml
 from raceme.core.errors import UserError
 from raceme.core.events import Event, EventHandler, Membership
 from raceme.core.files import ReadingError, check_folder, parse_json, read_text
-from raceme.records.folder import ERROR, has_writer
+from raceme.records.folder import CONTROL, ERROR, has_writer
 from raceme.records.positions import (
     SCALE,
     PositionsReader,
@@ -399,6 +399,9 @@ class RunSource:
             names = ("strategy", "dataset", "seed", "max-updates", "max-time", "target-accuracy")
             told = {name: config.get(name) for name in names}
             self._tell({"run": {"name": self.folder.name, **told}})
+        if self._is_new(CONTROL):
+            # A server for real devices; later their updates say so.
+            self._tell({"clock": "time"})
         if self._is_new(SUMMARY):
             try:
                 self._tell({"summary": parse_json(read_text(self.folder / SUMMARY))})
