@@ -38,6 +38,7 @@ from raceme.reporting.plots import (
 from raceme.reporting.style import (
     INK,
     MUTED,
+    PAPER,
     method_looks,
     new_figure,
     one_axes,
@@ -174,7 +175,7 @@ def _bars(
                 color=MUTED,
                 fontsize=8,
                 # Keep the grid behind the words.
-                bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0},
+                bbox={"facecolor": PAPER, "edgecolor": "none", "pad": 1.0},
             )
         else:
             axes.barh(place, np.mean(own), height=_BAR, color=looks[label][0], alpha=0.85)

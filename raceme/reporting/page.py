@@ -23,7 +23,7 @@ import raceme
 from raceme.core.errors import UserError, told_by_system
 from raceme.core.files import atomic_write
 from raceme.reporting.dashboard import Frozen
-from raceme.reporting.style import FAINT, INK, MUTED, group_colour, style
+from raceme.reporting.style import FAINT, INK, MUTED, PAPER, group_colour, style
 
 # -----------------------------------------------------------------------------
 # Figures as inline SVG of an HTML page.
@@ -34,11 +34,16 @@ _MOST_PATHS = 1500
 """Number of shapes above which a figure is rasterised, for the browser's speed."""
 
 _SHADES = 7
+_TOO_DARK = ("64748b", "5e3c99", "c2185b", "3949ab", "7f1d1d", "1b5e20", "b026d3")
+"""Colours of clusters and methods that stand out too little from a dark page."""
+
 _COLOURS = {
     INK: "--figure-ink",
     MUTED: "--figure-muted",
     FAINT: "--figure-faint",
+    PAPER: "--card",
     **{group_colour(group): f"--group-{group}" for group in range(_SHADES)},
+    **{f"#{colour}": f"--lighter-{colour}" for colour in _TOO_DARK},
 }
 """Colours that the dark theme changes, and their CSS variables."""
 

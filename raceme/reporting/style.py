@@ -26,6 +26,7 @@ from raceme.core.files import atomic_write
 from raceme.records.record import Floats
 
 INK = "#22272e"
+PAPER = "#fefefe"  # What is behind a text; unlike white, it is dark on a dark page.
 MUTED = "#7a828c"
 FAINT = "#e6e8eb"
 REJECTED = "#c1121f"
