@@ -49,7 +49,7 @@ def test_a_device_that_has_just_been_registered_is_online_at_once(
 ) -> None:
     keys = fleet.generate_keys()
     with fleet_api() as api, device(api, keys):
-        wait_until(lambda: said("not accepted: this key is not registered"), 20)
+        wait_until(lambda: said("not accepted: this key is not registered: copy its .pub"), 20)
         api.register(keys)
         wait_until(lambda: said("online at"), 20)
     assert not said("joining again")
