@@ -35,7 +35,7 @@ generators, and start worker processes while this one's script is hidden."""
 
 
 def run(
-    strategy: str | type[Method] = "casa",
+    strategy: str | type[Method] | None = None,
     *,
     data: Data | None = None,
     model: str | Callable[..., Any] | None = None,
@@ -49,8 +49,8 @@ def run(
 
     Parameters
     ----------
-    strategy : str or type[Method]
-        A name of `raceme list`, ``module:Class``, or such a class.
+    strategy : str or type[Method], optional
+        A name of `raceme list`, ``module:Class``, or such a class; by default CASA.
     data : Mapping or Iterable, optional
         Each client's samples, in order or by name, instead of a dataset: ``(x, y)`` or
         ``(x_train, y_train, x_test, y_test)``, arrays or tensors; a torch Dataset of pairs, or two,
@@ -61,7 +61,8 @@ def run(
         A name of `raceme list`, ``module:function``, or a function that returns a
         ``torch.nn.Module``. It is given ``input_shape`` and ``num_classes`` if it takes arguments.
     **settings
-        Keys of a run, and hyper-parameters of the method: ``max_updates=100, gamma=0.2``.
+        Keys of a run, and hyper-parameters of the method: ``max_updates=100, gamma=0.2``. With
+        ``resume=FOLDER``, all others are those of the earlier run.
 
     Returns
     -------
@@ -73,17 +74,18 @@ def run(
     UserError
         There is no such name or key, or the run is impossible; raised before any work starts.
     """
-    from raceme.core.config import RunConfig, with_prefixes
+    from raceme.core.config import RunConfig, keys_to_resume, with_prefixes
     from raceme.core.registry import STRATEGIES
     from raceme.core.signals import StopRequest
     from raceme.notebook import opened
     from raceme.reporting.console import RunProgress
     from raceme.runs.experiment import resolve, simulate
 
-    name = STRATEGIES.name_of(strategy)
-    keys = with_prefixes(_keys(settings, data, model), [name])
+    earlier = keys_to_resume(settings.get("resume"))
+    name = STRATEGIES.name_of(earlier.get("strategy", "casa") if strategy is None else strategy)
+    keys = with_prefixes(earlier | _keys(settings, data, model) | {"strategy": name}, [name])
     with _TURN:
-        config = resolve(RunConfig.from_mapping({**keys, "strategy": name}))
+        config = resolve(RunConfig.from_mapping(keys))
         progress = RunProgress(config.planned_updates, console=_console())
         with StopRequest(signal.SIGINT) as stop, progress:
             return opened(simulate(config, progress.observe, stop=stop))

@@ -257,6 +257,10 @@ def test_a_run_is_resumed_with_the_same_data_only(here: Path) -> None:
         raceme.run("fedasync", data=readings(shift=1.0), model=net, **further)
     run = raceme.run("fedasync", data=readings(), model=net, **further)
     assert len(run.updates) == 6
+    run = raceme.run(resume=run.folder, max_updates=8)
+    assert (len(run.updates), run.config["strategy"]) == (8, "fedasync")
+    with pytest.raises(UserError, match="There is no run in nowhere to resume"):
+        raceme.run(resume="nowhere")
 
 
 def test_runs_of_several_threads_are_those_of_one(here: Path) -> None:
@@ -327,10 +331,8 @@ def test_a_value_of_another_type_is_said(call: Any, said: str, here: Path) -> No
 
 
 def test_a_method_that_is_none_is_said() -> None:
-    with pytest.raises(
-        UserError, match=r"strategy must be a name .*got an object of type NoneType"
-    ):
-        raceme.run(None, **TINY)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"strategy must be a name .*got an object of type int"):
+        raceme.run(3, **TINY)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from raceme.core.config import (
     check_key,
     check_names,
     general_keys,
+    keys_to_resume,
     parse_assignment,
     read_toml,
 )
@@ -41,7 +42,6 @@ _SET = Annotated[
 ]
 
 
-CONFIG = "config.toml"
 _COMPARED = ("data-root", "download", "clients", "devices")
 _LIMITS = ("max-updates", "max-rounds", "max-time", "eval-every")
 SHOWN: Mapping[str, Sequence[str]] = {
@@ -172,13 +172,7 @@ def with_keys(
     def wrapped(**values: Any) -> None:
         config, assignments = values.pop("config"), values.pop("assignments")
         given = {name: values.pop(item.name) for name, item in shown.items()}
-        resume = given.get("resume")
-        if resume and not (Path(resume) / CONFIG).is_file():
-            raise UserError(
-                f"There is no run in {resume} to resume: expected the folder of a run, as "
-                "`raceme run` names it in its last line."
-            )
-        keys: dict[str, Value] = read_toml(Path(resume) / CONFIG) if resume else {}
+        keys = keys_to_resume(given.get("resume"))
         from_file = read_toml(config, pipe=True) if config else {}
         keys.update(from_file)
         keys.update({name: value for name, value in given.items() if value is not None})

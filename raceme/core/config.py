@@ -54,6 +54,9 @@ from raceme.core.registry import (
 FEW_DEVICES = "panicle"
 """Default strategy on real devices, which are usually few: CASA needs ten or more clients."""
 
+CONFIG = "config.toml"
+"""The file with the keys of a run, in its folder."""
+
 SET = "set"
 """The key that contains other keys, like the option ``--set``."""
 
@@ -78,6 +81,24 @@ def read_toml(path: Path, pipe: bool = False) -> dict[str, Value]:
         else:
             flat[name] = value
     return flat
+
+
+def keys_to_resume(folder: str | Path | None) -> dict[str, Value]:
+    """Return the keys of an earlier run that is resumed; none without a folder.
+
+    Raises
+    ------
+    UserError
+        There is no run in the folder.
+    """
+    if not folder:
+        return {}
+    if not (Path(folder) / CONFIG).is_file():
+        raise UserError(
+            f"There is no run in {folder} to resume: expected the folder of a run, as `raceme run` "
+            "names it in its last line."
+        )
+    return read_toml(Path(folder) / CONFIG)
 
 
 def read_tree(path: Path, what: str, pipe: bool = False) -> dict[str, Any]:

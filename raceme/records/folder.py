@@ -32,7 +32,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save_file
 
 from raceme import __version__
-from raceme.core.config import RunConfig, write_toml
+from raceme.core.config import CONFIG, RunConfig, write_toml
 from raceme.core.errors import (
     PlainFormatter,
     UserError,
@@ -45,7 +45,6 @@ from raceme.core.files import absolute, atomic_write, flush
 
 log = logging.getLogger("raceme.folder")
 
-CONFIG = "config.toml"
 ERROR = "error.txt"
 """Traceback of a failed run."""
 _STORE = "run.sqlite"

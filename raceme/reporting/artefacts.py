@@ -23,11 +23,11 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from raceme import datasets
-from raceme.core.config import RunConfig, read_toml
+from raceme.core.config import CONFIG, RunConfig, read_toml
 from raceme.core.errors import UserError, check_known, one_line, told_by_system
 from raceme.core.files import atomic_write
 from raceme.core.registry import EXPORT, explained
-from raceme.records.folder import CONFIG, MODELS, VersionStore, model_file, read_model, saved_in
+from raceme.records.folder import MODELS, VersionStore, model_file, read_model, saved_in
 from raceme.records.positions import Similarity
 from raceme.records.record import RunRecord, read_run
 from raceme.records.summary import write_summary
