@@ -6,7 +6,6 @@ checks and reports as for every method.
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
@@ -264,12 +263,12 @@ class MultiKrum(MadeOfParameters):
         UserError
             They cannot be.
         """
-        count = math.floor(self.parameters.fraction * clients)
+        count = self.parameters.participants(clients)
         attackers = self.parameters.num_malicious_nodes
         if count < (least := 2 * attackers + 3):
             raise UserError(
                 f"num-malicious-nodes: {attackers} attackers need rounds of at least {least} "
-                f"clients, and these have {count}: take more clients."
+                f"clients, and these have {count}: take more clients or a larger fraction."
             )
 
     def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:

@@ -89,3 +89,5 @@ def test_more_attackers_than_can_be_outvoted_are_an_error() -> None:
         Krum(KrumParameters(num_malicious_nodes=1, fraction=0.5)).check(8)
     with pytest.raises(UserError, match="0 attackers need rounds of at least 3 clients"):
         Krum().check(2)
+    with pytest.raises(UserError, match="these have 1: take more clients or a larger fraction"):
+        Krum(KrumParameters(fraction=0.05)).check(8)
