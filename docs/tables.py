@@ -369,9 +369,26 @@ def casa_fig8(docs: Path) -> Table:
         ("casa-fig8-mnist-half", {"casa-c": "`casa-c`", "casa-d": "`casa-d`, α = 0.5"}),
     ):
         of = Experiment.read(docs, name)
-        purity: Cell = lambda method, of=of: number(of.mean(method, "purity"), 2)  # noqa: E731
-        rows += lines(methods, accuracy(of, 2), _times(of), whole(of, "clusters"), purity)
+        rows += lines(methods, accuracy(of, 2), _times(of), whole(of, "clusters"), _purity(of))
     return Table(("method", "accuracy %", "0.95 reached at (s)", "clusters", "purity"), rows)
+
+
+def casa_fig8_cifar10(docs: Path) -> Table:
+    """CASA's figure 8, on CIFAR-10, with two weights of CASA-D."""
+    rows = []
+    for name, methods in (
+        ("casa-fig8-cifar10-half", {"casa": "`casa`"}),
+        ("casa-fig8-cifar10", {"casa-d": "`casa-d`, α = 0.3"}),
+        ("casa-fig8-cifar10-half", {"casa-c": "`casa-c`", "casa-d": "`casa-d`, α = 0.5"}),
+    ):
+        of = Experiment.read(docs, name)
+        columns = paper(of, digits=2), accuracy(of, 2), whole(of, "clusters"), _purity(of)
+        rows += lines(methods, *columns)
+    return Table(("method", "accuracy %, paper", "ours", "clusters", "purity"), rows)
+
+
+def _purity(of: Experiment) -> Cell:
+    return lambda method: number(of.mean(method, "purity"), 2)
 
 
 def casa_sweeps(docs: Path) -> Table:
@@ -1180,6 +1197,7 @@ TABLES: dict[str, Callable[[Path], Table]] = {
     ),
     "casa-table1-mnist-sweeps": casa_sweeps,
     "casa-fig8-mnist": casa_fig8,
+    "casa-fig8-cifar10": casa_fig8_cifar10,
     "casa-table1-mnist-casa-plus": casa_plus,
     "casa-table1-mnist-fedrep": casa_fedrep,
     "casa-table1-uci-har": partial(
