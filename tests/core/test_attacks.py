@@ -235,6 +235,17 @@ def test_honest_clients_send_what_they_send_without_attackers(
         )
 
 
+def run_method(method: Method, config: RunConfig, updates: int) -> None:
+    """Run a method of the test's own for some updates per client."""
+    method.run(
+        experiment.build_grid(config),
+        models.initial_arrays(config),
+        updates * config.num_clients,
+        train_config=experiment.training_settings(config),
+        plan=experiment.plan(config),
+    )
+
+
 def sent_in_turn(config: RunConfig) -> dict[int, list[np.ndarray]]:
     """Return what each client sends in a run of two updates for each, as models."""
 
@@ -248,13 +259,7 @@ def sent_in_turn(config: RunConfig) -> dict[int, list[np.ndarray]]:
             return [Outcome(0, 0, 1.0) for _ in updates]
 
     found: dict[int, list[np.ndarray]] = {}
-    NoteAll().run(
-        experiment.build_grid(config),
-        models.initial_arrays(config),
-        3 * config.num_clients,
-        train_config=experiment.training_settings(config),
-        plan=experiment.plan(config),
-    )
+    run_method(NoteAll(), config, 3)
     return found
 
 
@@ -272,13 +277,7 @@ def test_noise_is_drawn_anew_in_each_round() -> None:
             return [Outcome(0, 0, 0.0) for _ in updates]
 
     config = config_of(**SMALL, attack="noise", attackers=0.25)
-    NoteRounds().run(
-        experiment.build_grid(config),
-        models.initial_arrays(config),
-        2 * config.num_clients,
-        train_config=experiment.training_settings(config),
-        plan=experiment.plan(config),
-    )
+    run_method(NoteRounds(), config, 2)
     for attacker in attackers_of(config):
         # The noise of 650 weights is 0.2 √650 = 5 times as long as the honest update.
         first, second = found[f"client-{attacker}"]

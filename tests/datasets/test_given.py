@@ -82,7 +82,7 @@ def test_clients_of_a_mapping_keep_their_names() -> None:
 
 
 def cloud(config: RunConfig) -> Dataset:
-    """Draws from numpy's own generator, which nobody has seeded."""
+    """Draws from numpy's global generator, without a seed."""
     y = np.arange(20) % 2
     return Dataset(np.random.rand(20, 3).astype(np.float32), y, num_classes=2)
 
