@@ -149,7 +149,6 @@ class RunProgress(EventHandler):
         self._each_update = each_update
         self._max_updates = max_updates
         self._summary = RunSummary()
-        self._homes: dict[str, int | None] = {}
         self._pace = Pace(clock)
         self._clock = clock
         self._drawn_at = 0.0
@@ -177,6 +176,8 @@ class RunProgress(EventHandler):
 
     def observe(self, event: Event) -> None:
         """Process an event and show the progress."""
+        if isinstance(event, events.ClustersChanged):
+            self._tell_moves(event)
         self._summary.observe(event)
         self._pace.reached(self._summary.updates)
         self(event)
@@ -189,14 +190,18 @@ class RunProgress(EventHandler):
             self._draw()
 
     def on_clusters_changed(self, event: events.ClustersChanged) -> None:
-        """Print a split, a merge and the like, and a real device that moves."""
+        """Print a split, a merge and the like."""
         if is_news(event):
             self._print(change_line(event))
+
+    def _tell_moves(self, event: events.ClustersChanged) -> None:
+        """Print real devices that move, before the summary has their new clusters."""
+        if not self._each_update or event.change is not events.ClusterChange.MOVE:
+            return
+        former = self._summary.membership.weights
         for client, weights in event.memberships.items():
-            before, now = self._homes.get(client), home(weights)
-            self._homes[client] = now
-            is_move = event.change is events.ClusterChange.MOVE and before is not None
-            if self._each_update and is_move and before != now:
+            before, now = home(former.get(client, {})), home(weights)
+            if before is not None and before != now:
                 self._print(f"moved  {client}  cluster {before} → {now}")
 
     def on_data_changed(self, event: events.DataChanged) -> None:
