@@ -275,7 +275,7 @@ class Probes:
 # -----------------------------------------------------------------------------
 
 
-FLOOR = 0.8
+FLOOR = 0.5
 """Least denominator of silhouettes: nearer groups count for less."""
 _ALONE = 0.3
 """Distance of a client alone in its group from that group."""
@@ -307,10 +307,9 @@ class Partition:
 def silhouettes(distances: Distances, labels: Labels) -> NDArray[np.float64]:
     """Return how much nearer each client is to its own group than to the next one.
 
-    ``(b − a) / max(a, b, floor)``, with a the mean distance from the others of its group, 0.3 for a
-    client alone, and b that from the nearest other group; 0 without another group. Small groups may
-    look well apart by chance, since there are many to choose from: from one group for ten clients
-    to one for three, the floor rises from 0.8 to 1, the distance of unrelated clients.
+    ``(b − a) / max(a, b, 0.5)``, with a the mean distance from the others of its group, 0.3 for a
+    client alone, and b that from the nearest other group; 0 without another group. Clients that are
+    alike have distances that are all chance, and so is their ratio: hence the least denominator.
 
     Parameters
     ----------
@@ -331,8 +330,7 @@ def silhouettes(distances: Distances, labels: Labels) -> NDArray[np.float64]:
     means = sums / sizes
     means[own] = np.inf
     b = means.min(axis=1)
-    floor = np.interp(groups / len(labels), [0.1, 0.3], [FLOOR, 1.0])
-    return np.asarray((b - a) / np.maximum(np.maximum(a, b), floor))
+    return np.asarray((b - a) / np.maximum(np.maximum(a, b), FLOOR))
 
 
 def best_partition(distances: Distances) -> Partition:

@@ -80,7 +80,7 @@ class PanicleParameters:
     probe_steps: int = option(10, "mini-batches of a probe at most", low=1)
     clustering: bool = option(True, "form clusters (false: one model for all)")
     level: float = option(
-        0.4, "silhouette score from which on there are clusters", above=0, below=1
+        0.6, "silhouette score from which on there are clusters", above=0, below=1
     )
     drift: bool = option(True, "probe clients again whose updates suddenly grow")
     forward: float = option(
