@@ -968,7 +968,8 @@ _UNTUNED = [
     "noise",
 ]
 _FASHION = "fashion-"
-_NATURAL = ("people", "writers", "speakers", "batches", "machines")
+_NATURAL = ("people", "writers", "speakers", "batches", "machines", "roles")
+_LARGER = ("characters", "har", "mnist-100-iid", "mnist-100", "fashion-100")
 _RIVALS = (
     "panicle",
     "ifca-async",
@@ -1082,8 +1083,9 @@ def panicle_stations(docs: Path) -> Table:
 
 
 def panicle_all(docs: Path) -> Table:
-    """Regrets over the cases of the four tables, of the methods that all have."""
+    """Regrets over the cases of all tables, of the methods that all have."""
     names = [f"panicle-digits-{case}" for case in _CASES]
+    names += [f"panicle-{case}" for case in _LARGER]
     names += [f"untuned-{images}{case}" for images in ("", _FASHION) for case in _UNTUNED]
     made = len(names)
     names += [f"natural-{case}" for case in _NATURAL]
@@ -1097,47 +1099,19 @@ def panicle_all(docs: Path) -> Table:
 
 def _with_time(of: Experiment, method: str) -> str:
     """Return the accuracy at the end, with the time to the target if it is reached."""
-    if method not in of.tree["methods"]:
-        return ""
     reached = _reached(of.runs(method)[0])
-    text = number(100 * of.mean(method, "accuracy", 0), 1)
+    text = number(100 * of.mean(method, "accuracy"), 1)
     return text if reached is None else f"{text} ({number(reached, 1)} s)"
 
 
-def panicle_100(docs: Path) -> Table:
-    """Two cases with 100 clients."""
-    order = [
-        "panicle",
-        "casa",
-        "standalone",
-        "ifca-async",
-        "flexcfl-async",
-        "cfl-async",
-        "fedasync",
-        "fedbuff",
+def panicle_larger(docs: Path) -> Table:
+    """The cases of Panicle's suite on other data than digits."""
+    order = (*_RIVALS, "fedasync")
+    cases = {case: Experiment.read(docs, f"panicle-{case}") for case in _LARGER}
+    rows = [
+        [case, *_bold([_with_time(of, method) for method in order])] for case, of in cases.items()
     ]
-    cases = {"MNIST, IID (0.95 at)": "panicle-mnist-100-iid"}
-    cases["Fashion-MNIST in four groups (0.9 at)"] = "panicle-fashion-100"
-    rows = []
-    for label, name in cases.items():
-        of = Experiment.read(docs, name)
-        rows.append([label, *_bold([_with_time(of, method) for method in order])])
     return Table(("case", *(f"`{method}`" for method in order)), rows)
-
-
-def panicle_people(docs: Path) -> Table:
-    """Natural data: characters and movements by people."""
-    order = ["panicle", "standalone", "casa", "fedbuff", "flexcfl-async", "ifca-async"]
-    writers = Experiment.read(docs, "panicle-characters")
-    people = Experiment.read(docs, "panicle-har")
-    last = {accuracy(writers, 1)(method) for method in ("cfl-async", "fedasync")}
-    if len(last) != 1:
-        raise TableError("cfl-async and fedasync share a column and differ")
-    characters = _bold([*(accuracy(writers, 1)(method) for method in order), *last])
-    movements = _bold([_with_time(people, method) for method in order[:4]])
-    rows = [["characters", *characters], ["movements (0.9 at)", *movements, "", "", ""]]
-    heads = (*(f"`{method}`" for method in order), "`cfl-async`, `fedasync`")
-    return Table(("case", *heads), rows)
 
 
 # Attacks ----------------------------------------------------------------------------------------
@@ -1304,8 +1278,7 @@ TABLES: dict[str, Callable[[Path], Table]] = {
     "panicle-untuned": panicle_untuned,
     "panicle-fashion": partial(panicle_untuned, images=_FASHION),
     "panicle-all": panicle_all,
-    "panicle-100": panicle_100,
-    "panicle-people": panicle_people,
+    "panicle-larger": panicle_larger,
 }
 """The tables, by the names in their marks."""
 
