@@ -969,7 +969,7 @@ _UNTUNED = [
 ]
 _FASHION = "fashion-"
 _NATURAL = ("people", "writers", "speakers", "batches", "machines", "roles")
-_LARGER = ("characters", "har", "mnist-100-iid", "mnist-100", "fashion-100")
+_LARGER = ("characters", "har", "mnist-100-iid", "fashion-100")
 _RIVALS = (
     "panicle",
     "ifca-async",
