@@ -965,7 +965,7 @@ class Panicle(_Panicle):
         *,
         probe_steps: int = 10,
         clustering: bool = True,
-        level: float = 0.4,
+        level: float = 0.6,
         drift: bool = True,
         forward: float = 0.5,
         average: float = 0.1,
