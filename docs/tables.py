@@ -1083,7 +1083,7 @@ def panicle_stations(docs: Path) -> Table:
 
 
 def panicle_all(docs: Path) -> Table:
-    """Regrets over the cases of all tables, of the methods that all have."""
+    """Regrets over all cases but the stations, of the methods that all have."""
     names = [f"panicle-digits-{case}" for case in _CASES]
     names += [f"panicle-{case}" for case in _LARGER]
     names += [f"untuned-{images}{case}" for images in ("", _FASHION) for case in _UNTUNED]

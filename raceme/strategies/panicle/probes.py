@@ -304,12 +304,26 @@ class Partition:
     score: float
 
 
-def silhouettes(distances: Distances, labels: Labels) -> NDArray[np.float64]:
-    """Return how much nearer each client is to its own group than to the next one.
+def silhouette(
+    own: float | NDArray[np.float64], other: float | NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Return ``(b − a) / max(a, b, 0.5)``: how much nearer the own group is than another one.
 
-    ``(b − a) / max(a, b, 0.5)``, with a the mean distance from the others of its group, 0.3 for a
-    client alone, and b that from the nearest other group; 0 without another group. Clients that are
-    alike have distances that are all chance, and so is their ratio: hence the least denominator.
+    Clients that are alike have distances that are all chance, and so is their ratio: hence the
+    least denominator.
+
+    Parameters
+    ----------
+    own, other : float or NDArray[np.float64]
+        a and b: mean distances from the two groups.
+    """
+    return np.asarray((other - own) / np.maximum(np.maximum(own, other), FLOOR))
+
+
+def silhouettes(distances: Distances, labels: Labels) -> NDArray[np.float64]:
+    """Return how much nearer each client is to its own group than to the nearest other one.
+
+    A client alone is 0.3 from its own group; without another group, all are 0.
 
     Parameters
     ----------
@@ -330,7 +344,7 @@ def silhouettes(distances: Distances, labels: Labels) -> NDArray[np.float64]:
     means = sums / sizes
     means[own] = np.inf
     b = means.min(axis=1)
-    return np.asarray((b - a) / np.maximum(np.maximum(a, b), FLOOR))
+    return silhouette(a, b)
 
 
 def best_partition(distances: Distances) -> Partition:
@@ -406,7 +420,7 @@ def _gain(
     own[client] = False
     a = distances[own].mean() if own.any() else _ALONE
     b = distances[other].mean()
-    nearer = float((b - a) / max(a, b, FLOOR))
+    nearer = float(silhouette(a, b))
     return nearer if left.any() else level - nearer
 
 

@@ -31,7 +31,6 @@ from raceme.core.requests import InFlight, Outcome, Request, Update
 from raceme.core.strategy import InUse, Method, Needs
 from raceme.flower.messages import Shelf
 from raceme.strategies.panicle.probes import (
-    FLOOR,
     LANDMARKS,
     Labels,
     Partition,
@@ -42,6 +41,7 @@ from raceme.strategies.panicle.probes import (
     landmarks,
     plan_reassignment,
     settings_of_probe,
+    silhouette,
 )
 from raceme.strategies.shared import cluster_decay, contribution
 
@@ -308,7 +308,7 @@ class Panicle(Method):
         # A cluster without landmarks counts as unrelated.
         a, b = distances[nearest], min([1.0, *np.delete(distances, nearest)])
         target = list(groups)[nearest]
-        if home is None or (b - a) / max(a, b, FLOOR) >= self.parameters.level:
+        if home is None or silhouette(a, b) >= self.parameters.level:
             self._move(client, target)
         if a >= 0.5 and probes.is_known(client):
             self.state.changed = len(probes.clients)
