@@ -510,7 +510,7 @@ def evaluate(network: Network, samples: Samples) -> tuple[float, float]:
     network.module.eval()
     with torch.inference_mode():
         for x, y in samples.slices(_TEST_BATCH):
-            outputs = network.module(x)
+            outputs = network.outputs(x)
             loss += float(objective.loss(outputs, y, "sum"))
             score += float(objective.scores(outputs, y).sum())
     return score / len(samples), loss / len(samples)
@@ -521,7 +521,7 @@ def losses(network: Network, samples: Samples) -> NDArray[np.float32]:
     network.module.eval()
     with torch.inference_mode():
         parts = [
-            network.objective.loss(network.module(x), y, "none")
+            network.objective.loss(network.outputs(x), y, "none")
             for x, y in samples.slices(_TEST_BATCH)
         ]
         return torch.cat(parts).cpu().numpy()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import platform
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import Parameter, signature
+from itertools import takewhile
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -968,6 +970,40 @@ class Samples:
 _CLASSIFICATION = Objective()
 
 
+def _divided(module: nn.Module) -> tuple[nn.Sequential, nn.Module]:
+    """Divide a network after its last pooling, if oneDNN knows all layers so far.
+
+    In oneDNN's own layout, made once, the first part of a test takes half to four fifths of the
+    time. Training does not gain. Measured on x86-64, and used there alone.
+    """
+    has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    is_measured = platform.machine() in ("x86_64", "AMD64")
+    if not (has_onednn and is_measured and type(module) is nn.Sequential):
+        return nn.Sequential(), module
+    first = list(takewhile(_is_known_to_onednn, module))
+    while first and not isinstance(first[-1], nn.MaxPool2d):
+        first.pop()
+    return nn.Sequential(*first), module[len(first) :]
+
+
+def _is_known_to_onednn(layer: nn.Module) -> bool:
+    kind = type(layer)
+    if kind is nn.Conv2d:
+        is_plain = layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
+        return is_plain and layer.weight.dtype is torch.float32
+    if kind is nn.MaxPool2d:
+        return layer.dilation in (1, (1, 1)) and not layer.return_indices
+    return kind in (nn.ReLU, nn.Dropout)
+
+
+def _convolved(x: Tensor, layer: nn.Conv2d) -> Tensor:
+    """Apply a convolution in oneDNN's own layout."""
+    weight, bias = layer.weight.to_mkldnn(), layer.bias
+    bias = None if bias is None else bias.to_mkldnn()
+    stride, padding, dilation = layer.stride, layer.padding, layer.dilation
+    return torch.conv2d(x, weight, bias, stride, padding, dilation, layer.groups)
+
+
 def is_usable(weights: Tensor) -> bool:
     """Return whether the server accepts these weights: neither NaN nor huge."""
     return float(weights @ weights) <= LARGEST_SQUARE
@@ -1042,6 +1078,8 @@ class Network:
         self.needs_pairs = has_batch_norm(module)
         self.batch_norm = batch_norm_arrays(module)
         self.channels_last = any(isinstance(layer, nn.Conv2d) for layer in module.modules())
+        empty = nn.Sequential()
+        self._first, self._rest = _divided(module) if accelerator == "cpu" else (empty, module)
 
     @property
     def kernels(self) -> Tensor:
@@ -1055,6 +1093,16 @@ class Network:
         with torch.inference_mode():
             x, _ = next(iter(samples.slices(1)))
             return int(self.module(x).shape[1])
+
+    def outputs(self, x: Tensor) -> Tensor:
+        """Return the outputs for a test, in inference mode and of a module in evaluation mode."""
+        if len(self._first):
+            x = x.to_mkldnn()
+            for layer in self._first:
+                x = _convolved(x, layer) if isinstance(layer, nn.Conv2d) else layer(x)
+            x = x.to_dense()
+        outputs: Tensor = self._rest(x)
+        return outputs
 
     def read(self, record: ArrayRecord) -> ModelSpec:
         """Load a received model, buffers included.

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import platform
+
 import numpy as np
 import pytest
 import torch
@@ -388,6 +390,43 @@ def test_evaluation_in_batches_is_evaluation_of_all(count: int) -> None:
         expected = nn.functional.cross_entropy(scores, samples.y)
     assert accuracy == pytest.approx(float((scores.argmax(1) == samples.y).float().mean()))
     assert loss == pytest.approx(float(expected), rel=1e-5)
+
+
+CONVOLUTIONS: list[tuple[nn.Module, int]] = [
+    (models.build("cnn", (3, 24, 24), 5), 5),
+    (models.build("cnn6", (3, 24, 24), 5), 0),
+    (
+        nn.Sequential(
+            nn.Conv2d(3, 4, (3, 5), bias=False),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(3, 2, 1, ceil_mode=True),
+            nn.Conv2d(4, 8, 3, stride=2, padding=1, dilation=2, groups=2),
+            nn.MaxPool2d(2),
+            nn.BatchNorm2d(8),
+            nn.Flatten(),
+        ),
+        5,
+    ),
+    (nn.Sequential(nn.Conv2d(3, 4, 3, padding="same"), nn.MaxPool2d(2), nn.Flatten()), 0),
+    (nn.Sequential(nn.Conv2d(3, 4, 3), nn.MaxPool2d(2, dilation=2), nn.Flatten()), 0),
+    (nn.Sequential(nn.MaxPool2d(2), nn.Tanh(), nn.Flatten(), nn.Linear(432, 5)), 1),
+]
+
+
+@pytest.mark.parametrize(("module", "first"), CONVOLUTIONS)
+def test_a_test_has_the_outputs_of_the_network_in_whatever_layout(
+    module: nn.Module, first: int
+) -> None:
+    network = Network(module)
+    samples = Samples(rng().normal(size=(9, 3, 24, 24)).astype(np.float32), np.zeros(9, np.int64))
+    x = samples.shaped(samples.x)
+    network.module.eval()
+    with torch.inference_mode():
+        torch.testing.assert_close(network.outputs(x), network.module(x), rtol=1e-5, atol=1e-6)
+        if platform.machine() in ("x86_64", "AMD64"):
+            assert len(network._first) == first
+        network.weights.mul_(2)  # The layout is made of the weights of the moment.
+        torch.testing.assert_close(network.outputs(x), network.module(x), rtol=1e-5, atol=1e-6)
 
 
 def test_images_are_the_same_in_any_order_of_memory() -> None:
