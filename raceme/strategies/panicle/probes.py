@@ -280,7 +280,7 @@ FLOOR = 0.5
 _ALONE = 0.3
 """Distance of a client alone in its group from that group."""
 _MARGIN = 0.1
-"""Least mean gain of moving clients; and what the clusters' score may be below the level."""
+"""Clusters are merged if their score is this far below the level."""
 _TIE = 0.03
 """Difference of scores up to which the partition with fewer groups is preferred."""
 _FEW = 12
@@ -402,33 +402,11 @@ def divided(distances: Distances, labels: Labels, level: float) -> Labels:
     return found
 
 
-def _gain(
-    distances: NDArray[np.float64],
-    cluster: NDArray[np.bool_],
-    group: NDArray[np.bool_],
-    client: int,
-    level: float,
-) -> float:
-    """Return a client's gain of moving from its cluster to a group, both given as masks.
-
-    The gain is how much nearer it is to the group than to those it leaves; if its whole cluster
-    joins the group, how far that is from being a group of its own.
-    """
-    left = cluster & ~group
-    own, other = (group, left) if left.any() else (cluster, group & ~cluster)
-    own = own.copy()
-    own[client] = False
-    a = distances[own].mean() if own.any() else _ALONE
-    b = distances[other].mean()
-    nearer = float(silhouette(a, b))
-    return nearer if left.any() else level - nearer
-
-
 def better_partition(distances: Distances, now: Labels, level: float) -> Partition | None:
     """Return the groups that should replace the clusters; None to keep these.
 
-    The best groups, divided further, if their score reaches the level and the moving clients gain
-    by it; one group, with the score of the present clusters, if both scores are too low.
+    The best groups, divided further, if their score reaches the level; one group, with the score of
+    the present clusters, if both scores are too low.
 
     Parameters
     ----------
@@ -444,10 +422,8 @@ def better_partition(distances: Distances, now: Labels, level: float) -> Partiti
     mean, best = distances.mean(axis=0), best_partition(distances)
     if best.score >= level:
         wanted = divided(distances, best.labels, level)
-        home = plan_reassignment(now, wanted).home
-        moving = np.flatnonzero(np.array([home.get(int(group), -1) for group in wanted]) != now)
-        gains = [_gain(mean[i], now == now[i], wanted == wanted[i], int(i), level) for i in moving]
-        return Partition(wanted, best.score) if gains and np.mean(gains) >= _MARGIN else None
+        is_new = not np.array_equal(numbered(wanted), numbered(now))
+        return Partition(wanted, best.score) if is_new else None
     clusters, present = np.unique(now, return_inverse=True)
     score = float(silhouettes(mean, present).mean())
     if len(clusters) > 1 and score < level - _MARGIN:
