@@ -64,6 +64,16 @@ def test_changed_data_are_written_to_the_page(
     assert "| `casa` | 91.46 | 81.48 |" in (docs / PAGE).read_text(encoding="utf-8")
 
 
+def test_an_empty_table_is_filled_and_what_follows_is_kept(docs: Path) -> None:
+    page = docs / PAGE
+    before = page.read_text(encoding="utf-8")
+    mark = "<!-- table: casa-table1-mnist -->\n"
+    start = before.index(mark) + len(mark)
+    page.write_text(before[:start] + before[before.index("<!-- end -->", start) :], "utf-8")
+    assert TABLES["main"]([], docs) == 0
+    assert page.read_text(encoding="utf-8") == before
+
+
 def test_an_unknown_table_is_one_line(docs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     changed(docs / PAGE, "<!-- table: casa-table1-mnist -->", "<!-- table: casa-table9 -->")
     assert checked(docs, capsys) == [
