@@ -990,7 +990,9 @@ def _is_known_to_onednn(layer: nn.Module) -> bool:
     kind = type(layer)
     if kind is nn.Conv2d:
         is_plain = layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
-        return is_plain and layer.weight.dtype is torch.float32
+        # Not a weight that is computed from others before each pass, as by `weight_norm`.
+        is_stored = isinstance(layer.weight, nn.Parameter) and layer.weight.dtype is torch.float32
+        return is_plain and is_stored
     if kind is nn.MaxPool2d:
         return layer.dilation in (1, (1, 1)) and not layer.return_indices
     return kind in (nn.ReLU, nn.Dropout)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from flwr.app import ArrayRecord
 from torch import nn
+from torch.nn.utils import weight_norm
 
 from raceme.core.messages import InvalidModelError, ModelSpec, from_array, to_array
 from raceme.training import models
@@ -409,6 +410,7 @@ CONVOLUTIONS: list[tuple[nn.Module, int]] = [
     ),
     (nn.Sequential(nn.Conv2d(3, 4, 3, padding="same"), nn.MaxPool2d(2), nn.Flatten()), 0),
     (nn.Sequential(nn.Conv2d(3, 4, 3), nn.MaxPool2d(2, dilation=2), nn.Flatten()), 0),
+    (nn.Sequential(weight_norm(nn.Conv2d(3, 4, 3)), nn.MaxPool2d(2), nn.Flatten()), 0),
     (nn.Sequential(nn.MaxPool2d(2), nn.Tanh(), nn.Flatten(), nn.Linear(432, 5)), 1),
 ]
 
