@@ -970,14 +970,14 @@ class Samples:
 _CLASSIFICATION = Objective()
 
 
-def _divided(module: nn.Module) -> tuple[nn.Sequential, nn.Module]:
+def _divided(module: nn.Module, accelerator: str) -> tuple[nn.Sequential, nn.Module]:
     """Divide a network after its last pooling, if oneDNN knows all layers so far.
 
     In oneDNN's own layout, made once, the first part of a test takes half to four fifths of the
     time. Training does not gain. Measured on x86-64, and used there alone.
     """
     has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    is_measured = platform.machine() in ("x86_64", "AMD64")
+    is_measured = accelerator == "cpu" and platform.machine() in ("x86_64", "AMD64")
     if not (has_onednn and is_measured and type(module) is nn.Sequential):
         return nn.Sequential(), module
     first = list(takewhile(_is_known_to_onednn, module))
@@ -999,7 +999,8 @@ def _is_known_to_onednn(layer: nn.Module) -> bool:
 
 
 def _convolved(x: Tensor, layer: nn.Conv2d) -> Tensor:
-    """Apply a convolution in oneDNN's own layout."""
+    """Apply a convolution in oneDNN's own layout, to the weights of the moment."""
+    # `torch.utils.mkldnn` keeps a scripted copy of the weights, which change with every model.
     weight, bias = layer.weight.to_mkldnn(), layer.bias
     bias = None if bias is None else bias.to_mkldnn()
     stride, padding, dilation = layer.stride, layer.padding, layer.dilation
@@ -1080,8 +1081,7 @@ class Network:
         self.needs_pairs = has_batch_norm(module)
         self.batch_norm = batch_norm_arrays(module)
         self.channels_last = any(isinstance(layer, nn.Conv2d) for layer in module.modules())
-        empty = nn.Sequential()
-        self._first, self._rest = _divided(module) if accelerator == "cpu" else (empty, module)
+        self._first, self._rest = _divided(module, accelerator)
 
     @property
     def kernels(self) -> Tensor:

@@ -111,7 +111,7 @@ def test_every_kind_of_work_is_done_in_a_gpus_memory_with_the_same_outcome(
         found = replies(config, accelerator=str(PLACE))
     assert [name for name, _ in found] == [name for name, _ in expected]
     for (name, values), (_, other) in zip(found, expected, strict=True):
-        if name.endswith((" numbers", " loss")):
+        if config is IMAGES and name.endswith((" numbers", " loss")):
             # A CPU tests convolutions in a layout of its own, which rounds in another way.
             np.testing.assert_allclose(values, other, rtol=1e-5, atol=1e-6, err_msg=name)
         else:

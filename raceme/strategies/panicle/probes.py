@@ -419,13 +419,13 @@ def better_partition(distances: Distances, now: Labels, level: float) -> Partiti
     """
     if len(now) < 2:
         return None
-    mean, best = distances.mean(axis=0), best_partition(distances)
+    best = best_partition(distances)
     if best.score >= level:
         wanted = divided(distances, best.labels, level)
         is_new = not np.array_equal(numbered(wanted), numbered(now))
         return Partition(wanted, best.score) if is_new else None
     clusters, present = np.unique(now, return_inverse=True)
-    score = float(silhouettes(mean, present).mean())
+    score = float(silhouettes(distances.mean(axis=0), present).mean())
     if len(clusters) > 1 and score < level - _MARGIN:
         return Partition(np.zeros_like(now), score)
     return None
