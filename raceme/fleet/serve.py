@@ -905,7 +905,8 @@ def serve(
             _private_files(),
             _answering(state, options, metrics, grid_of, out, lambda: strategy) as grid,
         ):
-            listening: list[Observer] = [*observers, metrics]
+            # Counted before it is printed: who reads a line finds it in the figures.
+            listening: list[Observer] = [metrics, *observers]
             if options.logs_events:
                 event_log = EventLog(strategy)
                 grid.turns.append(event_log.look)
