@@ -20,6 +20,7 @@ from safetensors.numpy import save_file
 import raceme
 from raceme.core.config import RunConfig, keys_of
 from raceme.core.errors import UserError, one_line
+from raceme.core.events import Ending, Event, RunEnded
 from raceme.core.files import (
     ReadingError,
     atomic_write,
@@ -353,7 +354,7 @@ class Keeper:
 
     They are due after ``checkpoint-every`` updates and ``checkpoint-seconds`` of wall time; by
     default on real devices only, at a cost of at most 2 % of the time. One at the start is always
-    written.
+    written, and on real devices one at the end, since a run that is extended cannot repeat updates.
 
     Parameters
     ----------
@@ -419,6 +420,13 @@ class Keeper:
                 log.info("To resume: %s", command if virtual else "the same command again")
         failure = self._store.failure
         return reason or (f"{FILE_NAME} can no longer be written: {failure}" if failure else "")
+
+    def on_event(self, event: Event) -> None:
+        """Write a checkpoint when a run on real devices ends at a limit, before it is told so."""
+        is_at_limit = isinstance(event, RunEnded) and event.ending is Ending.LIMIT
+        is_new = self._progress.updates > self._saved_updates >= 0
+        if is_at_limit and is_new and not timeline_of(self._grid).is_virtual:
+            self._saved()
 
     def _is_due(self) -> bool:
         if self._saved_updates < 0:

@@ -541,6 +541,7 @@ def conduct(
                 listening.append(ClientMap(strategy, spec, out, after))
 
             def observe(event: Event) -> None:
+                keeper.on_event(event)
                 for observer in listening:
                     observer(event)
                 if probe and isinstance(event, Evaluated) and strategy.needs.by_distribution():

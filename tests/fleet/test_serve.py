@@ -379,6 +379,22 @@ def test_clusters_never_span_two_rooms(tmp_path: Path) -> None:
     are_applied_once(out, len(updates(out)))
 
 
+def test_a_run_that_has_ended_is_extended_without_repeating_an_update(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with loopback(tmp_path) as bed:
+        server = start_server(bed, "--max-updates", "8")
+        start_device(bed, 0)
+        assert server.wait(240) == 0
+        done = updates(out)
+        assert len(done) == 8
+        server = start_server(bed, "--max-updates", "12")
+        assert server.wait(240) == 0
+        assert "evaluated at 0 updates" not in server.text()
+    assert len(updates(out)) == 12
+    assert updates(out)[:8] == done
+    are_applied_once(out, 12)
+
+
 def test_a_kill_undoes_little_by_default(tmp_path: Path) -> None:
     checkpoints = tmp_path / "out" / CHECKPOINTS
     with loopback(tmp_path) as bed:
