@@ -351,6 +351,8 @@ def epoch_sizes(count: int, settings: TrainingSettings, needs_pairs: bool) -> It
     if needs_pairs and count % size == 1 % size:
         # Batch normalisation has no variance for a single sample.
         used = count - 1 if size > 1 else 0
+    if count == 0:
+        raise ValueError("This client has no samples to train on.")
     if used == 0:
         raise ValueError(
             "A network with batch normalisation needs mini-batches of at least 2 samples; "

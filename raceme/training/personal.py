@@ -205,8 +205,12 @@ def train_interpolated(work: ClientWork) -> Answer:
     def step_own(x: Tensor, y: Tensor) -> None:
         nonlocal alpha, adaptive
         shared = network.weights.clone()
+        statistics = [values.clone() for values in network.module.buffers()]
         network.weights.mul_(1 - alpha).add_(own.weights, alpha=alpha)
         differentiate(network, x, y)
+        # Those of batch normalisation are of w, which is federated averaging's model.
+        for values, former in zip(network.module.buffers(), statistics, strict=True):
+            values.copy_(former)
         if adaptive:
             slope = float((own.weights - shared) @ network.gradient)
             alpha, adaptive = min(1.0, max(0.0, alpha - settings.lr * slope)), False

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 
+import raceme
 from raceme.client_app import app
 from raceme.core.config import RunConfig
 from raceme.core.messages import ModelSpec
@@ -136,6 +138,19 @@ def test_apfl_trains_its_own_model_by_the_gradient_of_the_interpolation(adaptive
     mixed = alpha * own + (1 - alpha) * returned
     tested = client.loss(returned, completed_by="interpolation", own_share=0.25)
     assert tested == pytest.approx(OneClient().loss(mixed), rel=1e-4)
+
+
+def test_statistics_of_apfls_interpolation_are_not_those_of_the_model_for_all(
+    tmp_path: Path,
+) -> None:
+    model = "networks:small_batch_norm"
+    said = {"clients": 4, "max_updates": 16, "model": model, "eval_every": 16}
+    averaged = raceme.run("fedavg", **said, out=tmp_path / "fedavg")
+    run = raceme.run("apfl", **said, alpha=0.5, adaptive=False, out=tmp_path / "apfl")
+    expected = averaged.model(0)
+    assert any("running_mean" in name for name in expected)
+    for name, values in run.model(0).items():
+        assert np.allclose(values, expected[name], rtol=1e-5, atol=1e-6), name
 
 
 @pytest.mark.parametrize("kind", ["train-split", "train-beside", "train-interpolated"])
