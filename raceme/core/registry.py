@@ -707,7 +707,7 @@ PROTECTIONS = Registry(
     },
     group="raceme.protections",
     expected="a subclass of raceme.core.protection.Guard",
-    fits=_is_class_with("options_type"),
+    fits=_is_class_with("judge"),
 )
 """Checks of clients' updates before a method."""
 

@@ -280,20 +280,57 @@ class Loaded(Source):
         Raises
         ------
         UserError
-            The function returns another type.
+            The function returns another type, arrays that do not fit each other, or too few
+            clients.
         """
+        found = self._found(config)
+        if found.users is not None and config.num_clients > len(found.users):
+            raise UserError(
+                f"Dataset '{self._name}' has {len(found.users)} clients, and clients is "
+                f"{config.num_clients}: give at most as many."
+            )
+        return found
+
+    def _found(self, config: RunConfig) -> Dataset:
         found: object = self._function(config)
         if not isinstance(found, Dataset):
             raise UserError(
                 f"Dataset '{self._name}' must return a raceme.datasets.Dataset, got "
                 f"{type(found).__name__}."
             )
+        if wrong := _misfit(found):
+            raise UserError(f"Dataset '{self._name}': {wrong}.")
         return found
 
     def count_clients(self, config: RunConfig) -> int:
         """Return the data's number of clients, if any."""
-        users = self.load(config.with_values(clients=self.default_clients)).users
+        users = self._found(config.with_values(clients=self.default_clients)).users
         return self.default_clients if users is None else len(users)
+
+
+def _misfit(dataset: Dataset) -> str:
+    """Return what is wrong with a user's dataset; empty if nothing is."""
+    x, y = dataset.x, dataset.y
+    if not (isinstance(x, np.ndarray) and isinstance(y, np.ndarray)):
+        return f"x and y must be numpy arrays, got {type(x).__name__} and {type(y).__name__}"
+    if len(x) != len(y):
+        return f"x has {len(x)} samples and y {len(y)}"
+    if dataset.num_classes:
+        if y.dtype != np.int64:
+            return f"y must have dtype int64 where there are classes, got {y.dtype}"
+        if len(y) and not 0 <= y.min() <= y.max() < dataset.num_classes:
+            return f"labels must be from 0 to {dataset.num_classes - 1}, got {y.min()} to {y.max()}"
+    if x.dtype.kind == "f" and not np.isfinite(x).all():
+        return "x has values that are not finite"
+    users = dataset.users
+    for name in ("test_users", "groups"):
+        of = getattr(dataset, name)
+        if users is not None and of is not None and len(of) != len(users):
+            return f"{name} has {len(of)} entries for {len(users)} clients"
+    for own in (*(users or ()), *(dataset.test_users or ())):
+        if len(own) and not 0 <= np.min(own) <= np.max(own) < len(x):
+            return f"clients have samples {np.min(own)} to {np.max(own)}, of {len(x)}"
+    return ""
 
 
 def generator(seed: int, purpose: str, client: int = 0) -> np.random.Generator:
