@@ -38,6 +38,12 @@ _TRANSPORTS = ("auto", "grpc", "http")
 _LEVELS = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3}
 
 
+def _silence_grpc() -> None:
+    """Keep gRPC's own lines, about a taken port or a handshake, off the terminal: ours say it."""
+    if os.environ.get("GRPC_VERBOSITY", "error") == "error":
+        os.environ["GRPC_VERBOSITY"] = "none"
+
+
 def device(
     superlink: Annotated[
         str,
@@ -141,6 +147,7 @@ def device(
             "--root-certificates."
         )
     is_json = _is_json(log_format)
+    _silence_grpc()
     own = {"threads": threads, "accelerator": accelerator}
     if model_file is not None:
         from raceme.fleet.device import checked_model_file
@@ -333,9 +340,7 @@ def serve(
 
     is_json = _is_json(log_format)
     lines = JsonFormatter() if is_json else PlainFormatter("%(levelname)s: %(message)s")
-    # Our error replaces gRPC's lines about a taken port.
-    if os.environ.get("GRPC_VERBOSITY", "error") == "error":
-        os.environ["GRPC_VERBOSITY"] = "none"
+    _silence_grpc()
     from raceme.cli.run import end_app_with, end_with
     from raceme.core.signals import StopRequest
     from raceme.fleet.serve import ServeOptions, is_complete, prepare, serve_app, with_registry
@@ -346,6 +351,8 @@ def serve(
     if app is not None:
         if watch:
             raise UserError("--watch is for Raceme's own app: use `raceme watch` with the --out.")
+        if keep_versions or canary:
+            raise UserError("--keep-versions and --canary are for Raceme's own app only.")
         options = ServeOptions(address, folder, any_device, clients_min, metrics, reconnect, http)
         show_log(sys.stdout, lines)
         end_app_with(*serve_app(app, run_config or (), keys, options))
@@ -495,11 +502,13 @@ def certs(
         raise UserError("--label belongs to devices: give --device ID, and leave out --revoke.")
     if public_key is not None and not rotate:
         raise UserError("--public-key belongs to --rotate: give both, or leave it out.")
+    if (rotate or revoke) and (host or token):
+        raise UserError("--rotate and --revoke change keys only: make --host and --token apart.")
     if rotate:
         changed = rotate_key(out, devices[0], public_key)
     elif revoke:
         changed = revoke_keys(out, devices)
-    elif (token or label) and not host:
+    elif not host and (label or (token and not devices)):
         changed = make_tokens(out, token or [])
     else:
         changed = make_certificates(out, host or [], devices, days) + make_tokens(out, token or [])

@@ -141,6 +141,7 @@ REASONS = {
     f"error {int(MESSAGE_UNAVAILABLE)}:": "lost",
     f"error {int(REPLY_MESSAGE_UNAVAILABLE)}:": "unreadable",
     "error ": "device-error",
+    "the message could not be sent": "device-left",
     "missing records": "incomplete",
     "it brings": "other-work",
     "it answers": "other-work",

@@ -287,6 +287,8 @@ _RACEME = (sys.executable, "-c", "from raceme.cli import main; main()")
 _START_SECONDS = 120.0
 _GRACE_SECONDS = 15.0
 _HURRY_SECONDS = 0.3
+_REFUSED = 2
+"""Exit code of a command whose settings or files are wrong."""
 _GREETED = "query: done"
 """Log line of a device that has answered the first query."""
 _ENDED = "The run ended after "
@@ -381,7 +383,7 @@ class Testbed:
         Raises
         ------
         UserError
-            A necessary process has ended.
+            A necessary process has ended, or the server has refused to run.
         """
         waited = self._processes[_SERVER]
         while waited.handle.poll() is None:
@@ -399,6 +401,8 @@ class Testbed:
                 f"The server was ended by signal {number} during the run. If there is a "
                 "checkpoint, --resume resumes from it."
             )
+        if waited.handle.returncode == _REFUSED:
+            raise UserError("The server did not run; see its output above.")
 
     def interrupt_run(self) -> None:
         """Ask the server to write a checkpoint and end, and wait for it."""

@@ -69,9 +69,9 @@ def shown_seconds(seconds: float) -> str:
 def shown_updates(done: int, planned: int) -> str:
     """Format the number of updates, with the planned number if useful.
 
-    Runs that end after a round, window or time may exceed the plan.
+    Runs that end after a round, window or time may exceed the plan, or have none.
     """
-    return f"{done} of {planned} updates" if done <= planned else f"{done} updates"
+    return f"{done} of {planned} updates" if 0 < planned >= done else f"{done} updates"
 
 
 class LiveBars(Progress):

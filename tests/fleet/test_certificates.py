@@ -12,8 +12,9 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_public_key
+from typer.testing import CliRunner
 
-from raceme.cli import main
+from raceme.cli import app, main
 from raceme.core.clients import read_device_keys
 from raceme.core.errors import UserError
 from raceme.fleet.certificates import make_certificates, read_device_key
@@ -222,3 +223,17 @@ def test_the_command_takes_an_open_key_only_if_it_is_told(
         with pytest.raises(SystemExit):
             main()
         assert said in capsys.readouterr().err
+
+
+def test_a_device_and_a_token_are_made_by_one_command(tmp_path: Path) -> None:
+    out = tmp_path / "certs"
+    make_certificates(out, HOSTS, [])
+    done = CliRunner().invoke(app, ["certs", "--out", str(out), "--device", "b", "--token", "view"])
+    assert done.exit_code == 0
+    assert (out / "devices" / "b").is_file()
+    assert (out / "view.token").is_file()
+    done = CliRunner().invoke(
+        app, ["certs", "--out", str(out), "--device", "b", "--rotate", "--host", "x"]
+    )
+    assert isinstance(done.exception, UserError)
+    assert "--rotate and --revoke change keys only" in str(done.exception)

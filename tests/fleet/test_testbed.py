@@ -141,6 +141,15 @@ def test_a_signal_stops_everything_and_leaves_a_checkpoint(
     assert list((out / "checkpoint").iterdir())
 
 
+@pytest.mark.slow
+def test_a_server_that_refuses_to_resume_is_no_success(place: Loopback, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert up(place, *KEYS, "--max-updates", "4", "--out", str(out)).wait(120) == 0
+    other = up(place, *KEYS, "--max-updates", "8", "--set", "lr=0.3", "--resume", str(out))
+    assert other.wait(120) == 2
+    assert "The server did not run" in other.text()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
