@@ -351,8 +351,8 @@ def serve(
     if app is not None:
         if watch:
             raise UserError("--watch is for Raceme's own app: use `raceme watch` with the --out.")
-        if keep_versions or canary:
-            raise UserError("--keep-versions and --canary are for Raceme's own app only.")
+        if keep_versions:
+            raise UserError("--keep-versions is for Raceme's own app: leave it out.")
         options = ServeOptions(address, folder, any_device, clients_min, metrics, reconnect, http)
         show_log(sys.stdout, lines)
         end_app_with(*serve_app(app, run_config or (), keys, options))

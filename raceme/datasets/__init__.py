@@ -118,7 +118,10 @@ def with_fitting_groups(config: RunConfig) -> RunConfig:
     """
     config = with_clients(config)
     options_type = PARTITIONERS.options_type(config.partition) or SizeOptions
-    if source_of(config).has_clients or not issubclass(options_type, GroupOptions):
+    chosen = source_of(config)
+    if chosen.has_clients or not issubclass(options_type, GroupOptions):
+        return config
+    if isinstance(chosen, Loaded) and chosen.comes_with_clients(config):
         return config
     options = config.read(options_type)
     groups = options.groups

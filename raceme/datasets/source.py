@@ -280,10 +280,15 @@ class Loaded(Source):
         Raises
         ------
         UserError
-            The function returns another type, arrays that do not fit each other, or too few
-            clients.
+            The function returns another type, arrays that do not fit each other, too few clients,
+            or clients where a partition is given.
         """
         found = self._found(config)
+        if found.users is not None and config.partition != RunConfig().partition:
+            raise UserError(
+                f"partition is not read with dataset {self._name}, which comes with clients: leave "
+                "it out."
+            )
         if found.users is not None and config.num_clients > len(found.users):
             raise UserError(
                 f"Dataset '{self._name}' has {len(found.users)} clients, and clients is "
@@ -306,6 +311,10 @@ class Loaded(Source):
         """Return the data's number of clients, if any."""
         users = self._found(config.with_values(clients=self.default_clients)).users
         return self.default_clients if users is None else len(users)
+
+    def comes_with_clients(self, config: RunConfig) -> bool:
+        """Return whether the data come with clients."""
+        return self._found(config).users is not None
 
 
 def _misfit(dataset: Dataset) -> str:

@@ -46,6 +46,14 @@ def test_arrays_that_do_not_fit_are_refused(changes: dict[str, Any], said: str) 
         load(dataclasses.replace(GOOD, **changes))
 
 
+def test_a_partition_of_data_that_come_with_clients_is_refused() -> None:
+    source = Loaded("own:data", lambda config: GOOD)
+    with pytest.raises(UserError, match="partition is not read with dataset own:data"):
+        source.load(RunConfig(clients=2, partition="iid"))
+    others = dataclasses.replace(GOOD, users=None, test_users=None, groups=None)
+    assert Loaded("own:data", lambda config: others).load(RunConfig(clients=2, partition="iid"))
+
+
 def test_more_clients_than_the_data_have_are_refused() -> None:
     with pytest.raises(UserError, match="has 2 clients, and clients is 3"):
         load(GOOD, clients=3)

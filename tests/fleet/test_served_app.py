@@ -71,6 +71,8 @@ def test_what_cannot_work_is_said_before_devices_come(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=said):
             serve(keys, app)
+    with pytest.raises(UserError, match="--keep-versions is for Raceme's own app"):
+        serve({}, APP, keep_versions=3)
     with pytest.raises(UserError, match="APP_DIR"):
         serve({"strategy": "casa"}, run_config=["rounds=1"])
 
