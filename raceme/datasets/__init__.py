@@ -121,8 +121,6 @@ def with_fitting_groups(config: RunConfig) -> RunConfig:
     chosen = source_of(config)
     if chosen.has_clients or not issubclass(options_type, GroupOptions):
         return config
-    if isinstance(chosen, Loaded) and chosen.comes_with_clients(config):
-        return config
     options = config.read(options_type)
     groups = options.groups
     labels = None
@@ -133,6 +131,8 @@ def with_fitting_groups(config: RunConfig) -> RunConfig:
         labels = data_shape(config).num_classes or None
     fitting = fitting_groups(groups, config.num_clients, labels)
     if fitting == groups:
+        return config
+    if isinstance(chosen, Loaded) and chosen.comes_with_clients(config):
         return config
     there = f"clients={config.num_clients}" + (f", {labels} labels" if labels else "")
     log.warning("groups '%s' do not fit (%s): merged into '%s'", groups, there, fitting)

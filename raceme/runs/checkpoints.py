@@ -422,10 +422,12 @@ class Keeper:
         return reason or (f"{FILE_NAME} can no longer be written: {failure}" if failure else "")
 
     def on_event(self, event: Event) -> None:
-        """Write a checkpoint when a run on real devices ends at a limit, before it is told so."""
-        is_at_limit = isinstance(event, RunEnded) and event.ending is Ending.LIMIT
-        is_new = self._progress.updates > self._saved_updates >= 0
-        if is_at_limit and is_new and not timeline_of(self._grid).is_virtual:
+        """Write a checkpoint when a run ends by itself, before its store has the end.
+
+        An interrupted run has just written one.
+        """
+        has_ended = isinstance(event, RunEnded) and event.ending is not Ending.INTERRUPTED
+        if has_ended and self._progress.updates > self._saved_updates >= 0:
             self._saved()
 
     def _is_due(self) -> bool:

@@ -541,7 +541,6 @@ def conduct(
                 listening.append(ClientMap(strategy, spec, out, after))
 
             def observe(event: Event) -> None:
-                keeper.on_event(event)
                 for observer in listening:
                     observer(event)
                 if probe and isinstance(event, Evaluated) and strategy.needs.by_distribution():
@@ -563,6 +562,8 @@ def conduct(
                 stop=stop,
                 resumed=restored is not None,
             )
+            if not virtual:
+                listening.insert(0, keeper.on_event)
             with resuming(restored.path) if restored else nullcontext():
                 strategy.run(
                     grid,
