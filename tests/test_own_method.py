@@ -109,6 +109,75 @@ class Computes(Method):
 """
 
 
+FAILING = """
+from raceme.core.requests import Request
+from raceme.strategies import FedAsync
+
+def train_nothing(work):
+    return {}["rate"]
+
+class Fails(FedAsync):
+    "Requests a kind of work that raises an exception."
+    def request_for(self, client):
+        return Request(client, kind="failing:train_nothing", models=(0,))
+"""
+
+
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_an_exception_in_client_work_names_the_line(folder: Path, workers: str) -> None:
+    (folder / "failing.py").write_text(FAILING)
+    run = ["run", "--strategy", "failing:Fails", "--clients", "2", "--workers", workers]
+    CliRunner().invoke(app, [*run, "--out", "out"], catch_exceptions=False)
+    reason = json.loads((folder / "out" / "summary.json").read_text())["reason"]
+    assert reason.endswith("KeyError: 'rate' (failing.py, line 6)")
+
+
+MISCOUNTING = """
+from dataclasses import dataclass, field
+from raceme.strategies import FedAsync
+
+@dataclass
+class Counted:
+    seen: dict[str, int] = field(default_factory=dict)
+
+class Fraction(FedAsync):
+    "Puts a value of another type than annotated into its state."
+    state_type, value = Counted, 1.5
+    def on_update(self, update):
+        self.state.seen["a"] = self.value
+        return super().on_update(update)
+
+class Nothing(Fraction):
+    "The same with None."
+    value = None
+
+class Thing(Fraction):
+    "The same with an object."
+    value = object()
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("Fraction", "Counted.seen: 1.5 is no int"),
+        ("Nothing", "Counted.seen: None is no int"),
+        ("Thing", "cannot keep a object in a state"),
+    ],
+)
+def test_a_state_of_other_types_is_told_at_its_checkpoint(
+    folder: Path, name: str, said: str
+) -> None:
+    (folder / "miscounting.py").write_text(MISCOUNTING)
+    run = ["run", "--strategy", f"miscounting:{name}", "--clients", "2", "--workers", "0"]
+    limits = ["--max-updates", "4", "--set", "checkpoint-every=2", "--out", "out"]
+    ended = CliRunner().invoke(app, [*run, *limits])
+    assert ended.exit_code == 1
+    told = f"checkpoint could not be written (the state of {name} is invalid: {said})"
+    assert told in ended.stderr
+    assert (folder / "out" / "summary.json").is_file()
+
+
 @pytest.mark.parametrize(
     ("chosen", "said"),
     [

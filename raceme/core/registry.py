@@ -60,6 +60,17 @@ EXPORT = ("onnx", "onnxruntime", "onnxscript")
 """Packages of the extra ``export``."""
 
 
+def users_line(error: BaseException) -> str:
+    """Return the last line of a user's module that an exception passed, or an empty text.
+
+    For example ``"my_client.py, line 7"``.
+    """
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        if frame.f_globals.get("__name__") in _USERS:
+            return f"{Path(frame.f_code.co_filename).name}, line {line}"
+    return ""
+
+
 def explained(error: Exception) -> Exception:
     """Return the exception for a failed import, or for one that a user's module raised.
 
@@ -69,16 +80,11 @@ def explained(error: Exception) -> Exception:
         A `UserError` that names the command which installs the missing package, if it is one of the
         extras ``server`` and ``export``, or the user's line; `error` itself for any other.
     """
-    frames = [
-        (frame.f_code.co_filename, line)
-        for frame, line in traceback.walk_tb(error.__traceback__)
-        if frame.f_globals.get("__name__") in _USERS
-    ]
-    if frames and not isinstance(error, UserError):
-        file, line = frames[-1]
+    where = users_line(error)
+    if where and not isinstance(error, UserError):
         return UserError(
-            f"{_said(error)} ({Path(file).name}, line {line}). Correct it there; error.txt in the "
-            "run's folder, if there is one, has the traceback."
+            f"{_said(error)} ({where}). Correct it there; error.txt in the run's folder, if there "
+            "is one, has the traceback."
         )
     name = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if name in EXPORT:

@@ -206,7 +206,7 @@ def from_tree(kind: Any, tree: Any) -> Any:
     """
     wanted = _TYPES.get(get_origin(kind) or kind)
     if wanted and type(tree) not in wanted:
-        raise ValueError(f"{str(tree)[:40]!r} is no {getattr(kind, '__name__', kind)}")
+        raise ValueError(f"{repr(tree)[:40]} is no {getattr(kind, '__name__', kind)}")
     if is_dataclass(kind) and isinstance(kind, type):
         if not isinstance(tree, dict):
             raise ValueError(f"not a {kind.__name__}: {str(tree)[:40]!r}")
@@ -214,7 +214,7 @@ def from_tree(kind: Any, tree: Any) -> Any:
         names = [item.name for item in _kept(kind)]
         if set(names) != set(tree):
             raise ValueError(f"not a {kind.__name__}: fields {sorted(tree)}, not {sorted(names)}")
-        return kind(**{name: from_tree(hints[name], tree[name]) for name in names})
+        return kind(**{name: _field(kind, name, hints[name], tree[name]) for name in names})
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         if tree is None:
@@ -233,6 +233,14 @@ def from_tree(kind: Any, tree: Any) -> Any:
         _check_dtype(tree, arguments)
         return tree.copy()
     return kind(tree) if kind in (int, float, str) else tree
+
+
+def _field(owner: type, name: str, kind: Any, tree: Any) -> Any:
+    """Build the value of a field; errors name it."""
+    try:
+        return from_tree(kind, tree)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{owner.__name__}.{name}: {error}") from None
 
 
 _PLAIN = (bool, int, float, str, np.ndarray, Any)

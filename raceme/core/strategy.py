@@ -808,12 +808,25 @@ class Method(Strategy):
     # State.
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the complete state of the run as a tree of plain values and arrays."""
+        """Return the complete state of the run as a tree of plain values and arrays.
+
+        Raises
+        ------
+        UserError
+            The state of a user's method has values of other types than annotated.
+        """
+        try:
+            state = to_tree(self.state)
+            if not type(self).__module__.startswith("raceme."):
+                # Told now rather than when the run is resumed.
+                from_tree(self.state_type, state)
+        except (TypeError, ValueError) as error:
+            raise UserError(f"the state of {type(self).__name__} is invalid: {error}") from None
         return {
             "method": type(self).__name__,
             "clusters": to_tree(self.clusters),
             "bases": to_tree(self.bases),
-            "state": to_tree(self.state),
+            "state": state,
             "dispatch": self.scheduling.state_dict(),
             "protection": to_tree(self.protection.state),
             "progress": to_tree(self.progress),

@@ -37,7 +37,15 @@ from raceme.core.messages import (
     from_array,
 )
 from raceme.core.options import Value
-from raceme.core.registry import ATTACKS, DATASETS, DRIFTS, MODELS, PARTITIONERS, PROTECTIONS
+from raceme.core.registry import (
+    ATTACKS,
+    DATASETS,
+    DRIFTS,
+    MODELS,
+    PARTITIONERS,
+    PROTECTIONS,
+    users_line,
+)
 from raceme.datasets.npz import stamp_of
 from raceme.flower import app as bundles
 from raceme.flower import fleet_client as fleet
@@ -825,8 +833,9 @@ class Tasks:
             reply = loaded.app(message, context)
         except (Exception, SystemExit) as error:
             log.debug("The ClientApp raised an exception", exc_info=error)
-            # Worded as Flower's own runtime does.
-            reason = f"{type(error)}:<'{error}'>"
+            # Worded as Flower's own runtime does, and where in a user's module.
+            where = f" ({line})" if (line := users_line(error)) else ""
+            reason = f"{type(error)}:<'{error}{where}'>"
             return _error(message, CLIENT_APP_RAISED_EXCEPTION, reason)
         if keeps_state:
             self._states[loaded.series_id] = context.state

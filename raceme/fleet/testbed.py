@@ -293,8 +293,13 @@ _GREETED = "query: done"
 """Log line of a device that has answered the first query."""
 _ENDED = "The run ended after "
 """Log line of a server at the end of its run."""
-_LEFT = ("run.sqlite", "clusters", "accuracy.png", "clusters.png", "devices.png", "similarity.png")
+_LEFT = ("run.sqlite", "clusters", "accuracy.png", "clusters.png", "devices.png")
 """Files of every run besides its summary."""
+_WATCHER = """while read -r id; do ids="$ids $id"; done; kill -TERM $ids; kill -CONT $ids"""
+"""Shell script that reads process ids until its input ends, and then ends these processes.
+
+Those that :class:`CpuShare` has stopped must go on to receive the signal.
+"""
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 Show = Callable[[str, str], None]
@@ -332,7 +337,7 @@ class _Process:
 
 @dataclass
 class Testbed:
-    """Processes on this machine that stop together.
+    """Processes on this machine that stop together, even when this one is killed.
 
     Attributes
     ----------
@@ -346,6 +351,20 @@ class Testbed:
     show: Show
     stack: ExitStack = field(default_factory=ExitStack)
     _processes: dict[str, _Process] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # Its input ends with this process, however that ends.
+        self._watcher = subprocess.Popen(
+            ["sh", "-c", _WATCHER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+        )
+        # Last, as the processes are closed in reverse order.
+        self.stack.callback(self._watcher.wait)
+        self.stack.callback(self._watcher.kill)
 
     def start(self, name: str, command: Sequence[str]) -> int:
         """Start a process and return its id; its output goes to the common log."""
@@ -363,6 +382,8 @@ class Testbed:
         reader = threading.Thread(target=self._read, args=(name, handle), daemon=True)
         process = self._processes[name] = _Process(name, handle, reader)
         self.stack.callback(process.end)
+        assert self._watcher.stdin, "it was started with a pipe"
+        print(handle.pid, file=self._watcher.stdin, flush=True)
         reader.start()
         return handle.pid
 

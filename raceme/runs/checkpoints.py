@@ -441,12 +441,11 @@ class Keeper:
         """Write a checkpoint; on failure return None and keep the earlier ones."""
         try:
             path = self._save()
-        except UserError as error:
-            self.failure = str(error)
-            return None
-        except (OSError, SafetensorError) as error:
+        except (OSError, SafetensorError, UserError) as error:
             self.failure = one_line(error)
-            log.warning("A checkpoint could not be written: %s", self.failure)
+            # A failed store ends the run and is logged by itself.
+            if not self._store.failure:
+                log.warning("A checkpoint could not be written: %s", self.failure)
             # Try again when the next one is due.
             self._saved_updates, self._saved_at = self._progress.updates, self._wall_time()
             return None

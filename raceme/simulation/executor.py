@@ -37,7 +37,7 @@ from flwr.clientapp import ClientApp
 
 from raceme.core.errors import UserError, one_line
 from raceme.core.options import Value
-from raceme.core.registry import define, definitions
+from raceme.core.registry import define, definitions, users_line
 from raceme.datasets.source import own_randomness, without_operators
 from raceme.flower import messages as flower
 
@@ -177,7 +177,8 @@ def answer(
             raise ValueError("the ClientApp returned a Message that is no reply to its own")
         return reply
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+        where = f" ({line})" if (line := users_line(error)) else ""
+        reason = f"{type(error).__name__}: {error}{where}\n{traceback.format_exc()}"
         return flower.error_reply(message, flower.CLIENT_APP_RAISED_EXCEPTION, reason)
 
 

@@ -56,7 +56,9 @@ def test_a_run_from_start_to_end_with_the_times_of_each_task(
     place: Loopback, tmp_path: Path
 ) -> None:
     # An update takes a twentieth of a second: one device may be ready seconds before the other.
-    bed = up(place, *KEYS, "--max-updates", "150", "--out", str(tmp_path / "out"))
+    # A method without similarities of clients leaves no figure of them.
+    limit = ["--strategy", "fedasync", "--max-updates", "150"]
+    bed = up(place, *KEYS, *limit, "--out", str(tmp_path / "out"))
     bed.wait_for(r"serve +\| update +3 ", 120)
     processes = family(bed)
     # The server and two devices.
@@ -138,6 +140,19 @@ def test_a_signal_stops_everything_and_leaves_a_checkpoint(
     assert all_gone(processes)
     summary = json.loads((out / "summary.json").read_text())
     assert summary["reason"] == "interrupted by SIGTERM"
+    assert list((out / "checkpoint").iterdir())
+
+
+def test_a_killed_testbed_ends_its_processes_with_a_checkpoint(
+    place: Loopback, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    bed = up(place, *KEYS, "--max-updates", "5000", "--out", str(out))
+    bed.wait_for(r"serve +\| update +4 ", 120)
+    processes = family(bed)
+    bed.handle.kill()
+    wait_until(lambda: all_gone(processes), 60)
+    assert json.loads((out / "summary.json").read_text())["reason"] == "interrupted by SIGTERM"
     assert list((out / "checkpoint").iterdir())
 
 
