@@ -260,9 +260,11 @@ def watched(
     Raises
     ------
     UserError
-        The address is invalid or taken.
+        The address is invalid or taken, or given for no dashboard.
     """
     if not shown:
+        if address != ADDRESS:
+            raise UserError("--watch-address is the address of the dashboard: add --watch.")
         yield
         return
     from raceme.reporting.dashboard.server import qr_code, watching

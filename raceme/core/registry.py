@@ -666,7 +666,9 @@ DATASETS = Registry(
     },
     group="raceme.datasets",
     expected="a subclass of raceme.datasets.source.Source, or def {name}(config)",
-    fits=lambda found: hasattr(found, "load") if isinstance(found, type) else callable(found),
+    fits=lambda found: (
+        hasattr(found, "has_clients") if isinstance(found, type) else callable(found)
+    ),
     aliases={"har": "npz-folder"},
 )
 
@@ -679,6 +681,7 @@ PARTITIONERS = Registry(
     ),
     group="raceme.partitions",
     expected="def {name}(labels, config, rng)",
+    fits=lambda found: not isinstance(found, type),
 )
 
 DRIFTS = Registry(
@@ -742,7 +745,7 @@ ATTACKS = Registry(
     },
     group="raceme.attacks",
     expected="a subclass of raceme.simulation.attacks.Attack",
-    fits=_is_class_with("options_type"),
+    fits=_is_class_with("is_due"),
 )
 """Attacks by simulated clients."""
 

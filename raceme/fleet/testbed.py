@@ -466,7 +466,7 @@ def prepare(keys: Mapping[str, Value]) -> RunConfig:
     if config.device_keys:
         raise UserError("The devices of `raceme up` make keys of their own: leave device-keys out.")
     datasets.all_clients(config)
-    experiment.check_fleet(config, experiment.build_strategy(config))
+    experiment.check_fleet(config, experiment.build_strategy(config), config.num_clients)
     if config.resume:
         return config.with_values(out=config.resume)
     if config.out:

@@ -58,7 +58,7 @@ from raceme.records.record import FILE as TRACE_FILE
 from raceme.records.record import TraceFile, WallTimes
 from raceme.records.store import RunStore, each_event
 from raceme.records.summary import ProtectionSummary, RunSummary
-from raceme.runs.checkpoints import CheckpointFolder, Keeper, restore, resuming
+from raceme.runs.checkpoints import CHECKPOINTS, CheckpointFolder, Keeper, restore, resuming
 from raceme.runs.trackers import TrackerObserver, chosen
 from raceme.simulation import executor_for, prepare, training_seconds
 from raceme.simulation.attacks import (
@@ -307,6 +307,9 @@ def simulate(config: RunConfig, *observers: Observer, stop: StopCheck = never_st
         forget()
 
 
+_NO_ATTACK = "attack is for simulated clients: leave it out on real devices."
+
+
 def check_fleet(config: RunConfig, strategy: Method, devices: int = 0) -> None:
     """Check that a method fits the size of the fleet, and warn where it is of little use.
 
@@ -320,7 +323,7 @@ def check_fleet(config: RunConfig, strategy: Method, devices: int = 0) -> None:
     Raises
     ------
     UserError
-        The hyper-parameters do not fit the number of clients.
+        The hyper-parameters do not fit the number of clients, or real devices are to attack.
     """
     try:
         strategy.check(max(config.num_clients, devices))
@@ -330,6 +333,8 @@ def check_fleet(config: RunConfig, strategy: Method, devices: int = 0) -> None:
         log.warning("One client trains alone: federation needs at least two (--clients 2).")
     if config.attack == NONE:
         return
+    if devices:
+        raise UserError(_NO_ATTACK)
     attack_of(config).check(datasets.data_shape(config))
     if not attackers_of(config):
         log.warning(
@@ -433,6 +438,9 @@ def _check_resumed_limit(config: RunConfig) -> None:
     except (OSError, ValueError, KeyError):
         # A missing or unreadable file is reported where it is needed; a crash leaves no summary.
         return
+    if not any((folder / CHECKPOINTS).glob("*")):
+        # A higher limit would not help; also reported where it is needed.
+        return
     # Rounds may exceed the limit, so the same limit is valid.
     if config.max_updates and config.max_updates < done and config.max_updates != before:
         raise UserError(
@@ -474,7 +482,7 @@ def conduct(
         checkpoint to resume from.
     """
     if config.attack != NONE and not timeline_of(grid).is_virtual:
-        raise UserError("attack is for simulated clients: leave it out on real devices.")
+        raise UserError(_NO_ATTACK)
     _warn_of_late_changes(config, strategy, grid)
     initial = models.initial_arrays(config)
     probe = probe_of(config, initial)

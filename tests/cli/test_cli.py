@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -392,6 +393,9 @@ def test_resuming_below_what_is_done_is_refused_and_loses_nothing(
     assert refused.stderr.endswith("e.g. --max-updates 48.\n")
     assert contents(tmp_path / "out") == before
     assert raceme(tmp_path, "run", "--resume", "out", "--max-updates", "26").returncode == 0
+    shutil.rmtree(tmp_path / "out" / "checkpoint")
+    lost = raceme(tmp_path, "run", "--resume", "out", "--max-updates", "10")
+    assert "There is no checkpoint in" in lost.stderr, "a higher limit would not help"
 
 
 def test_ctrl_c_names_the_command_that_resumes(raceme: Typed, tmp_path: Path) -> None:

@@ -170,6 +170,7 @@ def test_a_server_that_refuses_to_resume_is_no_success(place: Loopback, tmp_path
     [
         (["--set", "cassa.gamma=1"], "Unknown key 'cassa.gamma'"),
         (["--set", "dataset=digit"], "Unknown dataset 'digit'"),
+        (["--attack", "sign-flip"], "attack is for simulated clients"),
         (["--delay", "20"], "--delay and --loss belong to --shape"),
     ],
 )

@@ -146,6 +146,7 @@ def test_bad_input_is_one_clear_line(
     assert "no address of this machine" in said("watch", run, "--host", "no.such.host.invalid")
     for address in ("8321", ":8321", "localhost:", "localhost:99999", "localhost:x"):
         assert "is not an address" in said("run", "--watch", "--watch-address", address)
+    assert "add --watch" in said("run", "--watch-address", "127.0.0.1:0")
     assert not list((tmp_path / "runs").iterdir())
 
 
