@@ -494,7 +494,17 @@ class Method(Strategy):
         return Request(client)
 
     def on_answer(self, answer: Answer) -> None:
-        """Handle the answer to work other than training."""
+        """Handle the answer to work other than training.
+
+        Raises
+        ------
+        UserError
+            The method does not handle answers: without this the run would never end.
+        """
+        raise UserError(
+            f"{type(self).__name__} has no on_answer(), and '{answer.task.kind}' is not training: "
+            "the name of a kind that trains, or of its function, begins with 'train'."
+        )
 
     def on_join(self, client: Client) -> None:
         """Handle a client that joins, for the first time or again."""
