@@ -32,10 +32,15 @@ from raceme.core.options import Value
 from raceme.core.registry import define, definitions
 from raceme.core.signals import StopRequest
 from raceme.experiments.suites import Method, Suite, slug
-from raceme.records.folder import ERROR, failure_recorded, foreign, only_writer
-from raceme.runs.checkpoints import CHECKPOINTS, CONDITIONS, can_resume
-
-SUMMARY = "summary.json"
+from raceme.records.folder import (
+    CHECKPOINTS,
+    ERROR,
+    SUMMARY,
+    failure_recorded,
+    foreign,
+    only_writer,
+)
+from raceme.runs.checkpoints import CONDITIONS, can_resume
 
 
 @dataclass(frozen=True)

@@ -81,12 +81,11 @@ from raceme.flower.ports import (
     most_connections,
     read_body,
 )
-from raceme.records.folder import ControlSocket, Stage, VersionStore, new_folder
+from raceme.records.folder import CHECKPOINTS, ControlSocket, Stage, VersionStore, new_folder
 from raceme.records.record import line_of
 from raceme.records.store import each_event
 from raceme.records.summary import finite
 from raceme.runs import experiment
-from raceme.runs.checkpoints import CHECKPOINTS
 from raceme.runs.experiment import Outcome
 from raceme.simulation import apps
 from raceme.simulation.apps import AppEnding, FlowerApp

@@ -17,8 +17,9 @@ from raceme.core.errors import UserError
 from raceme.core.events import grouped
 from raceme.core.timeline import Exchange, Switched
 from raceme.records.folder import MESSAGES as MESSAGES
+from raceme.records.folder import SUMMARY as SUMMARY
 
-CLIENTS, SUMMARY = "clients.csv", "summary.json"
+CLIENTS = "clients.csv"
 
 Floats = NDArray[np.float64]
 Span = tuple[float, float]

@@ -45,6 +45,7 @@ from raceme.core.files import absolute, atomic_write, flush
 
 log = logging.getLogger("raceme.folder")
 
+SUMMARY = "summary.json"
 ERROR = "error.txt"
 """Traceback of a failed run."""
 _STORE = "run.sqlite"
@@ -58,7 +59,7 @@ _FILES = {
     ERROR,
     _STORE,
     "run.log",
-    "summary.json",
+    SUMMARY,
     "similarity.npz",
     "positions.jsonl",
     "wall-times.csv",
@@ -72,7 +73,9 @@ _FIGURE = b"Software\0Raceme"
 """Marker in the head of every figure."""
 MODELS = ("clusters", "clients")
 """Folders of models: one for each cluster, and one for each client."""
-_FOLDERS = {"checkpoint", *MODELS}
+CHECKPOINTS = "checkpoint"
+"""Folder of the checkpoints of a run."""
+_FOLDERS = {CHECKPOINTS, *MODELS}
 
 
 def new_folder(out: str | Path | None, name: str) -> Path:
@@ -209,14 +212,15 @@ def resumed_folder(config: RunConfig) -> Path:
 
 
 def forget_end(config: RunConfig, out: Path) -> None:
-    """Remove artefacts of an earlier end of a run that would not be overwritten.
+    """Remove what tells of an earlier end of a run, which is not at its end any more.
 
-    Limits may have changed, so the configuration is rewritten.
+    Limits may have changed, so the configuration is rewritten. Figures stay until the new end.
     """
     for folder in MODELS:
         for path in (out / folder).glob("*.safetensors"):
             path.unlink()
-    (out / ERROR).unlink(missing_ok=True)
+    for name in (ERROR, SUMMARY):
+        (out / name).unlink(missing_ok=True)
     _write_config(out, config)
 
 

@@ -27,7 +27,7 @@ from raceme.core.events import (
 )
 from raceme.core.files import ReadingError, parse_json, read_text
 from raceme.core.options import AUTO, Value
-from raceme.records.folder import MODELS
+from raceme.records.folder import CHECKPOINTS, CONTROL, MODELS, has_writer
 from raceme.records.positions import read_similarity
 from raceme.records.record import Client, Flags, Floats, RunRecord, read_run
 from raceme.reporting.artefacts import figures_of
@@ -659,12 +659,14 @@ def read_summary(folder: Path) -> dict[str, Any]:
     """
     path = folder / "summary.json"
     if not path.is_file():
-        further = ""
-        if (folder / "checkpoint").is_dir():
-            further = f"; to resume it: raceme run --resume {folder}"
-        raise UserError(
-            f"{folder} has no summary.json: the run is in progress or was killed{further}."
-        )
+        state = "is in progress" if has_writer(folder) else "was killed"
+        if state == "was killed" and (folder / CHECKPOINTS).is_dir():
+            again = f"raceme run --resume {folder}"
+            if (folder / CONTROL).exists():
+                # The socket of a server that had no time to remove it.
+                again = "the same `raceme serve` or, with --resume, `raceme up` again"
+            state += f"; to resume it: {again}"
+        raise UserError(f"{folder} has no summary.json: the run {state}.")
     try:
         summary = parse_json(read_text(path))
     except ReadingError as error:

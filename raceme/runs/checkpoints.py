@@ -32,6 +32,7 @@ from raceme.core.files import (
 from raceme.core.options import Value
 from raceme.core.strategy import Method
 from raceme.core.timeline import Resumable, timeline_of
+from raceme.records.folder import CHECKPOINTS
 from raceme.records.store import FILE_NAME, RunStore
 
 # -----------------------------------------------------------------------------
@@ -200,8 +201,6 @@ def _digest(metadata: Mapping[str, str], tensors: Mapping[str, _Array]) -> str:
 
 log = logging.getLogger("raceme.checkpoints")
 
-CHECKPOINTS = "checkpoint"
-"""Name of the folder within the run's folder."""
 _KEPT = 2
 _SUFFIX = ".safetensors"
 
@@ -467,6 +466,7 @@ class Keeper:
             "raceme": raceme.__version__,
             "state": str(STATE),
             "strategy": self._config.strategy,
+            "command": _command(self._grid),
             "config": hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16],
             "updates": str(self._progress.updates),
         }
@@ -476,6 +476,13 @@ class Keeper:
             self._seconds = max(_LEAST_SECONDS, _COSTS * (self._saved_at - begun))
         log.debug("checkpoint %s after %d updates", path.name, self._saved_updates)
         return path
+
+
+def _command(grid: Grid) -> str:
+    """Return the command whose runs have such a grid."""
+    if timeline_of(grid).is_virtual:
+        return "raceme run"
+    return "raceme serve" if isinstance(grid, Resumable) else "flwr run"
 
 
 def restore(folder: CheckpointFolder, config: RunConfig, strategy: Method, grid: Grid) -> Restored:
@@ -497,16 +504,12 @@ def restore(folder: CheckpointFolder, config: RunConfig, strategy: Method, grid:
     UserError
         No checkpoint can be used.
     """
-    resumable = grid if isinstance(grid, Resumable) else None
+    resumable, here = grid if isinstance(grid, Resumable) else None, _command(grid)
 
     def check(tree: Any, note: Mapping[str, str]) -> str:
         reason = _unfit(tree, note, config)
-        if not reason and (tree["grid"] is None) != (resumable is None):
-            reason = (
-                "it is of a run on real time: resume it with `flwr run`"
-                if tree["grid"] is None
-                else "it is of a run of `raceme run` or `raceme serve`: resume it with that"
-            )
+        if not reason and (command := note.get("command", here)) != here:
+            reason = f"it is of a run of `{command}`: resume it with that"
         if reason:
             return reason
         try:

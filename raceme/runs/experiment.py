@@ -44,6 +44,7 @@ from raceme.core.timeline import Timeline, timeline_of
 from raceme.datasets.dealt import with_whole_path
 from raceme.datasets.drift import schedule_of
 from raceme.records.folder import (
+    CHECKPOINTS,
     begin,
     failure_recorded,
     forget_end,
@@ -58,7 +59,7 @@ from raceme.records.record import FILE as TRACE_FILE
 from raceme.records.record import TraceFile, WallTimes
 from raceme.records.store import RunStore, each_event
 from raceme.records.summary import ProtectionSummary, RunSummary
-from raceme.runs.checkpoints import CHECKPOINTS, CheckpointFolder, Keeper, restore, resuming
+from raceme.runs.checkpoints import CheckpointFolder, Keeper, restore, resuming
 from raceme.runs.trackers import TrackerObserver, chosen
 from raceme.simulation import executor_for, prepare, training_seconds
 from raceme.simulation.attacks import (
@@ -290,9 +291,15 @@ def simulate(config: RunConfig, *observers: Observer, stop: StopCheck = never_st
         The configuration is invalid; raised before any work starts.
     """
     config = resolve(config)
+    has_limit = config.max_updates or config.max_rounds or config.max_time
+    if config.resume and (config.device_keys or not has_limit):
+        raise UserError(
+            f"{config.resume} is a run of real devices: resume it with `raceme serve`, as it was "
+            "started."
+        )
     if config.device_keys:
         raise UserError("device-keys is for real devices: leave it out of a simulation.")
-    if not (config.max_updates or config.max_rounds or config.max_time):
+    if not has_limit:
         raise UserError("Without --max-updates a simulation needs --max-time or --max-rounds.")
     strategy = build_strategy(config)
     check_fleet(config, strategy)

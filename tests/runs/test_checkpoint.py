@@ -28,6 +28,8 @@ from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
 from raceme.core.scheduling import RoundsParameters
 from raceme.records.store import RunStore, read_events
+from raceme.reporting.dashboard.source import RunSource
+from raceme.reporting.run_page import read_summary
 from raceme.runs.checkpoints import (
     CHECKPOINTS,
     CheckpointFolder,
@@ -447,6 +449,28 @@ def test_the_last_two_are_kept_and_a_finished_run_can_be_made_longer(
     assert summary["accuracy"] == straight["accuracy"]
     assert result_of(out)[:2] == result_of(tmp_path / "straight")[:2]
     assert "max-updates = 20" in (out / "config.toml").read_text()
+
+
+def test_what_follows_a_resumed_run_is_not_told_of_its_former_end(out: Path) -> None:
+    before, source, said = RunSource(out), RunSource(out), []
+    before.read_all()
+    assert any('"summary":{' in piece for piece in before.pieces)
+
+    def look(event: events.Event) -> None:
+        if isinstance(event, events.UpdateApplied) and not said:
+            before.read_all()
+            source.read_all()
+            with pytest.raises(UserError, match=r"no summary.json: the run is in progress\.$"):
+                read_summary(out)
+            said.append(before.pieces[-1])
+
+    keys = {**SMALL, "resume": str(out), "max-updates": 20}
+    simulate(RunConfig.from_mapping(keys), look)
+    assert said
+    # A page that was open is told anew, or that there is no summary any more.
+    told = [piece for piece in before.pieces if '"summary"' in piece]
+    assert not told or told[-1] == '{"summary":null}'
+    assert not any('"summary"' in piece for piece in source.pieces)
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_that_is_said(

@@ -18,7 +18,7 @@ from raceme.core.config import read_toml
 from raceme.core.errors import UserError
 from raceme.core.events import Event, EventHandler, Membership
 from raceme.core.files import ReadingError, check_folder, parse_json, read_text
-from raceme.records.folder import CONTROL, ERROR, has_writer
+from raceme.records.folder import CONTROL, ERROR, SUMMARY, has_writer
 from raceme.records.positions import (
     SCALE,
     PositionsReader,
@@ -296,7 +296,7 @@ def _short(value: float | None) -> float | None:
 # -----------------------------------------------------------------------------
 
 
-CONFIG, SUMMARY = "config.toml", "summary.json"
+CONFIG = "config.toml"
 
 
 class RunSource:
@@ -336,7 +336,7 @@ class RunSource:
     def _begin(self) -> None:
         """Reset."""
         self._columns = Columns(self._most_scores)
-        self._is_stopped = self._has_failed = False
+        self._is_stopped = False
         self._is_behind = True
         self._stamps: dict[str, tuple[int, int]] = {}
         self._walls = 0
@@ -410,12 +410,12 @@ class RunSource:
         if self._is_new(ERROR):
             # The last line of a traceback has the error.
             lines = read_text(self.folder / ERROR).strip().splitlines()
-            self._has_failed = True
             self._tell({"failure": lines[-1] if lines else "no reason given"})
-        elif self._has_failed and not (self.folder / ERROR).exists():
-            # The run has been resumed.
-            self._has_failed = False
-            self._tell({"failure": None})
+        for name, piece in ((SUMMARY, "summary"), (ERROR, "failure")):
+            if name in self._stamps and not (self.folder / name).exists():
+                # The run has been resumed.
+                del self._stamps[name]
+                self._tell({piece: None})
         for snapshot in self._positions.read():
             self._snapshots += 1
             stride = 1 + self._told_positions // self._most_positions

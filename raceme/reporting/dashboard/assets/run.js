@@ -42,7 +42,7 @@ export class Run {
       if (name in this.tables) this.append(name, columns);
     }
     if (piece.run) this.about = piece.run;
-    if (piece.summary) this.summary = piece.summary;
+    if ("summary" in piece) this.summary = piece.summary;
     if ("failure" in piece) this.failure = piece.failure;
     if ("stopped" in piece) this.stopped = piece.stopped;
     if ("loading" in piece) this.loading = piece.loading;
