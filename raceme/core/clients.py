@@ -502,14 +502,15 @@ class Fleet:
         Parameters
         ----------
         stated : int, optional
-            Stated number; by default that of its greeting.
+            Stated number; by default that of its last update, before the first of its greeting.
 
         Returns
         -------
         int
             The stated number, at most :func:`raceme.core.clients.largest_believed`.
         """
-        stated = self.clients[client].num_examples if stated is None else stated
+        if stated is None:
+            stated = self.sizes.get(client, self.clients[client].num_examples)
         limit = self.most_counted()
         if stated > limit and client not in self._capped:
             self._capped.add(client)

@@ -614,7 +614,7 @@ def encoded(model: ArrayRecord, residual: ArrayRecord) -> tuple[ArrayRecord, Arr
     Parameters
     ----------
     model : ArrayRecord
-        A model of finite weights. Arrays of whole numbers stay as they are.
+        A model of finite weights. Arrays of whole numbers and running statistics stay as they are.
     residual : ArrayRecord
         Rounding error of the client's last upload, which is added first (error feedback) and
         replaced by the new one; empty at first.
@@ -622,7 +622,8 @@ def encoded(model: ArrayRecord, residual: ArrayRecord) -> tuple[ArrayRecord, Arr
     codes, scales = dict(model), dict[str, Array]()
     for name, own in model.items():
         values = from_array(own)
-        if values.dtype.kind != "f":
+        # Running statistics are few, and rounding errors could make a variance negative.
+        if Role.of(name, values.dtype.str) is not Role.TRAINABLE:
             continue
         total = values.astype(np.float32)
         if name in residual:

@@ -9,11 +9,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from flwr.app import ConfigRecord
+from flwr.app import ConfigRecord, Context, Message
 from flwr.serverapp import Grid
 from threadpoolctl import threadpool_limits
 
@@ -70,7 +70,15 @@ from raceme.simulation.attacks import (
     planned_requests,
     with_late_attackers,
 )
-from raceme.simulation.devices import PREFIX, Workload, fleet, numbered, traced_fleet
+from raceme.simulation.devices import (
+    PREFIX,
+    Cost,
+    Workload,
+    fleet,
+    numbered,
+    traced_fleet,
+    training_cost,
+)
 from raceme.simulation.executor import load
 from raceme.simulation.virtual_grid import VirtualGrid, communication_of, nodes_of
 from raceme.training import models
@@ -260,9 +268,29 @@ def build_grid(config: RunConfig, strategy: Method | None = None) -> VirtualGrid
         seconds=lambda: training_seconds(config, examples),
         config=config,
     )
+    cost: Cost = training_cost
+    if config.drift != NONE and any(node.device.is_per_sample for node in nodes):
+        cost = _cost_at_steps(config)
     return VirtualGrid(
-        load(target), nodes, config.to_mapping(), seed=config.seed, executor=executor
+        load(target), nodes, config.to_mapping(), seed=config.seed, executor=executor, cost=cost
     )
+
+
+def _cost_at_steps(config: RunConfig) -> Cost:
+    """Return the cost of messages to clients whose numbers of samples change with the step."""
+
+    @cache
+    def examples_at(client: int, step: int) -> int:
+        return len(datasets.client_data(config, client, step).y_train)
+
+    def cost(message: Message, context: Context, examples: int) -> Workload | None:
+        settings = message.content.config_records.get(names.CONFIG, ConfigRecord())
+        if (step := settings.get(names.STEP)) and isinstance(step, int):
+            examples = examples_at(int(context.node_config["partition-id"]), step)
+        load = training_cost(message, context, examples)
+        return None if load is None else load._replace(examples=examples)
+
+    return cost
 
 
 def _client_names(config: RunConfig) -> Sequence[str]:

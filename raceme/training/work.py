@@ -172,7 +172,12 @@ class ClientWork:
         network = self.client.network
         model = network.write(spec)
         if self._keeps_batch_norm:
-            self.state[BATCH_NORM] = network.keep(network.batch_norm)
+            own = network.keep(network.batch_norm)
+            # A training that diverged must not spoil all that follow.
+            if is_usable(network.weights) and all(
+                np.isfinite(from_array(array)).all() for array in own.values()
+            ):
+                self.state[BATCH_NORM] = own
             model.update({name: received[name] for name in network.batch_norm})
         return model
 

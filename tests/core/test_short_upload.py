@@ -47,6 +47,18 @@ def test_each_row_has_256_levels_between_its_extremes() -> None:
     assert numbers(decoded(codes, scales))["w"] == pytest.approx(weights, abs=1e-6)
 
 
+def test_running_statistics_are_sent_as_they_are() -> None:
+    residual = array_record({})
+    var = np.array([0.001, 0.13, 5.0, 51.0], np.float32)
+    for other in (0.13, 0.06):
+        var[1] = other
+        model = {"bn.running_var": to_array(var), "bn.weight": to_array(np.ones(4, np.float32))}
+        codes, scales = encoded(array_record(model), residual)
+        assert set(scales) == set(residual) == {"bn.weight"}
+        # An error of half a step, 0.1, would have made a variance negative.
+        assert numbers(decoded(codes, scales))["bn.running_var"].tolist() == var.tolist()
+
+
 def test_what_is_left_out_is_added_to_the_next_upload() -> None:
     residual = array_record({})
     weights = np.array([0.0, 0.4, 255.0], np.float32)

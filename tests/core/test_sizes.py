@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from fleets import grid_of, pulled_app
 from flwr.app import Message
-from runs import ONES, devices, run
 
 from raceme.core.clients import MOST_EXAMPLES, Client, Fleet, largest_believed
 from raceme.strategies import FedAvg
+from runs import ONES, devices, run
 
 
 def test_ten_times_the_median_where_all_are_alike() -> None:
@@ -54,6 +54,15 @@ def test_what_a_client_states_last_is_its_size() -> None:
         fleet.heard(name, 10**6)
     assert fleet.most_counted() == 10**7
     assert Fleet(sizes=dict(fleet.sizes)).most_counted() == 10**7
+
+
+def test_data_that_grow_count_as_their_last_update_says() -> None:
+    fleet = Fleet(clients={name: Client(name, 10) for name in "abc"})
+    assert [fleet.counted(name) for name in "abc"] == [10, 10, 10]
+    for examples in (20, 40):
+        fleet.heard("a", examples)
+        fleet.heard("b", 10)
+    assert [fleet.counted(name) for name in "abc"] == [40, 10, 10]
 
 
 def greedy(reply: Message, index: int) -> Message:

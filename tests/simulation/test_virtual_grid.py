@@ -1,6 +1,7 @@
 """The simulator: when replies come, what gets lost, and that nothing else ever does."""
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,12 +10,17 @@ from flwr.clientapp import ClientApp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raceme import datasets
+from raceme.core import events
+from raceme.core.config import RunConfig
 from raceme.core.timeline import Resumable, Timeline, timeline_of
 from raceme.flower.messages import (
     CLIENT_APP_RAISED_EXCEPTION,
     NODE_UNAVAILABLE,
     REPLY_MESSAGE_UNAVAILABLE,
 )
+from raceme.records.store import read_events
+from raceme.runs.experiment import simulate
 from raceme.simulation import Device, Node, VirtualGrid
 
 HUNDRED_BYTES = ArrayRecord({"w": Array("uint8", (99,), "raw", bytes(99))})
@@ -435,3 +441,24 @@ def test_numbers_that_answer_a_question_cost_no_upload() -> None:
     # 100 bytes down at 50 B/s, 2 s of work; nothing of a model's size comes back.
     device = Device(seconds_per_round=2.0, bandwidth_down=50.0, bandwidth_up=20.0)
     assert arrival(grid_of(device), train(1, kind="losses")) == pytest.approx(2 + 2)
+
+
+def test_times_per_sample_follow_data_that_grow(tmp_path: Path) -> None:
+    devices = tmp_path / "devices.toml"
+    devices.write_text("[device]\nseconds-per-round = 1.0\nseconds-per-sample = 0.01")
+    keys = {"clients": 2, "partition": "iid", "devices": str(devices), "workers": "0"}
+    drift = {"drift": "incremental", "drift-at": "4 updates, 8 updates"}
+    limits = {"strategy": "fedasync", "max-updates": 12, "out": str(tmp_path / "out")}
+    config = RunConfig.from_mapping({**keys, **drift, **limits})
+    simulate(config)
+    found = {
+        (update.client, update.step): update.time - update.dispatched_at
+        for update in read_events(tmp_path / "out")
+        if isinstance(update, events.UpdateApplied)
+    }
+    wanted = {
+        (client, step): 1 + 0.01 * len(datasets.client_data(config, int(client[-1]), step).y_train)
+        for client, step in found
+    }
+    assert found == pytest.approx(wanted)
+    assert len({round(seconds, 6) for seconds in wanted.values()}) >= 3

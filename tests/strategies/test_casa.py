@@ -32,8 +32,8 @@ def task(client: str, version: int = 0, cluster: int = 0, updates: int = 0) -> I
     return InFlight(0, client, cluster, version, updates, sent_at=0.0, bytes_down=0)
 
 
-def update(client: str, values: Sequence[float], version: int = 0) -> Update:
-    return Update(task(client, version), np.array(values, np.float32), 10, 0.0)
+def update(client: str, values: Sequence[float], version: int = 0, examples: int = 10) -> Update:
+    return Update(task(client, version), np.array(values, np.float32), examples, 0.0)
 
 
 def test_three_updates_by_hand() -> None:
@@ -346,12 +346,14 @@ def two_clusters(**parameters: float | str) -> CASA:
 
 def test_a_representative_counts_clients_by_their_data() -> None:
     strategy = two_clusters(gap_range=1000.0)
-    for name, examples in (("c0", 1000), ("c1", 10), ("new", 10)):
-        strategy.on_join(Client(name, num_examples=examples))
+    for name in ("c0", "c1", "new"):
+        strategy.on_join(Client(name, num_examples=10))
     strategy.on_sent(task("new", cluster=1))
     angles = {"c0": 0.0, "c1": np.pi / 2, "c2": 1.2, "new": 0.9}
     for client, angle in angles.items():
-        strategy.applied([update(client, (np.cos(angle), np.sin(angle)))])
+        # The data of c0 have grown.
+        examples = 1000 if client == "c0" else 10
+        strategy.applied([update(client, (np.cos(angle), np.sin(angle)), examples=examples)])
     # Eq (15): rep_1 is (1000 (1, 0) + 10 (0, 1)) / 1010, at 0.01; rep_2 is at 1.2, 0.3 away. The
     # plain mean of c0 and c1 would be at 0.785, 0.115 away.
     assert strategy.clusters.main("new") == 2

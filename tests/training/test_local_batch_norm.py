@@ -81,6 +81,17 @@ def test_local_batch_normalisation_over_two_rounds_by_hand(tmp_path: Path) -> No
     assert tested["accuracy"] == (scores.argmax(axis=1) == LABELS).mean()
 
 
+def test_a_training_that_diverges_spoils_none_that_follow(tmp_path: Path) -> None:
+    node = own_batch_norm(tmp_path)
+    app(message("train", {"task": 1}, batch_norm(1.0, 0.0, 0)), node)
+    before = numbers(node.state["batch-norm"])  # type: ignore[arg-type]
+    app(message("train", {"task": 2, "lr-scale": 1e30}, batch_norm(1.0, 0.0, 0)), node)
+    own = numbers(node.state["batch-norm"])  # type: ignore[arg-type]
+    assert {name: values.tolist() for name, values in own.items()} == {
+        name: values.tolist() for name, values in before.items()
+    }
+
+
 def test_shared_batch_normalisation_travels_and_leaves_nothing(tmp_path: Path) -> None:
     node = own_batch_norm(tmp_path, batch_norm="shared")
     reply = app(message("train", {"task": 1}, batch_norm(1.0, 0.0, 0)), node).content

@@ -287,9 +287,8 @@ class CASA(Method):
     def _c_phase(self, i: int, update: Update, newcomer: bool) -> None:
         """Place a newcomer, compare, split and buffer: eqs (10) to (15), Algorithms 2 and 3."""
         client = update.task.client
-        if client in self.progress.fleet.clients:
-            # Without greetings, the first update states it.
-            self.state.examples[i] = self.progress.fleet.clients[client].num_examples
+        # The number changes with the data.
+        self.state.examples[i] = update.num_examples
         code = self._encoder.encode(self.compared(update.vector))
         if newcomer:
             self.clusters.assign(client, self._nearest_cluster(i, code))
