@@ -14,6 +14,7 @@ from processes import ROOT
 from typer.testing import CliRunner
 
 from raceme.cli import app, main
+from raceme.core.errors import UserError
 
 FILES = ("my_method.py", "my_client.py")
 
@@ -57,6 +58,39 @@ def test_it_stands_beside_others_in_a_comparison(folder: Path) -> None:
     own, other = rows["my_method:ByMeans"], rows["fedasync"]
     assert float(own["measure_far"]) > 0
     assert other["measure_far"] == ""
+
+
+def test_a_run_of_other_code_is_not_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    method = (
+        "from raceme.strategies import FedAsync\nfrom rates import RATE\nclass Own(FedAsync):\n"
+    )
+    (folder / "edited.py").write_text(method + '    "A method of two files."\n')
+    (folder / "rates.py").write_text("RATE = 0.5\n")
+    (folder / "unrelated.py").write_text("")
+    chosen = ["compare", "edited:Own", "--seeds", "0", "--clients", "2", "--workers", "1"]
+    compared = [*chosen, "--max-updates", "4", "--out", "cmp"]
+    assert "kept" not in CliRunner().invoke(app, compared, catch_exceptions=False).output
+    (folder / "unrelated.py").write_text("OTHER = 1\n")
+    assert "kept" in CliRunner().invoke(app, compared, catch_exceptions=False).output
+    (folder / "rates.py").write_text("RATE = 0.6\n")
+    with pytest.raises(UserError, match=r"seed-0 holds a finished run, .* has changed since"):
+        CliRunner().invoke(app, compared, catch_exceptions=False)
+
+
+def test_a_run_that_goes_on_with_other_code_says_so(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (folder / "goingon.py").write_text("from raceme.strategies import FedAsync as Own\n")
+    run = ["run", "--strategy", "goingon:Own", "--clients", "2", "--workers", "0", "--out", "out"]
+    limits = ["--max-updates", "4", "--set", "checkpoint-every=2"]
+    CliRunner().invoke(app, [*run, *limits], catch_exceptions=False)
+    resume = ["run", "--resume", "out", "--max-updates"]
+    CliRunner().invoke(app, [*resume, "6"], catch_exceptions=False)
+    assert "has changed since" not in caplog.text
+    (folder / "goingon.py").write_text("from raceme.strategies import FedAsync as Own # other\n")
+    CliRunner().invoke(app, [*resume, "8"], catch_exceptions=False)
+    assert "The run goes on, but the source of a module" in caplog.text
+    assert json.loads((folder / "out" / "summary.json").read_text())["updates"] == 8
 
 
 BROKEN = """

@@ -17,6 +17,7 @@ import sys
 import tomllib
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import suppress
 from dis import get_instructions
 from functools import cache, cached_property
 from hashlib import sha256
@@ -440,6 +441,53 @@ def _digest(chosen: Any) -> str:
 
     add(chosen, {})
     return digest.hexdigest()[:12]
+
+
+_IMPORTED = (
+    "strategy",
+    "dataset",
+    "partition",
+    "drift",
+    "protection",
+    "attack",
+    "model",
+    "devices",
+)
+"""Keys of a run that may name a user's ``module:attribute``."""
+
+
+def code_of(keys: Mapping[str, object]) -> str:
+    """Return a digest of the source of the users' modules that a run's keys name.
+
+    It covers the modules beside them, too, whose names occur in their source. Definitions of
+    scripts and notebooks have a digest in their names.
+
+    Returns
+    -------
+    str
+        Empty if the keys name no module.
+    """
+    see_current_folder()
+    waiting = []
+    for key in _IMPORTED:
+        module, colon, _ = str(keys.get(key, "")).partition(":")
+        if colon and not module.startswith((_LOCAL, f"{__package__.partition('.')[0]}.")):
+            # A module that cannot be found is reported where it is needed.
+            with suppress(ImportError, ValueError):
+                found = find_spec(module)
+                waiting += [Path(found.origin)] if found and found.origin else []
+    sources: dict[Path, bytes] = {}
+    while waiting:
+        file = waiting.pop()
+        if file not in sources and file.suffix == ".py" and file.is_file():
+            sources[file] = file.read_bytes()
+            words = set(re.findall(rb"\w+", sources[file]))
+            beside = file.parent.glob("*.py")
+            waiting += [other for other in beside if other.stem.encode() in words]
+    digest = sha256()
+    for file in sorted(sources):
+        digest.update(file.name.encode() + b"\0" + sources[file])
+    return digest.hexdigest()[:12] if sources else ""
 
 
 _PACKAGE = Path(__file__).parent.parent

@@ -29,7 +29,7 @@ from raceme.core.errors import UserError, one_line, told_by_system
 from raceme.core.events import Ending, Evaluated, EventHandler, UpdateApplied
 from raceme.core.files import ReadingError, parse_json, read_text
 from raceme.core.options import Value
-from raceme.core.registry import define, definitions
+from raceme.core.registry import code_of, define, definitions
 from raceme.core.signals import StopRequest
 from raceme.experiments.suites import Method, Suite, slug
 from raceme.records.folder import (
@@ -167,8 +167,9 @@ def survey(jobs: Iterable[Job]) -> tuple[list[Job], list[Job]]:
     """
     finished, half = [], []
     for job in jobs:
-        if job.summary() is not None:
+        if (summary := job.summary()) is not None:
             _check_same(job)
+            _check_same_code(job, summary)
             finished.append(job)
         elif job.folder.exists():
             _check_is_run(job)
@@ -192,6 +193,16 @@ def _check_same(job: Job) -> None:
                 f"{job.folder} holds a finished run with {name} = {found.get(name)!r}, wanted is "
                 f"{wanted.get(name)!r}: choose another folder with --out."
             )
+
+
+def _check_same_code(job: Job, summary: Mapping[str, Any]) -> None:
+    """Raise UserError if users' modules have changed since the finished run of a job."""
+    code = code_of(job.config.to_mapping())
+    if summary.get("code", code) != code:
+        raise UserError(
+            f"{job.folder} holds a finished run, and the source of a module that it names, or of "
+            "one beside it, has changed since: choose another folder with --out."
+        )
 
 
 def _check_is_run(job: Job) -> None:

@@ -30,6 +30,7 @@ from raceme.core.files import (
     parse_json,
 )
 from raceme.core.options import Value
+from raceme.core.registry import code_of
 from raceme.core.strategy import Method
 from raceme.core.timeline import Resumable, timeline_of
 from raceme.records.folder import CHECKPOINTS
@@ -379,6 +380,8 @@ class Keeper:
     ----------
     failure : str
         Reason if the last due checkpoint could not be written, else empty.
+    code : str
+        Digest of the users' modules that the run names: :func:`raceme.core.registry.code_of`.
     """
 
     def __init__(
@@ -402,6 +405,8 @@ class Keeper:
         self._saved_updates = self._progress.updates if resumed else -1
         self._saved_at = wall_time()
         self.failure = ""
+        # Of the start, when the modules were imported.
+        self.code = code_of(config.to_mapping())
 
     def stop_check(self) -> str:
         """Write a checkpoint if one is due; return the reason if the run is to end.
@@ -467,6 +472,7 @@ class Keeper:
             "state": str(STATE),
             "strategy": self._config.strategy,
             "command": _command(self._grid),
+            "code": self.code,
             "config": hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16],
             "updates": str(self._progress.updates),
         }
@@ -517,6 +523,8 @@ def restore(folder: CheckpointFolder, config: RunConfig, strategy: Method, grid:
         # A forged state can raise any exception.
         except Exception as error:
             return f"its state does not fit this version of Raceme ({_described(error)})"
+        if changed := _other_code(note, config):
+            log.warning("The run goes on, but %s.", changed)
         writer = note.get("raceme")
         if writer != raceme.__version__:
             log.info("The checkpoint is of Raceme %s, this is %s", writer, raceme.__version__)
@@ -570,7 +578,9 @@ def can_resume(run: Path, config: RunConfig) -> bool:
     if not (run / FILE_NAME).is_file():
         return False
     try:
-        CheckpointFolder(run).load(lambda tree, note: _unfit(tree, note, config))
+        CheckpointFolder(run).load(
+            lambda tree, note: _unfit(tree, note, config) or _other_code(note, config)
+        )
     except UserError:
         return False
     return True
@@ -598,6 +608,14 @@ def _unfit(tree: Any, note: Mapping[str, str], config: RunConfig) -> str:
         if type(value) not in kinds or (numeric and not 0 <= value < 2**63):
             return f"it is damaged ({name} is {str(value)[:40]})"
     return _other_config(tree["config"], identity(config))
+
+
+def _other_code(note: Mapping[str, str], config: RunConfig) -> str:
+    """Return that users' modules have changed since a checkpoint, or an empty text."""
+    code = code_of(config.to_mapping())
+    if note.get("code", code) == code:
+        return ""
+    return "the source of a module that the run names, or of one beside it, has changed since"
 
 
 def _described(error: Exception) -> str:

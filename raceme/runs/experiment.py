@@ -630,6 +630,8 @@ def conduct(
             target=config.target_accuracy,
         )
         result |= protection.result(config.target_accuracy)
+        if keeper.code:
+            result["code"] = keeper.code
         if schedule_of(config) is not None and not summary.has_drifted:
             result["missed_drift"] = config.drift
         if config.attack != NONE and not _has_attacked(config, strategy, summary.time):
