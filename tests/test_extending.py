@@ -127,6 +127,20 @@ def test_data_of_ones_own_reach_worker_processes(folder: Path) -> None:
     assert summary(folder / "b")["dataset"] == "my_data:blobs"
 
 
+def test_the_attack_and_the_protection_of_the_page(folder: Path) -> None:
+    (defence,) = (block for block in blocks("python") if "class Steady(Guard)" in block)
+    (folder / "my_defence.py").write_text(defence)
+    (line,) = re.findall(r"^raceme (run --attack my_defence.*)$", PAGE.read_text(), re.M)
+    raceme(folder, *line.split(), "--max-updates", "200", "--workers", "0", "--out", "run")
+    found = summary(folder / "run")
+    rulings, attackers = found["protection"], found["attackers"]
+    assert isinstance(rulings, dict)
+    assert isinstance(attackers, list)
+    refused = {client for client, counts in rulings.items() if counts["refused"]}
+    assert len(refused & set(attackers)) >= len(attackers) / 2
+    assert not refused - set(attackers)
+
+
 def test_a_fleet_and_a_model_of_ones_own(folder: Path) -> None:
     (folder / "my_fleet.py").write_text(
         "from raceme.simulation import Device\n\n"
