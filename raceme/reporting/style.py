@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
+from matplotlib.font_manager import get_font_names
 from matplotlib.lines import Line2D
 from matplotlib.path import Path as Outline
 from matplotlib.text import Text
@@ -103,11 +105,33 @@ CLOCK = "virtual time"
 
 @contextmanager
 def style() -> Iterator[None]:
-    """Apply Raceme's settings within the context, instead of the user's."""
-    with matplotlib.rc_context():
+    """Apply Raceme's settings within the context, instead of the user's.
+
+    Names of devices that matplotlib's own font lacks are drawn with a font of the machine, or
+    without a warning as boxes.
+    """
+    with matplotlib.rc_context(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"Glyph \d+ .* missing from font", UserWarning)
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(_SETTINGS)
+        installed = set(get_font_names())
+        fonts = ["sans-serif", *(font for font in _FURTHER_FONTS if font in installed)]
+        matplotlib.rcParams["font.family"] = fonts
         yield
+
+
+_FURTHER_FONTS = (
+    "Noto Sans CJK SC",
+    "Noto Sans CJK JP",
+    "Noto Sans",
+    "WenQuanYi Zen Hei",
+    "PingFang SC",
+    "Hiragino Sans",
+    "Arial Unicode MS",
+    "Microsoft YaHei",
+    "Malgun Gothic",
+)
+"""Fonts with other scripts, as Linux distributions, macOS and Windows have them."""
 
 
 _MOST_DOTS = 3000

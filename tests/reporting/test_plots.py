@@ -391,16 +391,17 @@ def test_bins_of_staleness_fit_a_column(largest: int, turned: float) -> None:
     assert {text.get_rotation() for text in labels} == {turned}
 
 
+@pytest.mark.filterwarnings("error::UserWarning")
 def test_a_few_devices_have_their_names(tmp_path: Path) -> None:
-    """The fastest is on top, and a name is no formula."""
-    took = {"slow": 9.0, "$x_": 1.0}
+    """The fastest is on top, a name is no formula, and may be of any script."""
+    took = {"slow": 9.0, "厨房": 5.0, "$x_": 1.0}
     tasks = [
         UpdateApplied(1, 9.0, name, 0, 0, 0, 0.5, 9.0 - seconds, 1.0, 1, 1)
         for name, seconds in took.items()
     ]
     figure = devices_figure(RunRecord.of([*joined(dict.fromkeys(took)), *tasks]))
     labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
-    assert labels == ["$x_", "slow"]
+    assert labels == ["$x_", "厨房", "slow"]
     saved(figure, tmp_path / "figure.png")
 
 
