@@ -418,7 +418,8 @@ class TraceFile(AbstractContextManager["TraceFile"]):
         with told_by_system(f"Cannot write {path}"):
             if after and path.is_file():
                 _cut(path, after)
-            self._file: TextIO = path.open("a" if after else "w", encoding="utf-8")
+            # By lines: a run that is killed and resumed continues after its checkpoint's events.
+            self._file: TextIO = path.open("a" if after else "w", 1, encoding="utf-8")
 
     def __exit__(self, *error: object) -> None:
         try:
@@ -438,8 +439,10 @@ class TraceFile(AbstractContextManager["TraceFile"]):
             self._fail(error)
 
     def _fail(self, error: OSError) -> None:
-        self.failure = error.strerror or str(error)
-        log.error("%s is no longer written: %s", FILE, self.failure)
+        # Closing fails again if a line is left.
+        if not self.failure:
+            self.failure = error.strerror or str(error)
+            log.error("%s is no longer written: %s", FILE, self.failure)
 
 
 def line_of(event: Event, communication: Communication | None = None) -> dict[str, Any]:

@@ -55,6 +55,22 @@ def test_names_are_escaped_and_a_line_stays_a_line(tmp_path: Path) -> None:
     assert json.loads(text)["memberships"] == {hostile: {"0": 1.0}}
 
 
+def test_a_killed_run_has_the_lines_of_its_events(tmp_path: Path) -> None:
+    with TraceFile(tmp_path) as file:
+        file.observe(UPDATE)
+        # Nothing is closed or flushed yet.
+        assert [line["number"] for line in lines(tmp_path)] == [1]
+
+
+def test_a_full_disk_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / FILE).symlink_to("/dev/full")
+    with TraceFile(tmp_path) as file:
+        file.observe(UPDATE)
+        file.observe(UPDATE)
+    assert file.failure == "No space left on device"
+    assert [record.msg for record in caplog.records] == ["%s is no longer written: %s"]
+
+
 KEYS: dict[str, Any] = {
     "clients": 3,
     "groups": "0.5,0.5",
