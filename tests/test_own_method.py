@@ -248,3 +248,32 @@ def test_a_mistake_in_a_file_of_ones_own_is_one_line(
     assert (last.startswith("raceme: "), said in last, ended.value.code) == (True, True, 2)
     raises = "Raises" in chosen
     assert ("LookupError" in (folder / "out" / "error.txt").read_text()) if raises else True
+
+
+LATE = """
+from raceme.strategies import FedAsync
+
+class Late(FedAsync):
+    "Raises an exception after some updates."
+    after = 99
+    def on_update(self, update):
+        if self.progress.updates == self.after:
+            raise RuntimeError("boom")
+        return super().on_update(update)
+"""
+
+
+def test_a_mistake_after_a_resumption_is_not_blamed_on_the_checkpoint(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "late.py").write_text(LATE)
+    run = "run --strategy late:Late --clients 2 --workers 0 --checkpoint-every 2 --out out"
+    CliRunner().invoke(app, [*run.split(), "--max-updates", "4"], catch_exceptions=False)
+    # That of the checkpoint.
+    monkeypatch.setattr("late.Late.after", 2)
+    monkeypatch.setattr("sys.argv", ["raceme", "run", "--resume", "out", "--max-updates", "8"])
+    with pytest.raises(SystemExit):
+        main()
+    last = capfd.readouterr().err.splitlines()[-1]
+    assert last.startswith("raceme: RuntimeError: boom (late.py, line 9). Correct it there; error")
+    assert (folder / "out" / "error.txt").read_text().endswith("RuntimeError: boom\n")

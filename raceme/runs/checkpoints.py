@@ -30,7 +30,8 @@ from raceme.core.files import (
     parse_json,
 )
 from raceme.core.options import Value
-from raceme.core.registry import code_of
+from raceme.core.progress import Progress
+from raceme.core.registry import code_of, users_line
 from raceme.core.strategy import Method
 from raceme.core.timeline import Resumable, timeline_of
 from raceme.records.folder import CHECKPOINTS
@@ -544,21 +545,26 @@ def restore(folder: CheckpointFolder, config: RunConfig, strategy: Method, grid:
 
 
 @contextmanager
-def resuming(path: Path) -> Iterator[None]:
-    """Log an error of a resumed run, and raise a UserError that names the checkpoint.
+def resuming(path: Path, progress: Progress) -> Iterator[None]:
+    """Log an error before the first update, and raise a UserError that names the checkpoint.
 
-    A forged checkpoint may pass all checks and fail later.
+    A forged checkpoint may pass all checks and fail later. Errors of a user's module are unchanged.
 
     Parameters
     ----------
     path : Path
         The checkpoint from which the run resumes.
+    progress : Progress
+        Of the resumed strategy.
     """
+    updates = progress.updates
     try:
         yield
     except UserError:
         raise
     except Exception as error:
+        if progress.updates > updates or users_line(error):
+            raise
         log.exception("The run failed after it was resumed from %s", path)
         raise UserError(
             f"The run cannot be resumed from {path}: {_described(error)}; run.log has the details."

@@ -607,7 +607,7 @@ def conduct(
             )
             if not virtual:
                 listening.insert(0, keeper.on_event)
-            with resuming(restored.path) if restored else nullcontext():
+            with resuming(restored.path, strategy.progress) if restored else nullcontext():
                 strategy.run(
                     grid,
                     initial,

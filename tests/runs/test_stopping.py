@@ -108,3 +108,17 @@ def test_a_run_that_fails_leaves_its_traceback_until_it_is_resumed(tmp_path: Pat
     assert not (out / "error.txt").exists()
     assert told("failure")[-1:] in ([], [None])
     assert "updates" in told("summary")[0]
+
+
+def test_a_failure_after_a_resumed_runs_first_update_is_its_own(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    keys = {"clients": 3, "groups": "0.5,0.5", "workers": "0", "checkpoint-every": 4}
+    simulate(RunConfig.from_mapping({**keys, "max-updates": 4, "out": str(out)}))
+
+    def fail(event: Event) -> None:
+        if isinstance(event, UpdateApplied):
+            raise ValueError("no more data")
+
+    with pytest.raises(ValueError, match="no more data"):
+        simulate(RunConfig.from_mapping({**keys, "max-updates": 9, "resume": str(out)}), fail)
+    assert (out / "error.txt").read_text().endswith("ValueError: no more data\n")
