@@ -28,7 +28,7 @@ from raceme.core.config import (
     read_toml,
 )
 from raceme.core.errors import UserError
-from raceme.core.options import Key, Value, shown_type
+from raceme.core.options import AUTO, Key, Value, shown_type
 from raceme.core.registry import DATASETS, DEVICES, DRIFTS, MODELS, PARTITIONERS, STRATEGIES
 
 _CONFIG = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="TOML file of keys")]
@@ -37,7 +37,8 @@ _SET = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="any key of `raceme list --keys`; --groups 0.5,0.5 is short for --set groups=0.5,0.5",
+        help="any key of `raceme list --keys`; --groups 0.5,0.5 is short for --set groups=0.5,0.5, "
+        "--trace for --set trace=true",
     ),
 ]
 
@@ -95,6 +96,9 @@ _OWN_HELP = {
 """Meanings of keys that differ from `raceme run`, by command."""
 
 
+_BOOLEAN, _BOOLEANS = "true|false", ("true", "false", AUTO)
+
+
 class KeyCommand(TyperCommand):
     """A command that takes every key of a run as an option.
 
@@ -119,14 +123,20 @@ class KeyCommand(TyperCommand):
 def as_assignments(arguments: Sequence[str], named: Iterable[str]) -> list[str]:
     """Convert options that a command does not declare to ``--set name=value``.
 
+    A boolean key alone means true; it leaves the next word, such as a method, unless that is a
+    value.
+
     Parameters
     ----------
     arguments : Sequence[str]
         The command line after the command's name.
     named : Iterable[str]
-        The command's own options, e.g. ``"--out"``. Options without a value are unchanged too.
+        The command's own options, e.g. ``"--out"``. Unknown ones without a value are unchanged too.
     """
     own = set(named)
+    switches = {
+        f"--{key}" for key, item in general_keys().items() if shown_type(item).startswith(_BOOLEAN)
+    }
     turned: list[str] = []
     position = 0
     while position < len(arguments):
@@ -135,16 +145,26 @@ def as_assignments(arguments: Sequence[str], named: Iterable[str]) -> list[str]:
         name, equals, value = argument.partition("=")
         if argument == "--":
             return [*turned, *arguments[position - 1 :]]
-        if not name.startswith("--") or name in own:
+        # Raceme 0.2.0 had --no-trace.
+        if (switch := name.replace("--no-", "--", 1)) != name and switch in switches:
+            name, equals, value = switch, "=", "false"
+        is_switch = name in switches
+        if not name.startswith("--") or (name in own and not is_switch):
             turned.append(argument)
             continue
         if not equals:
-            if position == len(arguments) or arguments[position].startswith("--"):
+            following = "".join(arguments[position : position + 1])
+            is_alone = is_switch or not following or following.startswith("--")
+            if not is_alone or following.lower() in _BOOLEANS:
+                value = following
+                position += 1
+            elif is_switch or "." in name:
+                value = "true"
+            else:
                 turned.append(argument)
                 continue
-            value = arguments[position]
-            position += 1
-        turned += ["--set", f"{name.removeprefix('--')}={value}"]
+        key = name.removeprefix("--")
+        turned += [f"{name}={value}"] if name in own else ["--set", f"{key}={value}"]
     return turned
 
 
@@ -239,14 +259,12 @@ def _located(error: UserError, path: Path, keys: Mapping[str, Value]) -> UserErr
 
 
 def _option(name: str, item: Any, about: str, group: str | None, default: Any) -> Any:
-    """Make the option of a key: text, which is checked in one place, or a flag."""
-    # Switches need none, and the help explains 0.
-    is_shown = default not in (None, "", "none") and not isinstance(default, bool)
+    """Make the option of a key: text, which is checked in one place."""
+    # Most switches are off, and the help explains 0.
+    is_shown = default not in (None, "", "none") and default is not False
     if is_shown and (default or "0:" not in about):
-        about += f" (default: {default})"
+        about += f" (default: {_plain(default)})"
     common: Any = {"help": about, "show_default": False, "rich_help_panel": group}
-    if item.type == "bool":
-        return Annotated[bool | None, typer.Option(f"--{name}/--no-{name}", **common)]
     shown = shown_type(item, with_unit=True)
     return Annotated[str | None, typer.Option(f"--{name}", metavar=shown, **common)]
 

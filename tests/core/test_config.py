@@ -490,10 +490,16 @@ def test_options_that_cannot_be_read_are_one_line(
         (["--al"], ["--al"]),
         (["--al", "--out", "a"], ["--al", "--out", "a"]),
         (["--", "--groups", "a"], ["--", "--groups", "a"]),
+        (["--trace", "casa", "--augment"], ["--trace=true", "casa", "--set", "augment=true"]),
+        (["--own-model", "auto", "--trace", "false"], ["--set", "own-model=auto", "--trace=false"]),
+        (["--no-trace", "--trace=true"], ["--trace=false", "--trace=true"]),
+        (["--apfl.adaptive"], ["--set", "apfl.adaptive=true"]),
+        (["--apfl.adaptive", "--out", "a"], ["--set", "apfl.adaptive=true", "--out", "a"]),
+        (["--apfl.adaptive", "false", "a"], ["--set", "apfl.adaptive=false", "a"]),
     ],
 )
 def test_options_that_a_command_does_not_name_are_keys(typed: list[str], turned: list[str]) -> None:
-    assert as_assignments(typed, ["--out"]) == turned
+    assert as_assignments(typed, ["--out", "--trace"]) == turned
 
 
 def test_an_accuracy_of_one_may_be_the_target() -> None:
