@@ -1706,6 +1706,8 @@ def _label_clusters(axes: Axes, final: Mapping[str, Bands]) -> None:
             color="white",
             fontweight="bold",
             fontsize=8.5,
+            # A band may be smaller than its label, after a late change or with few clients.
+            bbox={"facecolor": cluster_colour(cluster), "lw": 0, "boxstyle": "round,pad=0.1"},
         )
 
 

@@ -278,6 +278,16 @@ def test_changes_show_what_marks_them() -> None:
     assert "cluster 4 · 4 clients" in texts(figure)
 
 
+def test_the_label_of_a_cluster_is_on_its_colour_wherever_its_band_is() -> None:
+    late = split(9.9, 0, {1: ("a",), 2: ("b",)})
+    figure = clusters_figure(RunRecord.of([*joined({"a": 0, "b": 0}), late, RunEnded(10, 2, "so")]))
+    boxes = {text.get_text(): text.get_bbox_patch() for text in figure.axes[0].texts}
+    for cluster in (1, 2):
+        box = boxes[f"cluster {cluster} · 1 client"]
+        assert box is not None
+        assert to_hex(box.get_facecolor()) == cluster_colour(cluster).lower()
+
+
 def test_changes_of_one_kind_that_are_too_many_are_counted() -> None:
     found = [changed(ClusterChange.FOUND, 1.0 + k, {"a": k}, made=(k,)) for k in range(1, 82)]
     figure = clusters_figure(RunRecord.of([*joined({"a": 0}), *found]))
