@@ -118,8 +118,9 @@ VIEWS: Mapping[str, str] = {
     ),
     "memberships": (
         "SELECT event, time, entry.key AS client, CAST(inner.key AS INTEGER) AS cluster, "
-        "inner.value AS weight FROM events, json_each(body, '$.memberships') AS entry, "
-        "json_each(entry.value) AS inner WHERE kind = 'ClustersChanged'"
+        "inner.value AS weight FROM events, json_each(body, '$.memberships') AS entry "
+        # A client that lost its clusters has a row without one.
+        "LEFT JOIN json_each(entry.value) AS inner WHERE kind = 'ClustersChanged'"
     ),
     "data_changes": _view("DataChanged"),
     "measures": _view("Measured", "updates", "values", name="schema.name"),

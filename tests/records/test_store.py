@@ -231,6 +231,22 @@ def test_the_tables_say_who_belongs_where_and_who_answered(tmp_path: Path) -> No
     assert steps == [("b", 1), ("c", 0)]
 
 
+def test_the_documented_query_knows_clients_without_a_cluster(tmp_path: Path) -> None:
+    page = Path(__file__).parents[2] / "docs" / "artefacts.md"
+    about = "-- Clusters and weights of each client at the end, NULL without a cluster\n"
+    query = page.read_text(encoding="utf-8").partition(about)[2].partition(";")[0]
+    placed = {"a": {0: 1.0}, "b": {0: 1.0}, "c": {0: 1.0}}
+    events: list[Event] = [
+        ClustersChanged(0.0, 0, ClusterChange.ASSIGN, placed),
+        # Client b was offline at the split; c was released.
+        ClustersChanged(1.0, 9, ClusterChange.SPLIT, {"a": {1: 1.0}, "b": {}}, (0,), (1, 2)),
+        ClustersChanged(2.0, 9, ClusterChange.MOVE, {"c": {}}),
+    ]
+    with closing(sqlite3.connect(write(tmp_path, events))) as connection:
+        found = connection.execute(query).fetchall()
+    assert sorted(found) == [("a", 1, 1.0), ("b", None, None), ("c", None, None)]
+
+
 def test_nan_comes_back_as_nan(tmp_path: Path) -> None:
     nan = float("nan")
     path = write(
