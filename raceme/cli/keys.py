@@ -145,7 +145,7 @@ def as_assignments(arguments: Sequence[str], named: Iterable[str]) -> list[str]:
         name, equals, value = argument.partition("=")
         if argument == "--":
             return [*turned, *arguments[position - 1 :]]
-        # Raceme 0.2.0 had --no-trace.
+        # --no-trace is short for --trace=false.
         if (switch := name.replace("--no-", "--", 1)) != name and switch in switches:
             name, equals, value = switch, "=", "false"
         is_switch = name in switches
