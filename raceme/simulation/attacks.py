@@ -700,12 +700,12 @@ def _as(number: int, message: Message, context: Context) -> ClientWork:
 
 
 def _change(work: ClientWork) -> Vector | None:
-    """Return what an honest client would send as Δ; None if it is not to train."""
+    """Return the weights of an honest client's Δ; None if it is not to train."""
     answer = answer_to(work)
     if answer.model is None:
         return None
     spec = ModelSpec.of(answer.model)
-    return np.asarray(spec.unpack(answer.model) - _received(work, answer.told, spec))
+    return spec.compared(spec.unpack(answer.model) - _received(work, answer.told, spec))
 
 
 def _others(config: RunConfig, own: int) -> list[int]:
@@ -752,20 +752,26 @@ def _poisoned_answer(
     attack: Attack,
     honest: Sequence[Vector],
 ) -> Answer:
-    """Return an answer whose model is what an attacker sends; counters stay as they are."""
+    """Return an answer whose model is what an attacker sends.
+
+    Attacks make the weights, as only these are compared; running statistics are those of the model
+    that it trained or replays, and counters stay as they are.
+    """
     spec = ModelSpec.of(model)
-    trained, received = spec.unpack(model), _received(work, answer.told, spec)
+    sent = spec.unpack(model)
     if attack.replays:
-        trained = spec.unpack(work.state.array_records[_FIRST_MODEL])
+        sent = spec.unpack(work.state.array_records[_FIRST_MODEL])
+    received = spec.compared(_received(work, answer.told, spec))
     seed, size = work.client.config.seed, len(received)
     rng = np.random.default_rng([*work.entropy, 1])
     with np.errstate(over="ignore", invalid="ignore"):
         if attack.informed:
             push = _unit(generator(seed, _PUSH).standard_normal(size, np.float32))
-            sent = received + attack.against(np.stack(honest), push, rng)
+            delta = attack.against(np.stack(honest), push, rng)
         else:
-            sent = received + attack.update(np.asarray(trained - received), rng)
-    poisoned = spec.pack(sent.astype(np.float32))
+            delta = attack.update(spec.compared(sent) - received, rng)
+        sent[... if spec.trainable is None else spec.trainable] = received + delta
+    poisoned = spec.pack(sent)
     for name, role in zip(spec.names, spec.roles, strict=True):
         if role is Role.COUNTER:
             poisoned[name] = model[name]

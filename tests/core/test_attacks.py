@@ -235,6 +235,27 @@ def test_honest_clients_send_what_they_send_without_attackers(
         )
 
 
+@pytest.mark.parametrize(
+    "keys", [{"attack": "collude", "attack_knows": "all"}, {"attack": "noise"}]
+)
+def test_only_weights_are_attacked_and_measured(keys: dict[str, object]) -> None:
+    small = {**SMALL, "model": "networks:small_batch_norm"}
+    config = config_of(**small, **keys)
+    clean, attacked, bad = replies(config_of(**small)), replies(config), attackers_of(config)
+    spec = ModelSpec.of(models.initial_arrays(config))
+    assert spec.trainable is not None
+    lengths = {client: np.linalg.norm(spec.compared(delta)) for client, delta in clean.items()}
+    typical = np.median([length for client, length in lengths.items() if client not in bad])
+    for client in bad:
+        change = attacked[client] - clean[client]
+        assert not change[~spec.trainable].any()
+        if keys["attack"] == "noise":
+            assert spec.compared(change).std() == pytest.approx(0.2 * lengths[client], rel=0.2)
+        else:
+            sent = np.linalg.norm(spec.compared(attacked[client]))
+            assert sent == pytest.approx(typical, rel=0.1)
+
+
 def run_method(method: Method, config: RunConfig, updates: int) -> None:
     """Run a method of the test's own for some updates per client."""
     method.run(
