@@ -363,8 +363,11 @@ def _measured(result: Result, quantity: str) -> float | None:
 
 
 def _quotient(value: float | None, base: float | None) -> float | None:
-    if value is None or base is None or not base or math.isinf(value) or math.isinf(base):
+    """Return a quotient, 0 / 0 being 1; None if a number is unknown, or anything is infinite."""
+    if value is None or base is None or math.isinf(value) or math.isinf(base):
         return None
+    if not base:
+        return None if value else 1.0
     return value / base
 
 
@@ -502,10 +505,11 @@ def slowness(comparisons: Mapping[str, Comparison]) -> dict[str, dict[str, float
         for result in comparison.results:
             time = result.time
             is_whole = time.mean is not None and time.count == time.of
-            times[result.label] = time.mean if is_whole and time.mean else np.inf
+            times[result.label] = time.mean if is_whole and time.mean is not None else np.inf
         if np.isfinite(fastest := min(times.values(), default=np.inf)):
             for label, own in times.items():
-                found.setdefault(label, {})[case] = own / fastest
+                behind = own / fastest if fastest else np.inf
+                found.setdefault(label, {})[case] = 1.0 if own == fastest else behind
     return found
 
 

@@ -43,6 +43,15 @@ def test_a_case_that_nobody_finishes_counts_for_nobody() -> None:
     assert slowness({"one": case(a=(0.5, None))}) == {}
 
 
+def test_a_target_reached_at_once_is_the_fastest_time() -> None:
+    cases = {"one": case(a=(0.9, 0.0), b=(0.9, 2.0), c=(0.9, None), d=(0.9, 0.0))}
+    found = slowness(cases)
+    assert [found[label]["one"] for label in "abcd"] == [1.0, float("inf"), float("inf"), 1.0]
+    quick, slow, never, too = cases["one"].results
+    ratios = [cases["one"].ratio(result) for result in (quick, slow, never, too)]
+    assert ratios == [1.0, None, None, 1.0]
+
+
 def test_every_case_of_the_suite_can_be_read() -> None:
     for name, path in shipped("panicle").items():
         suite = load_suite(path)
