@@ -26,7 +26,7 @@ from raceme.core.clusters import cosines, nearest, parts_of
 from raceme.core.messages import Vector
 from raceme.core.options import option
 from raceme.core.requests import Outcome, Update
-from raceme.core.scheduling import RoundsParameters
+from raceme.core.scheduling import InRounds, RoundsParameters
 from raceme.core.strategy import Method, Needs, average_by_cluster
 from raceme.strategies.fedasync import FedAsyncParameters, mix_by_staleness
 from raceme.strategies.shared import LINKAGES, linkage, norms_of, should_bipartition
@@ -45,7 +45,10 @@ class _Dividing:
         among=LINKAGES,
     )
     wait_rounds: int = option(
-        0, "rounds of the run before the first division (the authors' code: 20)", low=0
+        0,
+        "rounds of the run, or updates per client without rounds, before the first division (the "
+        "authors' code: 20)",
+        low=0,
     )
     least_members: int = option(
         2, "clients that a cluster must have to be divided (the authors' code: 3)", low=2
@@ -166,8 +169,22 @@ class Bipartitions(LatestUpdates):
 
     parameters: CFLParameters | CFLAsyncParameters
 
-    def _divide_if_due(self, cluster: int, clients: Sequence[str], log_norms: bool) -> None:
-        """Bipartition a cluster if its clients' updates meet the criterion, Algorithm 1."""
+    def _divide_if_due(
+        self, cluster: int, clients: Sequence[str], rounds: float, log_norms: bool
+    ) -> None:
+        """Bipartition a cluster if its clients' updates meet the criterion, Algorithm 1.
+
+        Parameters
+        ----------
+        cluster : int
+            The cluster.
+        clients : Sequence[str]
+            Its clients whose updates count.
+        rounds : float
+            Rounds of the run before this one, or updates per client.
+        log_norms : bool
+            Whether to log the norms that ε1 and ε2 bound.
+        """
         state, options = self.state, self.parameters
         if len(clients) < 2:
             return
@@ -177,7 +194,6 @@ class Bipartitions(LatestUpdates):
             # Shows suitable ε1 and ε2 in a short run.
             text = "cluster %d after %d updates: mean norm %.4f, largest norm %.4f"
             log.info(text, cluster, self.progress.updates, norms.mean, norms.largest)
-        rounds = self.progress.updates / max(1, len(self.clusters.members))
         if len(clients) < options.least_members or rounds < options.wait_rounds:
             return
         if not should_bipartition(norms, options.eps1, options.eps2):
@@ -195,16 +211,18 @@ class CFL(Bipartitions):
 
     parameters_type = CFLParameters
     parameters: CFLParameters
+    scheduling: InRounds
 
     def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
         """Divide the clusters that meet the criterion, then average inside each."""
         for update in updates:
             self._take(update)
         taken = {update.task.client for update in updates}
+        before = max(0, self.scheduling.rounds - 1)
         for cluster in list(self.models):
             members = self.clusters.clients(cluster)
             present = [client for client in members if client in taken]
-            self._divide_if_due(cluster, present, log_norms=True)
+            self._divide_if_due(cluster, present, before, log_norms=True)
         return average_by_cluster(self.clusters, updates)
 
 
@@ -225,7 +243,8 @@ class CFLAsync(Bipartitions):
         if all(member in self.state.deltas for member in members):
             # About as often as in a round-based run.
             log_norms = self.progress.updates % max(1, len(members)) == 0
-            self._divide_if_due(clusters.main(client), members, log_norms)
+            rounds = self.progress.updates / max(1, len(clusters.members))
+            self._divide_if_due(clusters.main(client), members, rounds, log_norms)
         home = clusters.main(client)
         staleness = update.age if newcomer else update.staleness
         return mix_by_staleness(self, update, home, staleness)

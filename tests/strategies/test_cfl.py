@@ -85,11 +85,11 @@ def test_single_linkage_makes_the_largest_similarity_across_the_parts_smallest()
         assert across(linkage(1.0 - similarity, 2, "single")) == pytest.approx(best)
 
 
-def after_a_round(updates: int = 0, **options: object) -> list[int | None]:
+def after_a_round(before: int = 0, **options: object) -> list[int | None]:
     """Let four clients pull at 0, 50, 90 and 120 degrees; return their clusters."""
     parameters = CFLParameters(eps1=9.0, eps2=0.7, **options)  # type: ignore[arg-type]
     strategy = with_clients(CFL(parameters), 4)
-    strategy.progress.updates = updates
+    strategy.scheduling.state.number = before + 1
     angles = np.deg2rad([0.0, 50.0, 90.0, 120.0])
     round_of(strategy, *((float(np.cos(a)), float(np.sin(a))) for a in angles))
     return list(homes(strategy).values())
@@ -100,9 +100,9 @@ def test_the_options_of_dividing() -> None:
     # from 0°.
     assert after_a_round() == [1, 1, 2, 2]
     assert after_a_round(linkage="single") == [1, 2, 2, 2]
-    # A round of all are four updates; a cluster has four members.
-    assert after_a_round(updates=19, wait_rounds=5) == [0] * 4
-    assert after_a_round(updates=20, wait_rounds=5) == [1, 1, 2, 2]
+    # Whatever the number of updates: few clients may take part in a round.
+    assert after_a_round(before=4, wait_rounds=5) == [0] * 4
+    assert after_a_round(before=5, wait_rounds=5) == [1, 1, 2, 2]
     assert after_a_round(least_members=5) == [0] * 4
     assert after_a_round(least_members=4) == [1, 1, 2, 2]
 
@@ -165,6 +165,17 @@ def test_after_a_split_the_updates_to_the_old_cluster_are_forgotten() -> None:
     step(strategy, "c0", *(strategy.models[1].vector + np.array([-4, 0])))
     assert set(strategy.models) == {1, 2}
     assert list(strategy.state.deltas) == ["c0"]
+
+
+def test_without_rounds_the_first_division_waits_for_updates_per_client() -> None:
+    strategy = with_clients(CFLAsync(CFLAsyncParameters(decay="constant", wait_rounds=2)), 2)
+    for updates, x in ((2, 2.0), (3, -2.0)):
+        strategy.progress.updates = updates
+        step(strategy, f"c{updates - 2}", *(strategy.models[0].vector + np.array([x, 0])))
+    assert list(homes(strategy).values()) == [0, 0]
+    strategy.progress.updates = 4
+    step(strategy, "c0", *(strategy.models[0].vector + np.array([2.0, 0])))
+    assert list(homes(strategy).values()) == [1, 2]
 
 
 def test_a_newcomer_joins_the_cluster_whose_updates_are_like_its_own() -> None:
