@@ -9,10 +9,10 @@ Only the paper's summary was available. Our readings: a client is in the cluster
 clients' updates are on average most similar to its own (cosines of each client's running mean); if
 none is as similar as ``expand``, it founds one with a copy of its model; a cluster without clients
 goes. A broadcast is due when a model has moved, since the last one, by ``echo`` times the mean
-length of its clients' updates while one of them works on an older version. A client at work moves
-its weights by what has changed, w ← w + (w_echo − w_received), and goes on. The server does this
-sum when the update arrives, so that the gradients in between are those of the former weights; the
-update's staleness counts from the broadcast. A run's traffic is without broadcasts.
+length of its clients' running means while one of them works on an older version. A client at work
+moves its weights by what has changed, w ← w + (w_echo − w_received), and goes on. The server does
+this sum when the update arrives, so that the gradients in between are those of the former weights;
+the update's staleness counts from the broadcast. A run's traffic is without broadcasts.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class EchoPFLParameters(FedAsyncParameters):
 
     expand: float = option(0.0, "similarity below which a client founds a cluster", low=-1, high=1)
     echo: float = option(
-        1.0, "lengths of an update that a model moves between two broadcasts (0: always)", low=0
+        1.0, "lengths of a mean update that a model moves between two broadcasts (0: always)", low=0
     )
 
 

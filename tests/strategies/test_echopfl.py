@@ -55,6 +55,17 @@ def test_a_broadcast_moves_a_client_at_work(echo: float, broadcasts: int) -> Non
     assert method.models[0].vector.tolist() == [0.25 + 0.25 * broadcasts, 0.5]
 
 
+@pytest.mark.parametrize(("echo", "broadcasts"), [(0.9, 1), (0.95, 0)])
+def test_a_broadcast_is_due_by_the_length_of_mean_updates(echo: float, broadcasts: int) -> None:
+    method = half(echo=echo)
+    update(method, "c1", 0.0, 1.0, number=7)
+    step(method, "c0", 1.0, 0.0)
+    # c0's updates (1, 0) and (0, 1) have the mean (0.7, 0.3), of length 0.76; the model has moved
+    # by (0.5, 0.5), of length 0.71.
+    step(method, "c0", 0.5, 1.0)
+    assert method.state.broadcasts == broadcasts
+
+
 def test_groups_on_a_grid() -> None:
     method = EchoPFL()
     seen = run_on(method, three_groups())
