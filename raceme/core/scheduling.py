@@ -500,7 +500,14 @@ class FlowerArguments:
 
 
 def _share(online: int, fraction: float, least: int) -> int:
+    # As Flower rounds it, so that a run has as many nodes as with Flower's own strategy.
     return min(online, max(int(fraction * online), least))
+
+
+def share_of(clients: int, fraction: float) -> int:
+    """Return a share of some clients, rounded down."""
+    # Rounded first, or 0.29 of 100 would be 28.
+    return int(round(fraction * clients, 9))
 
 
 @dataclass(frozen=True)
@@ -524,7 +531,7 @@ class RoundsParameters:
 
     def participants(self, clients: int) -> int:
         """Return how many of the clients take part in a round."""
-        return max(1, int(self.fraction * clients))
+        return max(1, share_of(clients, self.fraction))
 
 
 @dataclass
@@ -634,7 +641,7 @@ class InRounds(Scheduler):
         return self.state.number - self.state.running
 
     def _share(self, online: Sequence[Client], rng: np.random.Generator) -> Sequence[Client]:
-        return self.pick(online, int(self._fraction * len(online)), rng)
+        return self.pick(online, share_of(len(online), self._fraction), rng)
 
     def pick(
         self, online: Sequence[Client], count: int, rng: np.random.Generator

@@ -23,7 +23,7 @@ from raceme.core.clusters import Model, cosines, parts_of, unit
 from raceme.core.messages import Vector
 from raceme.core.options import option
 from raceme.core.requests import Outcome, Update
-from raceme.core.scheduling import InRounds, RoundsParameters
+from raceme.core.scheduling import InRounds, RoundsParameters, share_of
 from raceme.core.strategy import Method, Needs, average_by_cluster
 from raceme.strategies import shared as spectral
 from raceme.strategies.fedasync import FedAsyncParameters, mix_by_staleness
@@ -179,7 +179,7 @@ class DividesBySimilarity(Method):
         fraction : float
             Share of the clients that take part in a round.
         """
-        clients = max(1, int(fraction * len(self.clusters.members)))
+        clients = max(1, share_of(len(self.clusters.members), fraction))
         return self.parameters.rounds or max(1.0, self.planned_updates / clients)
 
     def _compared(self, update: Update) -> Vector:

@@ -10,7 +10,7 @@ from runs import ONES, devices
 
 from raceme.core import events
 from raceme.core.clients import Client
-from raceme.core.scheduling import in_turn, sample
+from raceme.core.scheduling import FlowerArguments, InRounds, in_turn, sample, share_of
 from raceme.core.strategy import Method
 from raceme.strategies import STRATEGIES, FedAvg, FedAvgParameters, Plan
 
@@ -50,6 +50,16 @@ def test_at_least_one_takes_part(count: int) -> None:
     for _ in range(4):
         assert len(in_turn(clients(0, 1), count, picked, rng)) == 1
     assert len(in_turn(clients(0, 1), 9, picked, rng)) == 2
+
+
+def test_a_share_in_decimals_is_not_rounded_down_in_binary() -> None:
+    # 0.29 · 100 is 28.999999999999996.
+    assert [share_of(100, share) for share in (0.29, 0.289, 0.57, 1.0)] == [29, 28, 57, 100]
+    assert FedAvgParameters(fraction=0.29).participants(100) == 29
+    drawn = InRounds(0.29)._participants(clients(*range(100)), np.random.default_rng(0))
+    assert len(drawn) == 29
+    # Flower's own strategies take 28.
+    assert FlowerArguments(fraction_train=0.29).trained(100) == 28
 
 
 def method_of(name: str, **keys: object) -> Method:

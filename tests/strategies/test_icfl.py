@@ -46,6 +46,10 @@ def test_t_counts_those_who_take_part_in_a_round() -> None:
     strategy = with_clients(ICFL(ICFLParameters(fraction=0.25)), 10)
     strategy.planned_updates, strategy.scheduling.state.number = 1000, 500
     assert strategy.threshold() == pytest.approx(0.997253, abs=1e-6)
+    # And 0.29 of 100 are 29.
+    strategy = with_clients(ICFL(ICFLParameters(fraction=0.29)), 100)
+    strategy.planned_updates, strategy.scheduling.state.number = 2900, 100
+    assert strategy.threshold() == pytest.approx(0.997253, abs=1e-6)
 
 
 def test_t_of_a_run_in_which_a_share_takes_part() -> None:

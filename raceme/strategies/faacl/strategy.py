@@ -33,7 +33,7 @@ from raceme.core.events import Measured, MeasureSchema
 from raceme.core.messages import Vector, forward_cost, kept_for_validation
 from raceme.core.options import option
 from raceme.core.requests import Answer, InFlight, InvalidReplyError, Outcome, Request, Update
-from raceme.core.scheduling import InRounds, RoundsParameters, Scheduler, SelectionContext
+from raceme.core.scheduling import InRounds, RoundsParameters, Scheduler, SelectionContext, share_of
 from raceme.core.strategy import Method, Needs, average_by_cluster
 from raceme.strategies.shared import StalenessParameters
 
@@ -506,7 +506,7 @@ class FAACL(FindsSupport):
         working = [c for c in online if c.client_id in state.cold or self._works(c.client_id)]
         if not state.has_settled:
             return working or online
-        share = int(self.parameters.fraction * len(online))
+        share = share_of(len(online), self.parameters.fraction)
         picked = self.scheduling.pick(online, share, rng)
         known = {client.client_id for client in picked}
         return [*picked, *(client for client in working if client.client_id not in known)]
