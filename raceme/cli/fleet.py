@@ -361,7 +361,8 @@ def serve(
         raise UserError("--run-config changes the run config of an app: name its folder, APP_DIR.")
     settings = prepare(keys if any_device else with_registry(keys, folder), clients_min)
     if is_complete(settings):
-        print(f"The run in {settings.out} is complete: to continue it, raise --max-updates.")
+        said = f"The run in {settings.out} is complete: to continue it, raise --max-updates."
+        print(said, file=sys.stderr if is_json else sys.stdout)
         return
     options = ServeOptions(
         address,
@@ -377,7 +378,7 @@ def serve(
         canary=canary,
         version_pause=version_pause,
     )
-    with watched(watch, Path(settings.out), watch_address, certificates=folder):
+    with watched(watch, Path(settings.out), watch_address, certificates=folder, is_json=is_json):
         with StopRequest() as stop, ExitStack() as stack:
             observers = []
             if not is_json:

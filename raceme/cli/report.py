@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TextIO
 from urllib.parse import quote
 
 import typer
@@ -215,9 +215,9 @@ def watch(
     access = _access(certificates, host)
     with bind(host, port) as listening:
         address = address_of(listening, access)
-        shown = _shown(address, certificates)
+        shown = _shown(address, certificates, sys.stdout)
         print(f"{folder}: {shown}  (press Ctrl-C to stop)", flush=True)
-        _print_code(qr_code(address))
+        _print_code(qr_code(address), sys.stdout)
         with suppress(KeyboardInterrupt):
             serve(listening, Watched(folder, is_comparison(folder)), access, _never)
 
@@ -230,11 +230,11 @@ def _access(certificates: Path | None, host: str) -> Access:
     return access_to(folder, host, spare=new_token())
 
 
-def _shown(address: str, certificates: Path | None) -> str:
+def _shown(address: str, certificates: Path | None, output: TextIO) -> str:
     """Return an address for output, without a token from a file in logs."""
     from raceme.fleet.certificates import read_tokens
 
-    if sys.stdout.isatty() or certificates is None or not read_tokens(certificates.expanduser()):
+    if output.isatty() or certificates is None or not read_tokens(certificates.expanduser()):
         return address
     return address.partition("#")[0]
 
@@ -251,11 +251,13 @@ def watched(
     *,
     comparison: bool = False,
     certificates: Path | None = None,
+    is_json: bool = False,
 ) -> Iterator[None]:
     """Run the dashboard of a folder within the context, if requested.
 
     On a terminal the page stays afterwards until Ctrl-C; in a script it ends with the context, as
-    it does after an error or interruption.
+    it does after an error or interruption. If standard output is JSON, the address is told on
+    standard error.
 
     Raises
     ------
@@ -271,9 +273,11 @@ def watched(
 
     host, port = parsed_address("--watch-address", address, ADDRESS, any_port=True)
     access = _access(certificates, host)
+    output = sys.stderr if is_json else sys.stdout
     with watching(folder, host, port, comparison=comparison, access=access) as beside:
-        print(f"Dashboard: {_shown(beside.address, certificates)}", flush=True)
-        _print_code(qr_code(beside.address))
+        address = _shown(beside.address, certificates, output)
+        print(f"Dashboard: {address}", file=output, flush=True)
+        _print_code(qr_code(beside.address), output)
         ended: typer.Exit | None = None
         try:
             yield
@@ -281,20 +285,19 @@ def watched(
             if exit_.exit_code == _INTERRUPTED:
                 raise
             ended = exit_
-        if sys.stdin.isatty() and sys.stdout.isatty():
-            print(
-                f"The dashboard stays open at {beside.address}. Press Ctrl-C to stop.", flush=True
-            )
+        if sys.stdin.isatty() and output.isatty():
+            said = f"The dashboard stays open at {beside.address}. Press Ctrl-C to stop."
+            print(said, file=output, flush=True)
             with suppress(KeyboardInterrupt):
                 beside.wait()
         if ended is not None:
             raise ended
 
 
-def _print_code(code: str) -> None:
+def _print_code(code: str, output: TextIO) -> None:
     """Print a QR code on a terminal that has its characters."""
-    if code and sys.stdout.isatty() and "utf" in sys.stdout.encoding.lower():
-        print(code, flush=True)
+    if code and output.isatty() and "utf" in output.encoding.lower():
+        print(code, file=output, flush=True)
 
 
 def parsed_address(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import signal
 import sqlite3
@@ -178,6 +179,26 @@ def test_what_cannot_work_is_said_before_anything_is_done(
     with pytest.raises(UserError, match=said):
         serve({**before, **keys}, **options)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_dashboard_beside_lines_of_json_is_told_on_standard_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def end(*_: object, **__: object) -> None:
+        raise UserError("This is enough.")
+
+    monkeypatch.setattr("raceme.fleet.serve.serve", end)
+    monkeypatch.setattr("raceme.cli.fleet.show_log", lambda *_: None)
+    monkeypatch.setattr(logging.getLogger("flwr"), "setLevel", lambda _: None)
+    keys: dict[str, Any] = {"strategy": "fedasync", "dataset": "digits", "out": str(tmp_path)}
+    page: dict[str, Any] = {"watch": True, "watch_address": "127.0.0.1:0"}
+    for log_format in ("json", "text"):
+        with pytest.raises(UserError, match="enough"):
+            serve(keys, log_format=log_format, **page)
+        told = capsys.readouterr()
+        quiet, other = (told.out, told.err) if log_format == "json" else (told.err, told.out)
+        assert "Dashboard: http://127.0.0.1:" in other
+        assert "http" not in quiet
 
 
 @pytest.mark.slow
