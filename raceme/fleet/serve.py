@@ -24,7 +24,8 @@ import tomli_w
 from flwr.app import Message, MessageType
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.openmetrics.exposition import generate_latest
 from prometheus_client.registry import Collector
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -123,11 +124,12 @@ def app_of(config: RunConfig) -> App:
 
 
 # -----------------------------------------------------------------------------
-# Figures for Prometheus (OpenMetrics).
+# Figures for Prometheus, in its own text or that of OpenMetrics.
 # -----------------------------------------------------------------------------
 
 
-CONTENT_TYPE: str = CONTENT_TYPE_LATEST
+Encoder = Callable[[Collector], bytes]
+"""Writes figures as text."""
 MOST_DEVICES = 500
 """Devices that are listed one by one: those that are silent for longest."""
 _LONGEST_NAME = 64
@@ -272,9 +274,9 @@ class Metrics(EventHandler, Collector):
         """Count a node that has stated the id of another device."""
         self._refused_claims.inc()
 
-    def page(self) -> bytes:
-        """Return all figures in OpenMetrics' text."""
-        return bytes(generate_latest(self._registry))  # type: ignore[no-untyped-call]
+    def page(self, encode: Encoder = generate_latest) -> bytes:
+        """Return all figures as text, by default that of OpenMetrics."""
+        return encode(self._registry)
 
     # The fleet and single devices, computed when they are asked for.
 
@@ -399,6 +401,15 @@ Health = Callable[[], tuple[bool, Mapping[str, object]]]
 """Returns whether all is well, and the details."""
 
 
+def _encoder(accept: str) -> tuple[Encoder, str]:
+    """Return the encoder of the text that a monitor accepts, and the type of this text."""
+    try:
+        return choose_encoder(accept)
+    except (TypeError, ValueError):
+        # A version that is no number.
+        return choose_encoder("")
+
+
 class StatusPort:
     """Answers while it is entered.
 
@@ -407,7 +418,7 @@ class StatusPort:
     address : str
         ``HOST:PORT``.
     page : Callable
-        Returns the figures of the run, as the body of the response.
+        Returns the figures of the run by an encoder, as the body of the response.
     health : Callable
         Returns whether all is well, and the details; see `Health`.
     certificates : Path, optional
@@ -427,7 +438,7 @@ class StatusPort:
     def __init__(
         self,
         address: str,
-        page: Callable[[], bytes],
+        page: Callable[[Encoder], bytes],
         health: Health,
         certificates: Path | None = None,
     ) -> None:
@@ -482,7 +493,8 @@ class StatusPort:
         if (refusal := self._refusal(request, role)) is not None:
             return refusal
         if request.url.path == "/metrics":
-            return Response(self._page(), media_type=CONTENT_TYPE)
+            encode, kind = _encoder(request.headers.get("accept", ""))
+            return Response(self._page(encode), media_type=kind)
         if request.url.path != "/healthz":
             return PlainTextResponse("/metrics, /healthz\n", 404)
         well, details = self._health()
@@ -1005,7 +1017,7 @@ def _answering(
 
 
 def _status_port(
-    options: ServeOptions, page: Callable[[], bytes], health: Health
+    options: ServeOptions, page: Callable[[Encoder], bytes], health: Health
 ) -> StatusPort | None:
     """Return the second port, if there is to be one."""
     if options.metrics == "off":

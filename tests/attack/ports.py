@@ -57,7 +57,7 @@ def _metrics(host: str, certificates: Path | None) -> Iterator[int]:
     port = free_port()
     details = {"devices_online": 3}
     with StatusPort(
-        f"{host}:{port}", lambda: b"figures", lambda: (True, details), certificates
+        f"{host}:{port}", lambda _: b"figures", lambda: (True, details), certificates
     ) as made:
         made.command = lambda line: b"done"
         yield port

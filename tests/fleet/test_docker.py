@@ -139,7 +139,7 @@ def test_the_health_check_is_that_of_the_status_port(tmp_path: Path, tokens: lis
         return subprocess.run([sys.executable, *words], check=False).returncode
 
     assert check() == 1
-    with StatusPort(f"0.0.0.0:{port}", lambda: b"", lambda: (well[0], {}), tmp_path):
+    with StatusPort(f"0.0.0.0:{port}", lambda _: b"", lambda: (well[0], {}), tmp_path):
         assert check() == 0
         well[0] = False
         assert check() == 1

@@ -19,6 +19,7 @@ from urllib.error import HTTPError
 import pytest
 import yaml
 from processes import free_port, loopback, wait_until
+from prometheus_client import parser
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from serving import APP, fetch, light_device, serving
 
@@ -201,9 +202,10 @@ def test_so_many_devices_are_listed_and_no_more() -> None:
     assert max(map(len, listed)) <= 64
 
 
-def get(address: str, path: str) -> tuple[int, str, bytes]:
+def get(address: str, path: str, accept: str = "") -> tuple[int, str, bytes]:
+    request = urllib.request.Request(f"http://{address}{path}", headers={"Accept": accept})
     try:
-        with urllib.request.urlopen(f"http://{address}{path}", timeout=20) as answer:
+        with urllib.request.urlopen(request, timeout=20) as answer:
             return answer.status, answer.headers["Content-Type"], answer.read()
     except HTTPError as error:
         return error.code, error.headers["Content-Type"], error.read()
@@ -239,10 +241,10 @@ def test_the_second_port_answers() -> None:
         return well, {"devices_online": 3}
 
     address = f"127.0.0.1:{free_port()}"
-    with StatusPort(address, lambda: b"figures", health):
+    with StatusPort(address, lambda _: b"figures", health):
         status, kind, body = get(address, "/metrics")
         assert (status, body) == (200, b"figures")
-        assert kind.startswith("application/openmetrics-text")
+        assert kind.startswith("text/plain; version=0.0.4")
         status, kind, body = get(address, "/healthz")
         assert (status, json.loads(body)) == (200, {"status": "ok", "devices_online": 3})
         well = False
@@ -250,10 +252,36 @@ def test_the_second_port_answers() -> None:
         assert (status, json.loads(body)["status"]) == (503, "failing")
         assert get(address, "/etc/passwd")[0] == 404
         with pytest.raises(UserError, match="--metrics off"):
-            StatusPort(address, lambda: b"", health)
+            StatusPort(address, lambda _: b"", health)
     # The port is free again.
-    with StatusPort(address, lambda: b"", health):
+    with StatusPort(address, lambda _: b"", health):
         pass
+
+
+@pytest.mark.parametrize(
+    ("accept", "is_open"),
+    [
+        ("application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5", True),
+        ("text/plain;version=0.0.4;q=0.5,*/*;q=0.1", False),
+        ("*/*", False),
+        ("application/openmetrics-text;version=new", False),
+    ],
+)
+def test_figures_come_in_the_text_that_is_accepted(accept: str, is_open: bool) -> None:
+    metrics, _ = metrics_of({1: "kitchen"})
+    metrics.hear(1)
+    metrics(applied(0))
+    address = f"127.0.0.1:{free_port()}"
+    with StatusPort(address, metrics.page, lambda: (True, {})):
+        status, kind, body = get(address, "/metrics", accept)
+    assert status == 200
+    assert kind.startswith("application/openmetrics-text" if is_open else "text/plain")
+    read = text_string_to_metric_families if is_open else parser.text_string_to_metric_families
+    samples = [sample for family in read(body.decode()) for sample in family.samples]
+    found = {(sample.name, *sample.labels.values()): sample.value for sample in samples}
+    assert found["raceme_updates_total",] == 1
+    assert found["raceme_device_silence_seconds", "kitchen"] == 0
+    assert body.endswith(b"# EOF\n") == is_open
 
 
 def test_beyond_loopback_tokens_decide_over_https(
@@ -281,7 +309,7 @@ def test_beyond_loopback_tokens_decide_over_https(
 
     caplog.set_level(logging.INFO, "raceme.serve")
     with StatusPort(
-        f"0.0.0.0:{port}", lambda: b"figures", lambda: (True, {"a": 1}), tmp_path
+        f"0.0.0.0:{port}", lambda _: b"figures", lambda: (True, {"a": 1}), tmp_path
     ) as made:
         made.command = command
         assert made.address == f"https://0.0.0.0:{port}"
@@ -338,7 +366,7 @@ def test_prometheus_reads_them_with_its_token_only(tmp_path: Path) -> None:
         return {one["metric"]["job"]: one["value"][1] for one in found}
 
     with (
-        StatusPort(f"0.0.0.0:{port}", lambda: b"# EOF\n", lambda: (True, {}), tmp_path),
+        StatusPort(f"0.0.0.0:{port}", lambda _: b"# EOF\n", lambda: (True, {}), tmp_path),
         loopback(tmp_path) as bed,
     ):
         command = ["prometheus", f"--config.file={tmp_path}/prometheus.yml"]
@@ -351,7 +379,7 @@ def test_prometheus_reads_them_with_its_token_only(tmp_path: Path) -> None:
 def test_without_tokens_an_open_port_names_no_other_site(tmp_path: Path) -> None:
     make_certificates(tmp_path, ["server.example.org"], [])
     address = f"0.0.0.0:{free_port()}"
-    with StatusPort(address, lambda: b"figures", lambda: (True, {}), tmp_path) as port:
+    with StatusPort(address, lambda _: b"figures", lambda: (True, {}), tmp_path) as port:
         assert port.is_open
         for host, status in (("10.0.0.7", 200), ("server", 200), ("evil.example", 400)):
             connection = HTTPConnection(address, timeout=20)
@@ -362,7 +390,7 @@ def test_without_tokens_an_open_port_names_no_other_site(tmp_path: Path) -> None
 def test_tokens_that_can_be_guessed_are_refused(tmp_path: Path) -> None:
     (tmp_path / "view.token").write_text("secret\n")
     with pytest.raises(UserError, match=r"view\.token' holds no token of 20 letters"):
-        StatusPort("0.0.0.0:1", lambda: b"", lambda: (True, {}), tmp_path)
+        StatusPort("0.0.0.0:1", lambda _: b"", lambda: (True, {}), tmp_path)
     with pytest.raises(UserError, match="is not overwritten"):
         make_tokens(tmp_path, ["view"])
     with pytest.raises(UserError, match="Unknown role 'root'"):

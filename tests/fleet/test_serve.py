@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from processes import Loopback, Process, free_port, loopback, raceme, wait_until
-from prometheus_client.openmetrics.parser import text_string_to_metric_families
+from prometheus_client.parser import text_string_to_metric_families
 
 from raceme.cli.fleet import serve
 from raceme.core.errors import UserError

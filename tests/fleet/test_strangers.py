@@ -73,7 +73,7 @@ def is_closed(connection: socket.socket) -> bool:
 @contextmanager
 def status_port(_folder: Path) -> Iterator[int]:
     port = free_port()
-    with StatusPort(f"127.0.0.1:{port}", lambda: b"figures", lambda: (True, {})):
+    with StatusPort(f"127.0.0.1:{port}", lambda _: b"figures", lambda: (True, {})):
         yield port
 
 
