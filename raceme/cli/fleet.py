@@ -543,7 +543,7 @@ def status(run: _Run, as_json: _Json = False) -> None:
 @fleet.command()
 def devices(run: _Run, as_json: _Json = False) -> None:
     """List the devices: state, main cluster, updates, last call, latest score."""
-    _show(_answer(run, "devices"), as_json)
+    _show(_answer(run, "devices"), as_json, "No devices have joined yet.")
 
 
 @fleet.command()
@@ -559,7 +559,7 @@ def show(
 @fleet.command()
 def versions(run: _Run, as_json: _Json = False) -> None:
     """List the versions of the clusters' models that are kept, and which are in use."""
-    _show(_answer(run, "versions"), as_json)
+    _show(_answer(run, "versions"), as_json, "No versions are kept yet.")
 
 
 @fleet.command()
@@ -583,10 +583,13 @@ def _answer(run: Path, name: str, **arguments: object) -> Any:
     return command(run, name, **arguments)
 
 
-def _show(answer: Any, as_json: bool) -> None:
+def _show(answer: Any, as_json: bool, if_empty: str = "") -> None:
     """Print an answer: a mapping as lines of name and value, a list of mappings as a table."""
     if as_json:
         print(json.dumps(answer, indent=2))
+        return
+    if not answer:
+        print(if_empty)
         return
     if isinstance(answer, dict):
         rows = [[_title(name), _shown(name, value)] for name, value in answer.items()]

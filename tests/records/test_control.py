@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from raceme.cli.fleet import devices, show, status
+from raceme.cli.fleet import devices, show, status, versions
 from raceme.core.errors import UserError
 from raceme.records import folder
 from raceme.records.folder import CONTROL, ControlSocket, command, only_writer
@@ -159,6 +159,15 @@ def test_no_server_and_no_run_are_told_apart(run: Path) -> None:
         command(run.parent, "status")
     with pytest.raises(UserError, match="does not exist"):
         command(run / "no" / "run", "status")
+
+
+def test_an_empty_table_is_a_sentence(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with at_work(run, devices=list, versions=list):
+        devices(run)
+        versions(run)
+        devices(run, as_json=True)
+    told = ["No devices have joined yet.", "No versions are kept yet.", "[]"]
+    assert capsys.readouterr().out.splitlines() == told
 
 
 def test_answers_are_lines_tables_or_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
