@@ -512,8 +512,8 @@ _LINGER_SECONDS = 3.5
 """Time online after a reply. A SuperLink throws the replies of a node away as soon as it is
 offline, and Flower's own strategies look for them every 3 s."""
 _WHY_NOT = {
-    False: "this key is not registered: copy its .pub file to certs/devices of the server "
-    "(stock SuperLink: flwr supernode register)",
+    False: "this key is not registered: copy its .pub file to certs/devices of the server, and "
+    "device-keys, if the server has that file (stock SuperLink: flwr supernode register)",
     True: "an earlier process of this device, or another one with its key, counts as online",
 }
 """Why a SuperLink does not let a node go online, by whether it knows its key."""

@@ -50,6 +50,7 @@ def test_a_device_that_has_just_been_registered_is_online_at_once(
     keys = fleet.generate_keys()
     with fleet_api() as api, device(api, keys):
         wait_until(lambda: said("not accepted: this key is not registered: copy its .pub"), 20)
+        assert said("and device-keys, if the server has that file")
         api.register(keys)
         wait_until(lambda: said("online at"), 20)
     assert not said("joining again")
