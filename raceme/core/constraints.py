@@ -184,8 +184,8 @@ class ConstrainedMethod(Method):
                 self.parts[member.part].progress.fleet.clients[client] = clients[client]
         self.clusters.refresh()
 
-    def _check_loaded(self) -> None:
-        super()._check_loaded()
+    def _check_loaded(self, others: Iterable[Vector] = ()) -> None:
+        super()._check_loaded(others)
         for index, part in enumerate(self.parts):
             self._connect(part)
             part._check_loaded()

@@ -865,11 +865,12 @@ class Method(Strategy):
         self._now, self._loaded = lambda: time_before, True
         self.restored()
 
-    def _check_loaded(self) -> None:
-        """Raise ValueError if a loaded vector has another length than the run's models."""
+    def _check_loaded(self, others: Iterable[Vector] = ()) -> None:
+        """Raise ValueError if a loaded vector, or another, is not as long as the run's models."""
         size = self.spec.size
         weights = len(self.compared(np.empty(size, np.float32)))
         for what, vectors, length in (
+            ("model of the state", others, size),
             ("model", (model.vector for model in self.models.values()), size),
             ("model that a client has", self.bases.vectors.values(), size),
             ("remembered update", self.protection.state.directions.values(), weights),

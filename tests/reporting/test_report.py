@@ -226,7 +226,7 @@ def test_damage_is_said_and_other_folders_have_their_pages(
     ("spoil", "message"),
     [
         (lambda folder: shutil.rmtree(folder), "does not exist"),
-        (lambda folder: (folder / "summary.json").unlink(), "in progress or was killed"),
+        (lambda folder: (folder / "summary.json").unlink(), "no summary.json: the run was killed"),
         (lambda folder: (folder / "summary.json").write_text("{"), "is damaged"),
         (lambda folder: (folder / "config.toml").write_text("="), "config.toml"),
         (lambda folder: (folder / "run.sqlite").write_bytes(b"x" * 5000), "run.sqlite"),

@@ -17,7 +17,7 @@ mixed with a model of their own as far as that helps on held-out samples (`own-m
 from __future__ import annotations
 
 import math
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -229,6 +229,11 @@ class Panicle(Method):
     def restored(self) -> None:
         """Derive the sketcher, which is not part of the state."""
         self._sketcher = Sketcher()
+
+    def _check_loaded(self, others: Iterable[Vector] = ()) -> None:
+        state = self.state
+        sums = [part for one in state.learned.values() for part in (one.mean.vector, one.total)]
+        super()._check_loaded([*others, state.initial, *sums, *state.latest.values()])
 
     def on_leave(self, client: str) -> None:
         """Remove the model of a client that left from its cluster's sum."""
