@@ -5,6 +5,7 @@ The page is a single self-contained file.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -345,7 +346,7 @@ def _tiles(comparison: Comparison) -> list[Tile]:
             "" if suite.scale == 1.0 else f"shortened to {suite.scale:g}",
         ),
     ]
-    accurate = [result for result in results if result.accuracy.mean is not None]
+    accurate = [result for result in results if math.isfinite(quality(result))]
     if accurate:
         best, unit = max(accurate, key=quality), comparison.measure.unit or ""
         tiles.append(Tile("most accurate", best.label, f"{number(best.accuracy.mean)} {unit}"))

@@ -349,9 +349,12 @@ def best_of(tried: Sequence[Result]) -> Result:
 
 
 def quality(result: Result) -> float:
-    """Return a method's quality: its accuracy, or its negated error."""
+    """Return a method's quality: its accuracy, or its negated error.
+
+    Infinitely low if a run has none, for example because it diverged.
+    """
     mean = result.accuracy.mean
-    if mean is None:
+    if mean is None or result.accuracy.count < result.accuracy.of:
         return -math.inf
     return -mean if result.runs[0].measure.is_error else mean
 

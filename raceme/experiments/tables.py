@@ -442,7 +442,12 @@ def _best(head: str, cells: Sequence[str], measure: Measure) -> list[int]:
     lowest = name in _LOWEST_IS_BEST or (measure.is_error and name == measure.label)
     if not lowest and name not in _HIGHEST_IS_BEST:
         return []
-    means = {row: float(of[0]) for row, cell in enumerate(cells) if (of := _NUMBER.match(cell))}
+    means = {
+        row: float(number[0])
+        for row, cell in enumerate(cells)
+        # A mean of the runs that have one is no mean of all.
+        if (number := _NUMBER.match(cell)) and " of " not in cell
+    }
     best = (min if lowest else max)(means.values(), default=None)
     return [row for row, mean in means.items() if mean == best]
 
@@ -548,8 +553,9 @@ def _name(result: Result) -> str:
 
 
 def _percent(spread: Spread, measure: Measure) -> str:
-    """Return accuracies in percent, errors in their unit."""
-    return _spread(spread, 1 if measure.is_error else 100, 2)
+    """Return accuracies in percent, errors in their unit, and of how many runs if not of all."""
+    text = _spread(spread, 1 if measure.is_error else 100, 2)
+    return f"{text} ({spread.count} of {spread.of})" if 0 < spread.count < spread.of else text
 
 
 def _head(measure: Measure) -> str:

@@ -122,8 +122,8 @@ class StepAccuracies:
         starts = [accuracy for step, accuracy in self._first.items() if step]
         ends = list(self._last.values()) if starts else []
         return {
-            f"{measure}_at_step_starts": sum(starts) / len(starts) if starts else None,
-            f"{measure}_at_step_ends": sum(ends) / len(ends) if ends else None,
+            f"{measure}_at_step_starts": finite(sum(starts) / len(starts)) if starts else None,
+            f"{measure}_at_step_ends": finite(sum(ends) / len(ends)) if ends else None,
         }
 
 
@@ -1067,6 +1067,6 @@ class ProtectionSummary(EventHandler):
             found["excluded_clients"] = sorted(self._excluded)
         if self.attackers and self._last is not None:
             found["attackers"] = sorted(self.attackers)
-            found[f"honest_{self._measure.name}"] = self._last
+            found[f"honest_{self._measure.name}"] = finite(self._last)
             found["honest_time_to_target"] = time_to_target(self._honest, target)
         return found

@@ -74,6 +74,9 @@ def test_the_honest_accuracy_is_that_of_all_but_the_attackers_at_the_end() -> No
     assert summary.result() == {
         **{"attackers": ["a"], "honest_accuracy": 0.9, "honest_time_to_target": None}
     }
+    # JSON has no infinity, the error of a model that diverged.
+    summary.observe(Evaluated(9.0, 9, 0.5, 1.0, 1, {"b": (0, float("inf"), 1.0)}))
+    assert summary.result()["honest_accuracy"] is None
     nobody = ProtectionSummary()
     nobody.observe(last)
     assert nobody.result() == {}

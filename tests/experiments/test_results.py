@@ -26,7 +26,7 @@ from raceme.experiments.suites import (
     load_suite,
     of_names,
 )
-from raceme.experiments.tables import main_table, to_csv, to_json
+from raceme.experiments.tables import main_table, to_csv, to_json, to_latex
 from raceme.reporting.page import inline_svg
 from raceme.reporting.style import method_looks
 
@@ -154,6 +154,22 @@ def test_a_comparison_of_honest_clients_is_read_back_with_its_runs_without_attac
     lines = [line.split(",") for line in to_csv(comparison).splitlines()]
     assert lines[0][5:7] == ["time_to_target", "honest_accuracy"]
     assert [line[5:7] for line in lines[1:]] == [["9.0", "0.5"], ["4.0", "0.95"]]
+
+
+def test_a_run_without_an_accuracy_is_counted_and_no_best() -> None:
+    def erring(label: str, *errors: float | None) -> Result:
+        runs = [
+            Run(seed, label, {**summary(0.0, None), "measure": "mae", "mae": error, "unit": "kW"})
+            for seed, error in enumerate(errors)
+        ]
+        return Result(Method(label, "fedavg"), label, tuple(runs))
+
+    sound, diverged = erring("sound", 2.0, 2.0, 2.2), erring("diverged", 1.9, None, None)
+    comparison = Comparison(Suite("t", (sound.method, diverged.method)), (sound, diverged))
+    assert [row[1] for row in main_table(comparison).rows] == ["2.07 ± 0.12", "1.90 (1 of 3)"]
+    assert best_of(comparison.results) is sound
+    assert r"\textbf{2.07 $\pm$ 0.12}" in to_latex(comparison)
+    assert r"\textbf{1.90" not in to_latex(comparison)
 
 
 def test_the_best_accuracy_by_test_examples_may_be_what_is_compared(tmp_path: Path) -> None:

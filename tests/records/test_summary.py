@@ -515,3 +515,11 @@ def test_the_accuracy_over_the_steps_of_the_data_by_hand() -> None:
     # Steps 1 and 3 begin with 0.4 and 0.2; steps 0 and 1 end with 0.8 and 0.7, step 3 has no end.
     assert found["accuracy_at_step_starts"] == pytest.approx(0.3)
     assert found["accuracy_at_step_ends"] == pytest.approx(0.75)
+
+
+def test_errors_beyond_all_numbers_at_a_steps_start_and_end_are_unknown() -> None:
+    run = RunSummary()
+    for accuracy, step in [(0.1, 0), (math.inf, 0), (math.inf, 1)]:
+        run.observe(replace(evaluated(1.0, 1, accuracy), steps={"c1": step}))
+    found = run.result(strategy="", dataset="", seed=0, wall_time=1.0)
+    assert found["accuracy_at_step_starts"] is found["accuracy_at_step_ends"] is None
