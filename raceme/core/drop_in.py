@@ -250,7 +250,8 @@ def examples_of(weight: float, are_examples: bool) -> int:
     weight : float
         Stated weight: finite, at least 0.
     are_examples : bool
-        Whether weights are numbers of examples. Others are relative, e.g. shares of 1.
+        Whether weights are numbers of examples. Others are relative, e.g. shares of 1, and keep six
+        decimals.
     """
     scaled = weight if are_examples else weight * _SCALE
     return max(1, round(scaled)) if weight > 0 else 0
@@ -359,7 +360,7 @@ class ReplyAdapter:
         if not weight:
             raise InvalidReplyError(f"its weight '{self._weight}' is 0: it counts for nothing")
         told = {name: value for name, value in metrics.items() if not isinstance(value, list)}
-        told[names.NUM_EXAMPLES] = self._examples(weight)
+        told[names.NUM_EXAMPLES] = self._examples(metrics, weight)
         if names.TRAIN_LOSS not in told and (loss := train_loss_name(told)) is not None:
             told[names.TRAIN_LOSS] = told[loss]
         (model,) = models.values()
@@ -396,14 +397,15 @@ class ReplyAdapter:
             if self.accuracy is None:
                 settings[names.UNIT] = LOSS_MEASURE.name
         if (weight := weight_of(metrics, self._weight)) is not None:
-            told[names.NUM_EXAMPLES] = self._examples(weight)
+            told[names.NUM_EXAMPLES] = self._examples(metrics, weight)
         if isinstance(group := metrics.get(names.GROUP), int):
             told[names.GROUP] = group
         read = MetricRecord(dict(told))
         return RecordDict({names.METRICS: read, names.CONFIG: ConfigRecord(settings)})
 
-    def _examples(self, weight: float) -> int:
-        return examples_of(weight, self._weight == names.NUM_EXAMPLES)
+    def _examples(self, metrics: Metrics, weight: float) -> int:
+        is_count = isinstance(metrics[self._weight], int)
+        return examples_of(weight, is_count and self._weight == names.NUM_EXAMPLES)
 
     def _find(self, metrics: MetricRecord) -> None:
         """Choose the accuracy and loss metrics, and log them."""
@@ -571,6 +573,7 @@ class Rounds:
         # Replies being processed by the loop, by client, which it may refuse.
         self._returned: dict[str, list[RecordDict]] = {}
         self._applied: list[RecordDict] = []
+        self._weightless: list[RecordDict] = []
         self._answers: list[RecordDict] = []
         self.over = 0
         self.tests: list[int] = []
@@ -610,9 +613,16 @@ class Rounds:
         self.over += 1
         self._ended_at = updates
         function = self._arguments.train_metrics_aggr_fn
-        self._is_over(self.over, self._aggregate(self._applied, function, self.trained, self.over))
+        # Such as the updates that Krum excludes, but not a whole round of probes.
+        replies = self._applied or self._weightless
+        self._is_over(self.over, self._aggregate(replies, function, self.trained, self.over))
+        self._weightless.clear()
 
     # Metrics.
+
+    def greeted(self, node: int) -> str | None:
+        """Return the id that the client of a node has stated to its greeting, if any."""
+        return self._method.progress.fleet.by_node.get(node)
 
     def returned(self, client: str, content: RecordDict) -> None:
         """Record a client's training reply."""
@@ -622,10 +632,10 @@ class Rounds:
             kept = RecordDict(dict(content.metric_records))
         self._returned.setdefault(client, []).append(kept)
 
-    def applied(self, client: str) -> None:
-        """Record the use of a client's first reply."""
+    def applied(self, client: str, counts: bool) -> None:
+        """Record the use of a client's first reply, and whether its update has a weight."""
         if returned := self._returned.get(client):
-            self._applied.append(returned.pop(0))
+            (self._applied if counts else self._weightless).append(returned.pop(0))
 
     def refused(self, client: str) -> None:
         """Drop a client's last reply."""
@@ -662,6 +672,11 @@ class Rounds:
 # -----------------------------------------------------------------------------
 # A grid between the loop and unmodified ClientApps.
 # -----------------------------------------------------------------------------
+
+
+def _category(message: Message) -> str:
+    """Return a message's type without the name of the action: train, evaluate or query."""
+    return message.metadata.message_type.partition(".")[0]
 
 
 _NOT_REGISTERED = "function registered"
@@ -709,6 +724,7 @@ class FlowerGrid(GridAround):
         self.tests = True
         self._answers: dict[str, Message] = {}
         self._sent_to: dict[str, str] = {}
+        self._failed_tests: set[int] = set()
         self._count = 0
 
     # A clock.
@@ -791,7 +807,9 @@ class FlowerGrid(GridAround):
         if not self._greets:
             settings.pop(names.TASK, None)
             settings.pop(names.VERSION, None)
-        settings.setdefault(names.ROUND, self._rounds.over + 1)
+        is_test = _category(message) == MessageType.EVALUATE
+        number = self._rounds.last_test if is_test else self._rounds.over + 1
+        settings.setdefault(names.ROUND, number)
         content[self._arguments.configrecord_key] = ConfigRecord(settings)
         message.content = content
         return message
@@ -809,9 +827,11 @@ class FlowerGrid(GridAround):
         """Convert a reply for the loop; unusable ones become errors."""
         metadata = reply.metadata
         client = self._sent_to.pop(metadata.reply_to_message_id, None)
-        category = metadata.message_type.partition(".")[0]
+        category = _category(reply)
         if reply.has_error():
             self._check_error(reply, category)
+            if category == MessageType.EVALUATE and self.tests:
+                self._tell_failed_test(metadata.src_node_id, names.error_line(reply))
             return reply
         content = reply.content
         try:
@@ -825,15 +845,24 @@ class FlowerGrid(GridAround):
                 not self._greets or content.array_records.keys() - {names.NUMBERS}
             ):
                 read = self._replies.training(content)
-                name = client or self.names.of(metadata.src_node_id)
+                greeted = self._rounds.greeted(metadata.src_node_id) if self._greets else None
+                name = greeted or client or self.names.of(metadata.src_node_id)
                 self._rounds.returned(name, content)
                 if not self._greets:
                     metrics = read.metric_records[names.METRICS]
                     self._heard(name, int(metrics[names.NUM_EXAMPLES]))  # type: ignore[arg-type]
                 reply.content = read
         except InvalidReplyError as error:
+            if category == MessageType.EVALUATE:
+                self._tell_failed_test(metadata.src_node_id, str(error))
             return refused(reply, str(error))
         return reply
+
+    def _tell_failed_test(self, node: int, reason: str) -> None:
+        """Log the first failed test of a node: it counts for no accuracy."""
+        if node not in self._failed_tests:
+            self._failed_tests.add(node)
+            log.warning("The evaluation of %s failed: %s", self.names.of(node), reason)
 
     def _check_identity(self, node: int, client: str | None, content: RecordDict) -> None:
         """Raise InvalidReplyError if a reply comes from another client than the queried one."""
@@ -1081,6 +1110,8 @@ class FlowerRun:
         count = getattr(self, name)
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise UserError(f"{name} must be a whole number of at least 1, got {count!r}.")
+        if not isinstance(self.timeout, int | float) or not self.timeout > 0:
+            raise UserError(f"timeout must be seconds above 0, got {self.timeout!r}.")
 
     @property
     def length(self) -> str:
@@ -1186,7 +1217,7 @@ class _Run(events.EventHandler):
         self.rng = method.rng.spawn(1)[0]
         # Last round tested by the server.
         self._tested = -1
-        self._useless = 0
+        self._useless, self._refused = 0, ""
         # Last round passed to the user's stop function, and the round after which to stop.
         self._asked = self.stopped_after = 0
 
@@ -1231,6 +1262,7 @@ class _Run(events.EventHandler):
             probe=told.probe,
             starts=told.starts,
         )
+        self._check_useless(fewest=1)
         self._close_test(None)
         self._test_centrally(self.rounds.number)
         result.train_metrics_clientapp = self.rounds.trained
@@ -1358,7 +1390,7 @@ class _Run(events.EventHandler):
 
     def on_update_applied(self, event: events.UpdateApplied) -> None:
         """Count the event in its round."""
-        self.rounds.applied(event.client)
+        self.rounds.applied(event.client, counts=event.weight > 0)
         self._useless = -1
 
     def on_evaluated(self, event: events.Evaluated) -> None:
@@ -1371,12 +1403,16 @@ class _Run(events.EventHandler):
         if self._useless < 0:
             return
         self._useless += 1
+        self._refused = f"{event.client}: {event.reason}"
         clients = len(self.method.progress.fleet.clients)
-        if self._useless >= max(_FEWEST_USELESS, _USELESS_EACH * clients):
-            # Hides the refusal of that reply, which is still being handled.
+        self._check_useless(max(_FEWEST_USELESS, _USELESS_EACH * clients))
+
+    def _check_useless(self, fewest: int) -> None:
+        """Raise UserError if so many replies could not be used, and no other was."""
+        if self._useless >= fewest:
+            # Hides the refusal of the last reply, which may still be being handled.
             raise UserError(
-                f"None of {self._useless} replies could be used; the last one, of {event.client}: "
-                f"{event.reason}"
+                f"None of {self._useless} replies could be used; the last one, of {self._refused}"
             ) from None
 
     # Rounds and tests.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -420,6 +420,53 @@ def test_clients_that_do_not_test_are_not_asked_again(lines: list[str]) -> None:
     assert len(tested) == 10
     assert not result.evaluate_metrics_clientapp
     assert not any("Traceback" in line for line in lines)
+
+
+def numpy_app_with(evaluate: Callable[[Message, Context], Message]) -> ClientApp:
+    """The quickstart's app with another function for tests."""
+    app, stock = ClientApp(), numpy_app()
+
+    @app.train()
+    def train(msg: Message, context: Context) -> Message:
+        return stock(msg, context)
+
+    app.evaluate()(evaluate)
+    return app
+
+
+@pytest.mark.parametrize("name", ["fedavg", "casa"])
+def test_a_test_is_of_the_round_that_is_over(name: str) -> None:
+    def evaluate(msg: Message, context: Context) -> Message:
+        told = MetricRecord({"round": msg.content["config"]["server-round"], "num-examples": 1})
+        return Message(RecordDict({"metrics": told}), reply_to=msg)
+
+    result = STRATEGIES[name]().start(
+        grid_of(numpy_app_with(evaluate)), initial_numpy(), num_rounds=3
+    )
+    rounds = {number: told["round"] for number, told in result.evaluate_metrics_clientapp.items()}
+    assert rounds == {1: 1.0, 2: 2.0, 3: 3.0}
+
+
+@pytest.mark.parametrize("raises", [True, False])
+def test_a_test_that_fails_is_told_once_for_each_client(raises: bool, lines: list[str]) -> None:
+    def evaluate(msg: Message, context: Context) -> Message:
+        if raises:
+            raise ValueError("no test data")
+        return Message(RecordDict(), reply_to=msg)
+
+    grid = grid_of(numpy_app_with(evaluate), nodes=3)
+    result = FedAvg().start(grid, initial_numpy(), num_rounds=2)
+    assert not result.evaluate_metrics_clientapp
+    told = [line for line in lines if line.startswith("The evaluation of node-")]
+    reason = "no test data" if raises else "it returns 0 MetricRecords, not 1"
+    assert len(told) == 3
+    assert all(line.endswith(reason) for line in told)
+
+
+@pytest.mark.parametrize("timeout", [None, 0, -1.0, "60"])
+def test_a_timeout_is_a_number_of_seconds(timeout: object) -> None:
+    with pytest.raises(UserError, match="timeout must be seconds above 0, got "):
+        CASA().start(grid_of(numpy_app()), initial_numpy(), timeout=timeout)
 
 
 def test_an_app_that_cannot_train_is_said() -> None:

@@ -13,7 +13,7 @@ from quickstarts import initial_numpy, numpy_app
 from raceme.core import events
 from raceme.core.errors import UserError
 from raceme.simulation import Device, Node, VirtualGrid
-from raceme.strategies import CASA, STRATEGIES, FedAvg, Standalone
+from raceme.strategies import CASA, STRATEGIES, FedAvg, MultiKrum, Standalone
 
 
 def partition(context: Context) -> int:
@@ -136,6 +136,39 @@ def test_weights_that_are_no_numbers_of_examples() -> None:
     assert result.train_metrics_clientapp[1] == {"num-examples": 10**6}
 
 
+def test_fractions_of_examples_count_by_how_they_compare() -> None:
+    def spoil(reply: Message, context: Context) -> None:
+        reply.content["metrics"] = MetricRecord({"num-examples": (0.25, 0.75)[partition(context)]})
+
+    result = FedAvg().start(grid_of(numpy_app(spoil), nodes=2), initial_numpy(), num_rounds=1)
+    for array in result.arrays.to_numpy_ndarrays():
+        np.testing.assert_allclose(array, 0.25 * -0.5 + 0.75 * 0.5, rtol=1e-6)
+
+
+def test_metrics_are_of_the_updates_that_count() -> None:
+    """Krum excludes one client of seven, and its metrics with it."""
+
+    def spoil(reply: Message, context: Context) -> None:
+        is_bad = partition(context) == 3
+        if is_bad:
+            arrays = reply.content["arrays"].to_numpy_ndarrays()
+            reply.content["arrays"] = ArrayRecord([array + 100.0 for array in arrays])
+        metrics = {"num-examples": 10, "loss": 1e6 if is_bad else 1.0}
+        reply.content["metrics"] = MetricRecord(metrics)
+
+    strategy = MultiKrum(num_malicious_nodes=1)
+    result = strategy.start(grid_of(numpy_app(spoil), nodes=7), initial_numpy(), num_rounds=1)
+    assert result.train_metrics_clientapp[1]["loss"] == pytest.approx(1.0)
+
+
+def test_a_run_that_ends_before_anything_was_of_use_is_no_success() -> None:
+    def spoil(reply: Message, context: Context) -> None:
+        raise RuntimeError("no such file: data.csv")
+
+    with pytest.raises(UserError, match=r"None of \d replies .* node-\d+: error .*data\.csv"):
+        FedAvg().start(grid_of(numpy_app(spoil), nodes=3), initial_numpy(), num_rounds=3)
+
+
 def test_a_weight_that_is_missing_is_named() -> None:
     def spoil(reply: Message, context: Context) -> None:
         reply.content["metrics"] = MetricRecord({"loss": 0.1, "n": 10})
@@ -240,6 +273,7 @@ def test_raceme_s_own_app_is_greeted_where_the_user_says_so() -> None:
     result = CASA().start(grid, INITIAL, num_rounds=2, train_config=settings, greet=True)
     assert set(result.client_clusters) == {"client-0", "client-1", "client-2"}
     assert result.evaluate_metrics_clientapp[2].keys() >= {"accuracy", "loss"}
+    assert result.train_metrics_clientapp[2].keys() >= {"train-loss"}
     unasked = CASA().start(
         VirtualGrid(app, nodes, CONFIG.to_mapping()), INITIAL, num_rounds=2, train_config=settings
     )
