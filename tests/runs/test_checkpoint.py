@@ -523,6 +523,13 @@ def test_without_any_usable_checkpoint_the_run_is_left_alone(out: Path, finished
     assert result_of(out) == result_of(finished)
 
 
+def test_a_run_of_real_devices_is_no_simulation(out: Path) -> None:
+    # A simulation has a limit, and no keys of devices.
+    for keys in ({"max-updates": 0}, {"device-keys": str(out)}):
+        with pytest.raises(UserError, match="is a run of real devices: resume it with `raceme ser"):
+            go_on(out, keys)
+
+
 def test_the_folder_has_to_be_that_of_the_run(out: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"There is no run in .*elsewhere to resume"):
         go_on(tmp_path / "elsewhere")
