@@ -461,6 +461,7 @@ class Evaluator:
                 names.STEP: evaluation.last_step(client),
                 names.TESTED_STEPS: [step for step, _ in evaluation.tests(client)],
                 names.TESTED_MODELS: [list(different).index(id(model)) for model in models],
+                names.UNTRAINED: evaluation.ahead,
             }
         else:
             records, step = {names.ARRAYS: models[0]}, self._steps.tested(client)

@@ -468,7 +468,12 @@ def test_steps(work: ClientWork) -> Answer:
             there = work.at(step)
         except UserError:
             continue
-        measured[place] = measure(there, models[index], _completed_by(work))[0]
+        if work.settings.get(names.UNTRAINED, False) and place == len(steps) - 1:
+            # Before it has trained, a client has nothing to add: no own arrays either.
+            there.client.network.read(models[index])
+            measured[place] = test_locally(there.client.network, there.client.test)[0]
+        else:
+            measured[place] = measure(there, models[index], _completed_by(work))[0]
     unit = work.client.network.objective.measure.unit
     return Answer(
         {names.NUM_EXAMPLES: len(work.client.test)},

@@ -222,6 +222,8 @@ def test_each_model_travels_once_and_the_method_says_which_serves_which_step() -
         [0, 1, 1, 2],
         [0, 1, 1],
     ]
+    # At the end no untrained model is tested.
+    assert [content["config"]["untrained"] for content in asked] == [True, True, False]
     assert [sorted(content.array_records) for content in asked] == [
         *[["arrays-0", "arrays-1", "arrays-2"]] * 2,
         ["arrays-0", "arrays-1"],

@@ -57,6 +57,32 @@ def test_each_model_is_tested_on_the_test_data_of_its_step() -> None:
 
 
 @pytest.mark.parametrize(
+    ("record", "completion"),
+    [
+        ("own-model", "pulled-model"),
+        ("head", "own-head"),
+        ("own-line", "own-mixture"),
+        ("batch-norm", ""),
+    ],
+)
+def test_the_untrained_model_is_tested_without_what_the_client_has_trained(
+    record: str, completion: str
+) -> None:
+    batch_norm = "local" if record == "batch-norm" else "shared"
+    node = context(3, DRIFTING.with_values(batch_norm=batch_norm))
+    there = load(tuple(DRIFTING.to_mapping().items()), NODE, 1)
+    label = int(there.train.y[0])
+    untrained, own = saying((label + 1) % 10), saying(label)
+    node.state[record] = own
+    tests = {"tested-steps": [1, 1], "tested-models": [0, 0], "completed-by": completion}
+    asked: dict[str, object] = {"step": 1, "own-model": 0.25, **tests}
+    right = [float((there.test.y == said).double().mean()) for said in (label, (label + 1) % 10)]
+    assert right[0] != right[1]
+    assert ask(node, {**asked, "untrained": True}, **several(untrained)) == right
+    assert ask(node, asked, **several(untrained)) == [right[0]] * 2
+
+
+@pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({}, "two lists of equal length"),
