@@ -432,10 +432,15 @@ def measure(work: ClientWork, model: ArrayRecord, completed_by: str = "") -> tup
         Name of the completion applied to the received model in the client's network; empty for
         none.
     """
+    _receive_completed(work, model, completed_by)
+    return test_locally(work.client.network, work.client.test)
+
+
+def _receive_completed(work: ClientWork, model: ArrayRecord, completed_by: str) -> None:
+    """Load a received model into the client's network, and complete it."""
     work.receive(model)
     if completed_by:
         COMPLETIONS[completed_by](work)
-    return test_locally(work.client.network, work.client.test)
 
 
 def _completed_by(work: ClientWork) -> str:
@@ -445,7 +450,9 @@ def _completed_by(work: ClientWork) -> str:
 def test_steps(work: ClientWork) -> Answer:
     """Test received models on the client's test samples of the steps that the message names.
 
-    Steps whose data cannot be loaded, or were in a device's file that was replaced, give NaN.
+    A model is completed for the tested step, by the client's present samples: those of the tested
+    step serve for the test alone. Steps whose data cannot be loaded, or were in a device's file
+    that was replaced, give NaN.
 
     Raises
     ------
@@ -460,7 +467,7 @@ def test_steps(work: ClientWork) -> Answer:
         )
     if any(index >= len(models) for index in which):
         raise ValueError(f"{names.TESTED_MODELS} names models that were not sent: {which!r}.")
-    measured = np.full(len(steps), np.nan)
+    network, measured = work.client.network, np.full(len(steps), np.nan)
     for place, (step, index) in enumerate(zip(steps, which, strict=True)):
         if step < work.since:
             continue
@@ -470,11 +477,12 @@ def test_steps(work: ClientWork) -> Answer:
             continue
         if work.settings.get(names.UNTRAINED, False) and place == len(steps) - 1:
             # Before it has trained, a client has nothing to add: no own arrays either.
-            there.client.network.read(models[index])
-            measured[place] = test_locally(there.client.network, there.client.test)[0]
+            network.read(models[index])
         else:
-            measured[place] = measure(there, models[index], _completed_by(work))[0]
-    unit = work.client.network.objective.measure.unit
+            completing = replace(there, client=work.client)
+            _receive_completed(completing, models[index], _completed_by(work))
+        measured[place] = test_locally(network, there.client.test)[0]
+    unit = network.objective.measure.unit
     return Answer(
         {names.NUM_EXAMPLES: len(work.client.test)},
         numbers={names.ACCURACIES: measured},

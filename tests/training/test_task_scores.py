@@ -82,6 +82,21 @@ def test_the_untrained_model_is_tested_without_what_the_client_has_trained(
     assert ask(node, asked, **several(untrained)) == [right[0]] * 2
 
 
+def test_the_own_model_is_chosen_by_present_samples_whatever_step_is_tested() -> None:
+    items = tuple(DRIFTING.to_mapping().items())
+    now, later = (load(items, NODE, step) for step in (0, 1))
+    label, other = int(now.train.y[0]), int(later.train.y[0])
+    node = context(3, DRIFTING)
+    node.state["own-line"] = saying(label)
+    tests = {"tested-steps": [0, 1], "tested-models": [0, 0]}
+    mixed = {"completed-by": "own-mixture", "own-model": 0.25}
+    found = ask(node, {"step": 0, **tests, **mixed}, **several(saying(other)))
+    # The received model is right about the next step, of which the client knows nothing.
+    node.state["own-line"] = saying(other)
+    assert found == ask(node, {"step": 0, **tests}, **several(saying(label)))
+    assert found[0] > 0 == found[1]
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
