@@ -170,17 +170,30 @@ class Fleet:
         return np.array(sorted({*sent, self.end}))
 
     def awaited(self) -> list[list[str]]:
-        """Return the clients that the server waited for before each of these times.
+        """Return the clients that others waited for before each of these times.
 
         These are the clients whose replies arrived at that time; without any, those whose work was
-        lost; otherwise none.
+        lost; otherwise, or if nobody waited, none.
         """
+        return [clients if seconds > 0 else [] for clients, seconds in self._waits()]
+
+    def _waits(self) -> list[tuple[list[str], float]]:
+        """Return for each of these times what ended the wait, and its length in seconds.
+
+        An idle online client waits until the server next sends work, or until the end; lengths are
+        sums over the clients.
+        """
+        moments = self.moments()
+        waited = np.zeros(len(moments))
+        for spans in self.idle().values():
+            for start, stop in spans:
+                _share_out(waited, moments, start, stop)
         arrivals = grouped((task.answered, task.client) for task in self.tasks if task.takes_time)
         lost = [task for task in self.tasks if task.failure is not None]
         found, before = [], -math.inf
-        for moment in map(float, self.moments()):
+        for moment, seconds in zip(moments.tolist(), waited.tolist(), strict=True):
             given_up = (t.client for t in lost if before <= t.sent < moment < t.answered)
-            found.append(arrivals.get(moment) or list(given_up))
+            found.append((arrivals.get(moment) or list(given_up), seconds))
             before = moment
         return found
 
@@ -202,19 +215,13 @@ class Fleet:
     def accounts(self) -> list[ClientAccount]:
         """Return an account for each client.
 
-        An idle online client waits until the server next sends work, or until the end, for the
-        clients that the server waits for.
+        Waiting time is shared by the clients that ended the wait.
         """
-        moments, awaited = self.moments(), self.awaited()
         busy, idle = self.busy(), self.idle()
-        waited = np.zeros(len(moments))
-        for spans in idle.values():
-            for start, stop in spans:
-                _share_out(waited, moments, start, stop)
         held_up = dict.fromkeys(self.clients, 0.0)
-        for clients, seconds in zip(awaited, waited, strict=True):
+        for clients, seconds in self._waits():
             for client in clients:
-                held_up[client] += float(seconds) / len(clients)
+                held_up[client] += seconds / len(clients)
         own: dict[str, list[Task]] = {client: [] for client in self.clients}
         for task in self.tasks:
             own[task.client].append(task)

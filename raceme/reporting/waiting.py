@@ -175,7 +175,7 @@ def timeline_figure(fleet: Fleet) -> Figure:
         Patch(color=WORK, label="at work") if kinds["work"] else None,
         Patch(color=AWAITED, label="at work, others wait for it") if kinds["awaited"] else None,
         Patch(color=EVALUATION, label="evaluates") if kinds["evaluation"] else None,
-        Patch(color=FAINT, label="waits"),
+        Patch(color=FAINT, label="waits") if idle else None,
         Patch(color=REJECTED, label="in vain") if kinds["lost"] else None,
         Patch(facecolor="none", edgecolor=MUTED, label="offline") if fleet.offline else None,
     ]

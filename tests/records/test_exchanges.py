@@ -79,6 +79,21 @@ def test_those_who_come_at_the_same_time_share_the_blame(tmp_path: Path) -> None
     assert held_up(fleet) == {"a": 2, "b": 2, "c": 0}
 
 
+def test_nobody_is_waited_for_while_all_are_at_work(tmp_path: Path) -> None:
+    fleet = fleet_of(
+        tmp_path,
+        4.0,
+        exchange(0, A, 0, 0, 2),
+        exchange(1, B, 0, 0, 3),
+        exchange(2, C, 0, 0, 4),
+        exchange(3, A, 2, 2, 4),
+    )
+    # b has no more work from 3 on, and waits for a and c.
+    assert fleet.moments().tolist() == [0, 2, 4]
+    assert fleet.awaited() == [[], [], ["c", "a"]]
+    assert held_up(fleet) == {"a": 0.5, "b": 0, "c": 0.5}
+
+
 def test_who_is_given_up_was_waited_for(tmp_path: Path) -> None:
     fleet = fleet_of(
         tmp_path,

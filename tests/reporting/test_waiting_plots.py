@@ -72,6 +72,13 @@ def test_a_timeline_shows_who_worked_and_who_was_waited_for() -> None:
     assert "offline" not in names(timeline_figure(replace(FLEET, offline={})))
 
 
+def test_a_timeline_without_waiting_highlights_nobody() -> None:
+    tasks = (task("a", 0, 2), task("b", 0, 3), task("a", 2, 4), task("b", 3, 4))
+    figure = timeline_figure(Fleet(end=4.0, clients=("a", "b"), tasks=tasks, offline={}))
+    assert bars(figure).keys() - {""} == {WORK}
+    assert names(figure) == ["at work"]
+
+
 def test_shares_and_waiting() -> None:
     figure = waiting_figure(FLEET, FLEET.accounts())
     left, right = figure.axes
