@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from fleets import grid_of, pulled_app
 from flwr.app import Message
+from runs import ONES, devices, run
 
 from raceme.core.clients import MOST_EXAMPLES, Client, Fleet, largest_believed
 from raceme.strategies import FedAvg
-from runs import ONES, devices, run
 
 
 def test_ten_times_the_median_where_all_are_alike() -> None:
