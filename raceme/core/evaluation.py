@@ -6,6 +6,7 @@ import math
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from logging import getLogger
+from statistics import fmean
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
@@ -15,7 +16,15 @@ from raceme.core import messages as names
 from raceme.core.clients import Client, Idle
 from raceme.core.clusters import Model, Weights, blended
 from raceme.core.errors import quoted
-from raceme.core.events import ACCURACY, Evaluated, Measure, TasksTested, UpdateRejected
+from raceme.core.events import (
+    ACCURACY,
+    Evaluated,
+    Measure,
+    Measured,
+    MeasureSchema,
+    TasksTested,
+    UpdateRejected,
+)
 from raceme.core.messages import InvalidReplyError, ModelSpec, Vector
 from raceme.core.progress import PRESENT, ClientScore, Evaluation, Steps
 from raceme.core.strategy import Method
@@ -205,6 +214,11 @@ EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 
 Report = Evaluated | TasksTested
 
+BACKDOOR_SUCCESS = MeasureSchema(
+    "backdoor_success", "backdoor success", ("backdoor_success",), summary="column"
+)
+"""Share of triggered test samples that are classified as the target: the honest clients' mean."""
+
 
 class Evaluator:
     """Lets clients test the models of one time, on the cells of an `Evaluation`.
@@ -257,6 +271,8 @@ class Evaluator:
         # Idle clients tested since the method last sent work, which get work first: a slow client
         # would otherwise only test and never train.
         self._tested: set[str] = set()
+        # In no checkpoint: simulated tests, the only ones of backdoors, take no time.
+        self._successes: list[float] = []
 
     # Start and end.
 
@@ -266,6 +282,7 @@ class Evaluator:
         progress.evaluated_at = progress.updates
         progress.evaluated_round = method.scheduling.rounds or 0
         progress.evaluated_step = progress.step
+        self._successes = []
         testers = [client.client_id for client in self._testers(progress.fleet.online())]
         cells = {client: {PRESENT: method.clusters.main(client)} for client in testers}
         progress.evaluation = self._evaluation(cells)
@@ -360,6 +377,10 @@ class Evaluator:
                     {report.measure.name: report.accuracy, names.LOSS: report.loss}
                 )
             self._report(report)
+        if self._successes and not evaluation.of_steps:
+            values = {BACKDOOR_SUCCESS.value: fmean(self._successes)}
+            measured = Measured(evaluation.time, evaluation.updates, BACKDOOR_SUCCESS, values)
+            self._method.report(measured)
 
     # Asking.
 
@@ -515,7 +536,13 @@ class Evaluator:
         tests = evaluation.tests(client)
         if not evaluation.of_steps:
             score = read_score(reply, tests[0][1], self._steps.tested(client) or 0)
-            return [] if score is None else [score]
+            if score is None:
+                return []
+            if names.BACKDOOR_SUCCESS in self._config:
+                metrics = next(iter(reply.content.metric_records.values()))
+                success = metrics.get(names.BACKDOOR_SUCCESS)
+                self._successes += [success] if isinstance(success, float) else []
+            return [score]
         unit, values = read_scores(reply, len(tests))
         return [
             ClientScore(cluster, value, step=step, measure=Measure(unit))

@@ -301,6 +301,9 @@ TRAIN_LOSS = "train-loss"
 UNIT = "unit"
 """Unit of the mean absolute error that a client measured instead of an accuracy."""
 LOSS = "loss"
+BACKDOOR_SUCCESS = "backdoor-success"
+"""Asks simulated clients for the share of their triggered test samples that a tested model takes
+for an attacker's class; honest ones answer with it, if they have such samples."""
 SCORED = "scored"
 """Asks a client to test its upload and the model returned for its last upload, and to state its
 sample passes."""

@@ -64,9 +64,9 @@ from raceme.runs.trackers import TrackerObserver, chosen
 from raceme.simulation import executor_for, prepare, training_seconds
 from raceme.simulation.attacks import (
     NONE,
-    SuccessTest,
     attack_of,
     attackers_of,
+    evaluation_settings,
     planned_requests,
     with_late_attackers,
 )
@@ -542,11 +542,9 @@ def conduct(
         restored = restore(checkpoints, config, strategy, grid) if config.resume else None
         started = time.perf_counter() - (restored.wall_time if restored else 0.0)
         summary, protection = RunSummary(), ProtectionSummary()
-        success: SuccessTest | None = None
         if config.attack != NONE:
             clients = _client_names(config)
             protection = ProtectionSummary([clients[number] for number in attackers_of(config)])
-            success = SuccessTest(config, spec, clients)
 
         def wall_time() -> float:
             return time.perf_counter() - started
@@ -590,10 +588,6 @@ def conduct(
                     scores = score_clusters(strategy.served, probe, event.time, event.updates)
                     if scores is not None:
                         observe(scores)
-                if success and isinstance(event, Evaluated):
-                    measured = success(models_in_use(strategy), event.time, event.updates)
-                    if measured is not None:
-                        observe(measured)
 
             keeper = Keeper(
                 checkpoints,
@@ -614,6 +608,7 @@ def conduct(
                     max_updates=config.max_updates or 0,
                     timeout=config.task_timeout,
                     train_config=training_settings(config, report_timing=not virtual),
+                    evaluate_config=evaluation_settings(config),
                     plan=schedule,
                     observe=observe,
                     stop_check=keeper.stop_check,

@@ -14,28 +14,28 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from statistics import fmean
 from typing import Any
 from zlib import crc32
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, Context, Message, MessageType, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, RecordDict
 from flwr.clientapp import ClientApp
 from numpy.typing import NDArray
 
 from raceme import client_app, datasets
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
-from raceme.core.events import Measured, MeasureSchema
 from raceme.core.messages import (
     ACCURACIES,
     ALL_EXAMPLES,
     ARRAYS,
+    BACKDOOR_SUCCESS,
     CHOSEN,
     EVALUATE,
     LABEL_COUNTS,
     LOSSES,
+    METRICS,
     NUM_EXAMPLES,
     SHARES,
     TEST_STEPS,
@@ -49,9 +49,9 @@ from raceme.core.registry import ATTACKS
 from raceme.datasets.source import DataShape, Labels, generator
 from raceme.simulation.virtual_grid import Node
 from raceme.strategies.fedrc import LABEL_MASSES
-from raceme.training.clients import Client, ModelProbe, network_of
+from raceme.training.clients import Client
 from raceme.training.models import Samples
-from raceme.training.work import Answer, ClientWork, answer_to
+from raceme.training.work import Answer, ClientWork, Metric, answer_to
 
 NONE = "none"
 EVENLY = "evenly"
@@ -652,7 +652,7 @@ def _evenly(order: Sequence[int], groups: Sequence[int | None]) -> list[int]:
 
 # -----------------------------------------------------------------------------
 # The ClientApp of a simulation in which some clients attack. Honest clients answer as in any other
-# run, and an attacker's evaluation is honest too.
+# run, but for tests of a backdoor, and an attacker's evaluation is honest too.
 # -----------------------------------------------------------------------------
 
 
@@ -664,9 +664,12 @@ def _respond(
 ) -> Message:
     work = client_app.work_of(message, context)
     config, own = work.client.config, int(context.node_config["partition-id"])
-    if own not in attackers_of(config):
-        return honestly(message, context)
     attack = attack_of(config)
+    if own not in attackers_of(config):
+        reply = honestly(message, context)
+        if work.kind == EVALUATE and BACKDOOR_SUCCESS in work.settings:
+            reply.content.metric_records[METRICS].update(_success(work, attack))
+        return reply
     trains = message.metadata.message_type.partition(".")[0] == MessageType.TRAIN
     if attack.mimics and trains:
         work = replace(work, client=_as(attack.victims(config, own)[0], message, context).client)
@@ -697,6 +700,24 @@ def _as(number: int, message: Message, context: Context) -> ClientWork:
     node = {**context.node_config, "partition-id": number}
     run, own = context.run_config, RecordDict()
     return client_app.work_of(message, Context(context.run_id, context.node_id, node, own, run))
+
+
+def evaluation_settings(config: RunConfig) -> ConfigRecord:
+    """Return the settings of tests: in a backdoor's run, to measure its success as well."""
+    has_success = type(attack_of(config)).triggered is not Attack.triggered
+    return ConfigRecord({BACKDOOR_SUCCESS: True} if has_success else {})
+
+
+def _success(work: ClientWork, attack: Attack) -> dict[str, Metric]:
+    """Return the success of an attack in the model that a client is tested with, as a metric.
+
+    Empty if the client has no samples to trigger.
+    """
+    client = work.client
+    if (triggered := attack.triggered(client.test)) is None:
+        return {}
+    answer = answer_to(replace(work, client=replace(client, test=triggered, _divided={})))
+    return {BACKDOOR_SUCCESS: answer.metrics[client.network.objective.measure.name]}
 
 
 def _change(work: ClientWork) -> Vector | None:
@@ -787,61 +808,3 @@ def _received(work: ClientWork, told: Mapping[str, object], spec: ModelSpec) -> 
         return spec.unpack(records[candidate(int(str(told[CHOSEN])))])
     mean = np.mean([spec.unpack(model) for model in work.models], axis=0)
     return np.asarray(mean, np.float32)
-
-
-# -----------------------------------------------------------------------------
-# The success of a backdoor, measured beside the clients' tests.
-# -----------------------------------------------------------------------------
-
-
-_SUCCESS = MeasureSchema(
-    "backdoor_success", "backdoor success", ("backdoor_success",), summary="column"
-)
-"""Share of triggered test samples that are classified as the target: the honest clients' mean."""
-
-
-class SuccessTest:
-    """Tests the honest clients' models on triggered samples of their own.
-
-    Parameters
-    ----------
-    config : RunConfig
-        Configuration of the run, with every key resolved.
-    spec : ModelSpec
-        What a model looks like.
-    names : Sequence[str]
-        Names of all clients, by their number.
-    """
-
-    def __init__(self, config: RunConfig, spec: ModelSpec, names: Sequence[str]) -> None:
-        attack, attackers, network = attack_of(config), attackers_of(config), network_of(config)
-        self._places: dict[str, int] = {}
-        tests: list[Samples] = []
-        for number, name in enumerate(names):
-            if number in attackers:
-                continue
-            data = datasets.client_data(config, number)
-            own = Samples(data.x_test, data.y_test, network.channels_last)
-            if (triggered := attack.triggered(own)) is not None:
-                self._places[name] = len(tests)
-                tests.append(triggered)
-        self._probe = ModelProbe(network, spec, (), tests)
-
-    def __call__(
-        self, used: Iterable[tuple[str, Vector]], time: float, updates: int
-    ) -> Measured | None:
-        """Return the mean success in the models that clients use; None if none is of a client here.
-
-        Parameters
-        ----------
-        used : Iterable[tuple[str, Vector]]
-            Clients with the models that they use, each of shape (d,).
-        time, updates : float, int
-            The moment of the models.
-        """
-        found = [
-            self._probe.accuracy(vector, self._places[client])
-            for client, vector in used
-            if client in self._places
-        ]
-        return Measured(time, updates, _SUCCESS, {_SUCCESS.value: fmean(found)}) if found else None

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pytest
+from nodes import Settings, message, node_context
 
 from raceme import datasets
 from raceme.core.clusters import cosine
@@ -19,8 +20,17 @@ from raceme.core.requests import Outcome, Update
 from raceme.core.scheduling import InRounds, Scheduler
 from raceme.core.strategy import Method
 from raceme.datasets.source import DataShape, Target
+from raceme.flower.messages import identify_process
 from raceme.runs import experiment
-from raceme.simulation.attacks import Pulse, SignFlip, SuccessTest, attack_of, attackers_of
+from raceme.simulation.attacks import (
+    Backdoor,
+    Pulse,
+    SignFlip,
+    app,
+    attack_of,
+    attackers_of,
+    evaluation_settings,
+)
 from raceme.training import models
 from raceme.training.models import Samples
 from raceme.training.work import Answer
@@ -469,25 +479,44 @@ def test_a_backdoor_needs_a_class() -> None:
         )
 
 
-def test_the_success_is_the_honest_clients_mean() -> None:
-    config = config_of(**SMALL, attack="backdoor", attackers=0.25, attack_target=3)
-    initial = models.initial_arrays(config)
-    spec, bad = ModelSpec.of(initial), attackers_of(config)
-    names = [f"client-{number}" for number in range(8)]
-    test = SuccessTest(config, spec, names)
-    # Weights of 0: a model that gives every input the class with the largest bias.
-    always, never = np.zeros((2, sum(spec.sizes)), np.float32)
-    always[-10 + 3], never[-10 + 4] = 1.0, 1.0
-    assert test([], 1.0, 2) is None
-    assert test([(names[number], always) for number in bad], 1.0, 2) is None
-    used = [(name, never if number in bad else always) for number, name in enumerate(names)]
-    found = test(used, 1.0, 2)
-    assert found is not None
-    assert (found.value, found.time, found.updates) == (1.0, 1.0, 2)
-    honest = [name for number, name in enumerate(names) if number not in bad]
-    half = test([(name, (always, never)[at % 2]) for at, name in enumerate(honest)], 1.0, 2)
-    assert half is not None
-    assert half.value == 0.5
+def test_an_honest_client_tests_a_backdoor_with_the_model_and_data_it_has_now(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    identify_process()
+    keys: dict[str, object] = {"clients": 8, "model": "mclr", "drift": "tasks", "partition": "iid"}
+    config = config_of(**keys, attack="backdoor", attackers=0.25)
+    spec, bad = ModelSpec.of(models.initial_arrays(config)), sorted(attackers_of(config))
+    honest = next(number for number in range(8) if number not in bad)
+    own = np.zeros(spec.size, np.float32)
+    # Weights of 0: a model that takes every input for the class with the largest bias.
+    label = int(datasets.client_data(config, honest, 1).y_test[0])
+    own[label - 10] = 1.0
+
+    def tested(number: int, **settings: int | float | bool | str) -> Mapping[str, object]:
+        node = node_context({"partition-id": number, "num-partitions": 8}, config)
+        node.state["own-model"] = spec.pack(own)
+        told: Settings = {"step": 1, "completed-by": "pulled-model", **settings}
+        asked = message("evaluate", told, models.initial_arrays(config))
+        return app(asked, node).content.metric_records["metrics"]
+
+    # On samples as they are, success is accuracy.
+    monkeypatch.setattr(Backdoor, "triggered", lambda _, samples: samples)
+    wanted: dict[str, bool] = {"backdoor-success": True}
+    found = tested(honest, **wanted)
+    assert 0 < found["accuracy"] == found["backdoor-success"]  # type: ignore[operator]
+    plain = {name: value for name, value in found.items() if name != "backdoor-success"}
+    assert plain == dict(tested(honest))
+    assert "backdoor-success" not in tested(bad[0], **wanted)
+    # Without samples to trigger.
+    monkeypatch.setattr(Backdoor, "triggered", lambda *_: None)
+    assert dict(tested(honest, **wanted)) == plain
+
+
+@pytest.mark.parametrize(
+    ("attack", "asked"), [("backdoor", {"backdoor-success": True}), ("scale", {}), ("none", {})]
+)
+def test_only_a_backdoor_is_asked_about(attack: str, asked: dict[str, bool]) -> None:
+    assert dict(evaluation_settings(config_of(attack=attack))) == asked
 
 
 def test_stacked_clients_are_all_honest_and_that_is_refused() -> None:

@@ -79,6 +79,36 @@ def test_a_client_whose_test_outlasts_the_interval_trains_before_its_next_test(
     assert [report.answered for report in of(Evaluated, seen)[:4]] == [2, 2, 2, 2]
 
 
+@pytest.mark.parametrize("asked", [True, False])
+def test_the_success_of_a_backdoor_is_the_mean_of_those_who_state_it(asked: bool) -> None:
+    pulled, app = pulled_app([ONES] * 3), ClientApp()
+    stated = {0: 0.25, 1: 1.0}
+
+    @app.query()
+    def query(message: Message, context: Context) -> Message:
+        return pulled(message, context)
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        return pulled(message, context)
+
+    @app.evaluate()
+    def evaluate(message: Message, context: Context) -> Message:
+        reply, number = pulled(message, context), int(context.node_config["partition-id"])
+        if number in stated:
+            reply.content.metric_records["metrics"]["backdoor-success"] = stated[number]
+        return reply
+
+    seen: list[events.Event] = []
+    settings = ConfigRecord({"backdoor-success": True} if asked else {})
+    grid, plan = grid_of(app, devices(1.0, 1.0, 1.0)), Plan(eval_every=3)
+    half().run(grid, MODEL, 6, evaluate_config=settings, plan=plan, observe=seen.append)
+    moments = [(each.time, each.updates, 0.625) for each in of(Evaluated, seen)]
+    found = [(each.time, each.updates, each.value) for each in of(events.Measured, seen)]
+    assert len(moments) > 1
+    assert found == (moments if asked else [])
+
+
 def test_where_testing_is_free_no_more_models_are_under_way_than_there_is_memory_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
