@@ -28,7 +28,8 @@ from raceme.core.messages import Role, encoded, from_array, to_array
 from raceme.core.registry import CLIENT_WORK
 from raceme.flower.messages import array_record
 from raceme.training import machine as hardware
-from raceme.training.clients import Client, ClientCache, OwnData, joined, load
+from raceme.training.clients import Client, ClientCache, joined, load
+from raceme.training.clients import OwnData as OwnData
 from raceme.training.machine import Meter, measured, meter_of
 from raceme.training.work import Answer, ClientWork, answer_to, step_in
 

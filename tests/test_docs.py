@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import runpy
 import shlex
@@ -40,6 +41,31 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert [str(target) for target, _ in targets if not target.exists()] == []
     pages = [(target, anchor) for target, anchor in targets if anchor and target.suffix == ".md"]
     assert [(t.name, anchor) for t, anchor in pages if anchor not in anchors(t)] == []
+
+
+def exported(module: str) -> set[str]:
+    """Return the names that a type checker lets others import from a module."""
+    path = ROOT.joinpath(*module.split("."))
+    found = [path / "__init__.pyi", path / "__init__.py", path.with_suffix(".py")]
+    source = next(file for file in found if file.is_file()).read_text(encoding="utf-8")
+    names = set()
+    for node in ast.parse(source).body:
+        match node:
+            case ast.ClassDef(name=name) | ast.FunctionDef(name=name):
+                names.add(name)
+            case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
+                names.add(name)
+            case ast.ImportFrom(names=imported):
+                names |= {item.name for item in imported if item.asname == item.name}
+    return names
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_imports_pass_a_strict_type_checker(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    imports = re.findall(r"from (raceme[\w.]*) import (\([^)]*\)|[\w, ]+)", text)
+    asked = {(module, name) for module, names in imports for name in re.findall(r"\w+", names)}
+    assert [(module, name) for module, name in asked if name not in exported(module)] == []
 
 
 COMMANDS: Any = typer.main.get_command(app)
