@@ -70,7 +70,7 @@ class OpenRun:
         return f"<{self.title}: {len(self.record.updates.seq):,} updates, {self.folder}>"
 
     def _repr_html_(self) -> str:
-        if self.summary is None:
+        if not self._is_over:
             return html.escape(repr(self))
         return _html_table(self.title, summary_rows(self.summary))
 
@@ -86,9 +86,20 @@ class OpenRun:
         return read_run(self.folder)
 
     @cached_property
-    def summary(self) -> dict[str, Any] | None:
-        """The content of ``summary.json``; None for an unfinished run."""
-        return read_summary(self.folder) if (self.folder / "summary.json").is_file() else None
+    def summary(self) -> dict[str, Any]:
+        """The content of ``summary.json``.
+
+        Raises
+        ------
+        UserError
+            The run is unfinished, or the file is damaged.
+        """
+        return read_summary(self.folder)
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether there is a summary."""
+        return (self.folder / "summary.json").is_file()
 
     @property
     def updates(self) -> pd.DataFrame:
@@ -226,7 +237,7 @@ class OpenRun:
 
     def plot_accuracy(self) -> Figure:
         """Draw the accuracy over time, as in ``accuracy.png``."""
-        target = self.summary.get("target") if self.summary else None
+        target = self.summary.get("target") if self._is_over else None
         return accuracy_figure(self.record, target=target, clock=self._clock)
 
     def plot_clusters(self) -> Figure:

@@ -67,7 +67,6 @@ def run(folder: Path) -> OpenRun:
 
 
 def test_tables_have_a_row_for_each_event(run: OpenRun) -> None:
-    assert run.summary is not None
     assert len(run.updates) == run.summary["updates"] == 12
     assert list(run.updates["seq"]) == list(range(1, 13))
     assert list(run.evaluations["updates"]) == [0, 6, 12]
@@ -107,8 +106,10 @@ def test_a_run_that_is_not_over_can_be_looked_at(run: OpenRun, tmp_path: Path) -
         (tmp_path / name).write_bytes((run.folder / name).read_bytes())
     opened = raceme.open(tmp_path)
     assert isinstance(opened, OpenRun)
-    assert opened.summary is None
+    with pytest.raises(UserError, match=r"has no summary\.json: the run was killed"):
+        opened.summary["accuracy"]
     assert "12 updates" in opened._repr_html_()
+    assert isinstance(opened.plot_accuracy(), Figure)
 
 
 def test_a_comparison_has_its_table_and_its_runs(folder: Path) -> None:
@@ -502,7 +503,6 @@ def test_an_interrupted_run_is_returned(here: Path) -> None:
             return super().on_update(update)
 
     run = raceme.run(Interrupted, **{**SMALL, "max-updates": 40})
-    assert run.summary is not None
     assert run.summary["ending"] == "interrupted"
     assert 0 < len(run.updates) < 40
     assert len(run.accuracy) >= 1
