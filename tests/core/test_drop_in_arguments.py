@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 
 import pytest
 from adopted import grid_of
@@ -10,6 +11,7 @@ from flwr.app import ArrayRecord
 from flwr.serverapp import strategy as flower
 from quickstarts import initial_numpy, numpy_app
 
+import raceme.strategies as strategies
 from raceme.core.errors import UserError
 from raceme.core.scheduling import FlowerArguments
 from raceme.strategies import CASA, STRATEGIES, CASAParameters, FedAvg, FedAvgParameters
@@ -23,6 +25,24 @@ def test_the_arguments_of_flowers_own_strategy_have_its_defaults() -> None:
     ours = FlowerArguments()
     for name, parameter in wanted.items():
         assert getattr(ours, name) == parameter.default, name
+
+
+def test_the_defaults_that_are_not_flowers_are_documented() -> None:
+    ours = {name: getattr(strategies, name) for name in flower.__all__ if name in dir(strategies)}
+    assert ours.keys() >= {"FedAvg", "FedMedian", "FedProx", "FedTrimmedAvg", "Krum", "MultiKrum"}
+    other = {}
+    for name, method in ours.items():
+        known = inspect.signature(method).parameters
+        for key, theirs in inspect.signature(getattr(flower, name)).parameters.items():
+            if known[key].default != theirs.default:
+                other[name, key] = (known[key].default, theirs.default)
+    assert other == {
+        ("FedProx", "proximal_mu"): (0.05, 0.0),
+        ("MultiKrum", "num_nodes_to_select"): (None, 1),
+    }
+    page = (Path(__file__).parents[2] / "docs" / "flower-users.md").read_text(encoding="utf-8")
+    assert "`FedProx(proximal_mu=0.05)` (Flower: 0)" in page
+    assert "(Flower: `num_nodes_to_select=1`)" in page
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
