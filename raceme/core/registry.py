@@ -467,14 +467,14 @@ def code_of(keys: Mapping[str, object]) -> str:
     str
         Empty if the keys name no module.
     """
-    see_current_folder()
-    waiting = []
+    waiting, others = [], (_LOCAL, f"{__package__.partition('.')[0]}.", "trace:")
     for key in _IMPORTED:
-        module, colon, _ = str(keys.get(key, "")).partition(":")
-        if colon and not module.startswith((_LOCAL, f"{__package__.partition('.')[0]}.")):
+        name = str(keys.get(key, ""))
+        if ":" in name and not name.startswith(others):
+            see_current_folder()
             # A module that cannot be found is reported where it is needed.
             with suppress(ImportError, ValueError):
-                found = find_spec(module)
+                found = find_spec(name.partition(":")[0])
                 waiting += [Path(found.origin)] if found and found.origin else []
     sources: dict[Path, bytes] = {}
     while waiting:

@@ -9,7 +9,7 @@ import pytest
 
 from raceme.core.config import RunConfig, all_keys, check_names
 from raceme.core.errors import UserError
-from raceme.core.registry import DATASETS, DEVICES, STRATEGIES, Registry, kebab, summary_of
+from raceme.core.registry import DATASETS, DEVICES, STRATEGIES, Registry, code_of, kebab, summary_of
 
 MODULE = '''
 """Plug-ins of this test."""
@@ -219,3 +219,20 @@ def test_keys_have_the_name_of_the_class_in_lower_case(name: str, key: str) -> N
 
 def test_all_keys_are_those_of_what_is_listed() -> None:
     assert "mine.speed" not in all_keys()
+
+
+def test_only_users_modules_have_a_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "coded.py").write_text("from helping import rate\n")
+    (tmp_path / "helping.py").write_text("rate = 1\n")
+    (tmp_path / "unused.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    # A recorded fleet and Raceme's own functions are no modules of a user.
+    none = {"devices": "trace:runs", "model": "raceme.training.models:cnn", "strategy": "casa"}
+    assert code_of(none) == code_of({"dataset": "missing:data"}) == ""
+    keys = {**none, "dataset": "coded:data"}
+    found = code_of(keys)
+    assert len(found) == 12
+    (tmp_path / "unused.py").write_text("x = 1\n")
+    assert code_of(keys) == found
+    (tmp_path / "helping.py").write_text("rate = 2\n")
+    assert code_of(keys) != found
