@@ -185,7 +185,7 @@ def work_of(
         The client's data cannot be loaded.
     """
     settings = _settings(message)
-    kind = settings.get(names.KIND, _DEFAULTS[message.metadata.message_type.partition(".")[0]])
+    kind = settings.get(names.KIND, _DEFAULTS[names.category(message)])
     if not isinstance(kind, str) or kind not in CLIENT_WORK:
         known = ", ".join(CLIENT_WORK)
         raise ValueError(f"This client has no work of kind {kind!r}; it knows {known}.")

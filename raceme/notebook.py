@@ -26,7 +26,7 @@ from raceme.experiments.page import purity_figure, times_figure
 from raceme.experiments.results import FILE_NAME, Comparison, Run, read_comparison, read_runs
 from raceme.experiments.tables import main_table, purity_table, times_table, to_csv, to_latex
 from raceme.records.exchanges import CLIENTS
-from raceme.records.folder import model_file, read_model
+from raceme.records.folder import SUMMARY, model_file, read_model
 from raceme.records.positions import read_similarity
 from raceme.records.record import RunRecord, read_run
 from raceme.reporting.artefacts import draw_similarity, export_model, missing_line
@@ -99,7 +99,7 @@ class OpenRun:
     @property
     def _is_over(self) -> bool:
         """Whether there is a summary."""
-        return (self.folder / "summary.json").is_file()
+        return (self.folder / SUMMARY).is_file()
 
     @property
     def updates(self) -> pd.DataFrame:

@@ -44,6 +44,7 @@ from raceme.core.registry import (
     PROTECTIONS,
     STRATEGIES,
     Registry,
+    source_digest,
 )
 
 # -----------------------------------------------------------------------------
@@ -626,6 +627,19 @@ def check_names(keys: Mapping[str, Any]) -> None:
         is_file = key == "devices" and str(name).endswith(".toml")
         if registry is not None and name not in (None, AUTO) and not is_file:
             registry.check(str(name))
+
+
+def code_of(keys: Mapping[str, Any]) -> str:
+    """Return a digest of the source of the users' modules that a run's keys name; empty if none.
+
+    See :func:`raceme.core.registry.source_digest`.
+    """
+    modules = []
+    for key in general_keys():
+        registry, name = registry_of(key), str(keys.get(key, ""))
+        if registry is not None and not name.startswith("trace:"):
+            modules.append(registry.module_of(name))
+    return source_digest(filter(None, modules))
 
 
 _OWN_NAMES = {"model": MODELS, "devices": DEVICES}

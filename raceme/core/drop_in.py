@@ -674,11 +674,6 @@ class Rounds:
 # -----------------------------------------------------------------------------
 
 
-def _category(message: Message) -> str:
-    """Return a message's type without the name of the action: train, evaluate or query."""
-    return message.metadata.message_type.partition(".")[0]
-
-
 _NOT_REGISTERED = "function registered"
 """Flower's error for a ClientApp without a function for a message type."""
 
@@ -807,7 +802,7 @@ class FlowerGrid(GridAround):
         if not self._greets:
             settings.pop(names.TASK, None)
             settings.pop(names.VERSION, None)
-        is_test = _category(message) == MessageType.EVALUATE
+        is_test = names.category(message) == MessageType.EVALUATE
         number = self._rounds.last_test if is_test else self._rounds.over + 1
         settings.setdefault(names.ROUND, number)
         content[self._arguments.configrecord_key] = ConfigRecord(settings)
@@ -827,7 +822,7 @@ class FlowerGrid(GridAround):
         """Convert a reply for the loop; unusable ones become errors."""
         metadata = reply.metadata
         client = self._sent_to.pop(metadata.reply_to_message_id, None)
-        category = _category(reply)
+        category = names.category(reply)
         if reply.has_error():
             self._check_error(reply, category)
             if category == MessageType.EVALUATE and self.tests:

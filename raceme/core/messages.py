@@ -70,6 +70,11 @@ _RAISED = re.compile(r"<class '(?:[\w.]*\.)?(\w+)'>:<'(.*?)(?:'>)?")
 """Flower's notation of a ClientApp's exception, truncated if long."""
 
 
+def category(message: Message) -> str:
+    """Return a message's type without the name of the action: train, evaluate or query."""
+    return message.metadata.message_type.partition(".")[0]
+
+
 def error_line(reply: Message) -> str:
     """Return the first line of a client's error."""
     lines = (reply.error.reason or "")[: 10 * LONGEST_LINE].strip().splitlines()

@@ -16,7 +16,7 @@ import re
 import sys
 import tomllib
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import suppress
 from dis import get_instructions
 from functools import cache, cached_property
@@ -188,6 +188,18 @@ class Registry(Mapping[str, Any]):
     def is_own(self, name: str) -> bool:
         """Return whether a name is Raceme's own, not a user's or an installed package's."""
         return name in self._targets or name in self._aliases
+
+    def module_of(self, name: str) -> str:
+        """Return the module that defines an object of a user or an installed package.
+
+        Empty for others: Raceme's own, files, and definitions of scripts and notebooks, which have
+        a digest in their names.
+        """
+        target = self._installed[name].value if name in self._installed else name
+        module, colon, _ = target.partition(":")
+        package = __package__.partition(".")[0]
+        is_theirs = colon and not module.startswith((_LOCAL, f"{package}."))
+        return module if is_theirs else ""
 
     def check(self, name: str) -> None:
         """Check without importing that a name exists and is unique.
@@ -443,39 +455,23 @@ def _digest(chosen: Any) -> str:
     return digest.hexdigest()[:12]
 
 
-_IMPORTED = (
-    "strategy",
-    "dataset",
-    "partition",
-    "drift",
-    "protection",
-    "attack",
-    "model",
-    "devices",
-)
-"""Keys of a run that may name a user's ``module:attribute``."""
+def source_digest(modules: Iterable[str]) -> str:
+    """Return a digest of the source of users' modules, and of those beside them that they use.
 
-
-def code_of(keys: Mapping[str, object]) -> str:
-    """Return a digest of the source of the users' modules that a run's keys name.
-
-    It covers the modules beside them, too, whose names occur in their source. Definitions of
-    scripts and notebooks have a digest in their names.
+    A module beside another is used if its name occurs in the other's source.
 
     Returns
     -------
     str
-        Empty if the keys name no module.
+        Empty without any source.
     """
-    waiting, others = [], (_LOCAL, f"{__package__.partition('.')[0]}.", "trace:")
-    for key in _IMPORTED:
-        name = str(keys.get(key, ""))
-        if ":" in name and not name.startswith(others):
-            see_current_folder()
-            # A module that cannot be found is reported where it is needed.
-            with suppress(ImportError, ValueError):
-                found = find_spec(name.partition(":")[0])
-                waiting += [Path(found.origin)] if found and found.origin else []
+    waiting = []
+    for module in modules:
+        see_current_folder()
+        # One that cannot be imported is reported where it is needed.
+        with suppress(Exception):
+            found = find_spec(module)
+            waiting += [Path(found.origin)] if found and found.origin else []
     sources: dict[Path, bytes] = {}
     while waiting:
         file = waiting.pop()

@@ -24,12 +24,12 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from raceme.core.config import CONFIG, RunConfig, read_toml
+from raceme.core.config import CONFIG, RunConfig, code_of, read_toml
 from raceme.core.errors import UserError, one_line, told_by_system
 from raceme.core.events import Ending, Evaluated, EventHandler, UpdateApplied
 from raceme.core.files import ReadingError, parse_json, read_text
 from raceme.core.options import Value
-from raceme.core.registry import code_of, define, definitions
+from raceme.core.registry import define, definitions
 from raceme.core.signals import StopRequest
 from raceme.experiments.suites import Method, Suite, slug
 from raceme.records.folder import (

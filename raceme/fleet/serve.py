@@ -49,6 +49,7 @@ from raceme.core.events import (
     UpdateRejected,
     Verdict,
 )
+from raceme.core.messages import category
 from raceme.core.options import Value
 from raceme.core.requests import InFlight
 from raceme.core.signals import interrupted_by_signals
@@ -90,7 +91,6 @@ from raceme.runs import experiment
 from raceme.runs.experiment import Outcome
 from raceme.simulation import apps
 from raceme.simulation.apps import AppEnding, FlowerApp
-from raceme.simulation.devices import category
 from raceme.training.models import initial_arrays
 
 # -----------------------------------------------------------------------------

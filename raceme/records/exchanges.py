@@ -173,7 +173,7 @@ class Fleet:
         """Return the clients that others waited for before each of these times.
 
         These are the clients whose replies arrived at that time; without any, those whose work was
-        lost; otherwise, or if nobody waited, none.
+        lost; otherwise, or if no client was idle, none.
         """
         return [clients if seconds > 0 else [] for clients, seconds in self._waits()]
 

@@ -27,7 +27,7 @@ from raceme.core.events import (
 )
 from raceme.core.files import ReadingError, parse_json, read_text
 from raceme.core.options import AUTO, Value
-from raceme.records.folder import CHECKPOINTS, CONTROL, MODELS, has_writer
+from raceme.records.folder import CHECKPOINTS, CONTROL, MODELS, SUMMARY, has_writer
 from raceme.records.positions import read_similarity
 from raceme.records.record import Client, Flags, Floats, RunRecord, read_run
 from raceme.reporting.artefacts import figures_of
@@ -569,7 +569,7 @@ def _plain(value: Value) -> str:
 
 _MOST_EVALUATIONS = 60
 _MOST_REASONS = 20
-_FILES = ("summary.json", "config.toml", "run.sqlite", "run.log", *MODELS, "similarity.npz")
+_FILES = (SUMMARY, "config.toml", "run.sqlite", "run.log", *MODELS, "similarity.npz")
 
 
 def run_page(folder: Path, links: str) -> str:
@@ -657,16 +657,18 @@ def read_summary(folder: Path) -> dict[str, Any]:
     UserError
         The summary is missing or damaged.
     """
-    path = folder / "summary.json"
+    path = folder / SUMMARY
     if not path.is_file():
-        state = "is in progress" if has_writer(folder) else "was killed"
-        if state == "was killed" and (folder / CHECKPOINTS).is_dir():
+        if has_writer(folder):
+            raise UserError(f"{folder} has no {SUMMARY}: the run is in progress.")
+        further = ""
+        if (folder / CHECKPOINTS).is_dir():
             again = f"raceme run --resume {folder}"
             if (folder / CONTROL).exists():
                 # The socket of a server that had no time to remove it.
                 again = "the same `raceme serve` or, with --resume, `raceme up` again"
-            state += f"; to resume it: {again}"
-        raise UserError(f"{folder} has no summary.json: the run {state}.")
+            further = f"; to resume it: {again}"
+        raise UserError(f"{folder} has no {SUMMARY}: the run was killed{further}.")
     try:
         summary = parse_json(read_text(path))
     except ReadingError as error:

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 import raceme
-from raceme.core.config import RunConfig, keys_of
+from raceme.core.config import RunConfig, code_of, keys_of
 from raceme.core.errors import UserError, one_line
 from raceme.core.events import Ending, Event, RunEnded
 from raceme.core.files import (
@@ -31,7 +31,7 @@ from raceme.core.files import (
 )
 from raceme.core.options import Value
 from raceme.core.progress import Progress
-from raceme.core.registry import code_of, users_line
+from raceme.core.registry import users_line
 from raceme.core.strategy import Method
 from raceme.core.timeline import Resumable, timeline_of
 from raceme.records.folder import CHECKPOINTS
@@ -382,7 +382,7 @@ class Keeper:
     failure : str
         Reason if the last due checkpoint could not be written, else empty.
     code : str
-        Digest of the users' modules that the run names: :func:`raceme.core.registry.code_of`.
+        Digest of the users' modules that the run names: :func:`raceme.core.config.code_of`.
     """
 
     def __init__(

@@ -45,6 +45,7 @@ from raceme.datasets.dealt import with_whole_path
 from raceme.datasets.drift import schedule_of
 from raceme.records.folder import (
     CHECKPOINTS,
+    SUMMARY,
     begin,
     failure_recorded,
     forget_end,
@@ -468,7 +469,7 @@ def _check_resumed_limit(config: RunConfig) -> None:
     """
     folder = Path(config.resume).expanduser()
     try:
-        done = int(json.loads((folder / "summary.json").read_text(encoding="utf-8"))["updates"])
+        done = int(json.loads((folder / SUMMARY).read_text(encoding="utf-8"))["updates"])
         before = read_toml(folder / "config.toml").get("max-updates")
     except (OSError, ValueError, KeyError):
         # A missing or unreadable file is reported where it is needed; a crash leaves no summary.

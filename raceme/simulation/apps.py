@@ -33,7 +33,7 @@ from raceme.core.config import RunConfig
 from raceme.core.errors import UserError, check_known, one_line
 from raceme.core.events import Observer, ignore
 from raceme.core.files import check_folder
-from raceme.core.messages import CONFIG, KIND
+from raceme.core.messages import CONFIG, KIND, category
 from raceme.core.options import SECONDS, Value, convert, option
 from raceme.core.registry import STRATEGIES
 from raceme.core.scheduling import FlowerArguments
@@ -51,7 +51,7 @@ from raceme.reporting.plots import accuracy_figure, clusters_figure
 from raceme.reporting.style import save_figure
 from raceme.reporting.waiting import timeline_figure, waiting_figure
 from raceme.simulation import executor_for, prepare
-from raceme.simulation.devices import Workload, bytes_of, category, copy_of, training_cost
+from raceme.simulation.devices import Workload, bytes_of, copy_of, training_cost
 from raceme.simulation.executor import Executor, Packed, pack, unpack
 from raceme.simulation.virtual_grid import Node, VirtualGrid, nodes_of
 

@@ -43,6 +43,7 @@ from raceme.core.messages import (
     Role,
     Vector,
     candidate,
+    category,
 )
 from raceme.core.options import option
 from raceme.core.registry import ATTACKS
@@ -670,7 +671,7 @@ def _respond(
         if work.kind == EVALUATE and BACKDOOR_SUCCESS in work.settings:
             reply.content.metric_records[METRICS].update(_success(work, attack))
         return reply
-    trains = message.metadata.message_type.partition(".")[0] == MessageType.TRAIN
+    trains = category(message) == MessageType.TRAIN
     if attack.mimics and trains:
         work = replace(work, client=_as(attack.victims(config, own)[0], message, context).client)
     if attack.replays and trains and _FIRST_MODEL not in work.state:

@@ -41,6 +41,7 @@ from raceme.core.messages import (
     TASK_SHARE,
     TRAIN,
     TRAINING,
+    category,
     forward_cost,
     passes,
 )
@@ -602,11 +603,6 @@ class DeviceModel:
 Cost = Callable[[Message, Context, int], Workload | None]
 """Maps a message, its client's context and number of training examples to the message's cost; None
 means no time."""
-
-
-def category(message: Message) -> str:
-    """Return a message's type without the name of the action: train, evaluate or query."""
-    return message.metadata.message_type.partition(".")[0]
 
 
 def training_cost(message: Message, context: Context, examples: int) -> Workload | None:

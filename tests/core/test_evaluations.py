@@ -81,21 +81,11 @@ def test_a_client_whose_test_outlasts_the_interval_trains_before_its_next_test(
 
 @pytest.mark.parametrize("asked", [True, False])
 def test_the_success_of_a_backdoor_is_the_mean_of_those_who_state_it(asked: bool) -> None:
-    pulled, app = pulled_app([ONES] * 3), ClientApp()
-    stated = {0: 0.25, 1: 1.0}
+    pulled, stated = pulled_app([ONES] * 3), {0: 0.25, 1: 1.0}
 
-    @app.query()
-    def query(message: Message, context: Context) -> Message:
-        return pulled(message, context)
-
-    @app.train()
-    def train(message: Message, context: Context) -> Message:
-        return pulled(message, context)
-
-    @app.evaluate()
-    def evaluate(message: Message, context: Context) -> Message:
+    def app(message: Message, context: Context) -> Message:
         reply, number = pulled(message, context), int(context.node_config["partition-id"])
-        if number in stated:
+        if message.metadata.message_type == MessageType.EVALUATE and number in stated:
             reply.content.metric_records["metrics"]["backdoor-success"] = stated[number]
         return reply
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from raceme.core.config import RunConfig, all_keys, check_names
+from raceme.core.config import RunConfig, all_keys, check_names, code_of
 from raceme.core.errors import UserError
-from raceme.core.registry import DATASETS, DEVICES, STRATEGIES, Registry, code_of, kebab, summary_of
+from raceme.core.registry import DATASETS, DEVICES, STRATEGIES, Registry, kebab, summary_of
 
 MODULE = '''
 """Plug-ins of this test."""
