@@ -78,8 +78,9 @@ class ClassesOptions(SizeOptions):
     classes_per_client: int = option(2, "number of labels per client", low=1)
     classes_dealt: str = option(
         "mixed",
-        "choice of these: mixed (random) or in-turn (client i has i, i + 1, …: FedProx's MNIST)",
-        among=("mixed", "in-turn"),
+        "choice of these: mixed (random), in-turn (client i has i, i + 1, …: FedProx's MNIST) or "
+        "in-blocks (blocks of clients have the same labels, in unequal parts: PFLlib)",
+        among=("mixed", "in-turn", "in-blocks"),
     )
 
 
@@ -207,24 +208,36 @@ def classes(labels: Indices, config: RunConfig, rng: np.random.Generator) -> Par
     Every label is held by about the same number of clients, which share its samples equally or in
     proportion to their power-law sizes. In turn, as in FedProx's code for MNIST, there are only as
     many kinds of clients as labels, each similar to its neighbours. Mixed, two of ten labels make
-    45 kinds of clients.
+    45 kinds of clients. In blocks, as in PFLlib, the labels are divided in order into parts of
+    classes-per-client, and the clients into as many blocks, which are the true groups; in each
+    label, a client gets from a tenth of an equal part to all of it, and the last the rest.
     """
     check_enough(labels, config.num_clients)
     kinds = np.unique(labels)
     holders = _deal_labels(len(kinds), config, rng)
     weights = client_weights(config, rng)
+    options = config.read(ClassesOptions)
     parts: list[list[Indices]] = [[] for _ in range(config.num_clients)]
-    least = -(-MIN_SAMPLES // config.read(ClassesOptions).classes_per_client)
-    for kind, clients in zip(kinds, holders, strict=True):
+    groups: list[int | None] = [None] * config.num_clients
+    least = -(-MIN_SAMPLES // options.classes_per_client)
+    for label, (kind, clients) in enumerate(zip(kinds, holders, strict=True)):
         own = rng.permutation(np.flatnonzero(labels == kind))
         if len(own) < least * len(clients):
             raise UserError(
                 f"Too few samples of label {kind}: {len(own)} for {len(clients)} clients. "
                 "Take fewer clients or more classes-per-client."
             )
-        for client, part in zip(clients, divide(own, weights[clients], least), strict=True):
+        if options.classes_dealt == "in-blocks":
+            equal = len(own) // len(clients)
+            sizes = rng.integers(max(equal // 10, least), equal, len(clients) - 1, endpoint=True)
+            dealt = np.split(own, np.cumsum(sizes))
+            for client in clients:
+                groups[client] = label // options.classes_per_client
+        else:
+            dealt = divide(own, weights[clients], least)
+        for client, part in zip(clients, dealt, strict=True):
             parts[client].append(part)
-    return _partition([np.concatenate(part) for part in parts])
+    return _partition([np.concatenate(part) for part in parts], groups)
 
 
 @reads(SizeOptions)
@@ -433,7 +446,21 @@ def _deal_labels(num_labels: int, config: RunConfig, rng: np.random.Generator) -
             f"take at least {-(-num_labels // wanted)} clients or more classes-per-client."
         )
     clients = np.arange(config.num_clients)
-    if config.read(ClassesOptions).classes_dealt == "in-turn":
+    options = config.read(ClassesOptions)
+    if options.classes_dealt == "in-blocks":
+        if options.sizes != "equal":
+            raise UserError(
+                f"sizes {options.sizes} does not apply to labels dealt in-blocks, whose parts are "
+                "drawn for each label: leave sizes out, or deal mixed."
+            )
+        if num_labels % wanted:
+            raise UserError(
+                f"{num_labels} labels cannot be dealt in blocks of {wanted}: take a "
+                f"classes-per-client that divides {num_labels}, or deal mixed."
+            )
+        blocks = np.array_split(clients, num_labels // wanted)
+        return [blocks[label // wanted] for label in range(num_labels)]
+    if options.classes_dealt == "in-turn":
         if config.num_clients + wanted - 1 < num_labels:
             raise UserError(
                 f"{config.num_clients} clients that have {wanted} labels in turn have not all "

@@ -160,6 +160,26 @@ def test_classes_dealt_in_turn_go_round_the_labels_as_in_fedprox() -> None:
     assert held[10:] == held[:10]
 
 
+def test_classes_dealt_in_blocks_are_groups_with_unequal_parts_as_in_pfllib() -> None:
+    labels = np.repeat(np.arange(10), 7000)
+    partition = deal("classes", labels, clients=20, classes_dealt="in-blocks")
+    table = counts(partition, labels)
+    held = [np.flatnonzero(row).tolist() for row in table]
+    assert held[:4] == [[0, 1]] * 4
+    assert held[4:8] == [[2, 3]] * 4
+    assert held[16:] == [[8, 9]] * 4
+    assert partition.groups == tuple(np.repeat(np.arange(5), 4).tolist())
+    # 1,750 are an equal part of 7,000: three clients have 175 to 1,750, the last the rest.
+    of_block = table.reshape(5, 4, 10)
+    parts = [of_block[label // 2, :, label] for label in range(10)]
+    assert all(part.sum() == 7000 for part in parts)
+    drawn = np.concatenate([part[:3] for part in parts])
+    assert drawn.min() >= 175
+    assert drawn.max() <= 1750
+    assert len(set(drawn.tolist())) > 25
+    assert all(part[3] == part.max() for part in parts)
+
+
 @pytest.mark.parametrize("name", ["label-groups", "dirichlet", "classes"])
 def test_power_law_sizes_are_uneven_under_label_skew_too(name: str) -> None:
     keys = {"classes_per_client": 5, "clients": 20, "dirichlet_alpha": 100.0}
@@ -268,6 +288,21 @@ def test_shares_that_are_no_shares_are_refused(text: str) -> None:
             "classes",
             {"clients": 8, "classes_dealt": "in-turn"},
             "take at least 9 clients, or deal mixed",
+        ),
+        (
+            "classes",
+            {"clients": 20, "classes_per_client": 3, "classes_dealt": "in-blocks"},
+            "10 labels cannot be dealt in blocks of 3: take a classes-per-client that divides 10",
+        ),
+        (
+            "classes",
+            {"clients": 4, "classes_per_client": 1, "classes_dealt": "in-blocks"},
+            "4 clients of 1 labels cannot hold all 10",
+        ),
+        (
+            "classes",
+            {"clients": 20, "classes_dealt": "in-blocks", "sizes": "power-law"},
+            "sizes power-law does not apply to labels dealt in-blocks",
         ),
         ("iid", {"clients": 4, "sizes": "big"}, "sizes 'big'. Valid: equal, log-normal, power-law"),
     ],

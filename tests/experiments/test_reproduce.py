@@ -206,6 +206,14 @@ def test_tables_that_others_made() -> None:
             "fedper": 97.44,
             "fedrep": 97.56,
         },
+        "pfllib-fashion-two-classes": {
+            "fedavg": 80.41,
+            "fedprox": 78.08,
+            "apfl": 99.41,
+            "ditto": 99.44,
+            "fedper": 99.47,
+            "fedrep": 99.56,
+        },
         "cfla-mnist": {"ifca": 97.3, "fedgroup": 91.5, "fesem": 90.4},
     }
     lengths = {"niid": (10, 50, 64, 10), "pfllib": (20, 2000, 10, 1), "cfla": (50, 100, 32, 3)}
