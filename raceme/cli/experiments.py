@@ -42,7 +42,7 @@ Processes = Annotated[int, typer.Option(help="parallel runs (0: one per core)", 
 def run_suites(
     planned: Sequence[tuple[Suite, Path]],
     processes: int,
-    overview: Callable[[Mapping[str, Comparison]], PlainTable] | None = None,
+    overview: Callable[[Mapping[str, Comparison]], PlainTable | None] | None = None,
     workers: Value = "",
     out: Path | None = None,
     formats: Sequence[str] = (),
@@ -105,8 +105,7 @@ def run_suites(
         done[plan.out.name] = comparison
         failed |= bool(comparison.unwritten)
         failed |= any(result.errors for result in comparison.results)
-    if overview is not None:
-        text = overview(done)
+    if overview is not None and (text := overview(done)) is not None:
         console.print()
         # A narrow terminal would truncate the names of cases.
         console.print(text.rich(), width=max(console.width, 100), crop=False)
@@ -193,7 +192,7 @@ def compare(
 
     written_as = checked_formats(formats)
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    overview: Callable[[Mapping[str, Comparison]], PlainTable] | None = None
+    overview: Callable[[Mapping[str, Comparison]], PlainTable | None] | None = None
     if suite is not None and (cases := variants(suite)):
         folder = out or Path("runs") / f"{stamp}-compare-{suite.name.removesuffix('.toml')}"
         chosen = [(load_suite(case), name) for name, case in parts(str(suite), cases, only).items()]

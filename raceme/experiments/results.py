@@ -146,6 +146,11 @@ class Result:
         return Spread.over([run.accuracy for run in self.runs])
 
     @property
+    def is_complete(self) -> bool:
+        """Whether every seed's run is finished and has an accuracy: means are of the same seeds."""
+        return not self.errors and self.accuracy.count == self.accuracy.of > 0
+
+    @property
     def published(self) -> Published | None:
         """The paper's row of the point that was run, if any."""
         return self.method.row
@@ -351,10 +356,10 @@ def best_of(tried: Sequence[Result]) -> Result:
 def quality(result: Result) -> float:
     """Return a method's quality: its accuracy, or its negated error.
 
-    Infinitely low if a run has none, for example because it diverged.
+    Infinitely low if a run has none, for example because it failed or diverged.
     """
     mean = result.accuracy.mean
-    if mean is None or result.accuracy.count < result.accuracy.of:
+    if mean is None or not result.is_complete:
         return -math.inf
     return -mean if result.runs[0].measure.is_error else mean
 
@@ -481,16 +486,15 @@ _NONE = "-"
 def regrets(comparisons: Mapping[str, Comparison]) -> dict[str, dict[str, float]]:
     """Return each method's distance in points from the best, by method and case.
 
-    Parameters
-    ----------
-    comparisons : Mapping[str, Comparison]
-        Comparisons of the same methods, by case. Cases without accuracy are left out.
+    Cases of errors are left out, and a method in a case where one of its runs failed or diverged:
+    the mean of the other seeds would be another measure.
     """
     found: dict[str, dict[str, float]] = {}
     for case, comparison in comparisons.items():
         if comparison.measure.is_error:
             continue
-        means = {result.label: result.accuracy.mean for result in comparison.results}
+        complete = [result for result in comparison.results if result.is_complete]
+        means = {result.label: result.accuracy.mean for result in complete}
         known = {label: mean for label, mean in means.items() if mean is not None}
         for label, mean in known.items():
             found.setdefault(label, {})[case] = 100.0 * (max(known.values()) - mean)
@@ -506,9 +510,8 @@ def slowness(comparisons: Mapping[str, Comparison]) -> dict[str, dict[str, float
     for case, comparison in comparisons.items():
         times = {}
         for result in comparison.results:
-            time = result.time
-            is_whole = time.mean is not None and time.count == time.of
-            times[result.label] = time.mean if is_whole and time.mean is not None else np.inf
+            time = result.rank_time
+            times[result.label] = np.inf if time is None or result.errors else time
         if np.isfinite(fastest := min(times.values(), default=np.inf)):
             for label, own in times.items():
                 behind = own / fastest if fastest else np.inf
@@ -516,28 +519,44 @@ def slowness(comparisons: Mapping[str, Comparison]) -> dict[str, dict[str, float
     return found
 
 
-def regret_table(comparisons: Mapping[str, Comparison]) -> PlainTable:
-    """Return the regret of every method by case, with each method's worst in bold."""
+def regret_table(comparisons: Mapping[str, Comparison]) -> PlainTable | None:
+    """Return the regret of every method by case, with each method's worst in bold.
+
+    Methods that miss a case come last, and their means say of how many cases they are. None without
+    any accuracy.
+    """
     points, ratios = regrets(comparisons), slowness(comparisons)
-    labels = sorted(points, key=lambda label: float(np.mean(list(points[label].values()))))
+    if not points:
+        return None
+    cases = [case for case in comparisons if any(case in own for own in points.values())]
+    known = {label: len(own) for label, own in points.items()}
+    labels = sorted(points, key=lambda k: (-known[k], float(np.mean([*points[k].values()]))))
     worst = {label: max(points[label].values()) for label in labels}
+    missed = {
+        label: ""
+        if len(points[label]) == len(cases)
+        else f" ({len(points[label])} of {len(cases)})"
+        for label in labels
+    }
     rows = [
         (case, *(_cell(points[label].get(case), worst[label]) for label in labels))
-        for case in comparisons
-        if any(case in own for own in points.values())
+        for case in cases
     ]
-    means = (f"{np.mean(list(points[label].values())):.2f}" for label in labels)
+    means = (f"{np.mean([*points[label].values()]):.2f}{missed[label]}" for label in labels)
     fastest = ([ratio <= 1.0 for ratio in ratios.get(label, {}).values()] for label in labels)
     rows += [
         ("mean", *means),
         ("worst", *(f"{worst[label]:.2f}" for label in labels)),
         ("fastest", *(f"{np.mean(fast):.0%}" if fast else _NONE for fast in fastest)),
     ]
+    lines = ["fastest: share of the cases in which no method reaches the target sooner."]
+    if any(missed.values()):
+        lines.append(f"{_NONE}: not run, or a run failed or diverged.")
     return PlainTable(
         "Regret: points below the best method of each case",
         ("case", *labels),
         tuple(rows),
-        ("fastest: share of the cases in which no method reaches the target sooner.",),
+        tuple(lines),
     )
 
 

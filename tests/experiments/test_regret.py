@@ -29,6 +29,7 @@ def test_regret_is_how_far_a_method_is_from_the_best_of_each_case() -> None:
 def test_the_worst_case_of_each_method_is_in_bold() -> None:
     cases = {"one": case(a=(0.90, 2.0), b=(0.85, 1.0)), "two": case(a=(0.70, None), b=(0.71, 3.0))}
     text = regret_table(cases)
+    assert text is not None
     assert text.columns == ("case", "a", "b")
     assert text.rows == (
         ("one", "0.00", "**5.00**"),
@@ -37,6 +38,45 @@ def test_the_worst_case_of_each_method_is_in_bold() -> None:
         ("worst", "1.00", "5.00"),
         ("fastest", "0%", "100%"),
     )
+
+
+def test_a_method_with_a_failed_seed_has_no_part_in_the_case() -> None:
+    cases = {"one": case(a=(0.90, 2.0), b=(0.85, 1.0)), "two": case(a=(0.70, 4.0), b=(0.60, 3.0))}
+    a, b = cases["two"].results
+    # The mean of b's other seed, 0.95, is of other data than a's.
+    failed = Result(
+        b.method, "b", (Run(0, "b", {**b.runs[0].summary, "accuracy": 0.95}),), {1: "!"}
+    )
+    assert not failed.is_complete
+    cases["two"] = Comparison(cases["two"].suite, (a, failed))
+    assert regrets(cases) == {
+        "a": pytest.approx({"one": 0.0, "two": 0.0}),
+        "b": pytest.approx({"one": 5.0}),
+    }
+    assert slowness(cases)["b"] == {"one": 1.0, "two": float("inf")}
+    text = regret_table(cases)
+    assert text is not None
+    assert text.rows[:3] == (
+        ("one", "**0.00**", "**5.00**"),
+        ("two", "**0.00**", "-"),
+        ("mean", "0.00", "5.00 (1 of 2)"),
+    )
+    assert text.lines[-1] == "-: not run, or a run failed or diverged."
+
+
+def test_methods_of_fewer_cases_come_last() -> None:
+    cases = {"one": case(a=(0.90, 2.0), b=(0.85, 1.0)), "two": case(b=(0.60, 3.0), c=(0.7, 1.0))}
+    text = regret_table(cases)
+    assert text is not None
+    assert text.columns == ("case", "b", "a", "c")
+
+
+def test_there_is_no_regret_of_errors() -> None:
+    one = case(a=(0.9, 1.0))
+    (result,) = one.results
+    error = {"measure": "mae", "mae": 3.0, "unit": "°C"}
+    of_errors = Result(result.method, "a", (Run(0, "a", {**result.runs[0].summary, **error}),))
+    assert regret_table({"one": Comparison(one.suite, (of_errors,))}) is None
 
 
 def test_a_case_that_nobody_finishes_counts_for_nobody() -> None:
