@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property, lru_cache
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 # -----------------------------------------------------------------------------
 
 
-_LONGEST_NAME = 128
+LONGEST_NAME = 128
 """Maximum characters of a name of a client or metric."""
 _LONGEST_UNIT = 32
 _MOST_METRICS = 1000
@@ -88,8 +88,8 @@ def name_of(stated: object) -> str | None:
     """Return a client's stated name: 1 to 128 printable characters; else None."""
     if not isinstance(stated, str | int):
         return None
-    name = stated if isinstance(stated, str) else printable(stated, 2 * _LONGEST_NAME)
-    return name if name.isprintable() and 1 <= len(name) <= _LONGEST_NAME else None
+    name = stated if isinstance(stated, str) else printable(stated, 2 * LONGEST_NAME)
+    return name if name.isprintable() and 1 <= len(name) <= LONGEST_NAME else None
 
 
 def unit_of(stated: object) -> str | None:
@@ -122,7 +122,7 @@ def metrics_of(record: Mapping[str, object]) -> dict[str, float]:
     metrics = {}
     for name, value in record.items():
         if not isinstance(value, list):
-            if not name.isprintable() or len(name) > _LONGEST_NAME:
+            if not name.isprintable() or len(name) > LONGEST_NAME:
                 raise InvalidReplyError(f"a metric is called {quoted(name)}")
             metrics[name] = number_of(name, value)
     return metrics
@@ -432,6 +432,14 @@ class Role(Enum):
         return cls.STATISTICS if last in ("running_mean", "running_var") else cls.TRAINABLE
 
 
+def layers_of(arrays: Iterable[str]) -> dict[str, list[str]]:
+    """Group the names of arrays by the layer that they belong to, in order."""
+    layers: dict[str, list[str]] = {}
+    for name in arrays:
+        layers.setdefault(name.rpartition(".")[0], []).append(name)
+    return layers
+
+
 @dataclass(frozen=True)
 class ModelSpec:
     """Names, shapes and dtypes of a model's arrays, in the order of its flat vector.
@@ -479,6 +487,12 @@ class ModelSpec:
     def roles(self) -> tuple[Role, ...]:
         """Role of each array."""
         return tuple(Role.of(*array) for array in zip(self.names, self.dtypes, strict=True))
+
+    @property
+    def layers(self) -> dict[str, list[str]]:
+        """Names of the weights of each layer, in order."""
+        roles = zip(self.names, self.roles, strict=True)
+        return layers_of(name for name, role in roles if role is Role.TRAINABLE)
 
     @cached_property
     def trainable(self) -> NDArray[np.bool_] | None:

@@ -253,6 +253,10 @@ class Drift:
                 "quantities: take swap-all, noise, incremental or in-order."
             )
 
+    def partitions(self, which: str) -> str:
+        """Return a hint at other partitions; none for data with clients of their own."""
+        return "" if self.dealt.dataset.users is not None else f"partition {which}, or "
+
     def data(self, client: int, step: int) -> ClientData:
         """Return a client's data at a step."""
         return self.dealt.data(client)
@@ -579,7 +583,7 @@ class SwapPart(Swap):
         if all(one <= other or other <= one for one in owned for other in owned):
             raise UserError(
                 "drift swap-part exchanges labels that only one of two clients has, and there are "
-                "no two such clients: take partition classes or label-groups, or swap-all."
+                f"no two such clients: take {self.partitions('classes or label-groups')}swap-all."
             )
 
     def data(self, client: int, step: int) -> ClientData:
@@ -722,8 +726,9 @@ class Mixture(Drift):
         if None in groups or len(groups) < 2:
             raise UserError(
                 "drift mixture mixes the distributions of groups, and these clients have "
-                f"{'no groups' if None in groups else 'only one'}: take partition "
-                "rotation-groups, noise-groups or label-groups, or data with groups."
+                f"{'no groups' if None in groups else 'only one'}: take "
+                f"{self.partitions('rotation-groups, noise-groups or label-groups')}data with "
+                "groups."
             )
         low, high = self.options.mixture_main_low, self.options.mixture_main_high
         if low > high:

@@ -139,6 +139,19 @@ class Dataset:
     labels: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        if not self.names:
+            return
+        from raceme.core.messages import LONGEST_NAME, name_of
+
+        # A server refuses a client of another name, as it does an unknown device.
+        for name in self.names:
+            if name_of(name) is None:
+                raise UserError(
+                    f"The client {name!r} needs another name: 1 to {LONGEST_NAME} printable "
+                    "characters. Rename its file, or its key."
+                )
+
     @property
     def shape(self) -> DataShape:
         """The shape of data for a model."""

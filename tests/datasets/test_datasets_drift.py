@@ -412,6 +412,16 @@ def test_data_that_cannot_change_so_are_one_clear_line(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("drift", ["mixture", "swap-part"])
+def test_no_partition_is_advised_for_clients_of_the_data(drift: str, tmp_path: Path) -> None:
+    for name in "ab":
+        x, y = np.ones((10, 3), np.float32), np.arange(10) % 2
+        np.savez(tmp_path / f"{name}.npz", x=x, y=y)
+    config = config_of(drift, clients=2, dataset="npz-folder", data_root=str(tmp_path))
+    with pytest.raises(UserError, match=r": take (data with groups|swap-all)\."):
+        datasets.true_groups(config)
+
+
 def test_an_option_of_another_drift_is_refused() -> None:
     with pytest.raises(UserError, match="swap-chance is read by drift swap-all and swap-part"):
         config_of("rotate", swap_chance=0.5)

@@ -53,6 +53,13 @@ def test_every_file_is_a_client_in_the_order_of_the_numbers(tmp_path: Path) -> N
         datasets.load(folder(tmp_path, clients=3))
 
 
+def test_a_file_whose_name_is_no_clients_is_said(tmp_path: Path) -> None:
+    write(tmp_path, "Anna Müller")
+    write(tmp_path, "Ben\u00a0Meier")
+    with pytest.raises(UserError, match=r"The client 'Ben\\xa0Meier' needs another name"):
+        datasets.load(folder(tmp_path, clients=2))
+
+
 def test_the_old_name_and_the_old_folder_are_taken_still(tmp_path: Path) -> None:
     (tmp_path / "har").mkdir()
     write(tmp_path / "har", "1")
