@@ -6,9 +6,11 @@ else is private, except the names in ``docs/extending.md`` for users' methods an
 
 from __future__ import annotations
 
+import logging
 import math
 import signal
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from operator import index
 from pathlib import Path
 from threading import RLock
@@ -84,11 +86,26 @@ def run(
     earlier = keys_to_resume(settings.get("resume"))
     name = STRATEGIES.name_of(earlier.get("strategy", "casa") if strategy is None else strategy)
     keys = with_prefixes(earlier | _keys(settings, data, model) | {"strategy": name}, [name])
-    with _TURN:
+    with _TURN, _flower_silenced():
         config = resolve(RunConfig.from_mapping(keys))
         progress = RunProgress(config.planned_updates, console=_console())
         with StopRequest(signal.SIGINT) as stop, progress:
             return opened(simulate(config, progress.observe, stop=stop))
+
+
+@contextmanager
+def _flower_silenced() -> Iterator[None]:
+    """Keep Flower's lines about every round off a notebook, as the commands do."""
+    # Flower configures its logger on import.
+    import flwr.serverapp  # noqa: F401
+
+    logger = logging.getLogger("flwr")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def compare(

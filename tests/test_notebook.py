@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import io
 import json
+import logging
 import shutil
 import signal
 import subprocess
@@ -240,6 +241,27 @@ losses = [
 ]
 assert len(losses[0]) == 3 and losses[0] == losses[1] == losses[2], losses
 """
+
+
+@pytest.mark.parametrize("name", ["", "c" * 129, "a\nb", "Ben\u00a0Meier"])
+def test_a_client_that_a_server_would_refuse_is_said(name: str, here: Path) -> None:
+    with pytest.raises(UserError, match="needs another name: 1 to 128 printable"):
+        raceme.run("fedasync", data=dict(zip(("hall", name), readings(), strict=True)), **TINY)
+    assert not (here / "runs").exists()
+
+
+@pytest.mark.parametrize("strategy", ["fedper", "fedrep"])
+def test_a_head_that_is_the_whole_model_is_said(strategy: str, here: Path) -> None:
+    with pytest.raises(UserError, match=r"is 1; the model's layers with weights are 1\. Take a"):
+        raceme.run(strategy, data=readings(), model="mclr", **TINY)
+
+
+def test_flowers_lines_about_rounds_are_kept_off_a_notebook(
+    here: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    raceme.run("fedavg", data=readings(), **TINY)
+    assert not [record for record in caplog.records if record.name == "flwr"]
+    assert logging.getLogger("flwr").level == logging.INFO
 
 
 def test_what_a_model_draws_without_a_seed_is_that_of_the_run(here: Path) -> None:

@@ -396,7 +396,7 @@ class Plan:
             Completed rounds or windows; None for a method without them.
         """
         if 0 < num_updates <= updates:
-            return f"{num_updates} updates were applied"
+            return "1 update was applied" if updates == 1 else f"{updates} updates were applied"
         if self.max_rounds is not None and rounds is not None and rounds >= self.max_rounds:
             return rounds_over(self.max_rounds)
         if now >= self.deadline:

@@ -207,6 +207,12 @@ def client_band(evaluations: ClientEvaluations, count: int) -> tuple[Floats, Flo
     return band[0], band[1]
 
 
+def _shortened(client: str) -> str:
+    """Return a client's name in at most 20 characters; names may differ at the end only."""
+    name = printable(client, 128)
+    return name if len(name) <= 20 else f"{name[:9]}…{name[-10:]}"
+
+
 def _score_axis(axes: Axes, records: Sequence[RunRecord]) -> Measure:
     """Prepare the axis of accuracies or errors, and return the measure."""
     measure = records[0].measure if records else ACCURACY
@@ -234,7 +240,9 @@ def _draw_accuracy(axes: Axes, record: RunRecord, seconds: float) -> None:
     colour = INK
     times = record.evaluations.time / seconds
     low, high = client_band(record.client_evaluations, len(times))
-    axes.fill_between(times, low, high, color=colour, alpha=0.15, lw=0, label="10-90 % of clients")
+    if len(record.clients) > 1:
+        band = "10-90 % of clients"
+        axes.fill_between(times, low, high, color=colour, alpha=0.15, lw=0, label=band)
     axes.plot(
         times,
         record.evaluations.accuracy,
@@ -530,7 +538,7 @@ def devices_figure(record: RunRecord, *, clock: str = CLOCK) -> Figure:
     axes.set_ylim(len(rows) - 0.4, -0.6)
     if len(rows) <= _NAMED_ROWS:
         # A name may look like a formula.
-        names = [printable(client, 20) for client in rows]
+        names = [_shortened(client) for client in rows]
         axes.set_yticks(range(len(rows)), names, fontsize="small", parse_math=False)
         axes.set_title(f"Devices at work, the fastest on top{part}")
     else:
@@ -1632,7 +1640,7 @@ def clusters_figure(record: RunRecord, *, clock: str = CLOCK) -> Figure:
     for shapes in streams.pieces(drawn, _BEND * span, span):
         _fill(axes, shapes, seconds, edge=0.35)
     axes.set_yticks([])
-    axes.set_ylabel(f"{len(streams.order)} clients")
+    axes.set_ylabel("1 client" if len(streams.order) == 1 else f"{len(streams.order)} clients")
     axes.spines["left"].set_visible(False)
     axes.grid(False)
     low, high = extent(drawn)

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from raceme.core import messages as names
-from raceme.core.events import grouped
 from raceme.core.messages import ModelSpec, from_array, to_array
 from raceme.flower.messages import array_record
 from raceme.training.local import differentiate, optimiser_of
@@ -69,7 +68,7 @@ def head_arrays(network: Network, layers: int) -> list[str]:
     ValueError
         The network has no more layers than these.
     """
-    names_of = grouped((name.rpartition(".")[0], name) for name in network.slices)
+    names_of = names.layers_of(network.slices)
     if layers >= len(names_of):
         raise ValueError(
             f"{names.HEAD_LAYERS} must leave layers to share: the network has {len(names_of)} "

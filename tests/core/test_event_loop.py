@@ -330,7 +330,7 @@ def test_nobody_at_all_is_waited_for_until_the_timeout() -> None:
     assert seen == [events.RunEnded(0.0, 0, "all clients are gone", Ending.NO_CLIENTS)]
     late = grid_of(pulled_app(), [Device(online=((50.0, 600.0),))])
     seen = run(half(), late, num_rounds=1, timeout=100.0)
-    assert seen[-1] == events.RunEnded(51.0, 1, "1 updates were applied")
+    assert seen[-1] == events.RunEnded(51.0, 1, "1 update was applied")
 
 
 def test_the_time_limit_is_kept_exactly() -> None:

@@ -404,14 +404,15 @@ def test_bins_of_staleness_fit_a_column(largest: int, turned: float) -> None:
 @pytest.mark.filterwarnings("error::UserWarning")
 def test_a_few_devices_have_their_names(tmp_path: Path) -> None:
     """The fastest is on top, a name is no formula, and may be of any script."""
-    took = {"slow": 9.0, "厨房": 5.0, "$x_": 1.0}
+    took = {"slow": 9.0, "厨房": 5.0, "$x_": 1.0, "hospital-very-long-name-007": 0.5}
     tasks = [
         UpdateApplied(1, 9.0, name, 0, 0, 0, 0.5, 9.0 - seconds, 1.0, 1, 1)
         for name, seconds in took.items()
     ]
     figure = devices_figure(RunRecord.of([*joined(dict.fromkeys(took)), *tasks]))
     labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
-    assert labels == ["$x_", "厨房", "slow"]
+    # The end of a long name, by which those of a fleet differ, is kept.
+    assert labels == ["hospital-…g-name-007", "$x_", "厨房", "slow"]
     saved(figure, tmp_path / "figure.png")
 
 
