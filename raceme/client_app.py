@@ -10,6 +10,7 @@ or ``module:function`` for a user's own. It is a function of a
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -59,6 +60,13 @@ def query(message: Message, context: Context) -> Message:
     return _respond(message, context)
 
 
+def refused(message: Message, context: Context) -> Message:
+    """Log why the server gives this client no work."""
+    # Flower's log is what a SuperNode shows.
+    logging.getLogger("flwr").warning("No work for this client: %s", names.reason_of(message))
+    return Message(RecordDict(), reply_to=message)
+
+
 def client_app(mods: Sequence[Mod] = ()) -> ClientApp:
     """Make Raceme's ClientApp with mods of Flower's around training.
 
@@ -76,6 +84,7 @@ def client_app(mods: Sequence[Mod] = ()) -> ClientApp:
     made.train(mods=[short_upload, *mods, local_dp])(train)
     made.evaluate()(evaluate)
     made.query()(query)
+    made.query("refused")(refused)
     return made
 
 

@@ -414,6 +414,12 @@ class Loop:
         for message_id in lost:
             self._refuse(self._progress.in_flight.pop(message_id), reason, is_away=True)
 
+    def _explain(self, node_id: int, reason: str) -> None:
+        """Tell a refused node why, for the log of its device; its answer is not looked at."""
+        if not self._clock.is_virtual:
+            content = RecordDict({names.CONFIG: ConfigRecord({names.REASON: reason})})
+            push(self._grid, self._clock, Message(content, node_id, names.REFUSED, ttl=self._ttl))
+
     def _introduce(self, node_id: int, reply: Message) -> None:
         """Register the client that answered a greeting."""
         now = self.now()
@@ -421,12 +427,16 @@ class Loop:
             introduced = self._fleet.introduce(node_id, reply, self._identities, self._plan.labels)
         except ForeignIdError as error:
             self._observe(error.report(now, node_id))
+            self._explain(node_id, str(error))
             return
         if isinstance(introduced, str):
             log.warning("A client is refused: %s", introduced)
             self._observe(events.UpdateRejected(now, f"node {node_id}", introduced, now))
+            self._explain(node_id, introduced)
             return
         if introduced is None:
+            assert self._plan.labels is not None
+            self._explain(node_id, f"the run takes clients with {self._plan.labels.where} only")
             return
         client, returned = introduced
         name = client.client_id

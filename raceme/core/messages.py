@@ -92,6 +92,12 @@ def name_of(stated: object) -> str | None:
     return name if name.isprintable() and 1 <= len(name) <= LONGEST_NAME else None
 
 
+def reason_of(message: Message) -> str:
+    """Return why the server refuses a node, as it says in a message of type `REFUSED`."""
+    stated = message.content.get(CONFIG) if message.has_content() else None
+    return printable(stated[REASON]) if stated and REASON in stated else "no reason given"
+
+
 def unit_of(stated: object) -> str | None:
     """Return a client's stated unit of an error, if any.
 
@@ -272,6 +278,10 @@ with the client's last answer. Float64, shape (models,), sum 1."""
 EVALUATE = "evaluate"
 DESCRIBE = "describe"
 """The client's id and the size of its data: the greeting of every client."""
+REFUSED = "query.refused"
+"""Type of the message that tells a node why it gets no work."""
+REASON = "reason"
+"""Why, in words."""
 ON = "on"
 """Samples for losses: ``"train"`` (the default), ``"test"`` or ``"validation"``."""
 VALIDATION_SHARE = "validation-share"

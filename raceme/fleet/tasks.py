@@ -32,9 +32,11 @@ from raceme.core.messages import (
     LOSSES,
     NUMBERS,
     ON,
+    REFUSED,
     TASK,
     error_line,
     from_array,
+    reason_of,
 )
 from raceme.core.options import Value
 from raceme.core.registry import (
@@ -711,6 +713,13 @@ class Tasks:
             message = fetch()
         except fleet.ObjectPullError as error:
             self._send(link, head, _error(head, MESSAGE_UNAVAILABLE, str(error)), started)
+            return
+        if message.metadata.message_type == REFUSED:
+            # For every app, also those that know no such message.
+            text = "run %d: the server gives this device no work: %s"
+            run_id, extra = message.metadata.run_id, _fields(message)
+            log.warning(text, run_id, reason_of(message), extra=extra)
+            link.send(Message(RecordDict(), reply_to=message), 0.0)
             return
         if self.invitations.take(message):
             run_id = message.metadata.run_id

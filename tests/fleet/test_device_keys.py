@@ -36,6 +36,7 @@ def test_a_thief_with_a_registered_key_gets_nothing_and_locks_nobody_out(tmp_pat
         run = bed.flwr("run", str(ROOT), "here", "--stream", "--run-config", settings)
         run.wait_for("says it is 'kitchen', but its key is that of 'garden'", 180)
         assert "on trust" not in run.text()
+        thief.wait_for("no work: .*'kitchen', but its key is that of 'garden'", 60)
         right = device(bed, "kitchen", "kitchen")
         right.wait_for(TASK, 180)
         run.wait_for("Results are in", 180)

@@ -341,13 +341,16 @@ def test_only_devices_with_a_label_take_part(tmp_path: Path) -> None:
         options = ("--certificates", str(certs), "--where", "room=kitchen", "--metrics", metrics)
         server = start_server(bed, *options, "--max-updates", "100000")
         server.wait_for("Listening on", 240)
-        for number, (name, labels) in enumerate(zip(names, stated, strict=True)):
+        _, garden, _ = (
             bed.device(
                 *("--root-certificates", f"{certs}/ca.crt", "--key", f"{certs}/devices/{name}"),
                 *("--device-id", name),
                 *("--node-config", f"partition-id={number % 2} num-partitions=2{labels}"),
             )
+            for number, (name, labels) in enumerate(zip(names, stated, strict=True))
+        )
         server.wait_for("garden takes no part: it is not room=kitchen", 240)
+        garden.wait_for("no work: the run takes clients with room=kitchen only", 60)
         for name in ("kitchen", "hall"):
             server.wait_for(rf"update.* {name} ", 240)
         with urllib.request.urlopen(f"http://{metrics}/metrics", timeout=60) as page:

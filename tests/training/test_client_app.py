@@ -364,3 +364,12 @@ def test_the_data_root_of_the_node_wins_over_the_runs(tmp_path: Path) -> None:
     config = RunConfig(dataset="mnist", data_root="/nowhere")
     with pytest.raises(UserError, match=f"mnist is not under '{tmp_path}'"):
         query(context(0, config, **{"data-root": str(tmp_path)}))
+
+
+def test_a_client_that_is_refused_logs_why(caplog: pytest.LogCaptureFixture) -> None:
+    reason = ConfigRecord({"reason": "'kitchen' is already online\nas node 7"})
+    told = Message(RecordDict({"config": reason}), 7, "query.refused")
+    reply = app(told, context(0, CONFIG))
+    assert not reply.has_error()
+    assert not reply.content
+    assert "No work for this client: 'kitchen' is already online as node 7" in caplog.messages
