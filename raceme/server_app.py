@@ -8,6 +8,7 @@ import sys
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
+from raceme.core.clients import ON_TRUST
 from raceme.core.config import RunConfig
 from raceme.core.errors import PlainFormatter, show_log, shown_by_flower
 from raceme.core.signals import StopRequest, end_with_parent
@@ -18,11 +19,6 @@ from raceme.runs import experiment
 
 _ORPHAN_SECONDS = 20.0
 """Time for a lost SuperLink to return before the run ends."""
-
-_ON_TRUST = (
-    "Devices' ids are taken on trust: any node that may connect can claim any of them, unless "
-    "device-keys=FILE binds ids to keys (docs/server.md)"
-)
 
 app = ServerApp()
 
@@ -42,7 +38,7 @@ def main(grid: Grid, context: Context) -> None:
     config = experiment.resolve(RunConfig.from_mapping(context.run_config))
     strategy = experiment.build_strategy(config)
     if not config.device_keys and has_devices(grid):
-        logging.getLogger("raceme").info(_ON_TRUST)
+        logging.getLogger("raceme").info(ON_TRUST)
     with (
         StopRequest() as stop,
         RunProgress(max_updates=config.planned_updates, each_update=True) as progress,

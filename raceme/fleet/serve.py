@@ -34,6 +34,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 import raceme
+from raceme.core.clients import ON_TRUST
 from raceme.core.config import FEW_DEVICES, RunConfig, as_tables, read_toml
 from raceme.core.errors import UserError, check_known, one_line, printable, told_by_system
 from raceme.core.events import (
@@ -917,6 +918,8 @@ def serve(
             _private_files(),
             _answering(state, options, metrics, grid_of, out, lambda: strategy) as grid,
         ):
+            if options.certificates is not None and not config.device_keys:
+                log.warning(ON_TRUST)
             # Counted before it is printed: who reads a line finds it in the figures.
             listening: list[Observer] = [metrics, *observers]
             if options.logs_events:

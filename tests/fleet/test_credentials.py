@@ -13,6 +13,7 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
+from processes import free_port
 from serving import Later, answer, fetch, light_device, number_of, serving
 
 from raceme.cli import main
@@ -27,7 +28,7 @@ from raceme.fleet.certificates import (
     revoke_keys,
     rotate_key,
 )
-from raceme.fleet.serve import with_registry
+from raceme.fleet.serve import ServeOptions, prepare, serve, with_registry
 from raceme.flower.fleet_client import Link, RejoinError
 from raceme.flower.messages import NODE_UNAVAILABLE
 
@@ -191,6 +192,33 @@ def test_devices_get_labels_and_lose_them(
     assert with_registry({}, folder)["labels"] == str(folder / "labels.toml")
     assert with_registry({"labels": "own.toml"}, folder)["labels"] == "own.toml"
     assert with_registry({"labels": "own.toml"}, None) == {"labels": "own.toml"}
+
+
+def start(folder: Path, *, any_device: bool = False, **keys: str) -> None:
+    """Start a server that is told to stop at once."""
+    out = str(folder.parent / "out")
+    given = {"strategy": "fedasync", "dataset": "digits", "out": out, **keys}
+    config = prepare(given if any_device else with_registry(given, folder))
+    address = f"127.0.0.1:{free_port()}"
+    options = ServeOptions(address, folder, any_device=any_device, metrics="off")
+    serve(config, options, stop=lambda: "enough")
+
+
+TRUST = "ids are taken on trust"
+
+
+def test_a_server_whose_folder_lacks_the_list_of_keys_says_that_it_trusts(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    start(folder)
+    assert TRUST not in caplog.text
+    listed = (folder / "device-keys").rename(folder / "elsewhere")
+    start(folder, **{"device-keys": str(listed)})
+    assert TRUST not in caplog.text
+    start(folder)
+    assert caplog.text.count(TRUST) == 1
+    start(folder, any_device=True)
+    assert caplog.text.count(TRUST) == 2
 
 
 @pytest.mark.parametrize("how", ["revoked", "rotated"])

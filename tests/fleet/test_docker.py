@@ -17,8 +17,8 @@ from processes import free_port
 from typer.testing import CliRunner
 
 from raceme.cli import app
-from raceme.fleet.certificates import make_certificates, make_tokens
-from raceme.fleet.serve import StatusPort
+from raceme.fleet.certificates import make_certificates, make_tokens, set_labels
+from raceme.fleet.serve import StatusPort, with_registry
 
 DOCKER = Path(__file__).resolve().parents[2] / "docker"
 DOCKERFILES = sorted(DOCKER.glob("*.Dockerfile"))
@@ -143,6 +143,30 @@ def test_the_health_check_is_that_of_the_status_port(tmp_path: Path, tokens: lis
         assert check() == 0
         well[0] = False
         assert check() == 1
+
+
+@pytest.mark.parametrize(
+    ("section", "target"), [("With Docker", "docker/certs"), ("With systemd", "etc/raceme/certs")]
+)
+def test_the_files_that_a_server_reads_are_copied_to_it(
+    section: str, target: str, tmp_path: Path
+) -> None:
+    make_certificates(tmp_path, ["localhost"], ["kitchen", "garden"])
+    set_labels(tmp_path, ["kitchen"], ["room=hall"])
+    page = (DOCKER.parent / "docs" / "server.md").read_text(encoding="utf-8")
+    found = re.search(rf"^### {section}\n.*?```bash\n(.*?)```", page, re.DOTALL | re.MULTILINE)
+    assert found
+    # The others need root, an engine, or a checkout.
+    lines = [line for line in found[1].splitlines() if re.match("(sudo install|cp|mkdir) ", line)]
+    script = "\n".join(line for line in lines if "certs" in line)
+    script = script.replace("sudo ", "").replace("-o raceme ", "").replace(" /", " ")
+    subprocess.run(["bash", "-ec", script], cwd=tmp_path, check=True)
+    copied = tmp_path / target
+    assert {str(path.relative_to(copied)) for path in copied.rglob("*") if path.is_file()} == {
+        *("ca.crt", "server.crt", "server.key", "device-keys", "labels.toml"),
+        *("devices/kitchen.pub", "devices/garden.pub"),
+    }
+    assert with_registry({}, copied).keys() == {"device-keys", "labels"}
 
 
 def options_of(words: list[str]) -> set[str]:
