@@ -602,6 +602,30 @@ def expiry(certificate: bytes) -> datetime:
     return until
 
 
+def warn_if_early(certificates: Certificates) -> None:
+    """Warn if a certificate is not valid yet: a clock is wrong, this one or that of its maker.
+
+    It is no error: the clock of a board without a battery is set after the server's start.
+    """
+    now = datetime.now(UTC)
+    files = {
+        "ca.crt": (certificates.authority, "make all files anew in another folder"),
+        "server.crt": (certificates.certificate, "remove server.crt and server.key, make new ones"),
+    }
+    for name, (content, remedy) in files.items():
+        since = x509.load_pem_x509_certificate(content).not_valid_before_utc
+        if since > now:
+            log.warning(
+                "%s is not valid before %s, and it is %s by this machine's clock: set the time, or "
+                "if it is right, %s with `raceme certs` on a machine whose clock is right",
+                name,
+                f"{since:%Y-%m-%d %H:%M} UTC",
+                f"{now:%Y-%m-%d %H:%M} UTC",
+                remedy,
+            )
+            return
+
+
 def access_to(folder: Path | None, host: str, *, spare: str = "") -> Access:
     """Return whose requests a port for people and monitors answers.
 

@@ -157,7 +157,11 @@ _FAILED = ("handshake failed", "certificate_verify_failed", "hostname verificati
 """What gRPC says when a connection will keep failing until its configuration is changed."""
 _BY_TIME = (
     ("certificate has expired", "has expired", "make a new one on the server"),
-    ("certificate is not yet valid", "is not valid yet", "set the time"),
+    (
+        "certificate is not yet valid",
+        "is not valid yet",
+        "set the time, or if it is right, make a new one where the clock is right",
+    ),
 )
 _PLAIN, _FORGED = "wrong_version_number", "bad_signature"
 

@@ -62,6 +62,7 @@ from raceme.fleet.certificates import (
     access_to,
     expiry,
     read_certificates,
+    warn_if_early,
 )
 from raceme.fleet.served_grid import Rollouts, ServedGrid
 from raceme.fleet.tasks import OWN_APP
@@ -989,6 +990,7 @@ def _answering(
     certificates, registered = _credentials(options)
     if certificates is not None:
         metrics.certificate_until = expiry(certificates.certificate)
+        warn_if_early(certificates)
     state.reconnect = options.reconnect
     api = FleetApi(
         state, options.address, certificates, registered, options.http, most_connections()

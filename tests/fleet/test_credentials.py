@@ -68,21 +68,25 @@ def test_files_that_do_not_belong_together_are_refused(folder: Path, tmp_path: P
         read_certificates(folder)
 
 
-def test_a_certificate_that_is_out_of_date_is_refused(folder: Path) -> None:
-    old = x509.load_pem_x509_certificate((folder / "server.crt").read_bytes())
+def redate(folder: Path, name: str, since: datetime.datetime) -> None:
+    """Make a certificate anew, valid for a day."""
+    old = x509.load_pem_x509_certificate((folder / name).read_bytes())
     authority = load_pem_private_key((folder / "ca.key").read_bytes(), None)
-    then = datetime.datetime(2020, 1, 1)
-    expired = (
+    made = (
         x509.CertificateBuilder()
         .subject_name(old.subject)
         .issuer_name(old.issuer)
         .public_key(old.public_key())
         .serial_number(1)
-        .not_valid_before(then)
-        .not_valid_after(then + datetime.timedelta(days=1))
+        .not_valid_before(since)
+        .not_valid_after(since + datetime.timedelta(days=1))
         .sign(authority, hashes.SHA384())  # type: ignore[arg-type]
     )
-    (folder / "server.crt").write_bytes(expired.public_bytes(Encoding.PEM))
+    (folder / name).write_bytes(made.public_bytes(Encoding.PEM))
+
+
+def test_a_certificate_that_is_out_of_date_is_refused(folder: Path) -> None:
+    redate(folder, "server.crt", datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC))
     with pytest.raises(UserError, match="was valid until 2020-01-02"):
         read_certificates(folder)
 
@@ -219,6 +223,24 @@ def test_a_server_whose_folder_lacks_the_list_of_keys_says_that_it_trusts(
     assert caplog.text.count(TRUST) == 1
     start(folder, any_device=True)
     assert caplog.text.count(TRUST) == 2
+
+
+@pytest.mark.parametrize("early", [["server.crt"], ["ca.crt", "server.crt"], []])
+def test_a_certificate_that_is_not_valid_yet_is_warned_of(
+    folder: Path, caplog: pytest.LogCaptureFixture, early: list[str]
+) -> None:
+    """A server whose board has no battery comes up before its clock is set."""
+    now = datetime.datetime.now(datetime.UTC)
+    for name in early:
+        redate(folder, name, now + datetime.timedelta(days=40))
+    start(folder)
+    said = [line for line in caplog.messages if "by this machine's clock" in line]
+    assert len(said) == bool(early)
+    for line in said:
+        assert line.startswith(f"{early[0]} is not valid before")
+        assert f"{now + datetime.timedelta(days=40):%Y-%m-%d}" in line
+        assert f"{now:%Y-%m-%d}" in line
+        assert ("another folder" in line) is ("ca.crt" in early)
 
 
 @pytest.mark.parametrize("how", ["revoked", "rotated"])

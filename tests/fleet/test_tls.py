@@ -126,20 +126,21 @@ def logged(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], str]]:
 
 
 @pytest.mark.parametrize(
-    ("since", "until", "said"),
+    ("since", "until", "said", "remedy"),
     [
-        (NOW - 2 * DAY, NOW - DAY, "has expired"),
-        (NOW + DAY, NOW + 2 * DAY, "is not valid yet"),
+        (NOW - 2 * DAY, NOW - DAY, "has expired", "make a new one on the server"),
+        (NOW + DAY, NOW + 2 * DAY, "is not valid yet", "set the time, or if it is right, make"),
     ],
 )
 def test_a_certificate_that_is_over_or_early_is_called_so_and_waited_for(
-    since: datetime, until: datetime, said: str, logged: Callable[[], str]
+    since: datetime, until: datetime, said: str, remedy: str, logged: Callable[[], str]
 ) -> None:
     with serving(AUTHORITY.server(since, until)) as address, pytest.raises(StoppedError):
         connect(address, AUTHORITY.pem())
     assert f"the certificate of {address} {said}" in logged()
     # Boards without a battery begin in the past: what the time is says whose fault it is.
     assert f"{datetime.now(UTC):%Y-%m-%d}" in logged()
+    assert remedy in logged()
     assert "authority" not in logged()
 
 
