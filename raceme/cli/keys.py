@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -124,7 +124,7 @@ def as_assignments(arguments: Sequence[str], named: Iterable[str]) -> list[str]:
     """Convert options that a command does not declare to ``--set name=value``.
 
     A boolean key alone means true; it leaves the next word, such as a method, unless that is a
-    value.
+    value. An empty word is one.
 
     Parameters
     ----------
@@ -132,6 +132,11 @@ def as_assignments(arguments: Sequence[str], named: Iterable[str]) -> list[str]:
         The command line after the command's name.
     named : Iterable[str]
         The command's own options, e.g. ``"--out"``. Unknown ones without a value are unchanged too.
+
+    Raises
+    ------
+    UserError
+        A key has no value and is not a boolean.
     """
     own = set(named)
     switches = {
@@ -149,13 +154,15 @@ def as_assignments(arguments: Sequence[str], named: Iterable[str]) -> list[str]:
         if (switch := name.replace("--no-", "--", 1)) != name and switch in switches:
             name, equals, value = switch, "=", "false"
         is_switch = name in switches
+        following = arguments[position] if position < len(arguments) else "--"
+        is_alone = not equals and following.startswith("--")
+        if is_alone and not is_switch:
+            _check_alone(name, own)
         if not name.startswith("--") or (name in own and not is_switch):
             turned.append(argument)
             continue
         if not equals:
-            following = "".join(arguments[position : position + 1])
-            is_alone = is_switch or not following or following.startswith("--")
-            if not is_alone or following.lower() in _BOOLEANS:
+            if not is_alone and (not is_switch or following.lower() in ("", *_BOOLEANS)):
                 value = following
                 position += 1
             elif is_switch or "." in name:
@@ -166,6 +173,16 @@ def as_assignments(arguments: Sequence[str], named: Iterable[str]) -> list[str]:
         key = name.removeprefix("--")
         turned += [f"{name}={value}"] if name in own else ["--set", f"{key}={value}"]
     return turned
+
+
+def _check_alone(name: str, own: Collection[str]) -> None:
+    """Raise UserError if a word without a value is the option of a key, which takes one."""
+    key = name.removeprefix("--")
+    if key == name or "." in key:
+        return
+    # Keys of datasets and the like are in modules that are not imported for a command's own option.
+    if key in general_keys() or (name not in own and key in all_keys()):
+        raise UserError(f"{name} needs a value: `raceme list {key} --keys` says which.")
 
 
 def with_keys(

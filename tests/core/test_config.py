@@ -496,10 +496,33 @@ def test_options_that_cannot_be_read_are_one_line(
         (["--apfl.adaptive"], ["--set", "apfl.adaptive=true"]),
         (["--apfl.adaptive", "--out", "a"], ["--set", "apfl.adaptive=true", "--out", "a"]),
         (["--apfl.adaptive", "false", "a"], ["--set", "apfl.adaptive=false", "a"]),
+        (["--where", "", "--out", "a"], ["--set", "where=", "--out", "a"]),
+        (["--where=", "casa"], ["--set", "where=", "casa"]),
+        (["--never-across", ""], ["--set", "never-across="]),
+        (["--casa.gamma", ""], ["--set", "casa.gamma="]),
+        (["--trace", "", "casa"], ["--trace=", "casa"]),
+        (["--label", "", "--lr", "-1"], ["--set", "label=", "--set", "lr=-1"]),
     ],
 )
 def test_options_that_a_command_does_not_name_are_keys(typed: list[str], turned: list[str]) -> None:
     assert as_assignments(typed, ["--out", "--trace"]) == turned
+
+
+@pytest.mark.parametrize(
+    ("typed", "name"),
+    [
+        (["--where"], "--where"),
+        (["a", "--where", "--out", "b"], "--where"),
+        (["--together", "--augment"], "--together"),
+        (["--groups"], "--groups"),
+        # Also one of the command's own options.
+        (["--out", "--trace"], "--out"),
+        (["--out"], "--out"),
+    ],
+)
+def test_a_key_without_a_value_is_told_to_need_one(typed: list[str], name: str) -> None:
+    with pytest.raises(UserError, match=rf"^{name} needs a value.*`raceme list {name[2:]} --keys`"):
+        as_assignments(typed, ["--out", "--trace"])
 
 
 def test_an_accuracy_of_one_may_be_the_target() -> None:
