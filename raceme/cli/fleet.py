@@ -404,7 +404,8 @@ def up(
         str | None,
         typer.Option(
             metavar="PROFILE",
-            help="give each device the CPU share and bandwidth of a device profile; needs root",
+            help="give each device the CPU share and bandwidth of a device profile (not "
+            "trace:FOLDER); needs root",
         ),
     ] = None,
     delay: Annotated[

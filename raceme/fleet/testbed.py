@@ -27,7 +27,7 @@ from raceme.core.files import absolute
 from raceme.core.options import Value
 from raceme.records.folder import check_new
 from raceme.reporting.artefacts import missing_line
-from raceme.simulation.devices import Device, Workload, fleet
+from raceme.simulation.devices import PREFIX, Device, Workload, fleet
 
 # -----------------------------------------------------------------------------
 # The logs of `raceme up`: all lines in files, the important ones on the terminal.
@@ -483,8 +483,15 @@ def shapes_from(config: RunConfig, profile: str, delay: float, loss: float) -> l
     Raises
     ------
     UserError
-        There is no such profile, or this machine or user cannot shape devices.
+        There is no such profile, it is a recorded run, or this machine or user cannot shape
+        devices.
     """
+    if profile.startswith(PREFIX):
+        raise UserError(
+            f"--shape takes no {PREFIX}FOLDER: a recorded run has the times of tasks, but neither "
+            "speeds nor bandwidths of devices. Name a profile, e.g. --shape slow30x5, or a TOML "
+            "file."
+        )
     check(config.num_clients)
     return shapes_of(fleet(profile, config.num_clients, config.seed), delay, loss)
 

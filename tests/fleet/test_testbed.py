@@ -172,6 +172,7 @@ def test_a_server_that_refuses_to_resume_is_no_success(place: Loopback, tmp_path
         (["--set", "dataset=digit"], "Unknown dataset 'digit'"),
         (["--attack", "sign-flip"], "attack is for simulated clients"),
         (["--delay", "20"], "--delay and --loss belong to --shape"),
+        (["--shape", "trace:runs/mine"], "--shape takes no trace:FOLDER"),
     ],
 )
 def test_what_cannot_work_is_said_before_anything_starts(options: list[str], message: str) -> None:
