@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.app import Message
 
 from raceme.core import messages as names
-from raceme.core.errors import UserError, printable
+from raceme.core.errors import UserError, about, printable
 from raceme.core.events import ClaimRefused
 from raceme.core.files import ReadingError, file_stamp, parse_toml, read_text
 from raceme.core.messages import count_of, error_line, name_of
@@ -57,7 +57,7 @@ class ForeignIdError(Exception):
 
     def report(self, time: float, node_id: int) -> ClaimRefused:
         """Log the refusal and return its event."""
-        log.warning("A client is refused: %s", self)
+        log.warning("A client is refused: %s", self, extra=about(self.client_id))
         return ClaimRefused(time, node_id, self.client_id, str(self))
 
 
@@ -364,7 +364,8 @@ class Labels:
         try:
             labels = parse_labels(stated) if isinstance(stated, str) else {}
         except ValueError as error:
-            log.warning("The labels of %s are ignored: %s", client_id, error)
+            text = "The labels of %s are ignored: %s"
+            log.warning(text, client_id, error, extra=about(client_id))
         if self._file is None:
             return labels
         self._file.renewed()
@@ -524,6 +525,7 @@ class Fleet:
                 client,
                 stated,
                 limit,
+                extra=about(client),
             )
         return min(stated, limit)
 
@@ -640,7 +642,8 @@ class Fleet:
             client.labels = labels.of(client_id, stated.get(names.LABELS))
             if not labels.admit(client):
                 self.refused[node_id] = ""
-                log.info("%s takes no part: it is not %s", client_id, labels.where)
+                text = "%s takes no part: it is not %s"
+                log.info(text, client_id, labels.where, extra=about(client_id))
                 return None
         self.clients[client_id] = client
         client.num_examples, client.node_id = examples, node_id

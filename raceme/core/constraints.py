@@ -12,6 +12,7 @@ import numpy as np
 from raceme.core import events
 from raceme.core.clients import Client, Idle
 from raceme.core.clusters import Clusters, Weights
+from raceme.core.errors import about
 from raceme.core.messages import Vector
 from raceme.core.progress import Progress
 from raceme.core.protection import Guard, GuardState, NoProtection
@@ -261,6 +262,7 @@ class ConstrainedMethod(Method):
                     "%s has no label %s: it shares clusters only with others that have none",
                     client,
                     self._never_across,
+                    extra=about(client),
                 )
             members[client] = Member(index, name)
             self._groups.setdefault((index, name), []).append(client)

@@ -137,6 +137,11 @@ class JsonFormatter(PlainFormatter):
         return json.dumps(said)
 
 
+def about(device: str, **others: object) -> dict[str, dict[str, object]]:
+    """Return the fields of a line about a device, as `extra` of a logger's method takes them."""
+    return {"fields": {"device": device, **others}}
+
+
 def show_log(stream: TextIO, formatter: logging.Formatter, level: int = logging.INFO) -> None:
     """Write Raceme's log lines to a stream only."""
     handler = logging.StreamHandler(stream)

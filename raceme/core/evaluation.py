@@ -15,7 +15,7 @@ from flwr.serverapp import Grid
 from raceme.core import messages as names
 from raceme.core.clients import Client, Idle
 from raceme.core.clusters import Model, Weights, blended
-from raceme.core.errors import quoted
+from raceme.core.errors import about, quoted
 from raceme.core.events import (
     ACCURACY,
     Evaluated,
@@ -525,7 +525,8 @@ class Evaluator:
             scores = self._read(evaluation, client, reply)
         except InvalidReplyError as error:
             self._progress.rejected += 1
-            log.warning("The test of %s was rejected: %s", client, error)
+            text = "The test of %s was rejected: %s"
+            log.warning(text, client, error, extra=about(client))
             now = self._clock.now()
             self._method.report(UpdateRejected(now, client, str(error), now))
         else:

@@ -23,7 +23,7 @@ from raceme.core import events
 from raceme.core import messages as names
 from raceme.core.clients import ForeignIdError, Identities, Idle
 from raceme.core.clusters import NonFiniteModelError
-from raceme.core.errors import UserError, unknown_name
+from raceme.core.errors import UserError, about, unknown_name
 from raceme.core.evaluation import EvaluateFn, Evaluator, Packer, Report
 from raceme.core.events import Ending, Verdict
 from raceme.core.progress import Plan, Steps
@@ -430,8 +430,9 @@ class Loop:
             self._explain(node_id, str(error))
             return
         if isinstance(introduced, str):
-            log.warning("A client is refused: %s", introduced)
-            self._observe(events.UpdateRejected(now, f"node {node_id}", introduced, now))
+            name = f"node {node_id}"
+            log.warning("A client is refused: %s", introduced, extra=about(name))
+            self._observe(events.UpdateRejected(now, name, introduced, now))
             self._explain(node_id, introduced)
             return
         if introduced is None:
@@ -610,7 +611,7 @@ class Loop:
         client = self._fleet.by_node.get(node, f"node {node}")
         reason = "no task waits for it: it was not asked for, is a repetition, or came too late"
         self._progress.rejected += 1
-        log.warning("A reply of %s is ignored: %s", client, reason)
+        log.warning("A reply of %s is ignored: %s", client, reason, extra=about(client))
         self._observe(events.UpdateRejected(now, client, reason, now))
 
     def _judged(self, update: Update) -> Update:
@@ -792,7 +793,8 @@ class Loop:
         in_a_row = progress.rejected_in_a_row
         in_a_row[task.client] = in_a_row.get(task.client, 0) + 1
         progress.last_refusal = f"{task.client}: {reason}"
-        log.warning("The %s of %s was rejected: %s", task.reply, task.client, reason)
+        extra = about(task.client, cluster=task.cluster, request=task.number)
+        log.warning("The %s of %s was rejected: %s", task.reply, task.client, reason, extra=extra)
         self._observe(events.UpdateRejected(now, task.client, reason, task.sent_at))
         if is_away or rests:
             client.ready_at = now + _REST_SECONDS[min(client.failures, len(_REST_SECONDS) - 1)]

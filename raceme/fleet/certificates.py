@@ -32,7 +32,7 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from raceme.core.clients import parse_labels, read_labels
-from raceme.core.errors import UserError, check_known, told_by_system
+from raceme.core.errors import UserError, about, check_known, told_by_system
 from raceme.core.files import atomic_write
 from raceme.flower.fleet_client import Certificates
 from raceme.flower.ports import ROLES, VIEW, Access, is_loopback, new_token
@@ -735,6 +735,7 @@ class Registry:
                     "The key %s is that of '%s' and is ignored: each device needs one of its own",
                     path,
                     keys[key],
+                    extra=about(path.stem),
                 )
                 key = None
             key = former if key is None else key
@@ -750,10 +751,12 @@ def _public_key(path: Path) -> bytes | None:
     try:
         key = load_ssh_public_key(path.read_bytes())
     except (OSError, ValueError, TypeError) as error:
-        log.warning("The key %s cannot be read and is ignored: %s", path, error)
+        text = "The key %s cannot be read and is ignored: %s"
+        log.warning(text, path, error, extra=about(path.stem))
         return None
     if not isinstance(key, ec.EllipticCurvePublicKey):
-        log.warning("The key %s is not an elliptic-curve key and is ignored", path)
+        text = "The key %s is not an elliptic-curve key and is ignored"
+        log.warning(text, path, extra=about(path.stem))
         return None
     return _plain(key)
 

@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 
 from raceme.core.clients import Fleet
 from raceme.core.clusters import blended
-from raceme.core.errors import UserError
+from raceme.core.errors import UserError, about
 from raceme.core.evaluation import read_scores
 from raceme.core.events import (
     ACCURACY,
@@ -807,6 +807,7 @@ class Rollouts(EventHandler):
                 version.number,
                 version.cluster,
                 reason,
+                extra=about(client, cluster=version.cluster),
             )
             new = self.store.new(version.cluster)
             if new and new.key == version.key:

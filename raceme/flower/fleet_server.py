@@ -206,7 +206,10 @@ class FleetCalls:
             raise error
         # Any stranger can greet, as often as it likes.
         if node is not None and (difference := greeting.difference(own)):
-            log.warning("The device on node %d has %s", node, difference)
+            registered = {} if self._registered is None else self._registered()
+            fields = {"device": registered.get(caller.key, f"node {node}")}
+            text = "The device on node %d has %s"
+            log.warning(text, node, difference, extra={"fields": fields})
         return own.to_bytes(), node
 
     def admit(self) -> None:

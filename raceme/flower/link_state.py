@@ -693,7 +693,7 @@ class LinkState(InMemoryLinkState):
         for device in sorted(lost | gained):
             change = "registered" if device not in lost else "revoked"
             change = "rotated" if device in lost & gained else change
-            log.info("Key of %s: %s", device, change)
+            log.info("Key of %s: %s", device, change, extra={"fields": {"device": device}})
             self.key_changes.append((device, change))
 
     def counts(self) -> dict[str, int]:

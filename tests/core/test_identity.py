@@ -12,6 +12,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from fleets import MODEL, grid_of, pulled_app
 from flwr.app import Message
 from flwr.clientapp import ClientApp
+from log_lines import lines_with
 from runs import devices, of
 
 from raceme.core import events
@@ -217,7 +218,9 @@ def run_with(
     return seen
 
 
-def test_a_thief_that_comes_first_gets_nothing_and_locks_nobody_out(listed: Path) -> None:
+def test_a_thief_that_comes_first_gets_nothing_and_locks_nobody_out(
+    listed: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     # The thief has the key of c1 and is asked before c0 is.
     seen = run_with(listed, {0: "c0", 1: "c0"}, 1, 0)
     (claim,) = of(events.ClaimRefused, seen)
@@ -234,6 +237,7 @@ def test_a_thief_that_comes_first_gets_nothing_and_locks_nobody_out(listed: Path
         summary.observe(event)
     assert summary.refused_claims == 1
     assert summary.rejected == 0
+    assert [line["device"] for line in lines_with(caplog, "is refused")] == ["c0"]
 
 
 def test_honest_clients_all_take_part(listed: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from log_lines import lines_with
 
 from raceme.core import events
 from raceme.core.clients import Client, Labels, parse_labels, read_labels
@@ -37,6 +38,7 @@ def test_a_file_counts_more_than_what_a_client_states(
     assert labels.of("c1", "room=garden") == {"room": "garden"}
     assert labels.of("c1", "<b>") == labels.of("c1", 7) == {}
     assert "The labels of c1 are ignored: '<b>'" in caplog.text
+    assert [line["device"] for line in lines_with(caplog, "are ignored")] == ["c1"]
     path.write_text("[c1]\nroom = 'hall'\n# later\n")
     assert labels.of("c0", "floor=1") == {"floor": "1"}
     assert labels.of("c1", None) == {"room": "hall"}
@@ -93,7 +95,9 @@ def run(out: Path, **keys: object) -> list[events.Event]:
 
 
 @pytest.mark.parametrize("strategy", ["fedasync", "ifca", "casa"])
-def test_only_clients_of_a_room_take_part(strategy: str, tmp_path: Path) -> None:
+def test_only_clients_of_a_room_take_part(
+    strategy: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "labels.toml"
     path.write_text("[client-1]\nroom = 'kitchen'\n[client-2]\nroom = 'kitchen'\n")
     seen = run(tmp_path / "out", strategy=strategy, labels=str(path), where="room=kitchen")
@@ -105,6 +109,8 @@ def test_only_clients_of_a_room_take_part(strategy: str, tmp_path: Path) -> None
     assert {e.client for e in seen if isinstance(e, events.UpdateApplied)} == wanted
     assert {c for e in seen if isinstance(e, events.Evaluated) for c in e.per_client} == wanted
     assert not [event for event in seen if isinstance(event, events.UpdateRejected)]
+    others = lines_with(caplog, "takes no part: it is not room=kitchen")
+    assert sorted(line["device"] for line in others) == ["client-0", "client-3"]
 
 
 def test_clients_of_a_group_of_the_data_are_chosen_alike(tmp_path: Path) -> None:

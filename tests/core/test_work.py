@@ -9,6 +9,7 @@ import pytest
 from fleets import MODEL, Change, grid_of, pulled_app, read, write
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from log_lines import lines_with
 from runs import ONES, devices, of, run
 
 from raceme.core import events
@@ -215,6 +216,8 @@ def test_a_model_that_answers_other_work_is_refused(caplog: pytest.LogCaptureFix
     ]
     said = [line for line in caplog.messages if "rejected" in line]
     assert [line.partition(": it answers")[0] for line in said] == ["The update of c0 was rejected"]
+    (line,) = lines_with(caplog, "rejected")
+    assert (line["device"], line["cluster"], line["request"]) == ("c0", 0, 0)
 
 
 class Unheard(FedAsync):

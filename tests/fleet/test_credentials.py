@@ -13,6 +13,7 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
+from log_lines import lines_with
 from processes import free_port
 from serving import Later, answer, fetch, light_device, number_of, serving
 
@@ -110,7 +111,7 @@ def test_the_keys_of_all_devices_are_registered_and_unreadable_ones_left_out(
     assert all(key.startswith(b"-----BEGIN PUBLIC KEY-----") for key in both)
     (folder / "devices" / "garden.pub").write_text("nonsense")
     assert list(Registry(folder)().values()) == ["kitchen"]
-    assert "garden.pub" in caplog.text
+    assert [line["device"] for line in lines_with(caplog, "garden.pub")] == ["garden"]
 
 
 def test_a_registry_that_breaks_while_it_is_in_use_leaves_all_their_keys(
@@ -245,8 +246,9 @@ def test_a_certificate_that_is_not_valid_yet_is_warned_of(
 
 @pytest.mark.parametrize("how", ["revoked", "rotated"])
 def test_an_online_device_without_its_key_is_disconnected_and_its_work_given_up(
-    folder: Path, tmp_path: Path, how: str
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
+    caplog.set_level("INFO", "raceme")
     keys = read_device_key(folder / "devices" / "kitchen")
     with serving(tmp_path, registered=Registry(folder)) as server, ExitStack() as stack:
         link = stack.enter_context(light_device(server, keys))
@@ -266,6 +268,7 @@ def test_an_online_device_without_its_key_is_disconnected_and_its_work_given_up(
         assert isinstance(waiting.wait(), RejoinError)
         assert time.monotonic() < begun + 8
         assert server.grid.key_changes() == [("kitchen", how)]
+        assert [line["device"] for line in lines_with(caplog, "Key of kitchen")] == ["kitchen"]
         assert server.grid.key_changes() == []
         other_work = server.push(garden.node_id, 2)
         answer(garden, fetch(garden))

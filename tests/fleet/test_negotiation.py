@@ -15,6 +15,7 @@ import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.server.superlink.linkstate import in_memory_linkstate
 from flwr.supercore import date
+from log_lines import lines_with
 from serving import Server, answer, fetch, light_device, number_of, serving
 
 from raceme.core.errors import UserError
@@ -143,7 +144,8 @@ def test_a_device_of_another_version_with_the_protocol_is_welcome_and_both_sides
         assert number_of(server.wait(key)[0]) == 1
         assert link.server == own
         assert bool(link.server.difference(other)) == bool(said)
-    assert (f"The device on node {link.node_id} has" in caplog.text) == bool(said)
+    found = lines_with(caplog, f"The device on node {link.node_id} has")
+    assert {line["device"] for line in found} == ({f"node {link.node_id}"} if said else set())
     assert said in caplog.text
 
 

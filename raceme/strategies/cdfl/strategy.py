@@ -33,7 +33,7 @@ from scipy.special import softmax
 
 from raceme.core.clients import Client
 from raceme.core.clusters import Clusters, Model, NonFiniteModelError, blended
-from raceme.core.errors import UserError
+from raceme.core.errors import UserError, about
 from raceme.core.messages import (
     ARRAYS,
     COMPUTE_SCALE,
@@ -358,6 +358,7 @@ class OnRequest(Scheduler):
                 "(least-seconds; this is said once)",
                 client,
                 self._parameters.least_seconds,
+                extra=about(client),
             )
 
 

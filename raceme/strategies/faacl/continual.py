@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 import raceme.strategies.faacl as keys
 from raceme.core.clusters import Model, Weights
-from raceme.core.errors import UserError
+from raceme.core.errors import UserError, about
 from raceme.core.events import grouped
 from raceme.core.messages import COMPUTE_SCALE, LOSSES, ON, Vector, forward_cost, numbered, to_array
 from raceme.core.options import option
@@ -417,7 +417,8 @@ class CFAACL(FAACL):
         for step in request.steps:
             name = numbered(keys.MEMORY, step)
             if name not in known and f"{name}-{keys.INPUTS}" not in known:
-                log.warning("%s has lost its memory of step %d.", client, step)
+                text = "%s has lost its memory of step %d."
+                log.warning(text, client, step, extra=about(client))
                 self.state.memory.get(client, {}).pop(step, None)
 
     # From stage to stage.
@@ -548,7 +549,8 @@ class CFAACL(FAACL):
         for client, local in state.local.items():
             cluster = state.joins.get(client)
             if cluster is None and client in state.unanswered:
-                log.warning("%s lacks an answer of its search: it will search again.", client)
+                text = "%s lacks an answer of its search: it will search again."
+                log.warning(text, client, extra=about(client))
                 continue
             if cluster is None:
                 cluster = self.clusters.found(Model(local, 1), [client])

@@ -28,7 +28,7 @@ from scipy.stats import wilcoxon
 from raceme.core import messages as names
 from raceme.core.clients import Client
 from raceme.core.clusters import Clusters, Model
-from raceme.core.errors import UserError
+from raceme.core.errors import UserError, about
 from raceme.core.events import Measured, MeasureSchema
 from raceme.core.messages import Vector, forward_cost, kept_for_validation
 from raceme.core.options import option
@@ -404,6 +404,7 @@ class FindsSupport(Method):
                 kept,
                 self.parameters.alpha,
                 needed,
+                extra=about(client.client_id),
             )
 
     def _initial_training(self, client: str, epochs: int) -> Request:

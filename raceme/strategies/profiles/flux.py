@@ -37,6 +37,7 @@ from sklearn.neighbors import NearestNeighbors
 
 from raceme.core import messages as names
 from raceme.core.clusters import parts_of
+from raceme.core.errors import about
 from raceme.core.messages import Vector, forward_cost
 from raceme.core.options import option
 from raceme.core.requests import Answer, InvalidReplyError, Request
@@ -256,7 +257,8 @@ class FLUX(QueriesFirst):
         found = state.descriptors
         rows, _ = Counter(len(own) for own in found.values()).most_common(1)[0]
         for client in [client for client, own in found.items() if len(own) != rows]:
-            log.warning("%s is left out: it has another number of classes than others.", client)
+            text = "%s is left out: it has another number of classes than others."
+            log.warning(text, client, extra=about(client))
             del found[client]
         clients, stacked = list(found), np.stack(list(found.values()))
         state.low, state.high = stacked.min(axis=(0, 3)), stacked.max(axis=(0, 3))

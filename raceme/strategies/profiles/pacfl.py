@@ -32,6 +32,7 @@ from scipy.cluster.hierarchy import linkage as joined_by
 from scipy.spatial.distance import squareform
 
 from raceme.core.clusters import parts_of
+from raceme.core.errors import about
 from raceme.core.messages import COMPUTE_SCALE, forward_cost
 from raceme.core.options import option
 from raceme.core.requests import Answer, InvalidReplyError, Request
@@ -167,7 +168,8 @@ class PACFL(QueriesFirst):
         found = self.state.directions
         size, _ = Counter(len(directions) for directions in found.values()).most_common(1)[0]
         for client in [client for client, own in found.items() if len(own) != size]:
-            log.warning("%s is left out: its samples have another size than others'.", client)
+            text = "%s is left out: its samples have another size than others'."
+            log.warning(text, client, extra=about(client))
             del found[client]
 
 

@@ -1,0 +1,40 @@
+"""Lines about one device say in JSON which it is."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2] / "raceme"
+ROOMS = ("core", "strategies", "flower", "fleet")
+OF_THE_DEVICE = {"device.py", "tasks.py"}
+"""Each line of these is about the device itself, which the formatter knows."""
+LEVELS = {"debug", "info", "warning", "error", "log"}
+NAMES = {"client", "client_id", "device", "node", "node_id"}
+MODULES = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
+
+
+def lines_about_devices(path: Path) -> list[ast.Call]:
+    """Return the calls that log a device's name."""
+    return [
+        call
+        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Attribute)
+        and isinstance(call.func.value, ast.Name)
+        and (call.func.value.id, call.func.attr in LEVELS) == ("log", True)
+        and any(
+            getattr(argument, "id", getattr(argument, "attr", "")) in NAMES
+            for argument in call.args
+        )
+    ]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_line_that_names_a_device_has_it_as_a_field(path: Path) -> None:
+    if path.name not in OF_THE_DEVICE:
+        calls = lines_about_devices(path)
+        without = [c.lineno for c in calls if not any(k.arg == "extra" for k in c.keywords)]
+        assert without == []
