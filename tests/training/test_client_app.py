@@ -24,15 +24,9 @@ from raceme.core.errors import UserError
 from raceme.core.messages import ModelSpec, from_array, to_array
 from raceme.core.registry import CLIENT_WORK, DATASETS
 from raceme.datasets.source import DataShape
-from raceme.flower.messages import identify_process
 from raceme.training import models
 from raceme.training.local import evaluate
 from raceme.training.models import Network, Samples
-
-
-@pytest.fixture(autouse=True)
-def _identity() -> None:
-    identify_process()
 
 
 def train(settings: Settings | None = None, client: int = 0, **keys: object) -> RecordDict:

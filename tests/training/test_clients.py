@@ -16,14 +16,8 @@ from nodes import CONFIG, context, node_context, write_device
 
 from raceme.client_app import forget, work_of
 from raceme.core.config import RunConfig
-from raceme.flower.messages import identify_process
 from raceme.training.clients import Client, ClientCache
 from raceme.training.models import Samples
-
-
-@pytest.fixture(autouse=True)
-def _identity() -> None:
-    identify_process()
 
 
 class Loaded:

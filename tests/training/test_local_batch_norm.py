@@ -17,12 +17,6 @@ from raceme.flower.messages import identify_process, set_message_id
 from raceme.simulation import InProcess, Pool
 from raceme.training import models
 
-
-@pytest.fixture(autouse=True)
-def _identity() -> None:
-    identify_process()
-
-
 # Two samples, one of each class. Normalised they are (1, -1) and (-1, 1), whatever their size.
 PAIR = np.array([[5.0, 1.0], [1.0, 3.0]], np.float32)
 LABELS = np.array([0, 1])

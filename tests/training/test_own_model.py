@@ -13,17 +13,11 @@ from raceme.client_app import app
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
 from raceme.core.messages import from_array, to_array
-from raceme.flower.messages import identify_process
 from raceme.runs.experiment import simulate
 from raceme.simulation.devices import training_cost
 
 OWN = {"own-model": 0.25}
 MIXED = {"completed-by": "own-mixture", **OWN}
-
-
-@pytest.fixture(autouse=True)
-def _identity() -> None:
-    identify_process()
 
 
 def moved(by: float) -> ArrayRecord:

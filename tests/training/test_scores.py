@@ -19,11 +19,6 @@ NODE = context(2, CONFIG)
 SCORES = {"accuracy-before", "accuracy-after", "sample-passes"}
 
 
-@pytest.fixture(autouse=True)
-def _identity() -> None:
-    identify_process()
-
-
 def train(settings: Settings, records: dict[str, ArrayRecord] | None = None) -> RecordDict:
     content = RecordDict({**(records or {"arrays": INITIAL}), "config": ConfigRecord(settings)})
     return app(Message(content, dst_node_id=7, message_type="train"), NODE).content

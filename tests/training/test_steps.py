@@ -11,18 +11,12 @@ from raceme import datasets
 from raceme.client_app import app
 from raceme.core.config import RunConfig
 from raceme.core.messages import from_array
-from raceme.flower.messages import identify_process
 from raceme.training.clients import joined, load
 from raceme.training.local import evaluate
 from raceme.training.models import Samples
 
 DRIFTING = CONFIG.with_values(drift="label-shift")
 NODE = (("partition-id", 3), ("num-partitions", 20))
-
-
-@pytest.fixture(autouse=True)
-def _identity() -> None:
-    identify_process()
 
 
 def ask(settings: dict[str, object], config: RunConfig = DRIFTING, **arrays: object) -> RecordDict:

@@ -10,18 +10,12 @@ from nodes import context
 from raceme.client_app import app
 from raceme.core.config import RunConfig
 from raceme.core.messages import InvalidModelError, ModelSpec, from_array, to_array
-from raceme.flower.messages import identify_process
 from raceme.training import models
 
 TASKS = RunConfig(clients=4, partition="iid", drift="tasks", model="mlp")
 START = models.initial_arrays(TASKS)
 SPEC = ModelSpec.of(START)
 SIZE = SPEC.size
-
-
-@pytest.fixture(autouse=True)
-def _identity() -> None:
-    identify_process()
 
 
 def ask(

@@ -13,7 +13,6 @@ from raceme import datasets
 from raceme.client_app import app, forget
 from raceme.core.config import RunConfig
 from raceme.core.messages import from_array
-from raceme.flower.messages import identify_process
 from raceme.training import models
 from raceme.training.clients import load
 
@@ -23,8 +22,7 @@ ZERO = SPEC.pack(np.zeros(SPEC.size, np.float32))
 
 
 @pytest.fixture(autouse=True)
-def _identity() -> None:
-    identify_process()
+def _nothing_loaded() -> None:
     forget()
 
 

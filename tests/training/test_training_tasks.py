@@ -12,7 +12,6 @@ from torch import nn
 from raceme.client_app import app, work_of
 from raceme.core.config import RunConfig
 from raceme.core.messages import ModelSpec, from_array, to_array
-from raceme.flower.messages import identify_process
 from raceme.strategies.continual.client import elastic, fisher_information
 from raceme.training import models
 from raceme.training.local import TrainingSettings, dropout, hidden_linear_layers, terms_of, train
@@ -21,11 +20,6 @@ from raceme.training.models import Network, Samples
 TASKS = RunConfig(clients=4, partition="iid", drift="tasks", model="mlp")
 START = models.initial_arrays(TASKS)
 SPEC = ModelSpec.of(START)
-
-
-@pytest.fixture(autouse=True)
-def _identity() -> None:
-    identify_process()
 
 
 def two_weights(first: float, second: float) -> ArrayRecord:
