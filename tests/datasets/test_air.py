@@ -141,8 +141,6 @@ def test_models_have_one_output(model: str) -> None:
 def test_quantities_are_not_dealt_by_label(partition: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x = np.zeros((40, 3), np.float32)
     whole = Dataset(x, np.linspace(0, 1, 40, dtype=np.float32), num_classes=0, target=TARGET)
-    # What a test before has loaded may be of the same configuration.
-    datasets.forget()
     monkeypatch.setattr(datasets, "_load", lambda config: whole)
     monkeypatch.setattr(datasets, "_data_shape", lambda config: whole.shape)
     config = RunConfig(dataset="digits", clients=4, partition=partition)

@@ -19,13 +19,6 @@ REAL = Path(os.environ.get("RACEME_TEST_DATA", "../shared/data"))
 A, B, C = 36, 37, 38
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RACEME_CACHE", str(tmp_path / "cache"))
-    for cache in (datasets._load, datasets._deal, datasets._drift, datasets._data_shape):
-        cache.cache_clear()
-
-
 def config_of(root: Path, **keys: object) -> RunConfig:
     given = {"dataset": "characters", "data-root": str(root), **keys}
     return RunConfig.from_mapping({key.replace("_", "-"): value for key, value in given.items()})

@@ -19,12 +19,6 @@ from raceme.training import models
 REAL = Path(os.environ.get("RACEME_TEST_DATA", "../shared/data"))
 
 
-@pytest.fixture(autouse=True)
-def _nothing_loaded() -> None:
-    for cache in (datasets._load, datasets._deal, datasets._drift, datasets._data_shape):
-        cache.cache_clear()
-
-
 def folder(root: Path, **keys: object) -> RunConfig:
     return RunConfig(dataset="npz-folder", data_root=str(root), **keys)  # type: ignore[arg-type]
 

@@ -14,13 +14,6 @@ from raceme.datasets.sensors import standardised_windows
 from raceme.training import models
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RACEME_CACHE", str(tmp_path / "cache"))
-    datasets._load.cache_clear()
-    datasets._deal.cache_clear()
-
-
 def config(root: Path, name: str, clients: int) -> RunConfig:
     return RunConfig(dataset=name, data_root=str(root), clients=clients)
 

@@ -22,15 +22,6 @@ from raceme.datasets.source import DataShape, cache_folder, cached, import_datas
 from raceme.training import models
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RACEME_CACHE", str(tmp_path / "cache"))
-    # What a process has loaded is kept by configuration; files of tests change beneath it.
-    datasets._load.cache_clear()
-    datasets._deal.cache_clear()
-    datasets._data_shape.cache_clear()
-
-
 def write_image(path: Path, colour: tuple[int, int, int], size: tuple[int, int] = (8, 8)) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.new("RGB", size, colour).save(path)

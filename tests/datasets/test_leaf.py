@@ -15,13 +15,6 @@ from raceme.core.errors import UserError
 from raceme.datasets.source import DataShape
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RACEME_CACHE", str(tmp_path / "cache"))
-    for cache in (datasets._load, datasets._deal, datasets._drift, datasets._data_shape):
-        cache.cache_clear()
-
-
 def write(path: Path, users: dict[str, tuple[list[Any], list[Any]]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     data = {name: {"x": x, "y": y} for name, (x, y) in users.items()}

@@ -16,11 +16,6 @@ from raceme.runs import experiment
 CELSIUS = {"unit": "°C", "y_mean": 20.0, "y_std": 10.0}
 
 
-@pytest.fixture(autouse=True)
-def _nothing_loaded() -> None:
-    datasets.forget()
-
-
 def write(path: Path, temperatures: object = (20.0, 35.0, 10.0), **more: object) -> Path:
     """Write a device's file, of which each temperature is one of a sample to train and to test."""
     y = np.asarray(temperatures)
