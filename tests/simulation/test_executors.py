@@ -18,7 +18,8 @@ import pool_apps
 import pytest
 import torch
 from asking import ask, context_of, message_to
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from executors import both, check_cancelling, check_records, check_repeating, check_state
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from processes import wait_until
 
 from raceme import client_app
@@ -43,16 +44,6 @@ def pool() -> Iterator[Pool]:
     executor = Pool("pool_apps:app", workers=2, slot_bytes=2000)
     yield executor
     executor.close()
-
-
-def both(pool: Pool, node: int, action: str, **records: object) -> tuple[Message, Message]:
-    """Return the replies to a message from this process and from a worker."""
-    executors = InProcess(pool_apps.app), pool
-    one, other = (
-        ask(executor, message_to(node, action, **records), context_of(node))
-        for executor in executors
-    )
-    return one, other
 
 
 # A whole run.
@@ -114,24 +105,11 @@ def test_a_run_with_stacked_clients_is_the_same_but_for_rounding(plain_run: Run)
 
 
 def test_a_pool_passes_all_kinds_of_records_in_order(pool: Pool) -> None:
-    records = {
-        "zeta": ArrayRecord(
-            {"b": Array(np.arange(6.0).reshape(2, 3)), "a": Array(np.array([True, False]))}
-        ),
-        "metrics": MetricRecord({"n": 3, "losses": [0.5, 0.25]}),
-        "config": ConfigRecord({"name": "x", "blob": b"\0\1", "flags": [True, False]}),
-        "empty": ArrayRecord(),
-    }
-    one, other = both(pool, 3, "query.echo", **records)
-    assert other.content == one.content
-    assert list(other.content) == ["zeta", "metrics", "config", "empty", "who"]
-    assert dict(other.content["who"]) == {"partition-id": 2, "run": "a run"}
+    check_records(pool)
 
 
-def test_a_pools_reply_is_addressed_as_a_reply_is(pool: Pool) -> None:
-    one, other = both(pool, 3, "query.double")
-    for name in ("run_id", "src_node_id", "dst_node_id", "group_id", "message_type"):
-        assert getattr(other.metadata, name) == getattr(one.metadata, name)
+def test_a_pools_reply_has_the_time_to_live_that_is_left(pool: Pool) -> None:
+    _, other = both(pool, 3, "query.double")
     assert 490 < other.metadata.ttl <= 500
 
 
@@ -157,30 +135,11 @@ def test_an_exception_in_a_worker_is_the_same_error_reply(pool: Pool) -> None:
 
 
 def test_a_client_keeps_its_state_in_order_of_the_results(pool: Pool) -> None:
-    # All are begun at once, on no state at all; what an earlier one leaves must reach the later.
-    context, sent = context_of(), []
-    for step in (1, 2, 3):
-        sent.append(message_to(1, "query.count", config=ConfigRecord({"step": step})))
-        pool.submit(sent[-1], context, due=float(step))
-    replies = [pool.result(message.metadata.message_id) for message in sent]
-    assert [reply.content["metrics"]["sum"] for reply in replies] == [1, 12, 123]
-    assert context.state["seen"]["n"] == 3
-    assert ask(pool, message_to(1, "query.echo"), context).has_content()
-    assert context.state["seen"]["n"] == 3
+    check_state(pool)
 
 
 def test_a_cancelled_message_has_no_result_and_disturbs_no_other(pool: Pool) -> None:
-    config = ConfigRecord({"step": 1})
-    context = context_of()
-    sent = [message_to(1, "query.count", config=config) for _ in range(6)]
-    for message in sent:
-        pool.submit(message, context, due=0.0)
-    for message in sent[::2]:
-        pool.cancel(message.metadata.message_id)
-    for n, message in enumerate(sent[1::2], start=1):
-        assert pool.result(message.metadata.message_id).content["metrics"]["n"] == n
-    with pytest.raises(KeyError):
-        pool.result(sent[0].metadata.message_id)
+    check_cancelling(pool)
 
 
 def test_a_grid_on_a_pool_answers_more_messages_than_it_works_ahead(pool: Pool) -> None:
@@ -198,15 +157,7 @@ def test_a_grid_on_a_pool_answers_more_messages_than_it_works_ahead(pool: Pool) 
 
 def test_the_tasks_of_a_worker_that_dies_are_done_again(tmp_path: Path) -> None:
     pool = Pool("pool_apps:app", workers=1)
-    config = ConfigRecord({"mark": str(tmp_path / "mark"), "step": 1})
-    sent = [
-        message_to(1, "query.stumble", config=config),
-        message_to(2, "query.count", config=config),
-    ]
-    for message in sent:
-        pool.submit(message, context_of(message.metadata.dst_node_id), due=0.0)
-    assert pool.result(sent[0].metadata.message_id).content["config"] == config
-    assert pool.result(sent[1].metadata.message_id).content["metrics"]["n"] == 1
+    check_repeating(pool, tmp_path)
     pool.close()
 
 

@@ -7,14 +7,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
-import pool_apps
 import pytest
 from asking import ask, context_of, message_to
-from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord
+from executors import both, check_cancelling, check_records, check_repeating, check_state
+from flwr.app import ArrayRecord
 
 from raceme.core.errors import UserError
 from raceme.core.messages import from_array, to_array
-from raceme.simulation import InProcess, executor_for
+from raceme.simulation import executor_for
 
 pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="needs raceme[simulation]")
 
@@ -33,23 +33,7 @@ def actors() -> Iterator[object]:
 
 
 def test_actors_pass_all_kinds_of_records_in_order(actors) -> None:
-    records = {
-        "zeta": ArrayRecord(
-            {"b": Array(np.arange(6.0).reshape(2, 3)), "a": Array(np.array([True, False]))}
-        ),
-        "metrics": MetricRecord({"n": 3, "losses": [0.5, 0.25]}),
-        "config": ConfigRecord({"name": "x", "blob": b"\0\1", "flags": [True, False]}),
-        "empty": ArrayRecord(),
-    }
-    one, other = (
-        ask(executor, message_to(3, "query.echo", **records), context_of(3))
-        for executor in (InProcess(pool_apps.app), actors)
-    )
-    assert other.content == one.content
-    assert list(other.content) == ["zeta", "metrics", "config", "empty", "who"]
-    assert dict(other.content["who"]) == {"partition-id": 2, "run": "a run"}
-    for name in ("run_id", "src_node_id", "dst_node_id", "group_id", "message_type"):
-        assert getattr(other.metadata, name) == getattr(one.metadata, name)
+    check_records(actors)
 
 
 def test_a_version_of_a_model_is_put_into_the_store_once(actors) -> None:
@@ -74,50 +58,23 @@ def test_versions_that_no_task_has_are_not_kept_for_ever(actors) -> None:
 
 
 def test_an_exception_in_an_actor_is_the_same_error_reply(actors) -> None:
-    one, other = (
-        ask(executor, message_to(1, "query.fail"), context_of())
-        for executor in (InProcess(pool_apps.app), actors)
-    )
+    one, other = both(actors, 1, "query.fail")
     assert other.error.code == one.error.code
     assert other.error.reason == one.error.reason
 
 
 def test_a_client_keeps_its_state_in_order_of_the_results(actors) -> None:
-    # All are begun at once, on no state at all; what an earlier one leaves must reach the later.
-    context, sent = context_of(), []
-    for step in (1, 2, 3):
-        sent.append(message_to(1, "query.count", config=ConfigRecord({"step": step})))
-        actors.submit(sent[-1], context, due=float(step))
-    replies = [actors.result(message.metadata.message_id) for message in sent]
-    assert [reply.content["metrics"]["sum"] for reply in replies] == [1, 12, 123]
-    assert context.state["seen"]["n"] == 3
+    check_state(actors)
 
 
 def test_a_cancelled_message_has_no_result_and_disturbs_no_other(actors) -> None:
-    context, config = context_of(), ConfigRecord({"step": 1})
-    sent = [message_to(1, "query.count", config=config) for _ in range(6)]
-    for message in sent:
-        actors.submit(message, context, due=0.0)
-    for message in sent[::2]:
-        actors.cancel(message.metadata.message_id)
-    for n, message in enumerate(sent[1::2], start=1):
-        assert actors.result(message.metadata.message_id).content["metrics"]["n"] == n
-    with pytest.raises(KeyError):
-        actors.result(sent[0].metadata.message_id)
+    check_cancelling(actors)
 
 
 def test_the_tasks_of_an_actor_that_dies_are_done_again_and_that_is_said(
     actors, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = ConfigRecord({"mark": str(tmp_path / "mark"), "step": 1})
-    sent = [
-        message_to(1, "query.stumble", config=config),
-        message_to(2, "query.count", config=config),
-    ]
-    for message in sent:
-        actors.submit(message, context_of(message.metadata.dst_node_id), due=0.0)
-    assert actors.result(sent[0].metadata.message_id).content["config"] == config
-    assert actors.result(sent[1].metadata.message_id).content["metrics"]["n"] == 1
+    check_repeating(actors, tmp_path)
     (line,) = [record.getMessage() for record in caplog.records if record.name == "raceme.workers"]
     assert "and repeats it elsewhere: The actor died unexpectedly" in line
 
