@@ -17,7 +17,6 @@ import random
 import re
 import statistics
 import sys
-import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase as fnmatch
@@ -26,7 +25,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from scipy.stats import PermutationMethod, wilcoxon
+from scipy.stats import PermutationMethod, kendalltau, wilcoxon
+
+from raceme.core.config import read_toml, write_toml
 
 DOCS = Path(__file__).parent
 PAGES = ("results*.md", "panicle.md")
@@ -39,18 +40,6 @@ Cell = Callable[[str], str]
 _ASKED = ("strategy", "dataset", "model", "seed", "clients")
 _ALWAYS = ("purity", "purity_reached_at_update", "time_to_target")
 """Figures that each summary has, of some runs without a value."""
-
-
-def _toml(keys: Mapping[str, Any]) -> str:
-    """Return keys as TOML, whose simple values are written as in JSON; sections come last."""
-    lines, section = [], ""
-    for key, value in sorted(keys.items(), key=lambda item: ("." in item[0], item[0])):
-        own, dot, name = key.partition(".")
-        if dot and own != section:
-            section = own
-            lines += ["", f"[{section}]"]
-        lines.append(f"{name if dot else key} = {json.dumps(value, ensure_ascii=False)}")
-    return "\n".join([*lines, ""])
 
 
 class TableError(Exception):
@@ -126,7 +115,7 @@ class Experiment:
             keys = self.configuration(row)
             folder = out / row["method"] / f"{row.get('kind', 'seed')}-{row['seed']}"
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / "config.toml").write_text(_toml(keys), encoding="utf-8")
+            write_toml(dict(sorted(keys.items())), folder / "config.toml")
             asked = {name: keys[name] for name in _ASKED} | {"target": keys["target-accuracy"]}
             figures = self.tree["shared"]["figures"] | row["figures"]
             if "cluster_sizes" in figures:
@@ -177,7 +166,7 @@ def pack(folder: Path) -> str:
             path = folder / run["folder"]
             kind, _, seed = path.name.partition("-")
             summary = json.loads((path / "summary.json").read_text(encoding="utf-8"))
-            keys = _flat(tomllib.loads((path / "config.toml").read_text(encoding="utf-8")))
+            keys = dict(read_toml(path / "config.toml"))
             del keys["seed"]
             # Where the data lie on the machine that ran it is of no use elsewhere.
             keys |= {"data-root": "data"} if keys.get("data-root") else {}
@@ -209,18 +198,6 @@ def pack(folder: Path) -> str:
     parts.append(f'  "shared": {written(shared)}')
     parts.append('  "rows": [\n' + ",\n".join(f"    {written(row)}" for row in rows) + "\n  ]")
     return "{\n" + ",\n".join(parts) + "\n}\n"
-
-
-def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return TOML with the keys of its sections as `section.key`: the inverse of `_toml`."""
-    keys: dict[str, Any] = {}
-    for name, value in tree.items():
-        keys |= (
-            {f"{name}.{k}": v for k, v in value.items()}
-            if isinstance(value, dict)
-            else {name: value}
-        )
-    return keys
 
 
 @dataclass(frozen=True)
@@ -356,7 +333,7 @@ def casa_table1(docs: Path, name: str, methods: Mapping[str, str], above: int, g
     columns = (
         *(paper(of, digits=2), accuracy(of, 2), paper(of, "time", None), _times(of)),
         *(_published_times_casa(of), _times_casa(of, above), whole(of, "clusters")),
-        lambda method: number(of.mean(method, "purity"), 2),
+        _purity(of),
     )
     return Table((*heads, "× CASA, paper", "ours", "clusters", "purity"), lines(methods, *columns))
 
@@ -419,7 +396,7 @@ def casa_fedrep(docs: Path) -> Table:
 
     columns = (
         *(published("accuracy", 2), accuracy(of, 2), published("time", None), _times(of)),
-        *(whole(of, "clusters"), lambda method: number(of.mean(method, "purity"), 2)),
+        *(whole(of, "clusters"), _purity(of)),
     )
     heads = ("method", "accuracy %, paper", "ours", "time, paper", "ours (s)", "clusters")
     methods = code("casa", "ifca", "cfl", "fedbuff", "fedasync")
@@ -438,7 +415,7 @@ def casa_open_data(docs: Path, name: str, theirs: str, published: Mapping[str, s
         columns.insert(3, _times(of))
     if of.values(next(iter(published)), "purity"):
         heads.append("purity")
-        columns.append(lambda method: number(of.mean(method, "purity"), 2))
+        columns.append(_purity(of))
     return Table(heads, lines(code(*published), *columns))
 
 
@@ -470,9 +447,8 @@ def external_pfllib(docs: Path) -> Table:
 def external_cfla(docs: Path) -> Table:
     """CFLA's table beside ours."""
     of = Experiment.read(docs, "external-cfla-mnist")
-    purity: Cell = lambda method: number(of.mean(method, "purity"), 2)  # noqa: E731
     methods = code("ifca", "fedgroup", "fesem", "fedavg", "casa", "panicle")
-    columns = (paper(of), accuracy(of, 1), whole(of, "clusters"), purity)
+    columns = (paper(of), accuracy(of, 1), whole(of, "clusters"), _purity(of))
     return Table(("method", "published", "ours", "clusters", "purity"), lines(methods, *columns))
 
 
@@ -570,6 +546,7 @@ def csafl_idle(docs: Path) -> Table:
 # CDFL, FedDrift ---------------------------------------------------------------------------------
 
 _SCORES = ("before", "after", "cluster")
+_SCORE_HEADS = tuple(head for score in _SCORES for head in (f"{score}, paper", "ours"))
 _PAIR = ("cdfl", "fedsoft-async")
 
 
@@ -607,8 +584,7 @@ def cdfl(docs: Path) -> Table:
                 passes = [per_update(of, m, "sample_passes") for m in (method, "cdfl")]
                 cells.append(f"{number(passes[0] / passes[1], 2)}×")
             rows.append(cells)
-    columns = [head for score in _SCORES for head in (f"{score}, paper", "ours")]
-    return Table(("K", "<method", *columns, "KL", "down", "work"), rows)
+    return Table(("K", "<method", *_SCORE_HEADS, "KL", "down", "work"), rows)
 
 
 def cdfl_bar(docs: Path) -> Table:
@@ -621,8 +597,7 @@ def cdfl_bar(docs: Path) -> Table:
             for score in _SCORES:
                 cells += [paper(of, score)("cdfl"), accuracy(of, 1, _score_key(score))("cdfl")]
             rows.append([*cells, number(of.mean("cdfl", "mixture_divergence"), 2)])
-    columns = [head for score in _SCORES for head in (f"{score}, paper", "ours")]
-    return Table(("K", "`loss-bar`", *columns, "KL"), rows)
+    return Table(("K", "`loss-bar`", *_SCORE_HEADS, "KL"), rows)
 
 
 def cdfl_sessions(docs: Path) -> Table:
@@ -904,21 +879,10 @@ def faacl_fashion(docs: Path) -> Table:
         column = [f"{own} ({other})" for own, other in zip(ours, theirs, strict=True)]
         column.append(f"{whole(of, 'clusters')('faacl')} ({paper(of, 'clusters', None)('faacl')})")
         ranks = [(of.published(method), of.mean(method, "accuracy")) for method in methods]
-        columns.append([*column, number(_tau(ranks), 2)])
+        columns.append([*column, number(kendalltau(*zip(*ranks, strict=True)).statistic, 2)])
     labels = [*methods.values(), "clusters of `faacl` (published)", "Kendall's τ"]
     rows = [list(row) for row in zip(labels, *columns, strict=True)]
     return Table(("method", *names.values()), rows)
-
-
-def _tau(pairs: Sequence[tuple[float, float]]) -> float:
-    """Return Kendall's τ-b of pairs."""
-    signs = [
-        (math.copysign(a != c, a - c), math.copysign(b != d, b - d))
-        for i, (a, b) in enumerate(pairs)
-        for c, d in pairs[:i]
-    ]
-    first, second = (sum(sign != 0 for sign in column) for column in zip(*signs, strict=True))
-    return sum(a * b for a, b in signs) / math.sqrt(first * second)
 
 
 def sequential(docs: Path) -> Table:
