@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -179,21 +179,26 @@ def server_context(run_id: int, run_config: Mapping[str, Value]) -> Context:
 
 
 @contextmanager
-def strategies_pause(pause: Callable[[float], None]) -> Iterator[None]:
-    """Let Flower's strategies pause in another way while they wait for nodes to connect."""
-    names = strategy_utils.__dict__
-    before = names["sleep"]
-    names["sleep"] = pause
+def patched(owner: Any, functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Patch functions of a module or class within the context."""
+    before = {name: getattr(owner, name) for name in functions}
     try:
+        for name, function in functions.items():
+            setattr(owner, name, function)
         yield
     finally:
-        names["sleep"] = before
+        for name, function in before.items():
+            setattr(owner, name, function)
 
 
-@contextmanager
+def strategies_pause(pause: Callable[[float], None]) -> AbstractContextManager[None]:
+    """Let Flower's strategies pause in another way while they wait for nodes to connect."""
+    return patched(strategy_utils, {"sleep": pause})
+
+
 def client_managers_wait(
     make: Callable[[Callable[..., bool]], Callable[..., bool]],
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Let Flower's older driver API wait in another way for clients to connect.
 
     Parameters
@@ -201,9 +206,4 @@ def client_managers_wait(
     make : Callable
         Makes the method `wait_for` of client managers, given Flower's own.
     """
-    before = SimpleClientManager.wait_for
-    SimpleClientManager.wait_for = make(before)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        SimpleClientManager.wait_for = before  # type: ignore[method-assign]
+    return patched(SimpleClientManager, {"wait_for": make(SimpleClientManager.wait_for)})

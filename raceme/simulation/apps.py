@@ -369,7 +369,8 @@ def replaced(name: str, make: Callable[..., Method], observe: Observer) -> Itera
 
     with ExitStack() as patches:
         for kind in dict.fromkeys(_kinds(Strategy)):
-            patches.enter_context(_patched(kind, {"start": instead_of(kind.__dict__["start"])}))
+            instead = {"start": instead_of(kind.__dict__["start"])}
+            patches.enter_context(compat.patched(kind, instead))
         yield methods
 
 
@@ -637,7 +638,7 @@ class AppClock:
             with (
                 compat.strategies_pause(self._pause_for_nodes),
                 compat.client_managers_wait(self._wait_for),
-                _patched(time, replaced),
+                compat.patched(time, replaced),
             ):
                 yield
         finally:
@@ -716,19 +717,6 @@ class AppClock:
                 "min_available_clients, min_fit_clients, min_evaluate_clients)"
             )
         grid.pause(seconds)
-
-
-@contextmanager
-def _patched(owner: Any, functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Patch functions of a module or class within the context."""
-    before = {name: getattr(owner, name) for name in functions}
-    try:
-        for name, function in functions.items():
-            setattr(owner, name, function)
-        yield
-    finally:
-        for name, function in before.items():
-            setattr(owner, name, function)
 
 
 # -----------------------------------------------------------------------------
