@@ -348,22 +348,6 @@ def serve(
     from raceme.reporting.console import RunProgress
 
     folder = None if certificates is None else certificates.expanduser()
-    if app is not None:
-        if watch:
-            raise UserError("--watch is for Raceme's own app: use `raceme watch` with the --out.")
-        if keep_versions:
-            raise UserError("--keep-versions is for Raceme's own app: leave it out.")
-        options = ServeOptions(address, folder, any_device, clients_min, metrics, reconnect, http)
-        show_log(sys.stdout, lines)
-        end_app_with(*serve_app(app, run_config or (), keys, options))
-        return
-    if run_config:
-        raise UserError("--run-config changes the run config of an app: name its folder, APP_DIR.")
-    settings = prepare(keys if any_device else with_registry(keys, folder), clients_min)
-    if is_complete(settings):
-        said = f"The run in {settings.out} is complete: to continue it, raise --max-updates."
-        print(said, file=sys.stderr if is_json else sys.stdout)
-        return
     options = ServeOptions(
         address,
         folder,
@@ -378,6 +362,21 @@ def serve(
         canary=canary,
         version_pause=version_pause,
     )
+    if app is not None:
+        if watch:
+            raise UserError("--watch is for Raceme's own app: use `raceme watch` with the --out.")
+        if keep_versions:
+            raise UserError("--keep-versions is for Raceme's own app: leave it out.")
+        show_log(sys.stdout, lines)
+        end_app_with(*serve_app(app, run_config or (), keys, options))
+        return
+    if run_config:
+        raise UserError("--run-config changes the run config of an app: name its folder, APP_DIR.")
+    settings = prepare(keys if any_device else with_registry(keys, folder), clients_min)
+    if is_complete(settings):
+        said = f"The run in {settings.out} is complete: to continue it, raise --max-updates."
+        print(said, file=sys.stderr if is_json else sys.stdout)
+        return
     with watched(watch, Path(settings.out), watch_address, certificates=folder, is_json=is_json):
         with StopRequest() as stop, ExitStack() as stack:
             observers = []
