@@ -354,8 +354,6 @@ class RunStore(AbstractContextManager["RunStore"]):
     ----------
     folder : Path
         Folder of the file, created if missing.
-    replace : bool
-        Whether to replace an existing run.
     after : int, optional
         Number of events after which to resume the run in the folder; later ones are dropped.
 
@@ -370,7 +368,7 @@ class RunStore(AbstractContextManager["RunStore"]):
         The folder has a run already, or another than expected, or is not writable.
     """
 
-    def __init__(self, folder: Path, *, replace: bool = False, after: int | None = None) -> None:
+    def __init__(self, folder: Path, *, after: int | None = None) -> None:
         self.path = folder / FILE_NAME
         self.failure = ""
         self._viewed: set[str] = set()
@@ -382,7 +380,7 @@ class RunStore(AbstractContextManager["RunStore"]):
         self._gathering, self._writing = threading.Lock(), threading.RLock()
         self._closing = threading.Event()
         self._connection: sqlite3.Connection | None = (
-            _create(self.path, replace) if after is None else _reopen(self.path, after)
+            _create(self.path) if after is None else _reopen(self.path, after)
         )
         self._thread = threading.Thread(target=self._write_regularly, name="store", daemon=True)
         self._thread.start()
@@ -515,17 +513,15 @@ def _events(
     return (_event(*row) for row in connection.execute(query, tuple(values)))
 
 
-def _create(path: Path, replace: bool) -> sqlite3.Connection:
+def _create(path: Path) -> sqlite3.Connection:
     """Create an empty run store."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
-            if not replace:
-                raise UserError(
-                    f"{path.parent} holds a run already; give another folder with --out, "
-                    f"or delete {path}."
-                )
-            path.unlink()
+            raise UserError(
+                f"{path.parent} holds a run already; give another folder with --out, "
+                f"or delete {path}."
+            )
         # Two threads write to it, one at a time.
         connection = sqlite3.connect(path, check_same_thread=False)
         try:

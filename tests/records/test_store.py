@@ -452,13 +452,6 @@ def test_an_existing_run_is_refused_and_left_alone(tmp_path: Path) -> None:
     assert dump(tmp_path / FILE_NAME) == before
 
 
-def test_an_existing_run_can_be_replaced(tmp_path: Path) -> None:
-    write(tmp_path, ONE_OF_EACH)
-    with RunStore(tmp_path, replace=True) as store:
-        store.observe(UPDATE)
-    assert read_events(tmp_path) == [UPDATE]
-
-
 @pytest.mark.parametrize("after", range(len(ONE_OF_EACH) + 1))
 def test_resumed_gives_the_same_contents_as_one_run(tmp_path: Path, after: int) -> None:
     whole = dump(write(tmp_path / "whole", ONE_OF_EACH))
