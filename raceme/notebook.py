@@ -21,7 +21,6 @@ from raceme.core.events import grouped
 from raceme.core.options import Value
 from raceme.core.registry import STRATEGIES
 from raceme.experiments.compare import Plan, compare
-from raceme.experiments.jobs import cores
 from raceme.experiments.page import purity_figure, times_figure
 from raceme.experiments.results import FILE_NAME, Comparison, Run, read_comparison, read_runs
 from raceme.experiments.tables import main_table, purity_table, times_table, to_csv, to_latex
@@ -406,6 +405,8 @@ def compared(plan: Plan, processes: int, console: Console, formats: Sequence[str
     """
     if not isinstance(processes, Integral) or processes < 0:
         raise UserError(f"processes must be a whole number of at least 0, got {processes!r}.")
+    from raceme.simulation import cores
+
     try:
         comparison = compare(plan, processes or cores(), console, formats=formats)
     except KeyboardInterrupt:

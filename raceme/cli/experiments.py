@@ -119,8 +119,8 @@ def run_suites(
 @contextmanager
 def _runner(workers: Value) -> Iterator[tuple[RunAll, int]]:
     """Provide the executor of runs, and its parallelism."""
-    from raceme.experiments.jobs import cores, run_jobs
-    from raceme.simulation import is_ray
+    from raceme.experiments.jobs import run_jobs
+    from raceme.simulation import cores, is_ray
 
     if not is_ray(str(workers)):
         yield run_jobs, cores()

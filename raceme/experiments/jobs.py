@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import logging
 import multiprocessing
-import os
 import shutil
 import signal
 import tarfile
@@ -473,11 +472,6 @@ def run_jobs(jobs: Sequence[Job], processes: int, report: Report) -> dict[Job, s
     return failed
 
 
-def cores() -> int:
-    """Return the number of available cores."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _start(job: Job) -> _Worker:
     # Not forked, because torch's threads do not survive a fork.
     from raceme.simulation.executor import script_hidden
@@ -574,6 +568,7 @@ class RayRuns:
     """
 
     def __init__(self, workers: str) -> None:
+        from raceme.simulation import cores
         from raceme.simulation.ray_cluster import Cluster
 
         self._cluster = Cluster(workers, cores())

@@ -78,7 +78,7 @@ def executor_for(
             )
         from raceme.simulation.ray_cluster import RayActors
 
-        return RayActors(target, workers, _cores(), seed, config)
+        return RayActors(target, workers, cores(), seed, config)
     count = _count(workers, seconds)
     if vectorised or device == "cuda":
         from raceme.simulation.vectorised import Vectorised
@@ -142,10 +142,10 @@ def training_seconds(config: RunConfig, examples: Sequence[int]) -> float:
 def _count(workers: str | int, seconds: Callable[[], float] | None) -> int:
     """Return how many worker processes to start."""
     if workers == AUTO:
-        cores = _cores()
-        if cores == 1 or multiprocessing.parent_process() is not None:
+        count = cores()
+        if count == 1 or multiprocessing.parent_process() is not None:
             return 0
-        return cores if seconds is None or seconds() >= _WORTHWHILE_SECONDS else 0
+        return count if seconds is None or seconds() >= _WORTHWHILE_SECONDS else 0
     try:
         count = int(workers)
     except (TypeError, ValueError):
@@ -159,7 +159,7 @@ def _count(workers: str | int, seconds: Callable[[], float] | None) -> int:
     return count
 
 
-def _cores() -> int:
+def cores() -> int:
     """Return the number of available cores."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
@@ -174,6 +174,7 @@ __all__ = [
     "Pool",
     "VirtualGrid",
     "communication_of",
+    "cores",
     "executor_for",
     "fleet",
     "is_ray",
