@@ -29,7 +29,6 @@ from logging import getLogger
 import numpy as np
 from flwr.app import ArrayRecord
 from numpy.typing import NDArray
-from sklearn.cluster import KMeans
 
 from raceme.core.clients import Client
 from raceme.core.clusters import Clusters, Model, cosine, cosines, parts_of
@@ -58,7 +57,7 @@ from raceme.core.scheduling import (
 )
 from raceme.core.strategy import Method, Needs, Variant, average_by_cluster
 from raceme.strategies.fedasync import FedAsyncParameters, mix_by_staleness
-from raceme.strategies.shared import LabelCounts, check_groups, linkage, numbered
+from raceme.strategies.shared import LabelCounts, check_groups, kmeans, linkage
 
 # -----------------------------------------------------------------------------
 # Group cold start (Algorithm 3, eqs 6 and 7) and client cold start (eq 8).
@@ -189,11 +188,7 @@ def group_by_edc(deltas: NDArray[np.float32], groups: int, seed: int) -> NDArray
         Seed of the initial centres of k-means++.
     """
     directions = np.linalg.svd(deltas, full_matrices=False)[2][:groups]
-    points = cosines(deltas, directions) / groups
-    # scikit-learn warns of more groups than points that differ.
-    count = min(groups, len(np.unique(points, axis=0)))
-    method = KMeans(n_clusters=count, init="k-means++", n_init=10, random_state=seed)
-    return numbered(method.fit_predict(points))
+    return kmeans(cosines(deltas, directions) / groups, groups, seed)
 
 
 def madc(similarity: NDArray[np.floating]) -> NDArray[np.float64]:

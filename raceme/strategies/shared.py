@@ -7,17 +7,21 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from logging import getLogger
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from raceme.core.clusters import Clusters
-from raceme.core.errors import UserError
+from raceme.core.errors import UserError, about
 from raceme.core.messages import ALL_EXAMPLES, LABEL_COUNTS, Vector, count_of
 from raceme.core.options import option
 from raceme.core.requests import Answer, InFlight, InvalidReplyError, Outcome, Request, Update
 from raceme.core.scheduling import InRounds, Scheduler, SelectionContext
 from raceme.core.strategy import Method, average_by_cluster
+
+log = getLogger("raceme")
 
 _TRIES = 3
 """Number of queries to an unresponsive client."""
@@ -449,6 +453,26 @@ def regroup(clusters: Clusters, clients: Sequence[str], labels: NDArray[np.integ
     for cluster in list(clusters.models):
         if len(clusters.models) > 1 and not clusters.clients(cluster, online_only=False):
             clusters.retire(cluster)
+
+
+def kmeans(points: NDArray[np.floating], groups: int, seed: int) -> NDArray[np.int64]:
+    """Return labels of points, shape (n, c), by k-means++; of fewer groups if fewer points differ.
+
+    They are numbered in order of first appearance. Shape (n,).
+    """
+    from sklearn.cluster import KMeans
+
+    # scikit-learn warns of more groups than points that differ.
+    count = min(groups, len(np.unique(points, axis=0)))
+    return numbered(KMeans(count, n_init=10, random_state=seed).fit_predict(points))
+
+
+def drop_unusual(found: dict[str, NDArray[Any]], difference: str) -> None:
+    """Drop clients whose arrays have not the most frequent length, with a warning."""
+    usual, _ = Counter(map(len, found.values())).most_common(1)[0]
+    for client in [client for client, own in found.items() if len(own) != usual]:
+        log.warning("%s is left out: %s.", client, difference, extra=about(client))
+        del found[client]
 
 
 # -----------------------------------------------------------------------------

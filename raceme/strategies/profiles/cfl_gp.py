@@ -27,7 +27,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
-from sklearn.cluster import KMeans
 from sklearn.metrics import silhouette_score
 
 from raceme.core import messages as names
@@ -44,6 +43,7 @@ from raceme.strategies.shared import (
     QueryState,
     check_groups,
     kept_homes,
+    kmeans,
     numbered,
 )
 
@@ -304,11 +304,7 @@ def grouped(profiles: NDArray[np.float64], groups: int, seed: int) -> NDArray[np
     NDArray[np.int64]
         A label per client, numbered in order of first appearance. Shape (n,).
     """
-    points = main_points(profiles)[0][:, :groups]
-    # scikit-learn warns of more groups than points that differ.
-    count = min(groups, len(np.unique(points, axis=0)))
-    method = KMeans(n_clusters=count, n_init=10, random_state=seed)
-    return numbered(method.fit_predict(points))
+    return kmeans(main_points(profiles)[0][:, :groups], groups, seed)
 
 
 def found_groups(profiles: NDArray[np.float64], seed: int) -> NDArray[np.int64]:
@@ -336,7 +332,7 @@ def found_groups(profiles: NDArray[np.float64], seed: int) -> NDArray[np.int64]:
     best, best_labels = -np.inf, np.zeros(len(points), np.int64)
     differ = len(np.unique(points, axis=0))
     for count in range(2, min(directions, len(points) - 1, differ) + 1):
-        labels = KMeans(n_clusters=count, n_init=10, random_state=seed).fit_predict(points)
+        labels = kmeans(points, count, seed)
         if len(set(labels)) < 2:
             continue
         score = float(silhouette_score(points, labels))

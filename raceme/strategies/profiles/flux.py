@@ -25,7 +25,6 @@ The server stores the common model, for newcomers, and 2 (U + 1) l numbers of ea
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from logging import getLogger
@@ -37,14 +36,13 @@ from sklearn.neighbors import NearestNeighbors
 
 from raceme.core import messages as names
 from raceme.core.clusters import parts_of
-from raceme.core.errors import about
 from raceme.core.messages import Vector, forward_cost
 from raceme.core.options import option
 from raceme.core.requests import Answer, InvalidReplyError, Request
 from raceme.core.scheduling import InRounds, RoundsParameters, SelectionContext
 from raceme.core.strategy import Needs
 from raceme.strategies.profiles import DESCRIPTORS, LATENT_DIMENSIONS, LATENT_MOST, LATENT_SEED
-from raceme.strategies.shared import QueriesFirst, QueryState, numbered
+from raceme.strategies.shared import QueriesFirst, QueryState, drop_unusual, numbered
 
 log = getLogger("raceme")
 
@@ -255,11 +253,7 @@ class FLUX(QueriesFirst):
         """Cluster the clients, and compute the centroids for newcomers."""
         state, options = self.state, self.parameters
         found = state.descriptors
-        rows, _ = Counter(len(own) for own in found.values()).most_common(1)[0]
-        for client in [client for client, own in found.items() if len(own) != rows]:
-            text = "%s is left out: it has another number of classes than others."
-            log.warning(text, client, extra=about(client))
-            del found[client]
+        drop_unusual(found, "it has another number of classes than others")
         clients, stacked = list(found), np.stack(list(found.values()))
         state.low, state.high = stacked.min(axis=(0, 3)), stacked.max(axis=(0, 3))
         points = scaled(stacked, state.low, state.high)

@@ -20,7 +20,6 @@ time U_i cost a pass without gradients (our addition).
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from logging import getLogger
@@ -32,14 +31,13 @@ from scipy.cluster.hierarchy import linkage as joined_by
 from scipy.spatial.distance import squareform
 
 from raceme.core.clusters import parts_of
-from raceme.core.errors import about
 from raceme.core.messages import COMPUTE_SCALE, forward_cost
 from raceme.core.options import option
 from raceme.core.requests import Answer, InvalidReplyError, Request
 from raceme.core.scheduling import InRounds, RoundsParameters, SelectionContext
 from raceme.core.strategy import Needs
 from raceme.strategies.profiles import IN_ALL, PER_CLASS, PRINCIPAL_DIRECTIONS
-from raceme.strategies.shared import QueriesFirst, QueryState, numbered, regroup
+from raceme.strategies.shared import QueriesFirst, QueryState, drop_unusual, numbered, regroup
 
 log = getLogger("raceme")
 
@@ -142,7 +140,7 @@ class PACFL(QueriesFirst):
         """Cluster all clients with directions; new clusters start from a copy."""
         state, options = self.state, self.parameters
         state.is_new = False
-        self._drop_other_sizes()
+        drop_unusual(state.directions, "its samples have another size than others'")
         clients = list(state.directions)
         for position, client in enumerate(clients):
             known = state.angles.setdefault(client, {})
@@ -162,15 +160,6 @@ class PACFL(QueriesFirst):
             return
         state.is_clustered = True
         self.clusters.split(0, parts_of(clients, labels), threshold=options.beta)
-
-    def _drop_other_sizes(self) -> None:
-        """Drop directions of another sample size than the majority's."""
-        found = self.state.directions
-        size, _ = Counter(len(directions) for directions in found.values()).most_common(1)[0]
-        for client in [client for client, own in found.items() if len(own) != size]:
-            text = "%s is left out: its samples have another size than others'."
-            log.warning(text, client, extra=about(client))
-            del found[client]
 
 
 def least_angle(one: NDArray[np.float32], other: NDArray[np.float32]) -> float:
