@@ -622,13 +622,8 @@ class FleetCommands:
 
     def by_name(self) -> dict[str, Callable[..., object]]:
         """Return all commands."""
-        return {
-            "status": self.status,
-            "devices": self.devices,
-            "show": self.show,
-            "versions": self.versions,
-            "rollback": self.rollback,
-        }
+        names = ("status", "devices", "show", "versions", "rollback")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def _method(self) -> Method:
@@ -666,24 +661,18 @@ class FleetCommands:
     def devices(self) -> list[dict[str, Any]]:
         """Return all devices, a few values of each."""
         names = ("device", "state", "version", "cluster", "updates", "silent_seconds")
-        silences = {name: seconds for seconds, name in self._metrics.silences()}
-        open_tasks = {task.client: task for task in self._method.progress.in_flight.values()}
         score = "accuracy" if (tested := self._metrics.evaluated) is None else tested.measure.name
         return [
             {name: found[name] for name in (*names, score) if name in found}
-            for found in (
-                self._shown(device, open_tasks.get(device), silences.get(device))
-                for device in self._method.progress.fleet.clients
-            )
+            for found in self._shown(self._method.progress.fleet.clients)
         ]
 
     def show(self, device: str) -> dict[str, Any]:
         """Return what is known of a device."""
-        progress = self._method.progress
-        check_known("device", device, progress.fleet.clients, "raceme fleet devices")
-        silences = {name: seconds for seconds, name in self._metrics.silences()}
-        tasks = {task.client: task for task in progress.in_flight.values()}
-        return self._shown(device, tasks.get(device), silences.get(device))
+        known = self._method.progress.fleet.clients
+        check_known("device", device, known, "raceme fleet devices")
+        (found,) = self._shown([device])
+        return found
 
     @property
     def _rollouts(self) -> Rollouts:
@@ -717,7 +706,13 @@ class FleetCommands:
             "new_versions": "come into use again" if to is None else "are held",
         }
 
-    def _shown(self, device: str, task: InFlight | None, silent: float | None) -> dict[str, Any]:
+    def _shown(self, devices: Iterable[str]) -> list[dict[str, Any]]:
+        """Return what is known of some devices."""
+        silences = {name: seconds for seconds, name in self._metrics.silences()}
+        tasks = {task.client: task for task in self._method.progress.in_flight.values()}
+        return [self._one(name, tasks.get(name), silences.get(name)) for name in devices]
+
+    def _one(self, device: str, task: InFlight | None, silent: float | None) -> dict[str, Any]:
         method = self._method
         client, tested = method.progress.fleet.clients[device], self._metrics.evaluated
         placement = method.placement(device)
@@ -1133,7 +1128,7 @@ class AppServedGrid(ServedGrid):
     def get_node_ids(self) -> Iterable[int]:
         """Return the nodes that are online, as soon as there are enough of them."""
         self._begin()
-        self.looked_at = self._clock()
+        self.looked_at = time.monotonic()
         self._has_fleet_changed()
         return super().get_node_ids()
 

@@ -181,8 +181,6 @@ class ServedGrid(PatientGrid):
         Number of nodes to wait for at the start.
     stopping : Callable
         Returns a true value once the run is to end.
-    clock : Callable
-        Returns the time in seconds; tests pass their own.
 
     Attributes
     ----------
@@ -207,11 +205,10 @@ class ServedGrid(PatientGrid):
         *,
         clients_min: int = 1,
         stopping: Callable[[], object] = lambda: False,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._state, self._listen, self._stopping = state, listen, stopping
         self._journal = Journal(journal)
-        self._clients_min, self._clock = clients_min, clock
+        self._clients_min = clients_min
         self._listens = self._is_open = False
         self._start = 0.0
         self._news = threading.Condition()
@@ -233,7 +230,7 @@ class ServedGrid(PatientGrid):
 
     def now(self) -> float:
         """Return the seconds since enough clients were online, earlier processes included."""
-        return self._clock() - self._start if self._is_open else self._start
+        return time.monotonic() - self._start if self._is_open else self._start
 
     def wait(self, message_ids: Collection[str], until: float | None = None) -> list[Message]:
         """Wait until replies have come, the fleet has changed, or the deadline has passed.
@@ -243,7 +240,7 @@ class ServedGrid(PatientGrid):
         self._begin()
         wanted = frozenset(message_ids)
         while True:
-            self.looked_at = self._clock()
+            self.looked_at = time.monotonic()
             with self._news:
                 self._has_news = False
             acted = True in [turn() for turn in self.turns]
@@ -284,7 +281,7 @@ class ServedGrid(PatientGrid):
 
     def _look(self) -> bool:
         """List the online nodes unless just done; return whether it was."""
-        now = self._clock()
+        now = time.monotonic()
         if now < self._seen_at + _FLEET_SECONDS:
             return False
         # For thousands of nodes it takes longer than an update.
@@ -294,7 +291,7 @@ class ServedGrid(PatientGrid):
         return True
 
     def _open(self) -> None:
-        self._start = self._clock() - self._start
+        self._start = time.monotonic() - self._start
         self._is_open = True
 
     def tell(self) -> None:
@@ -473,8 +470,6 @@ class Rollouts(EventHandler):
         Share of a cluster's devices that a new version is tried on, one at least.
     pause : float
         Seconds between two new versions at least.
-    clock : Callable
-        Monotonic, in seconds.
 
     Attributes
     ----------
@@ -493,10 +488,9 @@ class Rollouts(EventHandler):
         margin: float,
         canary: float,
         pause: float = 0.0,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._method, self._state, self.store = method, state, store
-        self._margin, self._canary, self._clock = margin, canary, clock
+        self._margin, self._canary = margin, canary
         self._pause, self._proposed_at = pause, -math.inf
         self.outcomes: Counter[Stage] = Counter()
         self._devices: dict[str, _Device] = {}
@@ -529,7 +523,7 @@ class Rollouts(EventHandler):
 
     def turn(self) -> None:
         """Decide, and send what is due."""
-        now = self._clock()
+        now = time.monotonic()
         if self._is_due and now >= self._proposed_at + self._pause:
             self._is_due = False
             self._propose(now)
@@ -629,7 +623,7 @@ class Rollouts(EventHandler):
         if cluster not in self._method.models:
             return
         if cluster not in self._testers:
-            now = self._clock()
+            now = time.monotonic()
             if any(device.is_unknown(now) for device in self._devices.values()):
                 return
             self._testers[cluster] = self._choose(version)
@@ -798,7 +792,7 @@ class Rollouts(EventHandler):
         if asked == _USE and version and device.has == version.key:
             device.failures = 0
         elif asked == _USE and version:
-            device.until = self._clock() + _RETRY_SECONDS * 2 ** min(device.failures, 6)
+            device.until = time.monotonic() + _RETRY_SECONDS * 2 ** min(device.failures, 6)
             device.failures += 1
             reason = error_line(reply) if failed else "its application has no file any more"
             log.warning(
