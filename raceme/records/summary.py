@@ -1016,10 +1016,6 @@ class ProtectionSummary(EventHandler):
         self._measure = ACCURACY
         self._honest: list[events.Evaluated] = []
 
-    def observe(self, event: Event) -> None:
-        """Process an event."""
-        self(event)
-
     def on_update_applied(self, event: events.UpdateApplied) -> None:
         """Count an update that the method was given."""
         self._counts[event.client][Verdict.ACCEPTED] += 1

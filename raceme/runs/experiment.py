@@ -562,7 +562,7 @@ def conduct(
         with store, threadpool_limits(1):
             if restored:
                 forget_end(config, out)
-            listening: list[Observer] = [store.observe, summary.observe, protection.observe]
+            listening: list[Observer] = [store.observe, summary.observe, protection]
             if config.trace:
                 events = restored.events if restored else 0
                 trace = opened.enter_context(TraceFile(out, communication_of(grid), events))
@@ -573,7 +573,7 @@ def conduct(
             if restored:
                 for event in each_event(out):
                     summary.observe(event)
-                    protection.observe(event)
+                    protection(event)
                     trackers.recall(event)
             after = summary.time if restored else None
             if virtual:

@@ -54,7 +54,7 @@ def test_verdicts_are_counted_by_client() -> None:
         *(judged("b", Verdict.EXCLUDED), judged("b", Verdict.REFUSED)),
         *(judged("c", Verdict.EXCLUDED), judged("c", Verdict.READMITTED), applied(3, "c")),
     ):
-        summary.observe(event)
+        summary(event)
     assert summary.result() == {
         "protection": {
             "a": {"accepted": 1, "scaled": 1, "refused": 0},
@@ -70,15 +70,15 @@ def test_the_honest_accuracy_is_that_of_all_but_the_attackers_at_the_end() -> No
     last = Evaluated(9.0, 9, 0.5, 1.0, 1, {"a": (0, 0.4, 1.0), "b": (0, 0.9, 1.0)})
     summary = ProtectionSummary(["a"])
     for event in (first, last):
-        summary.observe(event)
+        summary(event)
     assert summary.result() == {
         **{"attackers": ["a"], "honest_accuracy": 0.9, "honest_time_to_target": None}
     }
     # JSON has no infinity, the error of a model that diverged.
-    summary.observe(Evaluated(9.0, 9, 0.5, 1.0, 1, {"b": (0, float("inf"), 1.0)}))
+    summary(Evaluated(9.0, 9, 0.5, 1.0, 1, {"b": (0, float("inf"), 1.0)}))
     assert summary.result()["honest_accuracy"] is None
     nobody = ProtectionSummary()
-    nobody.observe(last)
+    nobody(last)
     assert nobody.result() == {}
 
 
@@ -90,7 +90,7 @@ def test_the_time_to_a_target_is_that_of_the_honest_clients() -> None:
         *((3.0, 0.1, 0.95, 2), (4.0, 0.1, 0.97, 2)),
     ):
         scores = {"a": (0, attacker, 1.0), "b": (0, honest, 1.0)}
-        summary.observe(Evaluated(time, int(time), 0.5, 1.0, 1, scores, asked))
+        summary(Evaluated(time, int(time), 0.5, 1.0, 1, scores, asked))
     found = summary.result(0.95)
     # At 2 s half of the clients have not answered.
     assert found["honest_time_to_target"] == {"target": 0.95, "virtual_time": 3.0, "updates": 3}
