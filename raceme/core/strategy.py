@@ -9,7 +9,7 @@ from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
 from inspect import Signature, cleandoc
 from logging import getLogger
 from numbers import Real
-from typing import Any, ClassVar, Generic, NoReturn, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Generic, NoReturn, Protocol, TypeVar
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
@@ -214,14 +214,6 @@ class InUse:
     models: Mapping[int, Model] | None = None
     own: Callable[[Collection[str]], Iterable[tuple[str, Vector]]] = lambda clients: ()
     on_step: Callable[[str, int], Weights] = lambda client, step: {}
-
-
-@runtime_checkable
-class KnowsLikeness(Protocol):
-    """A state with similarities of clients."""
-
-    def likeness(self) -> tuple[list[str], np.ndarray]:
-        """Return clients and the matrix of their similarities; NaN if unknown."""
 
 
 def _shown(method: type[Any], parameters_type: type[Any], doc: str) -> tuple[Signature, str]:
@@ -577,8 +569,13 @@ class Method(Strategy):
         return self.in_use.on_step(client, step) or self.placement(client)
 
     def similarity(self) -> tuple[list[str], np.ndarray] | None:
-        """Return clients and the matrix of their similarities (NaN: unknown), if any."""
-        return self.state.likeness() if isinstance(self.state, KnowsLikeness) else None
+        """Return clients and the matrix of their similarities (NaN: unknown), if any.
+
+        It is what a method `likeness` of the state returns.
+        """
+        likeness: Callable[[], tuple[list[str], np.ndarray]] | None
+        likeness = getattr(self.state, "likeness", None)
+        return None if likeness is None else likeness()
 
     def requests(self, moment: SelectionContext) -> Iterable[Request]:
         """Return the current requests to clients: queries before a round, or work."""
