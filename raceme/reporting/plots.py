@@ -117,7 +117,6 @@ def comparison_figure(
     *,
     target: float | None = None,
     title: str = "",
-    clock: str = CLOCK,
 ) -> Figure:
     """Draw the accuracy of several methods over time: mean and deviation over seeds.
 
@@ -126,13 +125,13 @@ def comparison_figure(
     methods : Mapping[str, Sequence[RunRecord]]
         Runs of each method by label, one per seed, in the order of the legend. Bands are left out
         for more than a few methods. Time is logarithmic if a run reaches the target very early.
-    target, title, clock
+    target, title
         As in :func:`accuracy_figure`.
     """
     runs = [record for records in methods.values() for record in records]
     figure, axes = one_axes(7.2, 4.2)
     end = max((record.end for record in runs), default=0.0)
-    seconds = time_axis(axes, end, clock)
+    seconds = time_axis(axes, end, CLOCK)
     is_log = target is not None and _is_early(runs, target, end)
     if is_log:
         starts = [time for record in runs for time in record.evaluations.time if time]
@@ -1247,11 +1246,6 @@ def _draw_cluster_scores(axes: Axes, record: RunRecord) -> list[float]:
         name = "mean of the clusters" if len(clusters) > 1 else "cluster's model"
         axes.plot(updates, means, color=INK, ls=(0, (4.5, 1.6)), label=name, zorder=3)
     return drawn
-
-
-# -----------------------------------------------------------------------------
-# Clusters over time: one band per client.
-# -----------------------------------------------------------------------------
 
 
 # -----------------------------------------------------------------------------
