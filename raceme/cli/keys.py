@@ -28,7 +28,7 @@ from raceme.core.config import (
     read_toml,
 )
 from raceme.core.errors import UserError
-from raceme.core.options import AUTO, Key, Value, shown_type
+from raceme.core.options import AUTO, Key, Value, as_typed, shown_type
 from raceme.core.registry import DATASETS, DEVICES, DRIFTS, MODELS, PARTITIONERS, STRATEGIES
 
 _CONFIG = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="TOML file of keys")]
@@ -280,7 +280,7 @@ def _option(name: str, item: Any, about: str, group: str | None, default: Any) -
     # Most switches are off, and the help explains 0.
     is_shown = default not in (None, "", "none") and default is not False
     if is_shown and (default or "0:" not in about):
-        about += f" (default: {_plain(default)})"
+        about += f" (default: {as_typed(default)})"
     common: Any = {"help": about, "show_default": False, "rich_help_panel": group}
     shown = shown_type(item, with_unit=True)
     return Annotated[str | None, typer.Option(f"--{name}", metavar=shown, **common)]
@@ -387,14 +387,10 @@ def _keys_table(keys: Mapping[str, Key]) -> Table:
         # A strategy's prefix already names the reader.
         readers = [] if "." in name else [", ".join(names) for names in key.readers.values()]
         meaning = f"{'; '.join(readers)}: {key.help}" if readers else key.help
-        default = "empty" if key.default == "" else _plain(key.default)
+        default = "empty" if key.default == "" else as_typed(key.default)
         value = " ".join(filter(None, (key.type, key.unit))) + f", default {default}"
         table.add_row(name, Text.assemble(meaning, "\n", (value, "dim")))
     return table
-
-
-def _plain(value: Value) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _empty_table(title: str) -> Table:

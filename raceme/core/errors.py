@@ -40,6 +40,11 @@ _LONGEST_QUOTE = 60
 """Maximum characters of a quoted word."""
 
 
+def shortened(text: str, most: int = 120) -> str:
+    """Return a text without what follows its first characters, if there are more."""
+    return text if len(text) <= most else f"{text[:most]}…"
+
+
 def printable(text: object, longest: int = LONGEST_LINE) -> str:
     r"""Return foreign text in printable form for logs and terminals.
 
@@ -229,11 +234,10 @@ def unknown_name(kind: str, name: str, valid: Iterable[str], listed_by: str = ""
     names, name = sorted(valid), str(name)
     nearest = difflib.get_close_matches(name[:80], names, n=1, cutoff=0.5)
     hint = f" Did you mean '{nearest[0]}'?" if nearest else ""
-    name = name if len(name) <= 80 else f"{name[:80]}…"
     every = f" Valid: {', '.join(names)}."
     if len(names) > _MANY and (listed_by or hint):
         every = f" `{listed_by}` lists them all." if listed_by else ""
-    return UserError(f"Unknown {kind} '{name}'.{hint}{every}")
+    return UserError(f"Unknown {kind} '{shortened(name, 80)}'.{hint}{every}")
 
 
 def check_known(kind: str, name: str, valid: Collection[str], listed_by: str = "") -> None:

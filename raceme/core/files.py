@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from raceme.core.errors import UserError, one_line
+from raceme.core.errors import UserError, one_line, shortened
 
 _MOST_BYTES = 64 << 20
 _DEEPEST = 64
@@ -119,7 +119,7 @@ def _parsed(parse: Callable[[Any], Any], text: str | bytes) -> Any:
         raise ReadingError("it is nested too deeply") from None
     # Not only of the format's own kind: a whole number may have too many digits.
     except ValueError as error:
-        raise ReadingError(_short(error)) from None
+        raise ReadingError(shortened(one_line(error), 200)) from None
     _check_depth(tree)
     return tree
 
@@ -142,10 +142,9 @@ def absolute(path: str | Path) -> Path:
             raise ValueError
         return whole.resolve()
     except (OSError, ValueError, RuntimeError):
-        shown = text if len(text) <= 60 else f"{text[:60]}…"
         raise UserError(
-            f"{shown!r} is not a possible path: a name in it has at most {_LONGEST_NAME} bytes, "
-            f"all of it {_LONGEST_PATH}."
+            f"{shortened(text, 60)!r} is not a possible path: a name in it has at most "
+            f"{_LONGEST_NAME} bytes, all of it {_LONGEST_PATH}."
         ) from None
 
 
@@ -169,11 +168,6 @@ def _check_depth(tree: Any) -> None:
         if not level:
             return
     raise ReadingError("it is nested too deeply")
-
-
-def _short(error: ValueError) -> str:
-    text = one_line(error)
-    return text if len(text) <= 200 else f"{text[:200]}…"
 
 
 # -----------------------------------------------------------------------------

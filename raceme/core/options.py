@@ -22,7 +22,7 @@ from functools import cache
 from inspect import Parameter, Signature, signature
 from typing import Any, NamedTuple, TypeVar
 
-from raceme.core.errors import UserError, unknown_name
+from raceme.core.errors import UserError, shortened, unknown_name
 
 log = logging.getLogger("raceme")
 
@@ -191,6 +191,11 @@ def documented(summary: str, source: str, *options_types: type[Any]) -> str:
 def key_of(attribute: str) -> str:
     """Return how a person writes the name of an option."""
     return attribute.replace("_", "-")
+
+
+def as_typed(value: Value) -> str:
+    """Return a value as a person types it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def declared(options_type: type[Any], prefix: str = "") -> dict[str, Field[Any]]:
@@ -389,7 +394,7 @@ def _shown(value: Any) -> str:
     # A whole number of too many digits to be written.
     except (ValueError, RecursionError):
         return f"a {type(value).__name__}"
-    return text if len(text) <= 80 else f"{text[:80]}…"
+    return shortened(text, 80)
 
 
 def _is_writable(text: str) -> bool:

@@ -20,7 +20,7 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 import raceme
-from raceme.core.errors import UserError, told_by_system
+from raceme.core.errors import UserError, shortened, told_by_system
 from raceme.core.files import atomic_write
 from raceme.reporting.dashboard import Frozen
 from raceme.reporting.style import FAINT, INK, MUTED, PAPER, group_colour, style
@@ -293,10 +293,5 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["shortened"] = _shortened
+    environment.filters["shortened"] = shortened
     return environment
-
-
-def _shortened(text: str, most: int = 120) -> str:
-    """Truncate an external text."""
-    return text if len(text) <= most else f"{text[:most]}…"

@@ -26,7 +26,7 @@ from raceme.core.events import (
     home,
 )
 from raceme.core.files import ReadingError, parse_json, read_text
-from raceme.core.options import AUTO, Value
+from raceme.core.options import AUTO, Value, as_typed
 from raceme.records.folder import CHECKPOINTS, CONTROL, MODELS, SUMMARY, has_writer
 from raceme.records.positions import read_similarity
 from raceme.records.record import Client, Flags, Floats, RunRecord, read_run
@@ -544,7 +544,7 @@ def repeat_command(config: Mapping[str, Value], defaults: Mapping[str, Value]) -
     words = ["raceme", "run"]
     for name in _OPTIONS:
         if name in shown:
-            words += [f"--{name}", _plain(shown.pop(name))]
+            words += [f"--{name}", as_typed(shown.pop(name))]
     for name, value in shown.items():
         words += ["--set", assignment(name, value)]
     return shlex.join(words)
@@ -552,14 +552,10 @@ def repeat_command(config: Mapping[str, Value], defaults: Mapping[str, Value]) -
 
 def assignment(name: str, value: Value) -> str:
     """Return the assignment of a key for --set."""
-    plain = f"{name}={_plain(value)}"
+    plain = f"{name}={as_typed(value)}"
     if parse_assignment(plain)[1] == value:
         return plain
     return tomli_w.dumps({"value": value}).strip().replace("value = ", f"{name}=", 1)
-
-
-def _plain(value: Value) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 # -----------------------------------------------------------------------------
