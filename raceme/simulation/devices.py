@@ -45,6 +45,7 @@ from raceme.core.messages import (
     forward_cost,
     passes,
 )
+from raceme.core.options import key_of
 from raceme.core.registry import DEVICES
 from raceme.records.record import RunRecord, read_run
 
@@ -193,7 +194,7 @@ class Device:
             value = getattr(self, item.name)
             if item.name != "online" and not 0 <= value < math.inf:
                 raise UserError(
-                    f"Device: {_kebab(item.name)} must be a number of at least 0, got {value:g}."
+                    f"Device: {key_of(item.name)} must be a number of at least 0, got {value:g}."
                 )
         if self.jitter > 1 or self.drop > 1:
             raise UserError("Device: jitter and drop must be between 0 and 1.")
@@ -396,7 +397,7 @@ class _Profile:
         """Return a table of a profile by attribute name."""
         if not isinstance(section, Mapping):
             raise self._wrong(f"device must be a table, got {section!r}")
-        known = {_kebab(item.name): item.name for item in (*fields(Device), *fields(Uplink))}
+        known = {key_of(item.name): item.name for item in (*fields(Device), *fields(Uplink))}
         for name in section:
             if name not in known:
                 raise self._unknown(name, known)
@@ -410,7 +411,7 @@ class _Profile:
         if not given:
             return Device(**drawn)
         if len(given) < len(names) or "bandwidth_up" in drawn:
-            shown = ", ".join(map(_kebab, names))
+            shown = ", ".join(map(key_of, names))
             raise self._wrong(f"a device takes either bandwidth-up or all of {shown}")
         return Device(**drawn, bandwidth_up=Uplink(**given).bytes_per_second)
 
@@ -421,10 +422,10 @@ class _Profile:
         if not isinstance(value, list):
             return self._number(name, value)
         if len(value) != 2:
-            raise self._wrong(f"{_kebab(name)} takes [low, high]")
+            raise self._wrong(f"{key_of(name)} takes [low, high]")
         low, high = (self._number(name, bound) for bound in value)
         if not low <= high < math.inf:
-            raise self._wrong(f"{_kebab(name)} takes [low, high], got {value}")
+            raise self._wrong(f"{key_of(name)} takes [low, high], got {value}")
         return float(self._rng.uniform(low, high))
 
     def _periods(self, value: Any) -> tuple[tuple[float, ...], ...]:
@@ -436,7 +437,7 @@ class _Profile:
 
     def _number(self, name: str, value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self._wrong(f"{_kebab(name)} must be a number, got {value!r}")
+            raise self._wrong(f"{key_of(name)} must be a number, got {value!r}")
         return float(value)
 
 
@@ -455,10 +456,6 @@ def _shared_out(shares: Sequence[float], clients: int) -> list[int]:
     for index in by_fraction[: clients - sum(counts)]:
         counts[index] += 1
     return counts[:-1]
-
-
-def _kebab(name: str) -> str:
-    return name.replace("_", "-")
 
 
 # -----------------------------------------------------------------------------
