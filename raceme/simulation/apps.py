@@ -739,7 +739,7 @@ class _Early:
     state: RecordDict
 
 
-class Learned:
+class CostLearningExecutor:
     """An executor that learns the cost of messages from replies.
 
     A training message takes the time given by the device profile plus the transfer of the message
@@ -1047,7 +1047,9 @@ def simulate(settings: Settings) -> Simulated:
             # As in worker processes, so that results do not depend on their number.
             sys.modules["torch"].set_num_threads(1)
         executor = executor_for(app.client, settings.workers, seed=settings.seed)
-        learned = Learned(executor, nodes, settings.examples, settings.evaluation_share)
+        learned = CostLearningExecutor(
+            executor, nodes, settings.examples, settings.evaluation_share
+        )
         stack.callback(learned.close)
         out = new_folder(settings.out, app.name)
         names = {node.node_id: node.client_id for node in nodes}

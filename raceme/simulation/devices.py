@@ -678,7 +678,7 @@ _SERVER_SECONDS = 1.0
 _MOMENT = 1e-3
 
 
-class Leg(NamedTuple):
+class TaskRecord(NamedTuple):
     """A recorded task.
 
     Attributes
@@ -699,23 +699,23 @@ class TracedDevice(Device):
 
     Attributes
     ----------
-    legs : tuple[Leg, ...]
+    tasks : tuple[TaskRecord, ...]
         Its tasks in order, repeated after the last.
     """
 
-    legs: tuple[Leg, ...] = ()
+    tasks: tuple[TaskRecord, ...] = ()
 
     def duration(self, load: Workload, rng: np.random.Generator, task: int = 0) -> float:
         """Return the recorded time of a task; its size is ignored."""
-        return self.legs[task % len(self.legs)].seconds
+        return self.tasks[task % len(self.tasks)].seconds
 
     def mean_duration(self, load: Workload) -> float:
         """Return the mean of the recorded times."""
-        return fmean(leg.seconds for leg in self.legs)
+        return fmean(task.seconds for task in self.tasks)
 
     def failure(self, task: int) -> str | None:
         """Return the reason if the recorded task was lost."""
-        return self.legs[task % len(self.legs)].failure
+        return self.tasks[task % len(self.tasks)].failure
 
 
 def traced_fleet(
@@ -748,10 +748,10 @@ def traced_fleet(
     record = read_run(Path(folder).expanduser())
     names = _recorded_clients(folder, record, names or numbered(clients))
     rounds = _in_rounds(record)
-    legs = {name: _legs(record, name, rounds) for name in names}
+    tasks = {name: _recorded_tasks(record, name, rounds) for name in names}
     periods = {client.client: client.online for client in record.clients}
     devices: list[Device] = [
-        TracedDevice(online=_online(periods.get(name, ())), legs=legs[name]) for name in names
+        TracedDevice(online=_online(periods.get(name, ())), tasks=tasks[name]) for name in names
     ]
     return devices, names
 
@@ -789,7 +789,7 @@ def _in_rounds(record: RunRecord) -> bool:
     return not bool((sends[np.searchsorted(sends, reply)] < came).any())
 
 
-def _legs(record: RunRecord, name: str, in_rounds: bool) -> tuple[Leg, ...]:
+def _recorded_tasks(record: RunRecord, name: str, in_rounds: bool) -> tuple[TaskRecord, ...]:
     """Return a client's tasks in the order of sending."""
     updates, rejections = record.updates, record.rejections
     failures = [
@@ -805,21 +805,21 @@ def _legs(record: RunRecord, name: str, in_rounds: bool) -> tuple[Leg, ...]:
         if client == name
     )
     joined = {client.client: client.joined_at for client in record.clients}
-    legs, before = [], joined.get(name, -math.inf)
+    replayed, before = [], joined.get(name, -math.inf)
     for sent, returned, failure in tasks:
         # The server's time until the next task is part of the recorded rhythm. In rounds, a client
         # also waits for others, which is not its own time.
         gap = 0.0 if in_rounds else sent - before
         seconds = returned - sent + (gap if 0 < gap < _SERVER_SECONDS else 0.0)
-        legs.append(Leg(seconds, failure or None))
+        replayed.append(TaskRecord(seconds, failure or None))
         # After an unusable reply the method pauses the client, which a replay does by itself.
         before = -math.inf if failure else returned
     # The task open at the end of the run took longer than the recording: a replay must not finish
     # it earlier.
     open_for = record.end - max(returned for _, returned, _ in tasks)
-    if legs[0].seconds <= open_for:
-        legs.append(Leg(open_for + _MOMENT))
-    return tuple(legs)
+    if replayed[0].seconds <= open_for:
+        replayed.append(TaskRecord(open_for + _MOMENT))
+    return tuple(replayed)
 
 
 def _online(periods: Sequence[tuple[float, float | None]]) -> tuple[tuple[float, float], ...]:

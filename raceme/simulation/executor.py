@@ -429,7 +429,7 @@ class Worker:
 W = TypeVar("W", bound=Worker)
 
 
-class WorkingAhead(ABC, Generic[W]):
+class PrefetchingExecutor(ABC, Generic[W]):
     """An executor whose workers start on submitted work at once, in order of due time.
 
     Replies equal those of :class:`InProcess`: work done on an outdated client state is repeated,
@@ -820,13 +820,13 @@ class _Process(Worker):
     slots: dict[str, int] = field(default_factory=dict)
 
 
-class Pool(WorkingAhead[_Process]):
+class Pool(PrefetchingExecutor[_Process]):
     """An executor of worker processes, which train in parallel with the server.
 
     Parameters
     ----------
     target, workers, seed
-        See :class:`~raceme.simulation.executor.WorkingAhead`.
+        See :class:`~raceme.simulation.executor.PrefetchingExecutor`.
     slot_bytes : int, optional
         Shared memory for one message's arrays; larger ones go through a pipe, which is slower. By
         default 1.5 times the size of the first message with arrays.
@@ -857,7 +857,7 @@ class Pool(WorkingAhead[_Process]):
                 with suppress(ProcessLookupError):
                     os.kill(worker.process.pid, _END)
         for worker in self._workers:
-            _bury(worker)
+            _reap(worker)
         self._selector.close()
 
     def _send(self, worker: _Process, job: Job) -> bool:
@@ -930,7 +930,7 @@ class Pool(WorkingAhead[_Process]):
         """Handle the death of a worker."""
         self._selector.unregister(worker.connection)
         self._selector.unregister(worker.process.sentinel)
-        self._replace(worker, how=_bury(worker))
+        self._replace(worker, how=_reap(worker))
 
     def _start(self) -> _Process:
         """Start a worker process, which reports when it is ready."""
@@ -959,7 +959,7 @@ class Pool(WorkingAhead[_Process]):
         return worker
 
 
-def _bury(worker: _Process) -> str:
+def _reap(worker: _Process) -> str:
     """Wait for a worker to end, and return how it ended."""
     worker.connection.close()
     worker.process.join(_GRACE_SECONDS)

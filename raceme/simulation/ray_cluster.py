@@ -27,10 +27,10 @@ from raceme.core.signals import handled_by
 from raceme.simulation.executor import (
     Desk,
     Job,
+    PrefetchingExecutor,
     Request,
     Response,
     Worker,
-    WorkingAhead,
     open_desk,
     pack,
 )
@@ -470,7 +470,7 @@ Arrival = tuple[_Actor, Callable[[], "Started | Response"]]
 """An actor and a function that returns its result, or raises if the actor was lost."""
 
 
-class RayActors(WorkingAhead[_Actor]):
+class RayActors(PrefetchingExecutor[_Actor]):
     """An executor of actors on a Ray cluster.
 
     Lost actors are replaced where CPUs are free.
@@ -478,7 +478,7 @@ class RayActors(WorkingAhead[_Actor]):
     Parameters
     ----------
     target, seed
-        See :class:`~raceme.simulation.executor.WorkingAhead`.
+        See :class:`~raceme.simulation.executor.PrefetchingExecutor`.
     workers : str
         Ray cluster to use, ``"ray"`` or ``"ray://HEAD:PORT"``; see :class:`Cluster`.
     cores : int

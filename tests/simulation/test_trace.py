@@ -11,7 +11,7 @@ from raceme.core.errors import UserError
 from raceme.records.record import RunRecord, read_run
 from raceme.records.store import RunStore, read_events
 from raceme.runs.experiment import simulate
-from raceme.simulation.devices import Leg, TracedDevice, Workload, traced_fleet
+from raceme.simulation.devices import TaskRecord, TracedDevice, Workload, traced_fleet
 
 CHURN = """
 [device]
@@ -99,12 +99,12 @@ def test_what_the_server_took_is_of_the_rhythm_and_waiting_for_others_is_not(
             store.observe(update(number + 1, *task))
     devices, _ = traced_fleet(str(tmp_path), 2)
     for number, wanted in seconds.items():
-        legs = devices[number].legs  # type: ignore[attr-defined]
-        assert [leg.seconds for leg in legs[:2]] == wanted
+        tasks = devices[number].tasks  # type: ignore[attr-defined]
+        assert [task.seconds for task in tasks[:2]] == wanted
 
 
 def test_the_mean_duration_is_that_of_the_recorded_tasks() -> None:
-    device = TracedDevice(legs=(Leg(1.0), Leg(3.0, "lost")))
+    device = TracedDevice(tasks=(TaskRecord(1.0), TaskRecord(3.0, "lost")))
     assert device.mean_duration(Workload(examples=10)) == 2.0
 
 
@@ -112,7 +112,7 @@ def test_devices_keep_the_names_that_they_had(tmp_path: Path) -> None:
     folder = record(tmp_path / "run", {"kitchen": [1.0], "attic": [2.0]})
     devices, names = traced_fleet(str(folder), 2)
     assert names == ["attic", "kitchen"]
-    assert [device.legs[0].seconds for device in devices] == [2.0, 1.0]  # type: ignore[attr-defined]
+    assert [device.tasks[0].seconds for device in devices] == [2.0, 1.0]  # type: ignore[attr-defined]
     out = play(tmp_path / "out", f"trace:{folder}", clients=2, **{"max-updates": 3})
     assert {client.client for client in read_run(out).clients} == {"attic", "kitchen"}
 
