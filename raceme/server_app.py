@@ -12,7 +12,7 @@ from raceme.core.clients import ON_TRUST
 from raceme.core.config import RunConfig
 from raceme.core.errors import PlainFormatter, show_log, shown_by_flower
 from raceme.core.signals import StopRequest, end_with_parent
-from raceme.flower.grid import has_devices, told_parent
+from raceme.flower.grid import has_devices, parent_pid
 from raceme.reporting.artefacts import missing_line
 from raceme.reporting.console import RunProgress
 from raceme.runs import experiment
@@ -32,7 +32,7 @@ def main(grid: Grid, context: Context) -> None:
     """
     # Flower shows the output of a ServerApp.
     show_log(sys.stderr, PlainFormatter("%(levelname)s: %(message)s"))
-    parent = told_parent()
+    parent = parent_pid()
     if parent is not None:
         end_with_parent(parent, _ORPHAN_SECONDS)
     config = experiment.resolve(RunConfig.from_mapping(context.run_config))
@@ -43,7 +43,7 @@ def main(grid: Grid, context: Context) -> None:
         StopRequest() as stop,
         RunProgress(max_updates=config.planned_updates, each_update=True) as progress,
     ):
-        outcome = experiment.conduct(config, strategy, grid, progress.observe, stop=stop)
+        outcome = experiment.execute(config, strategy, grid, progress.observe, stop=stop)
     log = logging.getLogger("raceme")
     if outcome.unwritten:
         log.error("%s", missing_line(outcome.out, outcome.unwritten))

@@ -40,7 +40,7 @@ from raceme.core.requests import InvalidReplyError
 from raceme.core.scheduling import FlowerArguments, InRounds, MetricsFn, sample
 from raceme.core.strategy import Method, Probe, RunResult, StopCheck, never_stop
 from raceme.core.timeline import Timeline, timeline_of
-from raceme.flower.grid import GridAround
+from raceme.flower.grid import GridWrapper
 from raceme.flower.messages import array, array_record, refused, set_message_id
 
 log = logging.getLogger("flwr")
@@ -446,7 +446,7 @@ def _metrics_of(content: RecordDict) -> MetricRecord:
 # -----------------------------------------------------------------------------
 
 
-class Names:
+class ClientNames:
     """Names of clients: the loop's and the stated ones.
 
     The loop identifies a client by its node once connected. A stated id is used in reports; if it
@@ -678,7 +678,7 @@ _NOT_REGISTERED = "function registered"
 """Flower's error for a ClientApp without a function for a message type."""
 
 
-class FlowerGrid(GridAround):
+class FlowerGrid(GridWrapper):
     """Exchanges Flower-style messages with ClientApps on any grid.
 
     Parameters
@@ -715,7 +715,7 @@ class FlowerGrid(GridAround):
         self._dtypes, self._rounds, self._greets, self._heard = dtypes, rounds, greets, heard
         self._replies = ReplyAdapter(arguments, dtypes, keeps_numbers=greets)
         self.is_virtual, self.free_evaluation = clock.is_virtual, clock.free_evaluation
-        self.names = Names()
+        self.client_names = ClientNames()
         self.tests = True
         self._answers: dict[str, Message] = {}
         self._sent_to: dict[str, str] = {}
@@ -747,7 +747,7 @@ class FlowerGrid(GridAround):
         A node that is another client is left out once, so that it is greeted again.
         """
         online = list(self._grid.get_node_ids())
-        moved, self.names.moved = self.names.moved, set()
+        moved, self.client_names.moved = self.client_names.moved, set()
         return [node for node in online if node not in moved]
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
@@ -762,7 +762,7 @@ class FlowerGrid(GridAround):
             for key in sent:
                 pushed.append(key)
                 if not is_greeting:
-                    self._sent_to[key] = self.names.of(message.metadata.dst_node_id)
+                    self._sent_to[key] = self.client_names.of(message.metadata.dst_node_id)
         return pushed
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
@@ -784,7 +784,7 @@ class FlowerGrid(GridAround):
         self._count += 1
         key = f"greeting-{self._count}"
         set_message_id(greeting, key)
-        told = ConfigRecord({names.CLIENT_ID: self.names.of(greeting.metadata.dst_node_id)})
+        told = ConfigRecord({names.CLIENT_ID: self.client_names.of(greeting.metadata.dst_node_id)})
         self._answers[key] = Message(RecordDict({names.CONFIG: told}), reply_to=greeting)
         return key
 
@@ -841,7 +841,7 @@ class FlowerGrid(GridAround):
             ):
                 read = self._replies.training(content)
                 greeted = self._rounds.greeted(metadata.src_node_id) if self._greets else None
-                name = greeted or client or self.names.of(metadata.src_node_id)
+                name = greeted or client or self.client_names.of(metadata.src_node_id)
                 self._rounds.returned(name, content)
                 if not self._greets:
                     metrics = read.metric_records[names.METRICS]
@@ -857,13 +857,13 @@ class FlowerGrid(GridAround):
         """Log the first failed test of a node: it counts for no accuracy."""
         if node not in self._failed_tests:
             self._failed_tests.add(node)
-            log.warning("The evaluation of %s failed: %s", self.names.of(node), reason)
+            log.warning("The evaluation of %s failed: %s", self.client_names.of(node), reason)
 
     def _check_identity(self, node: int, client: str | None, content: RecordDict) -> None:
         """Raise InvalidReplyError if a reply comes from another client than the queried one."""
-        if client is not None and client != self.names.of(node):
+        if client is not None and client != self.client_names.of(node):
             raise InvalidReplyError("it was asked of a node that turned out to be another client")
-        if reason := self.names.hear(node, content, self._grid.get_node_ids):
+        if reason := self.client_names.hear(node, content, self._grid.get_node_ids):
             raise InvalidReplyError(reason)
 
     def _check_error(self, reply: Message, category: str) -> None:
@@ -1264,11 +1264,11 @@ class _Run(events.EventHandler):
         result.evaluate_metrics_clientapp = self.rounds.tested
         result.clusters = {k: dtypes.sent(model) for k, model in result.clusters.items()}
         result.arrays = dtypes.sent(result.arrays) if result.arrays else told.initial_arrays
-        names = self.grid.names
+        clients = self.grid.client_names
         result.client_clusters = {
-            names.told(client): weights
+            clients.told(client): weights
             for client, weights in result.client_clusters.items()
-            if client not in names.mistaken
+            if client not in clients.mistaken
         }
         return result
 
@@ -1379,7 +1379,7 @@ class _Run(events.EventHandler):
     def __call__(self, event: events.Event) -> None:
         """Process an event, and pass it on with clients' own names."""
         super().__call__(event)
-        shown = self.grid.names.shown(event)
+        shown = self.grid.client_names.shown(event)
         self.log(shown)
         self.told.observe(shown)
 

@@ -247,7 +247,7 @@ def check_known(kind: str, name: str, valid: Collection[str], listed_by: str = "
 
 
 @contextmanager
-def told_by_system(problem: str, end: str = ".") -> Iterator[None]:
+def os_errors_as_user_errors(problem: str, end: str = ".") -> Iterator[None]:
     """Turn an OSError into a UserError: the problem, the system's reason, and the end."""
     try:
         yield

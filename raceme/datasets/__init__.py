@@ -15,7 +15,7 @@ from raceme.core.errors import UserError
 from raceme.core.registry import DATASETS, PARTITIONERS, explained
 from raceme.datasets.dealt import (
     Dealt,
-    Held,
+    LabelledSamples,
     ProxySets,
     folder_of,
     pretraining_from_clients,
@@ -271,7 +271,7 @@ def proxy_sets(config: RunConfig) -> ProxySets:
     return proxies_from_clients(_drift_of_all(config).dealt)
 
 
-def pretraining(config: RunConfig) -> tuple[Held, ...]:
+def pretraining(config: RunConfig) -> tuple[LabelledSamples, ...]:
     """Return the server's samples for pre-training a model per distribution: ``pretrain``.
 
     Raises

@@ -345,7 +345,7 @@ _SUFFIXES = {"proxy": "", "test": "_test", "train": "_train"}
 """Suffixes of the names x and y in a file."""
 
 
-class Held(NamedTuple):
+class LabelledSamples(NamedTuple):
     """The server's samples of one distribution.
 
     Attributes
@@ -365,14 +365,14 @@ class ProxySets(NamedTuple):
 
     Attributes
     ----------
-    proxies : tuple[Held, ...]
+    proxies : tuple[LabelledSamples, ...]
         Samples for measuring clients' models; no client has them.
-    tests : tuple[Held, ...]
+    tests : tuple[LabelledSamples, ...]
         Test samples of cluster models, for reports; may be empty.
     """
 
-    proxies: tuple[Held, ...]
-    tests: tuple[Held, ...]
+    proxies: tuple[LabelledSamples, ...]
+    tests: tuple[LabelledSamples, ...]
 
 
 def proxies_from_clients(dealt: Dealt) -> ProxySets:
@@ -399,7 +399,7 @@ def proxies_from_clients(dealt: Dealt) -> ProxySets:
     return ProxySets(tuple(proxies), tuple(tests))
 
 
-def pretraining_from_clients(dealt: Dealt, count: int) -> tuple[Held, ...]:
+def pretraining_from_clients(dealt: Dealt, count: int) -> tuple[LabelledSamples, ...]:
     """Take pre-training samples from the training samples of a simulation's clients.
 
     Raises
@@ -420,10 +420,12 @@ def pretraining_from_clients(dealt: Dealt, count: int) -> tuple[Held, ...]:
     return tuple(held)
 
 
-def _seen(dealt: Dealt, own: Indices, group: int, part: str) -> Held:
+def _seen(dealt: Dealt, own: Indices, group: int, part: str) -> LabelledSamples:
     """Return samples in the view of a group's clients."""
     # The noise of a group differs from any client's.
-    return Held(dealt.inputs(own, group, dealt.clients + group, part), dealt.labels(own, group))
+    return LabelledSamples(
+        dealt.inputs(own, group, dealt.clients + group, part), dealt.labels(own, group)
+    )
 
 
 def proxies_from_folder(folder: Path, shape: DataShape) -> ProxySets:
@@ -448,7 +450,9 @@ def proxies_from_folder(folder: Path, shape: DataShape) -> ProxySets:
     )
 
 
-def pretraining_from_folder(folder: Path, shape: DataShape, count: int) -> tuple[Held, ...]:
+def pretraining_from_folder(
+    folder: Path, shape: DataShape, count: int
+) -> tuple[LabelledSamples, ...]:
     """Read the first pre-training samples of the same files.
 
     Raises
@@ -461,7 +465,7 @@ def pretraining_from_folder(folder: Path, shape: DataShape, count: int) -> tuple
         if "train" not in file:
             raise UserError(f"{path} lacks x_train and y_train, which pretrain needs. {_EXPECTED}.")
     own = [file["train"] for file in files.values()]
-    return tuple(Held(samples.x[:count], samples.y[:count]) for samples in own)
+    return tuple(LabelledSamples(samples.x[:count], samples.y[:count]) for samples in own)
 
 
 def shape_of_folder(folder: Path) -> DataShape:
@@ -486,7 +490,7 @@ def _paths(folder: Path) -> list[Path]:
     return paths
 
 
-def _files(folder: Path, shape: DataShape) -> dict[Path, dict[str, Held]]:
+def _files(folder: Path, shape: DataShape) -> dict[Path, dict[str, LabelledSamples]]:
     """Read all files of a folder, and check that models for a shape fit them."""
     files = {path: _read(path) for path in _paths(folder)}
     target = target_of(common_quantity({path: stated for path, (_, stated) in files.items()}))
@@ -510,14 +514,14 @@ def _files(folder: Path, shape: DataShape) -> dict[Path, dict[str, Held]]:
                 )
     return {
         path: {
-            part: Held(samples.x, standardised_labels(path, samples.y, target))
+            part: LabelledSamples(samples.x, standardised_labels(path, samples.y, target))
             for part, samples in parts.items()
         }
         for path, (parts, _) in files.items()
     }
 
 
-def _read(path: Path) -> tuple[dict[str, Held], Target | None]:
+def _read(path: Path) -> tuple[dict[str, LabelledSamples], Target | None]:
     """Read and check one file; labels that are a quantity are in its unit.
 
     Contains proxies, and optionally test and training samples.
@@ -525,7 +529,7 @@ def _read(path: Path) -> tuple[dict[str, Held], Target | None]:
     samples = [f"{part}{suffix}" for suffix in _SUFFIXES.values() for part in "xy"]
     arrays = arrays_of(path, (), _EXPECTED, (*samples, *LABEL_ARRAYS))
     quantity = quantity_of(path, arrays)
-    found: dict[str, Held] = {}
+    found: dict[str, LabelledSamples] = {}
     for part, suffix in _SUFFIXES.items():
         names = f"x{suffix}", f"y{suffix}"
         if not all(name in arrays for name in names):
@@ -533,5 +537,5 @@ def _read(path: Path) -> tuple[dict[str, Held], Target | None]:
                 raise UserError(f"{path} lacks {' or '.join(names)}. {_EXPECTED}.")
             continue
         x, y = checked_samples(path, arrays, suffix, quantity)
-        found[part] = Held(np.asarray(x, np.float32), y)
+        found[part] = LabelledSamples(np.asarray(x, np.float32), y)
     return found, quantity

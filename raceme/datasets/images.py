@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from raceme.core.config import RunConfig
-from raceme.core.errors import UserError, told_by_system
+from raceme.core.errors import UserError, os_errors_as_user_errors
 from raceme.core.files import ReadingError, check_regular, check_room
 from raceme.core.options import option
 from raceme.datasets import source
@@ -180,7 +180,7 @@ def read_idx(path: Path) -> NDArray[np.uint8]:
     UserError
         The file cannot be read, or is no idx file.
     """
-    with told_by_system(f"Cannot read {path}"):
+    with os_errors_as_user_errors(f"Cannot read {path}"):
         content = path.read_bytes()
     axes = content[3] if len(content) > 3 else 0
     if content[:3] != bytes([0, 0, _BYTES]) or len(content) < 4 + 4 * axes:
@@ -373,7 +373,7 @@ def images(tree: Tree, size: int = 0) -> NDArray[np.uint8]:
 
 def _by_class(folder: Path) -> Mapping[str, Sequence[Path]]:
     """Return the images in each folder of a folder, sorted by name, if there are any."""
-    with told_by_system(f"Cannot read {folder}", f". {_EXPECTED}."):
+    with os_errors_as_user_errors(f"Cannot read {folder}", f". {_EXPECTED}."):
         inner = sorted(path for path in folder.iterdir() if path.is_dir())
         listed = {
             path.name: [

@@ -34,7 +34,7 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from raceme.core.config import RunConfig
-from raceme.core.errors import UserError, told_by_system
+from raceme.core.errors import UserError, os_errors_as_user_errors
 from raceme.core.files import ReadingError, check_regular, check_room
 from raceme.core.options import option
 from raceme.core.registry import explained
@@ -734,7 +734,7 @@ def cache_folder() -> Path:
 def _digest(files: Sequence[Path], settings: Sequence[object]) -> str:
     digest = hashlib.sha256(repr(list(settings)).encode())
     for file in files:
-        with told_by_system(f"Cannot read {file}"):
+        with os_errors_as_user_errors(f"Cannot read {file}"):
             stat = os.stat(file)
         # Path.resolve is too slow for tens of thousands of files.
         path = os.path.abspath(file)

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from raceme.core.config import CONFIG, RunConfig, code_of, read_toml
-from raceme.core.errors import UserError, one_line, told_by_system
+from raceme.core.errors import UserError, one_line, os_errors_as_user_errors
 from raceme.core.events import Ending, Evaluated, EventHandler, UpdateApplied
 from raceme.core.files import ReadingError, parse_json, read_text
 from raceme.core.options import Value
@@ -240,7 +240,7 @@ def check_own(out: Path, methods: set[str]) -> None:
     UserError
         It has a file that no comparison writes.
     """
-    with told_by_system(f"{out} cannot be used", "; give another --out."):
+    with os_errors_as_user_errors(f"{out} cannot be used", "; give another --out."):
         entries = sorted(out.iterdir()) if out.exists() else []
     if any(entry.name == RESULTS for entry in entries):
         return
@@ -260,7 +260,10 @@ def remove_run(folder: Path) -> None:
     UserError
         It has a foreign file, a process still writes to it, or it cannot be removed.
     """
-    with only_writer(folder, ORPHAN_SECONDS), told_by_system(f"{folder} cannot be removed"):
+    with (
+        only_writer(folder, ORPHAN_SECONDS),
+        os_errors_as_user_errors(f"{folder} cannot be removed"),
+    ):
         strange = folder.name if folder.is_symlink() else foreign(folder)
         if strange:
             raise UserError(

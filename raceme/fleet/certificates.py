@@ -32,7 +32,7 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from raceme.core.clients import parse_labels, read_labels
-from raceme.core.errors import UserError, about, check_known, told_by_system
+from raceme.core.errors import UserError, about, check_known, os_errors_as_user_errors
 from raceme.core.files import atomic_write
 from raceme.flower.fleet_client import Certificates
 from raceme.flower.ports import ROLES, VIEW, Access, is_loopback, new_token
@@ -277,7 +277,7 @@ def _replace_lines(path: Path, lines: Mapping[str, bytes]) -> list[Path]:
 
 def _replace(path: Path, data: bytes, mode: int = 0o644) -> Path:
     """Write a file in one step: a server that reads it sees the old or the new content."""
-    with told_by_system(f"'{path}' cannot be written"), atomic_write(path) as temporary:
+    with os_errors_as_user_errors(f"'{path}' cannot be written"), atomic_write(path) as temporary:
         temporary.unlink(missing_ok=True)
         _write(temporary, data, mode)
     return path
@@ -323,7 +323,7 @@ def _read_private(path: Path) -> tuple[bytes, bool]:
 
     Group members may read it if the file is another user's, such as root's, whose choice it is.
     """
-    with told_by_system(f"The key '{path}' cannot be read"), path.open("rb") as file:
+    with os_errors_as_user_errors(f"The key '{path}' cannot be read"), path.open("rb") as file:
         found, data = os.fstat(file.fileno()), file.read(_LARGEST_KEY)
     if os.name != "posix":
         # The mode does not say which users can read a file.
@@ -427,7 +427,7 @@ def _list_keys(path: Path, added: Sequence[Path]) -> Path:
     lines = b"".join(key.read_bytes().rstrip(b"\n") + b"\n" for key in keys)
     if not former:
         return _write(path, lines)
-    with told_by_system(f"'{path}' cannot be written"):
+    with os_errors_as_user_errors(f"'{path}' cannot be written"):
         # An editor may have left the last line without an end.
         ended = path.read_bytes().endswith(b"\n") or not path.stat().st_size
         with path.open("ab") as file:

@@ -25,7 +25,7 @@ from typing import Any
 import grpc
 from cryptography import x509
 
-from raceme.core.errors import UserError, printable, told_by_system
+from raceme.core.errors import UserError, os_errors_as_user_errors, printable
 from raceme.core.options import Value
 from raceme.core.signals import StopSignal, heeds_hang_up
 from raceme.fleet.tasks import Apps, Interrupter, Invitations, Tasks, Trust, When
@@ -68,7 +68,7 @@ class HealthFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._touched_at = float("-inf")
-        with told_by_system(f"The health file '{path}' cannot be written"):
+        with os_errors_as_user_errors(f"The health file '{path}' cannot be written"):
             # It is removed and made again: a device would be gone.
             if path.exists() and not path.is_file():
                 raise UserError(f"The health file '{path}' is not a regular file.")
@@ -181,7 +181,7 @@ def read_authority(path: Path) -> bytes:
     UserError
         It cannot be read, has no certificate in it, or something that is none.
     """
-    with told_by_system(f"The certificate '{path}' cannot be read"):
+    with os_errors_as_user_errors(f"The certificate '{path}' cannot be read"):
         data = path.expanduser().read_bytes()
     try:
         x509.load_pem_x509_certificates(data)

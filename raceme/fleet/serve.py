@@ -36,7 +36,7 @@ from starlette.routing import Route
 import raceme
 from raceme.core.clients import ON_TRUST
 from raceme.core.config import FEW_DEVICES, RunConfig, as_tables, read_toml
-from raceme.core.errors import UserError, check_known, one_line, printable, told_by_system
+from raceme.core.errors import UserError, check_known, one_line, os_errors_as_user_errors, printable
 from raceme.core.events import (
     AnswerTaken,
     ClaimRefused,
@@ -450,7 +450,7 @@ class StatusPort:
         self._access = access_to(certificates, host.strip("[]"))
         self.address = f"{'https' if self._access.is_secure else 'http'}://{address}"
         self.is_open = not self._access.tokens and not is_loopback(host.strip("[]"))
-        with told_by_system(
+        with os_errors_as_user_errors(
             f"Cannot listen on {address} for /metrics",
             ". Choose another with --metrics HOST:PORT, or turn it off: --metrics off.",
         ):
@@ -932,7 +932,7 @@ def serve(
                     pause=options.version_pause,
                 )
                 listening.append(grid.rollouts)
-            return experiment.conduct(config, strategy, grid, *listening, stop=stop)
+            return experiment.execute(config, strategy, grid, *listening, stop=stop)
     except (OSError, sqlite3.OperationalError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         if isinstance(error, OSError) and error.errno not in _UNWRITABLE:

@@ -443,7 +443,7 @@ def _share(text: str) -> float:
 
 
 @dataclass
-class Held:
+class PendingInvitation:
     """A pending invitation.
 
     Attributes
@@ -496,7 +496,7 @@ class Invitations:
     ) -> None:
         self._when, self._clock = when, clock
         self._rng = rng or random.Random()
-        self._held: dict[int, Held] = {}
+        self._held: dict[int, PendingInvitation] = {}
         self._trained: dict[int, tuple[Stamp | None, float]] = {}
         self._first = clock() + self._rng.uniform(0, when.seconds)
 
@@ -511,7 +511,7 @@ class Invitations:
         age = time.time() - metadata.created_at
         lasts = metadata.ttl - (age if 0 <= age < metadata.ttl else 0.0)
         former = self._held.get(metadata.run_id)
-        held = Held(message, now + lasts, now)
+        held = PendingInvitation(message, now + lasts, now)
         if self._when.mode == DRIFT:
             held.looks = metadata.run_id in self._trained
         elif former is not None:
@@ -533,7 +533,7 @@ class Invitations:
         due = min((held.due_at for held in self._held.values()), default=math.inf)
         return max(0.0, due - self._clock())
 
-    def due(self) -> Held | None:
+    def due(self) -> PendingInvitation | None:
         """Return a due invitation; drop expired ones."""
         now = self._clock()
         for held in [held for held in self._held.values() if held.expires_at <= now]:
@@ -541,12 +541,12 @@ class Invitations:
             del self._held[held.run_id]
         return next((held for held in self._held.values() if held.due_at <= now), None)
 
-    def looked(self, held: Held, loss: float, stamp: Stamp | None) -> None:
+    def looked(self, held: PendingInvitation, loss: float, stamp: Stamp | None) -> None:
         """Decide by the loss of the held model whether to train or when to measure again.
 
         Parameters
         ----------
-        held : Held
+        held : PendingInvitation
             The invitation with the model.
         loss : float
             Mean loss on the device's current data; NaN if it could not be measured now, infinity if
@@ -579,7 +579,7 @@ class Invitations:
         held.known = min(held.known, loss)
         held.looks, held.due_at = not rises, now if rises else now + self._when.seconds
 
-    def accept(self, held: Held) -> None:
+    def accept(self, held: PendingInvitation) -> None:
         """Remove an invitation to train it now."""
         self._held.pop(held.run_id, None)
 

@@ -42,7 +42,7 @@ class OwnGrid(Grid):
         return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
 
 
-class GridAround(OwnGrid):
+class GridWrapper(OwnGrid):
     """A grid on top of another one, whose run it has."""
 
     _grid: Grid
@@ -122,7 +122,7 @@ class _Upload:
     contents: dict[str, bytes] = field(default_factory=dict)
 
 
-class PromptGrid(GridAround, PatientGrid):
+class PromptGrid(GridWrapper, PatientGrid):
     """Flower's grid, on which no reply waits for the rest of another.
 
     A reply is announced before its arrays have arrived. Flower's grid, which finds them missing,
@@ -298,7 +298,7 @@ def _is_http(grid: Grid) -> TypeGuard[HttpGrid]:
     return module is not None and isinstance(grid, module.HttpGrid)
 
 
-def told_parent(arguments: Sequence[str] | None = None) -> int | None:
+def parent_pid(arguments: Sequence[str] | None = None) -> int | None:
     """Return the process that Flower's own one for server apps is told to look at; None elsewhere.
 
     Parameters

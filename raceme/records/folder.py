@@ -37,8 +37,8 @@ from raceme.core.errors import (
     PlainFormatter,
     UserError,
     one_line,
+    os_errors_as_user_errors,
     printable,
-    told_by_system,
     unknown_name,
 )
 from raceme.core.files import absolute, atomic_write, flush
@@ -104,7 +104,7 @@ def new_folder(out: str | Path | None, name: str) -> Path:
 
 def check_new(out: Path) -> None:
     """Raise UserError if a folder is unsuitable for a new run."""
-    with told_by_system(f"Cannot write to {out}"):
+    with os_errors_as_user_errors(f"Cannot write to {out}"):
         if not out.exists():
             return
         held = sorted(path.name for path in out.iterdir())
@@ -125,7 +125,7 @@ def make_folder(out: Path) -> None:
     UserError
         It cannot be made.
     """
-    with told_by_system(f"Cannot write to {out}"):
+    with os_errors_as_user_errors(f"Cannot write to {out}"):
         out.mkdir(parents=True, exist_ok=True)
 
 
@@ -191,7 +191,7 @@ def _is_partial(path: Path) -> bool:
 
 
 def _write_config(out: Path, config: RunConfig) -> None:
-    with told_by_system(f"Cannot write to {out}"), atomic_write(out / CONFIG) as file:
+    with os_errors_as_user_errors(f"Cannot write to {out}"), atomic_write(out / CONFIG) as file:
         write_toml(config.with_values(out="", resume="").to_mapping(), file)
 
 
@@ -229,7 +229,7 @@ def _made_anew(path: Path) -> Path:
     make_folder(path.parent)
     candidate, number = path, 2
     while True:
-        with told_by_system(f"Cannot write to {candidate}"), suppress(FileExistsError):
+        with os_errors_as_user_errors(f"Cannot write to {candidate}"), suppress(FileExistsError):
             candidate.mkdir()
             return candidate
         candidate = path.with_name(f"{path.name}-{number}")

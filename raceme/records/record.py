@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raceme.core import events
-from raceme.core.errors import told_by_system
+from raceme.core.errors import os_errors_as_user_errors
 from raceme.core.events import Event, EventHandler, Membership, Placement, grouped, home
 from raceme.core.files import atomic_write
 from raceme.records.store import each_event, plain
@@ -415,7 +415,7 @@ class TraceFile(AbstractContextManager["TraceFile"]):
         self.failure = ""
         self._communication, self._number = communication, after
         path = folder / FILE
-        with told_by_system(f"Cannot write {path}"):
+        with os_errors_as_user_errors(f"Cannot write {path}"):
             if after and path.is_file():
                 _cut(path, after)
             # By lines: a run that is killed and resumed continues after its checkpoint's events.

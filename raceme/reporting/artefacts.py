@@ -24,7 +24,7 @@ from safetensors.numpy import save_file
 
 from raceme import datasets
 from raceme.core.config import CONFIG, RunConfig, read_toml
-from raceme.core.errors import UserError, check_known, one_line, told_by_system
+from raceme.core.errors import UserError, check_known, one_line, os_errors_as_user_errors
 from raceme.core.files import atomic_write
 from raceme.core.registry import EXPORT, explained
 from raceme.records.folder import MODELS, VersionStore, model_file, read_model, saved_in
@@ -271,7 +271,7 @@ def export_model(
     data = datasets.described(config)
     network = deployed_network(config, data, arrays)
     stated = _stated_labels(data, labels)
-    with told_by_system(f"Cannot write to {out}"):
+    with os_errors_as_user_errors(f"Cannot write to {out}"):
         out.parent.mkdir(parents=True, exist_ok=True)
         partial_ = Path(tempfile.mkdtemp(prefix=f".{out.name}-", suffix=".partial", dir=out.parent))
         try:

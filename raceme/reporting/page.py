@@ -20,7 +20,7 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 import raceme
-from raceme.core.errors import UserError, shortened, told_by_system
+from raceme.core.errors import UserError, os_errors_as_user_errors, shortened
 from raceme.core.files import atomic_write
 from raceme.reporting.dashboard import Frozen
 from raceme.reporting.style import FAINT, INK, MUTED, PAPER, group_colour, style
@@ -263,13 +263,13 @@ def write_page(path: Path, text: str) -> None:
         It cannot be written, or the path is no page.
     """
     check_writable(path)
-    with told_by_system(f"Cannot write {path}"), atomic_write(path) as file:
+    with os_errors_as_user_errors(f"Cannot write {path}"), atomic_write(path) as file:
         file.write_text(text, encoding="utf-8")
 
 
 def check_writable(path: Path) -> None:
     """Raise UserError if a path must not be replaced by a page."""
-    with told_by_system(f"Cannot write {path}"):
+    with os_errors_as_user_errors(f"Cannot write {path}"):
         if path.is_dir():
             raise UserError(f"{path} is a folder; --output takes the name of a file.")
         if path.exists():

@@ -1317,7 +1317,7 @@ class Flow(NamedTuple):
         return self.source == self.cluster
 
 
-class Streams:
+class AlluvialDiagram:
     """The bands of all clients of a run.
 
     Parameters
@@ -1625,7 +1625,7 @@ def clusters_figure(record: RunRecord, *, clock: str = CLOCK) -> Figure:
     if not record.placements:
         say_empty(axes, "no clients")
         return figure
-    streams = Streams(record.placements, record.groups, record.end)
+    streams = AlluvialDiagram(record.placements, record.groups, record.end)
     span = max(record.end, 1e-9)
     changes = [time for time in streams.changes if 0 < time <= span]
     room = max(_BEND, min(streams.thickness / _MOST_PIECES, _MOST_ROOM)) * span

@@ -350,7 +350,7 @@ class Restored:
     path: Path
 
 
-class Keeper:
+class Checkpointer:
     """Writes checkpoints when due, between two steps of the strategy.
 
     They are due after ``checkpoint-every`` updates and ``checkpoint-seconds`` of wall time; by

@@ -60,7 +60,7 @@ from raceme.records.record import FILE as TRACE_FILE
 from raceme.records.record import TraceFile, WallTimes
 from raceme.records.store import RunStore, each_event
 from raceme.records.summary import ProtectionSummary, RunSummary
-from raceme.runs.checkpoints import CheckpointFolder, Keeper, restore, resuming
+from raceme.runs.checkpoints import Checkpointer, CheckpointFolder, restore, resuming
 from raceme.runs.trackers import TrackerObserver, chosen
 from raceme.simulation import executor_for, prepare, training_seconds
 from raceme.simulation.attacks import (
@@ -336,7 +336,7 @@ def simulate(config: RunConfig, *observers: Observer, stop: StopCheck = never_st
     from raceme.client_app import forget
 
     try:
-        return conduct(config, strategy, grid, *observers, stop=stop)
+        return execute(config, strategy, grid, *observers, stop=stop)
     finally:
         grid.close()
         # Free the clients' samples, a copy of the whole dataset as floats.
@@ -486,7 +486,7 @@ def _check_resumed_limit(config: RunConfig) -> None:
         )
 
 
-def conduct(
+def execute(
     config: RunConfig,
     strategy: Method,
     grid: Grid,
@@ -590,7 +590,7 @@ def conduct(
                     if scores is not None:
                         observe(scores)
 
-            keeper = Keeper(
+            checkpointer = Checkpointer(
                 checkpoints,
                 config,
                 strategy,
@@ -601,7 +601,7 @@ def conduct(
                 resumed=restored is not None,
             )
             if not virtual:
-                listening.insert(0, keeper.on_event)
+                listening.insert(0, checkpointer.on_event)
             with resuming(restored.path, strategy.progress) if restored else nullcontext():
                 strategy.run(
                     grid,
@@ -612,7 +612,7 @@ def conduct(
                     evaluate_config=evaluation_settings(config),
                     plan=schedule,
                     observe=observe,
-                    stop_check=keeper.stop_check,
+                    stop_check=checkpointer.stop_check,
                     probe=probe,
                     starts=starts,
                     identities=identities,
@@ -626,8 +626,8 @@ def conduct(
             target=config.target_accuracy,
         )
         result |= protection.result(config.target_accuracy)
-        if keeper.code:
-            result["code"] = keeper.code
+        if checkpointer.code:
+            result["code"] = checkpointer.code
         if schedule_of(config) is not None and not summary.has_drifted:
             result["missed_drift"] = config.drift
         if config.attack != NONE and not _has_attacked(config, strategy, summary.time):
@@ -652,7 +652,7 @@ def conduct(
     failures = {
         TRACE_FILE: trace.failure if trace else "",
         "run.sqlite": store.failure,
-        "checkpoint": keeper.failure,
+        "checkpoint": checkpointer.failure,
     }
     for name, failure in failures.items():
         if failure:

@@ -33,7 +33,7 @@ from raceme.reporting.run_page import run_page
 from raceme.runs.experiment import (
     build_grid,
     build_strategy,
-    conduct,
+    execute,
     plan,
     resolve,
     training_settings,
@@ -235,7 +235,7 @@ def attack_pages(subject: str, rng: random.Random, folder: Path) -> None:
     """Run a method with hostile clients, and make all plots and the page."""
     config, method, grid = _prepare(subject, rng, folder)
     seen = list[Event]()
-    outcome = conduct(config, method, grid, seen.append)
+    outcome = execute(config, method, grid, seen.append)
     assert not outcome.unwritten, outcome.unwritten
     check(method, seen, outcome.out)
     page = run_page(outcome.out, "")

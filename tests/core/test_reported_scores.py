@@ -19,7 +19,7 @@ from raceme.core.messages import Vector
 from raceme.core.strategy import Needs
 from raceme.records.record import read_run
 from raceme.records.store import read_events
-from raceme.runs.experiment import build_grid, conduct, resolve, score_clusters, simulate
+from raceme.runs.experiment import build_grid, execute, resolve, score_clusters, simulate
 from raceme.strategies import FedAsync, Standalone
 
 
@@ -60,7 +60,7 @@ def test_after_is_of_the_model_that_was_sent_on_the_data_of_the_upload_before(
 ) -> None:
     # What a client uploads is what it gets, so that after is before.
     own = resolve(config(tmp_path / "own", strategy="standalone", score_uploads=True))
-    conduct(own, Mirror(seed=0), build_grid(own))
+    execute(own, Mirror(seed=0), build_grid(own))
     rows = read_run(tmp_path / "own").uploads.rows
     known = [row for row in rows if row.after is not None]
     assert len(known) == len(rows) - 6
@@ -146,7 +146,7 @@ def test_clusters_are_tested_beside_every_evaluation(
 ) -> None:
     chosen = resolve(config(tmp_path / "run", partition="rotation-groups", proxy="60"))
     seen: list[events.Event] = []
-    outcome = conduct(chosen, method(seed=0), build_grid(chosen), seen.append)
+    outcome = execute(chosen, method(seed=0), build_grid(chosen), seen.append)
     evaluated, found = (of(kind, seen) for kind in (events.Evaluated, events.ClustersScored))
     if method is FedAsync:
         assert found == []

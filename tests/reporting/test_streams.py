@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raceme.core.events import Placement
-from raceme.reporting.plots import Bands, Flow, Streams, extent, flows
+from raceme.reporting.plots import AlluvialDiagram, Bands, Flow, extent, flows
 
 PLACE = {1: 0, 2: 1, 3: 2}
 
@@ -17,7 +17,7 @@ def placed(time: float, **clusters: int) -> list[Placement]:
     return [Placement(time, client, {cluster: 1.0}) for client, cluster in clusters.items()]
 
 
-def heights(streams: Streams, *times: float) -> list[dict[str, Bands]]:
+def heights(streams: AlluvialDiagram, *times: float) -> list[dict[str, Bands]]:
     return [bands for _, bands in streams.bands([(time, time) for time in times])]
 
 
@@ -64,7 +64,7 @@ def test_what_leaves_each_cluster_and_comes_to_each_is_its_weight(
 
 
 def test_the_clients_of_a_cluster_lie_side_by_side_and_clusters_apart() -> None:
-    streams = Streams(placed(0.0, a=1, b=2, c=1), {}, 10.0)
+    streams = AlluvialDiagram(placed(0.0, a=1, b=2, c=1), {}, 10.0)
     (bands,) = heights(streams, 0.0)
     # Three clients and a gap of one client's height, centred where three would be.
     assert bands == {
@@ -76,7 +76,7 @@ def test_the_clients_of_a_cluster_lie_side_by_side_and_clusters_apart() -> None:
 
 
 def test_a_client_is_not_there_before_its_first_cluster() -> None:
-    streams = Streams([*placed(0.0, a=1), *placed(4.0, b=1)], {}, 10.0)
+    streams = AlluvialDiagram([*placed(0.0, a=1), *placed(4.0, b=1)], {}, 10.0)
     early, late = heights(streams, 0.0, 4.0)
     # One of two: half a client's height below where two begin.
     assert early == {"a": {1: (0.5, 1.0)}}
@@ -84,14 +84,14 @@ def test_a_client_is_not_there_before_its_first_cluster() -> None:
 
 
 def test_bands_are_as_high_as_weights() -> None:
-    streams = Streams([Placement(0.0, "a", {1: 0.25, 2: 0.75})], {}, 10.0)
+    streams = AlluvialDiagram([Placement(0.0, "a", {1: 0.25, 2: 0.75})], {}, 10.0)
     ((bands),) = heights(streams, 0.0)
     assert {cluster: height for cluster, (_, height) in bands["a"].items()} == {1: 0.25, 2: 0.75}
 
 
 def test_who_comes_from_below_comes_in_below_wherever_it_began() -> None:
     moves = [*placed(0.0, a=1, b=1, c=2, d=2, e=3), *placed(2.0, a=3), *placed(5.0, a=2, b=2)]
-    *_, late = heights(Streams(moves, {}, 10.0), 0.0, 2.0, 5.0)
+    *_, late = heights(AlluvialDiagram(moves, {}, 10.0), 0.0, 2.0, 5.0)
     order = sorted((own[2][0], client) for client, own in late.items() if 2 in own)
     assert [client for _, client in order] == ["b", "c", "d", "a"]
 
@@ -99,7 +99,7 @@ def test_who_comes_from_below_comes_in_below_wherever_it_began() -> None:
 def test_clusters_do_not_change_places_when_clients_move() -> None:
     # The client that goes from the first cluster to the second was at the top of all.
     moves = [*placed(0.0, a=1, b=1, c=2, d=2), *placed(5.0, a=2), *placed(9.0, b=3)]
-    streams = Streams(moves, {}, 10.0)
+    streams = AlluvialDiagram(moves, {}, 10.0)
     assert streams.order[0] == "a"
     for bands in heights(streams, 0.0, 5.0):
         tops = {k: y for own in bands.values() for k, (y, _) in own.items()}
@@ -107,7 +107,7 @@ def test_clusters_do_not_change_places_when_clients_move() -> None:
 
 
 def test_only_who_moves_is_drawn_in_front_and_lasts_to_the_end() -> None:
-    streams = Streams([*placed(0.0, a=1, b=1, c=2), *placed(5.0, b=2)], {}, 10.0)
+    streams = AlluvialDiagram([*placed(0.0, a=1, b=1, c=2), *placed(5.0, b=2)], {}, 10.0)
     drawn = streams.bands([(0.0, 0.0), (5.0, 5.0)])
     staying, moving = streams.pieces(drawn, 2.0, 10.0)
     assert moving.clusters == [2]
@@ -124,7 +124,7 @@ def test_only_who_moves_is_drawn_in_front_and_lasts_to_the_end() -> None:
 
 
 def test_bodies_fill_clusters_where_others_leave() -> None:
-    streams = Streams([*placed(0.0, a=1, b=1, c=1, d=2), *placed(5.0, b=2)], {}, 10.0)
+    streams = AlluvialDiagram([*placed(0.0, a=1, b=1, c=1, d=2), *placed(5.0, b=2)], {}, 10.0)
     drawn = streams.bands([(0.0, 0.0), (5.0, 5.0)])
     bodies = streams.bodies(drawn, 2.0, 10.0)
     bending = [

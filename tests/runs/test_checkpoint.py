@@ -32,9 +32,9 @@ from raceme.reporting.dashboard.source import RunSource
 from raceme.reporting.run_page import read_summary
 from raceme.runs.checkpoints import (
     CHECKPOINTS,
+    Checkpointer,
     CheckpointFolder,
     DamagedError,
-    Keeper,
     _other_config,
     identity,
     read_tree,
@@ -376,7 +376,7 @@ def test_checkpoints_of_real_devices_take_two_percent_of_the_time(tmp_path: Path
     strategy, folder = STRATEGIES["fedasync"](), Slow(tmp_path)
     grid = Walled(pulled_app(), [])
     with RunStore(tmp_path) as store:
-        keeper = Keeper(
+        checkpointer = Checkpointer(
             folder,
             config,
             strategy,
@@ -389,7 +389,7 @@ def test_checkpoints_of_real_devices_take_two_percent_of_the_time(tmp_path: Path
 
         def written_at(time: float) -> bool:
             folder.now, before = time, sorted((tmp_path / CHECKPOINTS).glob("*"))
-            keeper.stop_check()
+            checkpointer.stop_check()
             return sorted((tmp_path / CHECKPOINTS).glob("*")) != before
 
         folder.cost = 4.0

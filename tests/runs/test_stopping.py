@@ -11,7 +11,7 @@ import pytest
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
 from raceme.core.events import Event, UpdateApplied
-from raceme.flower.grid import told_parent
+from raceme.flower.grid import parent_pid
 from raceme.records.folder import only_writer
 from raceme.records.store import read_events
 from raceme.reporting.dashboard.source import RunSource
@@ -48,10 +48,10 @@ def test_an_orphan_ends_by_itself_whatever_it_waits_for() -> None:
 
 def test_only_flowers_own_process_has_a_parent_to_look_at() -> None:
     command = ["/usr/bin/flwr-serverapp", "--token", "t", "--insecure", "--parent-pid", "12"]
-    assert told_parent(command) == 12
-    assert told_parent(command[:-2]) is None
-    assert told_parent(["pytest", "--parent-pid", "12"]) is None
-    assert told_parent() is None
+    assert parent_pid(command) == 12
+    assert parent_pid(command[:-2]) is None
+    assert parent_pid(["pytest", "--parent-pid", "12"]) is None
+    assert parent_pid() is None
 
 
 def test_only_one_at_a_time_writes_to_a_folder(tmp_path: Path) -> None:
