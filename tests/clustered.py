@@ -66,6 +66,15 @@ def with_clients(strategy: Any, count: int, size: int = 2) -> Any:
     return strategy
 
 
+def with_statistics(strategy: Any, count: int) -> Any:
+    """A strategy with a model of a weight, 0, and a running variance, 1."""
+    strategy._spec = ModelSpec(("weight", "running_var"), ((1,), (1,)), ("float32", "float32"))
+    strategy.initialize(np.array([0, 1], np.float32))
+    for index in range(count):
+        strategy.on_join(Client(f"c{index}", num_examples=10))
+    return strategy
+
+
 def at_version(strategy: Any, version: int, cluster: int = 0) -> None:
     """Make as if so many changes had gone into a model."""
     model = strategy.models[cluster]

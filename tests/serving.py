@@ -112,6 +112,13 @@ def number_of(message: Message) -> int:
     return number
 
 
+def round_trip(server: Server, link: Link, number: int) -> None:
+    """Check that a node answers a message."""
+    sent = server.push(link.node_id, number)
+    answer(link, fetch(link))
+    assert number_of(server.wait(sent)[0]) == number
+
+
 @dataclass
 class Later:
     """Something done in a thread; its result is waited for."""

@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
 from log_lines import lines_with
 from processes import free_port
-from serving import Later, answer, fetch, light_device, number_of, serving
+from serving import Later, fetch, light_device, round_trip, serving
 
 from raceme.cli import main
 from raceme.core.clients import read_device_keys, read_labels
@@ -270,9 +270,7 @@ def test_an_online_device_without_its_key_is_disconnected_and_its_work_given_up(
         assert server.grid.key_changes() == [("kitchen", how)]
         assert [line["device"] for line in lines_with(caplog, "Key of kitchen")] == ["kitchen"]
         assert server.grid.key_changes() == []
-        other_work = server.push(garden.node_id, 2)
-        answer(garden, fetch(garden))
-        assert number_of(server.wait(other_work)[0]) == 2
+        round_trip(server, garden, 2)
         if how == "rotated":
             new = read_device_key(folder / "devices" / "kitchen")
             again = stack.enter_context(light_device(server, new))

@@ -21,7 +21,7 @@ from flwr.proto.fleet_pb2 import ActivateNodeRequest, PullMessagesRequest
 from flwr.proto.node_pb2 import Node
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 from google.protobuf.message import Message
-from serving import Server, answer, fetch, light_device, number_of, serving
+from serving import Server, answer, fetch, light_device, number_of, round_trip, serving
 
 from raceme.core.errors import UserError
 from raceme.core.signals import StopSignal
@@ -88,9 +88,7 @@ def test_a_registered_key_is_needed_and_enough(tmp_path: Path) -> None:
         assert knows_key(endpoint, known) is True
         assert knows_key(endpoint, other) is False
         with light_device(server, known, "http") as link:
-            sent = server.push(link.node_id, 3)
-            answer(link, fetch(link))
-            assert number_of(server.wait(sent)[0]) == 3
+            round_trip(server, link, 3)
         with (
             pytest.raises(UserError, match="takes only devices with a registered key"),
             join(endpoint, other, StopSignal(), register=True),
@@ -105,9 +103,7 @@ def test_tls_with_the_fleets_authority(tmp_path: Path) -> None:
         endpoint = Endpoint(server.http, False, certificates.authority, "http")
         keys = generate_keys()
         with join(endpoint, keys, StopSignal(), register=True) as link:
-            sent = server.push(link.node_id, 5)
-            answer(link, fetch(link))
-            assert number_of(server.wait(sent)[0]) == 5
+            round_trip(server, link, 5)
         # Another authority is not believed.
         make_certificates(tmp_path / "others", ["localhost", "127.0.0.1"], [])
         authority = read_certificates(tmp_path / "others").authority

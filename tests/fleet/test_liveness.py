@@ -19,7 +19,7 @@ from flwr.proto.fleet_pb2 import DeactivateNodeRequest
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 from grpc import RpcError
 from processes import Process, free_port, loopback, raceme, wait_until
-from serving import Server, answer, fetch, light_device, number_of, serving
+from serving import Server, answer, fetch, light_device, number_of, round_trip, serving
 from test_serve import are_applied_once, start_server, updates
 
 from raceme import __version__
@@ -77,9 +77,7 @@ def test_a_process_with_the_key_takes_the_place_of_an_earlier_one_at_once(
 def test_a_supernode_of_flowers_waits_until_the_former_is_gone(server: Server) -> None:
     with light_device(server, KEYS) as link:
         assert not server.state.activate_node(link.node_id, 30.0)
-        key = server.push(link.node_id, 1)
-        answer(link, fetch(link))
-        assert number_of(server.wait(key)[0]) == 1
+        round_trip(server, link, 1)
     assert server.state.activate_node(link.node_id, 30.0)
 
 

@@ -16,7 +16,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.server.superlink.linkstate import in_memory_linkstate
 from flwr.supercore import date
 from log_lines import lines_with
-from serving import Server, answer, fetch, light_device, number_of, serving
+from serving import Server, answer, fetch, light_device, number_of, round_trip, serving
 
 from raceme.core.errors import UserError
 from raceme.flower import fleet_client as direct
@@ -139,9 +139,7 @@ def test_a_device_of_another_version_with_the_protocol_is_welcome_and_both_sides
     own = wire.own_greeting()
     other = Greeting(wire.PROTOCOL, version or own.version, digest)
     with greets(monkeypatch, other), light_device(server, transport=transport) as link:
-        key = server.push(link.node_id, 1)
-        answer(link, fetch(link))
-        assert number_of(server.wait(key)[0]) == 1
+        round_trip(server, link, 1)
         assert link.server == own
         assert bool(link.server.difference(other)) == bool(said)
     found = lines_with(caplog, f"The device on node {link.node_id} has")

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from flwr.app import Message
 from processes import free_port
-from serving import APP, Later, Server, answer, fetch, light_device, number_of, serving
+from serving import APP, Later, Server, answer, fetch, light_device, number_of, round_trip, serving
 
 from raceme.core.timeline import Resumable, Timeline
 from raceme.fleet.device import RunOverError
@@ -330,9 +330,7 @@ def test_replies_since_the_checkpoint_are_there_after_a_crash_and_others_are_not
         assert number_of(reply) == 1
         assert not server.state.message_res_store
         assert all(reply.has_error() for reply in server.grid.pull_messages([unknown]))
-        again = server.push(link.node_id, 3)
-        answer(link, fetch(link))
-        assert number_of(server.wait(again)[0]) == 3
+        round_trip(server, link, 3)
         devices.close()
     # A second crash before there is another checkpoint.
     with serving(tmp_path / "journal", port, saved=tree) as server:

@@ -13,12 +13,11 @@ from clustered import (
     three_groups,
     update,
     with_clients,
+    with_statistics,
 )
 from runs import of
 
 from raceme.core import events
-from raceme.core.clients import Client
-from raceme.core.messages import ModelSpec
 from raceme.strategies import ACE, ACED, ACEDParameters, ACEParameters
 
 
@@ -91,11 +90,7 @@ def test_n_clients_are_the_default_delay() -> None:
 
 
 def test_running_statistics_are_averaged_and_never_extrapolated() -> None:
-    made = ACE(ACEParameters(start="seen", server_lr=20))
-    made._spec = ModelSpec(("weight", "running_var"), ((1,), (1,)), ("float32", "float32"))
-    made.initialize(np.array([0, 1], np.float32))
-    for index in range(2):
-        made.on_join(Client(f"c{index}", num_examples=10))
+    made = with_statistics(ACE(ACEParameters(start="seen", server_lr=20)), 2)
     step(made, "c0", 1, 0.5)
     step(made, "c1", 11, 0.1)
     # Ten times the mean change of 1, twice; the mean of the variances.

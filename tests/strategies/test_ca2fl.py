@@ -2,10 +2,8 @@
 
 import numpy as np
 import pytest
-from clustered import check_it_can_be_restored, step, update, with_clients
+from clustered import check_it_can_be_restored, step, update, with_clients, with_statistics
 
-from raceme.core.clients import Client
-from raceme.core.messages import ModelSpec
 from raceme.strategies import CA2FL, CA2FLParameters
 
 
@@ -48,11 +46,7 @@ def test_the_server_learning_rate_scales_the_corrected_mean() -> None:
 
 
 def test_running_statistics_are_averaged_and_never_extrapolated() -> None:
-    made = CA2FL(CA2FLParameters(m=2))
-    made._spec = ModelSpec(("weight", "running_var"), ((1,), (1,)), ("float32", "float32"))
-    made.initialize(np.array([0, 1], np.float32))
-    for index in range(2):
-        made.on_join(Client(f"c{index}", num_examples=10))
+    made = with_statistics(CA2FL(CA2FLParameters(m=2)), 2)
     for _ in range(3):
         step(made, "c0", *(made.models[0].vector[0] + 1, 0.5))
         step(made, "c1", *(made.models[0].vector[0] + 1, 0.1))

@@ -1,11 +1,15 @@
 """FADAS: AMSGrad by hand, and the rate by the largest staleness."""
 
-import numpy as np
 import pytest
-from clustered import at_version, check_it_can_be_restored, step, update, with_clients
+from clustered import (
+    at_version,
+    check_it_can_be_restored,
+    step,
+    update,
+    with_clients,
+    with_statistics,
+)
 
-from raceme.core.clients import Client
-from raceme.core.messages import ModelSpec
 from raceme.strategies import FADAS, FADASParameters
 
 
@@ -57,11 +61,7 @@ def test_the_stalest_update_of_a_buffer_decides_and_is_forgotten_with_it() -> No
 
 
 def test_running_statistics_are_averaged() -> None:
-    made = FADAS(FADASParameters(m=2, server_lr=0.1, beta1=0.0, beta2=0.0))
-    made._spec = ModelSpec(("weight", "running_var"), ((1,), (1,)), ("float32", "float32"))
-    made.initialize(np.array([0, 1], np.float32))
-    for index in range(2):
-        made.on_join(Client(f"c{index}", num_examples=10))
+    made = with_statistics(FADAS(FADASParameters(m=2, server_lr=0.1, beta1=0.0, beta2=0.0)), 2)
     step(made, "c0", 1, 0.5)
     step(made, "c1", 1, 0.1)
     assert made.models[0].vector.tolist() == pytest.approx([0.1, 0.3])

@@ -1,20 +1,13 @@
 """FedBuff: what a buffer does with statistics of batch normalisation."""
 
-import numpy as np
 import pytest
-from clustered import step, update
+from clustered import step, update, with_statistics
 
-from raceme.core.clients import Client
-from raceme.core.messages import ModelSpec
 from raceme.strategies import FedBuff, FedBuffParameters
 
 
 def test_running_statistics_are_averaged_and_never_extrapolated() -> None:
-    made = FedBuff(FedBuffParameters(k=2))
-    made._spec = ModelSpec(("weight", "running_var"), ((1,), (1,)), ("float32", "float32"))
-    made.initialize(np.array([0, 1], np.float32))
-    for index in range(3):
-        made.on_join(Client(f"c{index}", num_examples=10))
+    made = with_statistics(FedBuff(FedBuffParameters(k=2)), 3)
     late = update(made, "c2", 1, 0.2)
     step(made, "c0", 1, 0.5)
     step(made, "c1", 1, 0.1)
