@@ -254,6 +254,7 @@ def test_a_client_that_a_server_would_refuse_is_said(name: str, here: Path) -> N
 def test_a_head_that_is_the_whole_model_is_said(strategy: str, here: Path) -> None:
     with pytest.raises(UserError, match=r"is 1; the model's layers with weights are 1\. Take a"):
         raceme.run(strategy, data=readings(), model="mclr", **TINY)
+    assert not (here / "runs").exists()
 
 
 def test_flowers_lines_about_rounds_are_kept_off_a_notebook(

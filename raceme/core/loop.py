@@ -75,6 +75,10 @@ class _Union(Collection[str]):
         return sum(map(len, self._parts))
 
 
+_EXPLAINING = 60.0
+"""Seconds for which a node is told why it is refused."""
+
+
 class Loop:
     """Runs a method on a grid.
 
@@ -418,7 +422,8 @@ class Loop:
         """Tell a refused node why, for the log of its device; its answer is not looked at."""
         if not self._clock.is_virtual:
             content = RecordDict({names.CONFIG: ConfigRecord({names.REASON: reason})})
-            push(self._grid, self._clock, Message(content, node_id, names.REFUSED, ttl=self._ttl))
+            message = Message(content, node_id, names.REFUSED, ttl=min(self._ttl, _EXPLAINING))
+            push(self._grid, self._clock, message)
 
     def _introduce(self, node_id: int, reply: Message) -> None:
         """Register the client that answered a greeting."""

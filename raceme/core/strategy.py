@@ -612,6 +612,15 @@ class Method(Strategy):
         """
         self.needs.fits_clients(clients)
 
+    def check_model(self, spec: ModelSpec) -> None:
+        """Check that the method can train a model.
+
+        Raises
+        ------
+        UserError
+            It cannot.
+        """
+
     def check_server(self, proxies: int, pretrains: bool) -> None:
         """Check that the server has the samples that the method needs.
 

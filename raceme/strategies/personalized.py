@@ -28,7 +28,7 @@ from raceme.core import messages as names
 from raceme.core.clients import Client
 from raceme.core.clusters import Clusters, Model
 from raceme.core.errors import UserError
-from raceme.core.messages import Vector
+from raceme.core.messages import ModelSpec, Vector
 from raceme.core.options import option
 from raceme.core.requests import Outcome, Request, Update, Value
 from raceme.core.scheduling import RoundsParameters
@@ -84,21 +84,14 @@ class FedPer(Personalized):
     settings = frozenset({names.HEAD_LAYERS})
     parameters: FedPerParameters
 
-    def initialize(self, vector: Vector) -> None:
-        """Start with one model for all.
-
-        Raises
-        ------
-        UserError
-            The network has no layers to share beside the head.
-        """
-        layers, head = len(self.spec.layers), self.parameters.head_layers
+    def check_model(self, spec: ModelSpec) -> None:
+        """Check that the network has layers to share beside the head."""
+        layers, head = len(spec.layers), self.parameters.head_layers
         if layers <= head:
             raise UserError(
                 f"head-layers must leave layers to share, and is {head}; the model's layers with "
                 f"weights are {layers}. Take a deeper model, or another method."
             )
-        super().initialize(vector)
 
     def said(self, client: str) -> dict[str, Value]:
         """Return the number of layers that stay on the client."""

@@ -178,9 +178,7 @@ def test_the_server_averages_by_examples_and_states_what_a_task_costs() -> None:
     from raceme.core.clients import Client
     from raceme.core.requests import InFlight, Update
 
-    spec = ModelSpec(("body.weight", "head.weight"), ((1,), (1,)), ("float32", "float32"))
     for method, scale in ((FedPer(), None), (FedRep(), 1.5), (Ditto(), 2.0), (APFL(), 2.0)):
-        method._spec = spec
         method.initialize(np.zeros(2, np.float32))
         method.train_config = ConfigRecord({"local-epochs": 2})
         for name in ("a", "b"):
