@@ -436,12 +436,11 @@ def external_niid(docs: Path) -> Table:
     return Table(("data", "<method", "published", "ours", "difference"), rows)
 
 
-def external_pfllib(docs: Path) -> Table:
+def external_pfllib(docs: Path, name: str, methods: str) -> Table:
     """PFLlib's table beside ours."""
-    of = Experiment.read(docs, "external-pfllib-fashion")
-    methods = code("fedrep", "ditto", "fedper", "fedavg", "casa")
+    of = Experiment.read(docs, name)
     columns = (paper(of, digits=2), accuracy(of, 2, _BEST))
-    return Table(("method", "published", "ours"), lines(methods, *columns))
+    return Table(("method", "published", "ours"), lines(code(*methods.split()), *columns))
 
 
 def external_cfla(docs: Path) -> Table:
@@ -1169,7 +1168,16 @@ TABLES: dict[str, Callable[[Path], Table]] = {
         },
     ),
     "external-niid-bench": external_niid,
-    "external-pfllib": external_pfllib,
+    "external-pfllib": partial(
+        external_pfllib,
+        name="external-pfllib-fashion",
+        methods="fedrep ditto fedper fedavg casa",
+    ),
+    "external-pfllib-two-classes": partial(
+        external_pfllib,
+        name="external-pfllib-fashion-two-classes",
+        methods="fedrep fedper ditto apfl fedavg fedprox panicle casa",
+    ),
     "external-cfla": external_cfla,
     "casa-table1-cifar10": partial(
         casa_table1,
