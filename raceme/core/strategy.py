@@ -173,9 +173,9 @@ class Needs:
         Returns whether cluster k corresponds to the k-th distribution of the server's samples.
     test_settings : Mapping[str, Value]
         Additional settings of test messages, e.g. another kind of work.
-    fits_clients, fits_validation, fits_server : Callable
+    fits_clients, fits_validation, fits_server, fits_model : Callable
         Raise UserError if the hyper-parameters do not fit the number of clients, if a client has
-        too few validation samples, or if the server lacks proxy sets.
+        too few validation samples, if the server lacks proxy sets, or if the model does not suit.
     """
 
     kinds: frozenset[str] = frozenset()
@@ -194,6 +194,7 @@ class Needs:
     fits_clients: Callable[[int], None] = lambda count: None
     fits_validation: Callable[[int], None] = lambda count: None
     fits_server: Callable[[int], None] = lambda count: None
+    fits_model: Callable[[ModelSpec], None] = lambda spec: None
 
 
 @dataclass(frozen=True)
@@ -611,15 +612,6 @@ class Method(Strategy):
             They do not fit.
         """
         self.needs.fits_clients(clients)
-
-    def check_model(self, spec: ModelSpec) -> None:
-        """Check that the method can train a model.
-
-        Raises
-        ------
-        UserError
-            It cannot.
-        """
 
     def check_server(self, proxies: int, pretrains: bool) -> None:
         """Check that the server has the samples that the method needs.

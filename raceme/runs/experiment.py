@@ -521,7 +521,7 @@ def execute(
         raise UserError(_NO_ATTACK)
     _warn_of_late_changes(config, strategy, grid)
     initial = models.initial_arrays(config)
-    strategy.check_model(ModelSpec.of(initial))
+    strategy.needs.fits_model(ModelSpec.of(initial))
     probe = probe_of(config, initial)
     strategy.check_server(0 if probe is None else probe.sets, bool(config.pretrain))
     identities = BoundToKeys(Path(config.device_keys), grid) if config.device_keys else None

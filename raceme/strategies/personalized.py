@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -84,7 +84,12 @@ class FedPer(Personalized):
     settings = frozenset({names.HEAD_LAYERS})
     parameters: FedPerParameters
 
-    def check_model(self, spec: ModelSpec) -> None:
+    @property
+    def needs(self) -> Needs:
+        """Requirements of the method."""
+        return replace(super().needs, fits_model=self._check_layers)
+
+    def _check_layers(self, spec: ModelSpec) -> None:
         """Check that the network has layers to share beside the head."""
         layers, head = len(spec.layers), self.parameters.head_layers
         if layers <= head:
