@@ -23,6 +23,7 @@ from flwr.app import Array, ArrayRecord
 from numpy.typing import NDArray
 
 from raceme.core.errors import LONGEST_LINE, printable, quoted
+from raceme.core.events import grouped
 from raceme.flower.messages import array, array_record
 
 if TYPE_CHECKING:
@@ -444,10 +445,7 @@ class Role(Enum):
 
 def layers_of(arrays: Iterable[str]) -> dict[str, list[str]]:
     """Group the names of arrays by the layer that they belong to, in order."""
-    layers: dict[str, list[str]] = {}
-    for name in arrays:
-        layers.setdefault(name.rpartition(".")[0], []).append(name)
-    return layers
+    return grouped((name.rpartition(".")[0], name) for name in arrays)
 
 
 @dataclass(frozen=True)

@@ -435,7 +435,8 @@ def _with_minimum(parts: list[Indices], least: int = MIN_SAMPLES) -> list[Indice
 
 def _deal_labels(num_labels: int, config: RunConfig, rng: np.random.Generator) -> list[Indices]:
     """Return the clients of each label, with `classes_per_client` different labels per client."""
-    wanted = config.read(ClassesOptions).classes_per_client
+    options = config.read(ClassesOptions)
+    wanted = options.classes_per_client
     if wanted > num_labels:
         raise UserError(
             f"classes-per-client is {wanted}, but the data have only {num_labels} labels."
@@ -446,7 +447,6 @@ def _deal_labels(num_labels: int, config: RunConfig, rng: np.random.Generator) -
             f"take at least {-(-num_labels // wanted)} clients or more classes-per-client."
         )
     clients = np.arange(config.num_clients)
-    options = config.read(ClassesOptions)
     if options.classes_dealt == "in-blocks":
         if options.sizes != "equal":
             raise UserError(

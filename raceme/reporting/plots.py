@@ -206,7 +206,7 @@ def client_band(evaluations: ClientEvaluations, count: int) -> tuple[Floats, Flo
     return band[0], band[1]
 
 
-def _shortened(client: str) -> str:
+def _row_label(client: str) -> str:
     """Return a client's name in at most 20 characters; names may differ at the end only."""
     name = printable(client, 128)
     return name if len(name) <= 20 else f"{name[:9]}…{name[-10:]}"
@@ -537,7 +537,7 @@ def devices_figure(record: RunRecord, *, clock: str = CLOCK) -> Figure:
     axes.set_ylim(len(rows) - 0.4, -0.6)
     if len(rows) <= _NAMED_ROWS:
         # A name may look like a formula.
-        names = [_shortened(client) for client in rows]
+        names = [_row_label(client) for client in rows]
         axes.set_yticks(range(len(rows)), names, fontsize="small", parse_math=False)
         axes.set_title(f"Devices at work, the fastest on top{part}")
     else:

@@ -77,9 +77,9 @@ def test_the_honest_accuracy_is_that_of_all_but_the_attackers_at_the_end() -> No
     # JSON has no infinity, the error of a model that diverged.
     summary(Evaluated(9.0, 9, 0.5, 1.0, 1, {"b": (0, float("inf"), 1.0)}))
     assert summary.result()["honest_accuracy"] is None
-    nobody = ProtectionSummary()
-    nobody(last)
-    assert nobody.result() == {}
+    unattacked = ProtectionSummary()
+    unattacked(last)
+    assert unattacked.result() == {}
 
 
 def test_the_time_to_a_target_is_that_of_the_honest_clients() -> None:
