@@ -33,6 +33,7 @@ from raceme.core.messages import (
     BACKDOOR_SUCCESS,
     CHOSEN,
     EVALUATE,
+    HALF,
     LABEL_COUNTS,
     LOSSES,
     METRICS,
@@ -85,6 +86,9 @@ class AttackOptions:
     )
     attack_start: int = option(
         0, "number of the run's first request that is attacked; honest before", low=0
+    )
+    attack_probes: bool = option(
+        True, "attack Panicle's probes as well (false: recognise and answer them honestly)"
     )
 
 
@@ -676,7 +680,8 @@ def _respond(
         work = replace(work, client=_as(attack.victims(config, own)[0], message, context).client)
     if attack.replays and trains and _FIRST_MODEL not in work.state:
         work.state[_FIRST_MODEL] = work.models[0]
-    is_attacked = attack.is_due(work.request, config)
+    is_spared = HALF in work.settings and not attack.options.attack_probes
+    is_attacked = attack.is_due(work.request, config) and not is_spared
     if not is_attacked and not attack.mimics:
         return honestly(message, context)
     known = _others(config, own) if attack.informed and is_attacked else []

@@ -14,9 +14,9 @@ from raceme import datasets
 from raceme.core.clusters import cosine
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
-from raceme.core.messages import ModelSpec
+from raceme.core.messages import HALF, ModelSpec
 from raceme.core.registry import ATTACKS
-from raceme.core.requests import Outcome, Update
+from raceme.core.requests import Outcome, Request, Update
 from raceme.core.scheduling import InRounds, Scheduler
 from raceme.core.strategy import Method
 from raceme.datasets.source import DataShape, Target
@@ -421,6 +421,30 @@ def test_attackers_are_honest_up_to_the_first_attacked_request() -> None:
     assert {c for c in clean if not np.array_equal(clean[c], from_first[c])} == bad
     rest = replies(config_of(**attacked, attack_start=first + 1))
     assert {c for c in clean if not np.array_equal(clean[c], rest[c])} == bad - {first}
+
+
+def test_attackers_that_recognise_probes_answer_them_honestly() -> None:
+    class Probes(Note):
+        def request_for(self, client: str) -> Request:
+            return Request(client, settings=probe)
+
+    def sent(probe_settings: dict[str, int | float], **keys: object) -> dict[int, np.ndarray]:
+        nonlocal probe
+        probe, method = probe_settings, Probes()
+        run_method(method, config_of(**SMALL, attackers=0.25, **keys), 1)
+        return method.sent
+
+    probe: dict[str, int | float] = {}
+    flip: dict[str, object] = {"attack": "sign-flip"}
+    bad = attackers_of(config_of(**SMALL, attackers=0.25, **flip))
+    for asked, trains in (({HALF: 0}, False), ({HALF: 1}, False), ({}, True)):
+        clean = sent(asked, **flip, attack_start=100)
+        always = sent(asked, **flip)
+        honest_in_probes = sent(asked, **flip, attack_probes=False)
+        for number, vector in clean.items():
+            assert np.array_equal(vector, always[number]) == (number not in bad)
+            attacked = number in bad and trains
+            assert np.array_equal(vector, honest_in_probes[number]) != attacked
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
