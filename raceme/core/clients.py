@@ -336,8 +336,8 @@ class Labels:
     path : Path, optional
         File of labels by client; see :func:`read_labels`. It is read again when it has changed.
     where : str
-        Condition of clients that take part: ``room=kitchen|garden,floor=1``; empty for none. In a
-        simulation ``group`` is the true group of a client's data.
+        Condition of clients that take part: ``room=kitchen|garden,floor=1``; empty for none. The
+        label ``id`` is the client's id, and in a simulation ``group`` the true group of its data.
 
     Raises
     ------
@@ -451,7 +451,9 @@ class Client:
     labels: dict[str, str] = field(default_factory=dict)
 
     def label(self, name: str) -> str:
-        """Return a label; without one ``group`` is the true group, and any other is empty."""
+        """Return a label: ``id`` is the client's own, ``group``, if not given, the true group."""
+        if name == "id":
+            return self.client_id
         group = "" if self.group is None or name != "group" else str(self.group)
         return self.labels.get(name, group)
 

@@ -343,7 +343,7 @@ class RunConfig:
     )
     labels: str = option("", "file with labels of clients: a TOML table for each", path=True)
     where: str = option(
-        "", "only clients with these labels take part: room=kitchen|garden,floor=1 (empty: all)"
+        "", "only clients with these labels take part: room=kitchen|garden or id=attic (empty: all)"
     )
     never_across: str = option("", "label, e.g. room, whose values never share a cluster")
     together: str = option("", "label, e.g. owner: clients of a value are always in one cluster")

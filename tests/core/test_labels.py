@@ -57,10 +57,13 @@ def test_a_file_counts_more_than_what_a_client_states(
         ("wing=east", False),
         ("group=3", True),
         ("group=0|1", False),
+        ("id=c0|c1,floor=1", True),
+        ("id=c1", False),
     ],
 )
 def test_a_condition_names_all_that_must_hold(where: str, is_in: bool) -> None:
-    client = Client("c0", 1, group=3, labels=KITCHEN)
+    # A label cannot give it another id.
+    client = Client("c0", 1, group=3, labels=KITCHEN | {"id": "c1"})
     assert Labels(where=where).admit(client) is is_in
 
 
