@@ -263,6 +263,10 @@ class Clusters:
         """Return whether a client has a cluster."""
         return bool(self.members.get(client))
 
+    def home(self, client: str) -> int | None:
+        """Return the cluster with a client's largest weight; None if it has no cluster."""
+        return self.main(client) if self.is_placed(client) else None
+
     def is_alone(self, client: str) -> bool:
         """Return whether a client is the only member of its cluster, online or not."""
         return self.is_placed(client) and self.size(self.main(client), online_only=False) == 1

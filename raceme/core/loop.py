@@ -633,14 +633,10 @@ class Loop:
         method, guard = self._method, self._method.protection
         if not guard.is_on:
             return update
-        client, spec = update.task.client, method.spec
+        client, spec, home = update.task.client, method.spec, method.clusters.home
         base = method.base_of(update)
         delta = np.asarray(update.vector - base)
         start = float(np.linalg.norm(spec.compared(base)))
-
-        def home(name: str) -> int | None:
-            return method.clusters.main(name) if method.clusters.is_placed(name) else None
-
         probe, after = method.probe, update.vector
         ruling = guard.judge(
             Judged(

@@ -406,7 +406,7 @@ class CSAFL(Method):
         self.windows = InWindows(
             self.parameters.budget,
             self._pick,
-            self._group_of,
+            lambda client: self.clusters.home(client),
             together=self.parameters.update == "synchronous",
             idled=self._idled,
         )
@@ -488,9 +488,6 @@ class CSAFL(Method):
         values = {"client": client, "window": window, "seconds": seconds, "budget": budget}
         self.report(Measured(self.now(), self.progress.updates, IDLE, values))
 
-    def _group_of(self, client: str) -> int | None:
-        return self.clusters.main(client) if self.clusters.is_placed(client) else None
-
     def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
         """Form the groups first; later mix single updates in, and average synchronous ones."""
         if not self.state.grouped:
@@ -532,7 +529,7 @@ class CSAFL(Method):
     def _examples(self, group: int) -> int:
         """Return Σ n_j over the members of a group in this window."""
         fleet, picked = self.progress.fleet, self.windows.state.members
-        return sum(fleet.counted(c) for c in picked if self._group_of(c) == group)
+        return sum(fleet.counted(c) for c in picked if self.clusters.home(c) == group)
 
 
 def latency_of(update: Update) -> float:

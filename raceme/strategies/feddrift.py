@@ -458,7 +458,7 @@ class FollowsConcepts(Method):
         concepts = self.state.concepts
         drifted = []
         for client, step in answered.items():
-            own = self.clusters.main(client) if self.clusters.is_placed(client) else None
+            own = self.clusters.home(client)
             model, loss = concepts.best(client, step, own)
             steps = concepts.assigned.get(client, {})
             is_new = step not in steps or self.step_of(client) is None

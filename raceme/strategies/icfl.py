@@ -194,7 +194,7 @@ class DividesBySimilarity(Method):
         A newcomer without a similar cluster founds one from its own model.
         """
         clusters, client = self.clusters, update.task.client
-        home = clusters.main(client) if clusters.is_placed(client) else None
+        home = clusters.home(client)
         if home is not None and not self.parameters.moves:
             return False
         similarity = self._by_cluster(client)

@@ -302,7 +302,7 @@ class Panicle(Method):
 
         One probe is enough. A client that fits no cluster is placed when groups are looked for.
         """
-        home, probes = self._home(client), self.state.probes
+        home, probes = self.clusters.home(client), self.state.probes
         if len(self.models) == 1 or (probes.is_known(client) and not self._is_settled(client)):
             return
         groups = self._landmarks_beside(client)
@@ -406,7 +406,7 @@ class Panicle(Method):
         state = self.state
         state.learned = {k: learned for k, learned in state.learned.items() if k in self.models}
         for client in state.latest:
-            now_in = self._home(client)
+            now_in = self.clusters.home(client)
             if now_in is not None and state.counts_in.get(client) != now_in:
                 self._count(client, now_in)
 
@@ -423,7 +423,7 @@ class Panicle(Method):
 
     def _move(self, client: str, cluster: int) -> None:
         """Move a client; retire its former cluster if that is empty then."""
-        former = self._home(client)
+        former = self.clusters.home(client)
         if former == cluster:
             return
         self._withdraw(client)
@@ -450,9 +450,7 @@ class Panicle(Method):
         state, clients = self.state, len(self.state.probes.clients)
         since = max(0, self.progress.updates - _SOON * clients)
         is_new = state.sudden.pop(client, -1) < since
-        # The oldest are first.
-        while state.sudden and next(iter(state.sudden.values())) < since:
-            del state.sudden[next(iter(state.sudden))]
+        state.sudden = {other: at for other, at in state.sudden.items() if at >= since}
         state.sudden[client] = self.progress.updates
         self._watch(client).is_called = True
         # Once per event: later clients of the same event are to be probed already.
@@ -544,10 +542,6 @@ class Panicle(Method):
         return InUse(means)
 
     # Helpers.
-
-    def _home(self, client: str) -> int | None:
-        """Return a client's cluster, if it is placed."""
-        return self.clusters.main(client) if self.clusters.is_placed(client) else None
 
     def _watch(self, client: str) -> Watch:
         return self.state.watches.setdefault(client, Watch())
