@@ -391,7 +391,8 @@ def _rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             sum(counts[kind] for counts in by_client.values()) for kind in ("scaled", "refused")
         )
         excluded = len(summary["excluded_clients"])
-        words = f"{scaled} updates scaled, {refused} refused, {excluded} clients excluded"
+        clients = "client" if excluded == 1 else "clients"
+        words = f"{scaled} updates scaled, {refused} refused, {excluded} {clients} excluded"
         yield "protection", words
     for of in get("measures", {}).values():
         yield of["title"], f"{_shown_measure(of['value'])} {of['unit']}".rstrip()

@@ -123,6 +123,8 @@ def test_an_attacked_and_protected_run_says_all_of_it(tmp_path: Path) -> None:
     assert rows["honest clients"] == f"{summary['honest_accuracy']:.3f}, mean without 2 attackers"
     scaled = sum(counts["scaled"] for counts in summary["protection"].values())
     assert rows["protection"] == f"{scaled} updates scaled, {refused} refused, 2 clients excluded"
+    one = dict(summary_rows({**summary, "excluded_clients": attackers[:1]}))
+    assert one["protection"].endswith(" 1 client excluded")
     page = run_page(outcome.out, "")
     assert 'href="#protection"' in page
     assert all(f"<bdi>{name}</bdi>" in page.split('id="protection"')[1] for name in attackers)
