@@ -198,6 +198,7 @@ def test_tables_that_others_made() -> None:
         "niid-bench-mnist": {"fedavg": 98.89, "fedprox": 99.02},
         "niid-bench-fashion": {"fedavg": 88.09, "fedprox": 88.15},
         "niid-bench-cifar10": {"fedavg": 62.47, "fedprox": 65.63},
+        "niid-bench-cifar10-iid": {"fedavg": 71.32},
         "pfllib-fashion": {
             "fedavg": 85.85,
             "fedprox": 85.63,
