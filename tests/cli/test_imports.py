@@ -72,9 +72,10 @@ def test_help_lists_and_mistyped_names_need_none_of_what_a_run_needs(
     assert rooms <= {"cli", "core"}
 
 
-def test_a_mistyped_key_of_casa_needs_no_scikit_learn_and_no_torch(tmp_path: Path) -> None:
-    found = imported(command("run", "--strategy", "fedasync", "--set", "casa.gama=1"), tmp_path)
-    assert "raceme.strategies.casa" in found
+@pytest.mark.parametrize("mistyped", ["casa.gama", "panicle.levle"])
+def test_a_mistyped_key_needs_no_scikit_learn_and_no_torch(mistyped: str, tmp_path: Path) -> None:
+    found = imported(command("run", "--strategy", "fedasync", "--set", f"{mistyped}=1"), tmp_path)
+    assert f"raceme.strategies.{mistyped.partition('.')[0]}" in found
     assert not {name.partition(".")[0] for name in found} & {"sklearn", "scipy", "torch"}
 
 

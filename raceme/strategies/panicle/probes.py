@@ -15,9 +15,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.cluster.hierarchy import fcluster, linkage
-from scipy.optimize import linear_sum_assignment
-from scipy.spatial.distance import squareform
 
 from raceme.core.clusters import unit_rows
 from raceme.core.messages import HALF, TASK_SHARE, Vector, mini_batches, short_task
@@ -359,6 +356,9 @@ def best_partition(distances: Distances) -> Partition:
     distances : Distances
         Two estimates of the distance of every two clients, symmetric. Shape (2, m, m).
     """
+    from scipy.cluster.hierarchy import fcluster, linkage
+    from scipy.spatial.distance import squareform
+
     mean = distances.mean(axis=0)
     count = len(mean)
     best = Partition(np.zeros(count, np.int64), 0.0)
@@ -464,6 +464,8 @@ def plan_reassignment(now: Labels, wanted: Labels) -> Reassignment:
     wanted : Labels
         Its group, from 0. Shape (m,).
     """
+    from scipy.optimize import linear_sum_assignment
+
     clusters = np.unique(now)
     groups = int(wanted.max()) + 1
     shared = np.zeros((len(clusters), groups), np.int64)
