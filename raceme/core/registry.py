@@ -783,6 +783,7 @@ ATTACKS = Registry(
         "replay": "raceme.simulation.attacks:Replay",
         "hidden-push": "raceme.simulation.attacks:HiddenPush",
         "hidden-anti": "raceme.simulation.attacks:HiddenAnti",
+        "hidden-gain": "raceme.simulation.attacks:HiddenGain",
         "pulse": "raceme.simulation.attacks:Pulse",
         "false-group": "raceme.simulation.attacks:FalseGroup",
         "claims": "raceme.simulation.attacks:Claims",

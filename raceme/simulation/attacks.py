@@ -408,6 +408,18 @@ class HiddenAnti(HiddenPush):
         return np.asarray(np.float32(0.93) * aside - np.float32(0.37) * mean)
 
 
+class HiddenGain(HiddenPush):
+    """Attackers help an honest client of their group, and push against all others.
+
+    Against `protection=trust` with samples on the server, which asks for a gain on one of its sets.
+    """
+
+    def hidden(self, honest: NDArray[np.float32], push: Vector) -> Vector:
+        """Return the mates' direction, minus the part of the mean of all that is across it."""
+        own, mean = _unit(honest[0]), honest.mean(axis=0)
+        return _unit(own - _unit(mean - np.float32(mean @ own) * own))
+
+
 class Pulse(SignFlip):
     """Attackers flip the sign of every third update, to keep the record of an honest client."""
 

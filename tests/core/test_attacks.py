@@ -588,3 +588,11 @@ def test_hidden_attackers_keep_within_the_bounds_of_trust(attack: str) -> None:
     assert centre == pytest.approx(0.0 if attack == "hidden-push" else -0.35, abs=0.05)
     alike = float(sent[0] @ sent[1] / np.linalg.norm(sent[0]) / np.linalg.norm(sent[1]))
     assert 0.85 < alike < 0.99
+
+
+def test_a_hidden_gain_helps_one_honest_client_and_pushes_against_all_others() -> None:
+    # Mates in the first direction, as many others in the second; (1, −1) is 2 · 3 long in all.
+    honest = np.array([[3.0, 0.0]] * 2 + [[0.0, 3.0]] * 2, np.float32)
+    made = attack_of(config_of(attack="hidden-gain"))
+    np.testing.assert_allclose(made.hidden(honest, PUSH), [0.5**0.5, -(0.5**0.5)], rtol=1e-6)
+    assert np.linalg.norm(made.against(honest, PUSH, RNG)) == pytest.approx(6.0, rel=1e-5)
