@@ -517,11 +517,13 @@ def execute(
         The model does not exist or does not fit the data; the folder cannot be used; there is no
         checkpoint to resume from.
     """
-    if config.attack != NONE and not timeline_of(grid).is_virtual:
+    is_virtual = timeline_of(grid).is_virtual
+    if config.attack != NONE and not is_virtual:
         raise UserError(_NO_ATTACK)
     _warn_of_late_changes(config, strategy, grid)
     initial = models.initial_arrays(config)
-    strategy.needs.fits_model(ModelSpec.of(initial))
+    spec = ModelSpec.of(initial)
+    strategy.needs.fits_model(spec)
     probe = probe_of(config, initial)
     strategy.check_server(0 if probe is None else probe.sets, bool(config.pretrain))
     identities = BoundToKeys(Path(config.device_keys), grid) if config.device_keys else None
@@ -529,7 +531,6 @@ def execute(
     if config.resume:
         _check_resumed_limit(config)
     out = resumed_folder(config) if config.resume else new_folder(config.out, config.short_name)
-    virtual, spec = timeline_of(grid).is_virtual, ModelSpec.of(initial)
     starts: Sequence[Vector] = ()
     trace: TraceFile | None = None
     with ExitStack() as opened:
@@ -543,10 +544,7 @@ def execute(
         checkpoints = CheckpointFolder(out)
         restored = restore(checkpoints, config, strategy, grid) if config.resume else None
         started = time.perf_counter() - (restored.wall_time if restored else 0.0)
-        summary, protection = RunSummary(), ProtectionSummary()
-        if config.attack != NONE:
-            clients = _client_names(config)
-            protection = ProtectionSummary([clients[number] for number in attackers_of(config)])
+        summary, protection = RunSummary(), ProtectionSummary(_attackers(config))
 
         def wall_time() -> float:
             return time.perf_counter() - started
@@ -577,7 +575,7 @@ def execute(
                     protection(event)
                     trackers.recall(event)
             after = summary.time if restored else None
-            if virtual:
+            if is_virtual:
                 # On real devices the run's time is wall time.
                 listening.append(WallTimes(out, wall_time, after).observe)
             if config.client_map:
@@ -601,7 +599,7 @@ def execute(
                 stop=stop,
                 resumed=restored is not None,
             )
-            if not virtual:
+            if not is_virtual:
                 listening.insert(0, checkpointer.on_event)
             with resuming(restored.path, strategy.progress) if restored else nullcontext():
                 strategy.run(
@@ -609,7 +607,7 @@ def execute(
                     initial,
                     max_updates=config.max_updates or 0,
                     timeout=config.task_timeout,
-                    train_config=training_settings(config, report_timing=not virtual),
+                    train_config=training_settings(config, report_timing=not is_virtual),
                     evaluate_config=evaluation_settings(config),
                     plan=schedule,
                     observe=observe,
@@ -618,36 +616,19 @@ def execute(
                     starts=starts,
                     identities=identities,
                 )
-        result = summary.result(
-            strategy=config.strategy,
-            dataset=config.dataset,
-            model=config.model,
-            seed=config.seed,
-            wall_time=wall_time(),
-            target=config.target_accuracy,
-        )
-        result |= protection.result(config.target_accuracy)
-        if checkpointer.code:
-            result["code"] = checkpointer.code
-        if schedule_of(config) is not None and not summary.has_drifted:
-            result["missed_drift"] = config.drift
-        if config.attack != NONE and not _has_attacked(config, strategy, summary.time):
-            result["missed_attack"] = config.attack
-        if not virtual:
-            result["clock"] = "wall"
-        # Figures are drawn only at the end.
-        from raceme.reporting.artefacts import write_all
-
-        used = models_in_use(strategy) if config.client_models else ()
-        unwritten = write_all(
-            out,
-            summary=result,
-            models={k: spec.views(model.vector) for k, model in strategy.served.items()},
-            clients=((client, spec.views(vector)) for client, vector in used),
-            similarity=strategy.similarity(),
-            target=config.target_accuracy,
-            clock="virtual time" if virtual else "time",
-        )
+        result = {
+            **summary.result(
+                strategy=config.strategy,
+                dataset=config.dataset,
+                model=config.model,
+                seed=config.seed,
+                wall_time=wall_time(),
+                target=config.target_accuracy,
+            ),
+            **protection.result(config.target_accuracy),
+            **_further_result(config, strategy, summary, checkpointer.code, is_virtual),
+        }
+        unwritten = _write_artefacts(out, config, strategy, result, is_virtual)
         trackers.end(result, out)
     unwritten |= trackers.failures
     failures = {
@@ -655,9 +636,7 @@ def execute(
         "run.sqlite": store.failure,
         "checkpoint": checkpointer.failure,
     }
-    for name, failure in failures.items():
-        if failure:
-            unwritten[name] = failure
+    unwritten |= {name: failure for name, failure in failures.items() if failure}
     ending = summary.ending
     return Outcome(
         out=out,
@@ -665,6 +644,49 @@ def execute(
         complete=ending is not None and ending.is_complete,
         interrupted=ending is Ending.INTERRUPTED,
         unwritten=unwritten,
+    )
+
+
+def _attackers(config: RunConfig) -> list[str]:
+    """Return the names of the simulated clients that attack."""
+    if config.attack == NONE:
+        return []
+    clients = _client_names(config)
+    return [clients[number] for number in attackers_of(config)]
+
+
+def _further_result(
+    config: RunConfig, strategy: Method, summary: RunSummary, code: str, is_virtual: bool
+) -> dict[str, Any]:
+    """Return the entries of a run's summary that only some runs have."""
+    found: dict[str, Any] = {}
+    if code:
+        found["code"] = code
+    if schedule_of(config) is not None and not summary.has_drifted:
+        found["missed_drift"] = config.drift
+    if config.attack != NONE and not _has_attacked(config, strategy, summary.time):
+        found["missed_attack"] = config.attack
+    if not is_virtual:
+        found["clock"] = "wall"
+    return found
+
+
+def _write_artefacts(
+    out: Path, config: RunConfig, strategy: Method, result: Mapping[str, Any], is_virtual: bool
+) -> dict[str, str]:
+    """Write summary, models and figures; return those that failed, with reasons."""
+    # Figures are drawn only at the end.
+    from raceme.reporting.artefacts import write_all
+
+    spec, used = strategy.spec, models_in_use(strategy) if config.client_models else ()
+    return write_all(
+        out,
+        summary=result,
+        models={k: spec.views(model.vector) for k, model in strategy.served.items()},
+        clients=((client, spec.views(vector)) for client, vector in used),
+        similarity=strategy.similarity(),
+        target=config.target_accuracy,
+        clock="virtual time" if is_virtual else "time",
     )
 
 
