@@ -30,9 +30,8 @@ from processes import (  # noqa: E402
     Process,
     free_port,
     loopback,
+    resident_memory,
 )
-
-from raceme.training.machine import resident_memory  # noqa: E402
 
 DEVICES = 2
 MIB = 1024 * 1024

@@ -45,6 +45,7 @@ from processes import (  # noqa: E402
     Process,
     free_port,
     loopback,
+    resident_memory,
 )
 
 from raceme.core.signals import StopSignal  # noqa: E402
@@ -288,9 +289,6 @@ def cpu_seconds(process_id: int) -> float:
 def measure(
     kind: str, devices: int, seconds: float, weights: int, think: float, join: float
 ) -> dict[str, float]:
-    # Not above: they bring torch, which devices do without.
-    from raceme.training.machine import resident_memory
-
     with tempfile.TemporaryDirectory() as folder, loopback(Path(folder)) as bed:
         server = start_server(bed, kind, devices, seconds, weights)
         if kind == "serve":

@@ -234,6 +234,12 @@ _PORTS = iter(random.Random(os.getpid()).sample(range(10_000, 32_000), 22_000))
 """Below those that the system gives to connections, in an order of each test process's own."""
 
 
+def resident_memory(process_id: int) -> int:
+    """Return the resident memory of a process in bytes (Linux)."""
+    pages = int(Path(f"/proc/{process_id}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
 def free_port() -> int:
     """Return a port that nothing listens on and no later connection is given."""
     for port in _PORTS:

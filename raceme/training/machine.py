@@ -78,12 +78,6 @@ def _memory() -> int:
         return physical
 
 
-def resident_memory(process_id: int | str = "self") -> int:
-    """Return the resident memory of a process in bytes (Linux)."""
-    pages = int(Path(f"/proc/{process_id}/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
-
-
 # -----------------------------------------------------------------------------
 # The cost of work for a machine: compute time and energy.
 #
