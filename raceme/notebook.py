@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from raceme.core.config import read_toml
+from raceme.core.config import CONFIG, read_toml
 from raceme.core.errors import UserError
 from raceme.core.events import grouped
 from raceme.core.options import Value
 from raceme.core.registry import STRATEGIES
 from raceme.experiments.compare import Plan, compare
 from raceme.experiments.page import purity_figure, times_figure
-from raceme.experiments.results import FILE_NAME, Comparison, Run, read_comparison, read_runs
+from raceme.experiments.results import Comparison, Run, read_comparison, read_runs
 from raceme.experiments.tables import main_table, purity_table, times_table, to_csv, to_latex
 from raceme.records.exchanges import CLIENTS
-from raceme.records.folder import SUMMARY, model_file, read_model
+from raceme.records.folder import COMPARISON, STORE, SUMMARY, model_file, read_model
 from raceme.records.positions import read_similarity
 from raceme.records.record import RunRecord, read_run
 from raceme.reporting.artefacts import draw_similarity, export_model, missing_line
@@ -63,7 +63,7 @@ class OpenRun:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.config: Mapping[str, Value] = read_toml(folder / "config.toml")
+        self.config: Mapping[str, Value] = read_toml(folder / CONFIG)
 
     def __repr__(self) -> str:
         return f"<{self.title}: {len(self.record.updates.seq):,} updates, {self.folder}>"
@@ -322,7 +322,7 @@ class OpenComparison:
             (result.label, run.seed): OpenRun(self.folder / run.folder)
             for result in self.results.results
             for run in result.runs
-            if (self.folder / run.folder / "run.sqlite").is_file()
+            if (self.folder / run.folder / STORE).is_file()
         }
 
     def plot_accuracy(self) -> Figure:
@@ -434,13 +434,13 @@ def open_folder(folder: str | Path) -> OpenRun | OpenComparison:
         The folder has neither a run nor a comparison.
     """
     path = Path(folder).expanduser()
-    if (path / FILE_NAME).is_file():
+    if (path / COMPARISON).is_file():
         return OpenComparison(path)
-    if (path / "run.sqlite").is_file():
+    if (path / STORE).is_file():
         return OpenRun(path)
     raise UserError(
         f"{path} has no results: expected what `raceme run` (run.sqlite) or `raceme compare` "
-        f"({FILE_NAME}) leaves."
+        f"({COMPARISON}) leaves."
     )
 
 

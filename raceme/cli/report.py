@@ -39,10 +39,12 @@ def report(
     ] = False,
 ) -> None:
     """Write the results of a run, a comparison or a simulated app as one HTML file."""
+    from raceme.records.folder import COMPARISON
+
     if output is not None and len(folders) > 1:
         raise UserError(f"--output names one file, and there are {len(folders)} folders.")
     for folder in folders:
-        if latex and folder.is_dir() and not (folder / "compare.json").is_file():
+        if latex and folder.is_dir() and not (folder / COMPARISON).is_file():
             raise UserError(f"--latex writes the table of a comparison, and {folder} is not one.")
     planned = plan(folders, output)
     failed = False
@@ -68,12 +70,13 @@ def plan(folders: Sequence[Path], output: Path | None) -> list[tuple[Path, Path,
     UserError
         A folder has no results, or its page would replace a foreign file; raised before writing.
     """
-    from raceme.reporting.page import FILE_NAME, check_writable
+    from raceme.records.folder import REPORT
+    from raceme.reporting.page import check_writable
 
     planned = []
     for folder in folders:
         make = _maker(folder)
-        target = output or folder / FILE_NAME
+        target = output or folder / REPORT
         check_writable(target)
         planned.append((folder, target, make))
     return planned
@@ -81,23 +84,23 @@ def plan(folders: Sequence[Path], output: Path | None) -> list[tuple[Path, Path,
 
 def _maker(folder: Path) -> _Maker:
     """Return the maker of a folder's page."""
+    from raceme.records.folder import COMPARISON, MESSAGES, STORE, SUMMARY
+
     check_folder(folder, "the folder of a run or of a comparison")
-    if (folder / "compare.json").is_file():
+    if (folder / COMPARISON).is_file():
         from raceme.experiments.page import comparison_page
 
         return comparison_page
-    if (folder / "messages.csv").is_file():
+    if (folder / MESSAGES).is_file():
         from raceme.reporting.waiting import simulation_page
 
         return simulation_page
-    if any((folder / name).is_file() for name in ("run.sqlite", "summary.json")):
+    if any((folder / name).is_file() for name in (STORE, SUMMARY)):
         from raceme.reporting.run_page import run_page
 
         return run_page
     inside = sorted(
-        path.parent.name
-        for name in ("compare.json", "run.sqlite")
-        for path in folder.glob(f"*/{name}")
+        path.parent.name for name in (COMPARISON, STORE) for path in folder.glob(f"*/{name}")
     )
     hint = f" There are some inside: {', '.join(inside[:5])}." if inside else ""
     raise UserError(

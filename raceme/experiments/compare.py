@@ -31,7 +31,7 @@ from raceme.experiments.jobs import (
 from raceme.experiments.page import plots
 from raceme.experiments.results import Comparison, best_of, gather, read_runs
 from raceme.experiments.suites import Suite, slug, words
-from raceme.records.folder import make_folder, only_writer
+from raceme.records.folder import COMPARISON, make_folder, only_writer
 from raceme.reporting.console import QUIET_SECONDS, LiveBars, shown_seconds, shown_updates
 from raceme.reporting.style import save_figure
 
@@ -371,7 +371,7 @@ def write(comparison: Comparison, out: Path, formats: Sequence[str] = ()) -> dic
     unwritten: dict[str, str] = {}
     texts = [table.main_table(comparison), table.sweep_table(comparison)]
     files = {
-        "compare.json": table.to_json(comparison),
+        COMPARISON: table.to_json(comparison),
         "compare.csv": table.to_csv(comparison),
         "compare.md": "\n".join(text.markdown() for text in texts if text is not None),
     }

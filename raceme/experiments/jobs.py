@@ -33,7 +33,10 @@ from raceme.core.signals import StopRequest
 from raceme.experiments.suites import Method, Suite, slug
 from raceme.records.folder import (
     CHECKPOINTS,
+    COMPARISON,
     ERROR,
+    LOG,
+    STORE,
     SUMMARY,
     failure_recorded,
     foreign,
@@ -206,7 +209,7 @@ def _check_same_code(job: Job, summary: Mapping[str, Any]) -> None:
 
 def _check_is_run(job: Job) -> None:
     """Raise UserError if an existing folder is not that of a killed run."""
-    known = ("run.sqlite", CONFIG, SUMMARY, "run.log", ERROR)
+    known = (STORE, CONFIG, SUMMARY, LOG, ERROR)
     inside = list(job.folder.iterdir()) if job.folder.is_dir() else [job.folder]
     if inside and not any((job.folder / name).exists() for name in known):
         raise UserError(f"{job.folder} exists and is no run: choose another --out.")
@@ -217,8 +220,6 @@ def _check_is_run(job: Job) -> None:
 # -----------------------------------------------------------------------------
 
 
-RESULTS = "compare.json"
-"""The first file written, which marks the folder of a comparison."""
 _RUNS = ("seed-", "validation-")
 """Prefixes of the names of runs' folders."""
 ORPHAN_SECONDS = 30.0
@@ -242,7 +243,7 @@ def check_own(out: Path, methods: set[str]) -> None:
     """
     with os_errors_as_user_errors(f"{out} cannot be used", "; give another --out."):
         entries = sorted(out.iterdir()) if out.exists() else []
-    if any(entry.name == RESULTS for entry in entries):
+    if any(entry.name == COMPARISON for entry in entries):
         return
     strange = [e.name for e in entries if e.name not in methods and not _is_ours(e)]
     if strange:

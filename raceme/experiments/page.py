@@ -26,6 +26,7 @@ from raceme.experiments.results import (
     read_runs,
 )
 from raceme.experiments.suites import Score, Scored, Timing, described
+from raceme.records.folder import COMPARISON
 from raceme.records.record import RunRecord
 from raceme.reporting.console import PlainTable
 from raceme.reporting.dashboard import frozen_comparison
@@ -283,7 +284,7 @@ _SCORE_HEADS = {
     Score.STEP_ENDS: "at steps'\nends",
     Score.CURRENT: "when\nlearnt",
 }
-_FILES = ("compare.json", "compare.csv", "compare.md")
+_FILES = (COMPARISON, "compare.csv", "compare.md")
 
 
 def comparison_page(folder: Path, links: str) -> str:

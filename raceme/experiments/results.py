@@ -26,6 +26,7 @@ from raceme.experiments.suites import (
     read_published,
     read_values,
 )
+from raceme.records.folder import COMPARISON
 from raceme.records.record import RunRecord, read_run
 from raceme.reporting.console import PlainTable
 
@@ -384,9 +385,6 @@ def _quotient(value: float | None, base: float | None) -> float | None:
 # -----------------------------------------------------------------------------
 
 
-FILE_NAME = "compare.json"
-
-
 def read_comparison(folder: Path) -> Comparison:
     """Read the results of `raceme compare` in a folder.
 
@@ -397,7 +395,7 @@ def read_comparison(folder: Path) -> Comparison:
     UserError
         The file is missing or damaged.
     """
-    path = folder / FILE_NAME
+    path = folder / COMPARISON
     try:
         tree = parse_json(read_text(path))
         values = read_values(path, tree)

@@ -35,7 +35,7 @@ from starlette.routing import Route
 
 import raceme
 from raceme.core.clients import ON_TRUST
-from raceme.core.config import FEW_DEVICES, RunConfig, as_tables, read_toml
+from raceme.core.config import CONFIG, FEW_DEVICES, RunConfig, as_tables, read_toml
 from raceme.core.errors import UserError, check_known, one_line, os_errors_as_user_errors, printable
 from raceme.core.events import (
     AnswerTaken,
@@ -85,7 +85,15 @@ from raceme.flower.ports import (
     most_connections,
     read_body,
 )
-from raceme.records.folder import CHECKPOINTS, ControlSocket, Stage, VersionStore, new_folder
+from raceme.records.folder import (
+    CHECKPOINTS,
+    STORE,
+    SUMMARY,
+    ControlSocket,
+    Stage,
+    VersionStore,
+    new_folder,
+)
 from raceme.records.record import line_of
 from raceme.records.store import each_event
 from raceme.records.summary import finite
@@ -835,7 +843,7 @@ def prepare(keys: Mapping[str, Value], clients_min: int = 1) -> RunConfig:
             "The same command with the same folder resumes the run."
         )
     out = str(Path(folder).expanduser().resolve())
-    is_there = (Path(out) / "run.sqlite").is_file()
+    is_there = (Path(out) / STORE).is_file()
     return config.with_values(out=out, resume=out if is_there or config.resume else "")
 
 
@@ -854,13 +862,13 @@ def is_complete(config: RunConfig) -> bool:
     A service that is started again at every boot must not work on a run that is over.
     """
     out = Path(config.out)
-    if not config.resume or not (out / "summary.json").is_file():
+    if not config.resume or not (out / SUMMARY).is_file():
         return False
     endings = [end for end in each_event(out, RunEnded) if isinstance(end, RunEnded)]
     if not endings or not endings[-1].ending.is_complete:
         return False
     asked = config.with_values(out="", resume="").to_mapping()
-    return read_toml(out / "config.toml") == asked
+    return read_toml(out / CONFIG) == asked
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from raceme.core.config import FEW_DEVICES, RunConfig, write_toml
 from raceme.core.errors import UserError
 from raceme.core.files import absolute
 from raceme.core.options import Value
-from raceme.records.folder import check_new
+from raceme.records.folder import STORE, SUMMARY, check_new
 from raceme.reporting.artefacts import missing_line
 from raceme.simulation.devices import PREFIX, Device, Workload, fleet
 
@@ -53,7 +53,7 @@ class Logs:
 
     def __init__(self, out: Path) -> None:
         self.folder = out / FOLDER
-        self._store = out / "run.sqlite"
+        self._store = out / STORE
         self._waiting: list[tuple[str, str]] = []
         self._lock = threading.Lock()
 
@@ -293,7 +293,7 @@ _GREETED = "query: done"
 """Log line of a device that has answered the first query."""
 _ENDED = "The run ended after "
 """Log line of a server at the end of its run."""
-_LEFT = ("run.sqlite", "clusters", "accuracy.png", "clusters.png", "devices.png")
+_LEFT = (STORE, "clusters", "accuracy.png", "clusters.png", "devices.png")
 """Files of every run besides its summary."""
 _WATCHER = """while read -r id; do ids="$ids $id"; done; kill -TERM $ids; kill -CONT $ids"""
 """Shell script that reads process ids until its input ends, and then ends these processes.
@@ -564,7 +564,7 @@ def run_testbed(config: RunConfig, show: Show, shapes: Sequence[Shape] | None = 
             bed.interrupt_run()
         finally:
             bed.stop_devices()
-    if not (out / "summary.json").is_file():
+    if not (out / SUMMARY).is_file():
         raise UserError(
             f"The run ended without results in {out}; see its output above. "
             "If there is a checkpoint, --resume resumes from it."

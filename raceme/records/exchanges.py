@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from raceme.core.errors import UserError
 from raceme.core.events import grouped
 from raceme.core.timeline import Exchange, Switched
-from raceme.records.folder import MESSAGES as MESSAGES
-from raceme.records.folder import SUMMARY as SUMMARY
+from raceme.records.folder import MESSAGES, SUMMARY
 
 CLIENTS = "clients.csv"
 

@@ -45,10 +45,18 @@ from raceme.core.files import absolute, atomic_write, flush
 
 log = logging.getLogger("raceme.folder")
 
+COMPARISON = "compare.json"
+"""Results of a comparison, in its folder."""
+LOG = "run.log"
+POSITIONS = "positions.jsonl"
+REPORT = "report.html"
+SIMILARITY = "similarity.npz"
+STORE = "run.sqlite"
 SUMMARY = "summary.json"
+TRACE = "trace.jsonl"
+WALL_TIMES = "wall-times.csv"
 ERROR = "error.txt"
 """Traceback of a failed run."""
-_STORE = "run.sqlite"
 MESSAGES = "messages.csv"
 """Every message of a simulated Flower app."""
 CONTROL = "control.sock"
@@ -57,13 +65,13 @@ _FILES = {
     CONFIG,
     CONTROL,
     ERROR,
-    _STORE,
-    "run.log",
+    LOG,
+    POSITIONS,
+    REPORT,
+    SIMILARITY,
+    STORE,
     SUMMARY,
-    "similarity.npz",
-    "positions.jsonl",
-    "wall-times.csv",
-    "report.html",
+    WALL_TIMES,
     "accuracy.png",
     "clusters.png",
     "devices.png",
@@ -108,7 +116,7 @@ def check_new(out: Path) -> None:
         if not out.exists():
             return
         held = sorted(path.name for path in out.iterdir())
-    if {_STORE, MESSAGES} & set(held):
+    if {STORE, MESSAGES} & set(held):
         raise UserError(f"{out} holds a run already; choose another folder with --out.")
     if held:
         raise UserError(
@@ -150,7 +158,7 @@ def given_up_if_it_fails(out: Path) -> Iterator[None]:
         yield
     except UserError:
         with suppress(OSError):
-            for name in (CONFIG, "run.log"):
+            for name in (CONFIG, LOG):
                 (out / name).unlink(missing_ok=True)
         raise
 
@@ -204,7 +212,7 @@ def resumed_folder(config: RunConfig) -> Path:
         There is no run in it, or another output folder is given.
     """
     out = absolute(config.resume)
-    if not (out / _STORE).is_file():
+    if not (out / STORE).is_file():
         raise UserError(f"There is no run in {out} to resume; expected a folder of results.")
     if config.out and absolute(config.out) != out:
         raise UserError(f"A run resumes in its own folder, {out}: leave out --out.")
@@ -558,13 +566,13 @@ def command(run: Path, name: str, **arguments: object) -> Any:
 
 def _check_run(run: Path) -> None:
     """Raise UserError if a folder has no run, with a suggestion."""
-    if (run / _STORE).is_file():
+    if (run / STORE).is_file():
         return
     if run.is_dir():
-        within = sorted(path.parent.name for path in run.glob(f"*/{_STORE}"))
+        within = sorted(path.parent.name for path in run.glob(f"*/{STORE}"))
         hint = f" There are runs inside: {', '.join(within[:5])}." if within else ""
         raise UserError(f"There is no run in {run}.{hint}")
-    beside = [path.parent.name for path in run.parent.glob(f"*/{_STORE}")]
+    beside = [path.parent.name for path in run.parent.glob(f"*/{STORE}")]
     if not beside:
         raise UserError(f"{run} does not exist; expected the folder of a run.")
     raise unknown_name("run", run.name, beside)

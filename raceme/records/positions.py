@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from raceme.core.errors import UserError
 from raceme.core.files import atomic_write
 from raceme.datasets.source import read_arrays
+from raceme.records.folder import POSITIONS, SIMILARITY
 
 # -----------------------------------------------------------------------------
 # Clients as points, close for similar models.
@@ -192,7 +193,6 @@ def flattened(
 # -----------------------------------------------------------------------------
 
 
-SIMILARITY_FILE = "similarity.npz"
 MOST_CLIENTS = 1000
 """Maximum number of stored clients, evenly spread: at most 4 MB."""
 
@@ -228,7 +228,7 @@ class Similarity:
 
     def save(self, folder: Path) -> None:
         """Write it into a run's folder, atomically and reproducibly."""
-        with atomic_write(folder / SIMILARITY_FILE) as path, path.open("wb") as file:
+        with atomic_write(folder / SIMILARITY) as path, path.open("wb") as file:
             np.savez_compressed(
                 file,
                 clients=np.array(self.clients, np.str_),
@@ -245,7 +245,7 @@ def read_similarity(folder: Path) -> Similarity | None:
     UserError
         The file is damaged.
     """
-    path = folder / SIMILARITY_FILE
+    path = folder / SIMILARITY
     if not path.is_file():
         return None
     try:
@@ -265,7 +265,6 @@ def read_similarity(folder: Path) -> Similarity | None:
 # -----------------------------------------------------------------------------
 
 
-POSITIONS_FILE = "positions.jsonl"
 SCALE = 2000.0
 """Integer steps per unit, the clients' root mean square distance from the centre."""
 _MOST = 500_000
@@ -318,7 +317,7 @@ class PositionsFile:
     """
 
     def __init__(self, folder: Path, after: float | None = None, most: int = _MOST) -> None:
-        self._path, self._most = folder / POSITIONS_FILE, most
+        self._path, self._most = folder / POSITIONS, most
         self._numbers: dict[str, int] = {}
         self._before: dict[str, Sequence[float]] = {}
         self._told, self._written, self._updates = 0, 0, 0
@@ -403,7 +402,7 @@ class PositionsReader:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / POSITIONS_FILE
+        self._path = folder / POSITIONS
         self._inode, self._offset = 0, 0
         self._names: list[str] = []
         self._last = -math.inf

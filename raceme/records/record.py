@@ -22,6 +22,7 @@ from raceme.core import events
 from raceme.core.errors import os_errors_as_user_errors
 from raceme.core.events import Event, EventHandler, Membership, Placement, grouped, home
 from raceme.core.files import atomic_write
+from raceme.records.folder import TRACE, WALL_TIMES
 from raceme.records.store import each_event, plain
 from raceme.records.summary import Uploads
 
@@ -377,8 +378,6 @@ class _Clients(EventHandler):
 # -----------------------------------------------------------------------------
 
 
-FILE = "trace.jsonl"
-
 Communication = Callable[[str, int, int], float]
 """Maps client id, bytes down and bytes up to transfer seconds."""
 
@@ -414,7 +413,7 @@ class TraceFile(AbstractContextManager["TraceFile"]):
     ) -> None:
         self.failure = ""
         self._communication, self._number = communication, after
-        path = folder / FILE
+        path = folder / TRACE
         with os_errors_as_user_errors(f"Cannot write {path}"):
             if after and path.is_file():
                 _cut(path, after)
@@ -442,7 +441,7 @@ class TraceFile(AbstractContextManager["TraceFile"]):
         # Closing fails again if a line is left.
         if not self.failure:
             self.failure = error.strerror or str(error)
-            log.error("%s is no longer written: %s", FILE, self.failure)
+            log.error("%s is no longer written: %s", TRACE, self.failure)
 
 
 def line_of(event: Event, communication: Communication | None = None) -> dict[str, Any]:
@@ -517,7 +516,6 @@ def _cut(path: Path, after: int) -> None:
 # -----------------------------------------------------------------------------
 
 
-FILE_NAME = "wall-times.csv"
 _HEAD = "time,seconds"
 
 
@@ -539,7 +537,7 @@ class WallTimes:
     def __init__(
         self, folder: Path, wall_time: Callable[[], float], after: float | None = None
     ) -> None:
-        self._path, self._wall_time = folder / FILE_NAME, wall_time
+        self._path, self._wall_time = folder / WALL_TIMES, wall_time
         kept = [] if after is None else [row for row in read_wall_times(folder) if row[0] <= after]
         with suppress(OSError), atomic_write(self._path) as path:
             path.write_text("".join(f"{line}\n" for line in (_HEAD, *_lines(kept))))
@@ -558,7 +556,7 @@ def read_wall_times(folder: Path) -> list[tuple[float, float]]:
     """
     rows: list[tuple[float, float]] = []
     try:
-        text = (folder / FILE_NAME).read_text(encoding="utf-8", errors="replace")
+        text = (folder / WALL_TIMES).read_text(encoding="utf-8", errors="replace")
     except OSError:
         return rows
     for line in text.splitlines(keepends=True)[1:]:

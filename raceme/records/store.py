@@ -26,6 +26,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from raceme.core import events
 from raceme.core.errors import UserError
 from raceme.core.events import Evaluated, Event, RunEnded, TasksTested
+from raceme.records.folder import STORE
 
 # -----------------------------------------------------------------------------
 # Content of the file: one table, and views for queries.
@@ -322,8 +323,6 @@ def _reader(hint: Any) -> Callable[[Any], Any]:
 # -----------------------------------------------------------------------------
 
 
-FILE_NAME = "run.sqlite"
-
 _APPLICATION = 0x52616365
 """SQLite's application id of a run store: "Race" in ASCII."""
 _BATCH = 500
@@ -369,7 +368,7 @@ class RunStore(AbstractContextManager["RunStore"]):
     """
 
     def __init__(self, folder: Path, *, after: int | None = None) -> None:
-        self.path = folder / FILE_NAME
+        self.path = folder / STORE
         self.failure = ""
         self._viewed: set[str] = set()
         self._schemas: list[events.MeasureSchema] = []
@@ -492,7 +491,7 @@ def each_event(path: Path, kind: type[Any] | None = None) -> Iterator[Event]:
     UserError
         There is no such file, or it is not a run store.
     """
-    file = path / FILE_NAME if path.is_dir() else path
+    file = path / STORE if path.is_dir() else path
     if not file.is_file():
         raise UserError(f"There is no run store {file}; expected a folder that `raceme run` wrote.")
     with closing(_open(file)) as connection:
@@ -661,8 +660,8 @@ class StoreFollower:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.path = folder / FILE_NAME
-        self._journal = folder / f"{FILE_NAME}-journal"
+        self.path = folder / STORE
+        self._journal = folder / f"{STORE}-journal"
         self._last = 0
         self._mark: _Mark | None = None
         self._state: _State | None = None

@@ -27,7 +27,15 @@ from raceme.core.config import CONFIG, RunConfig, read_toml
 from raceme.core.errors import UserError, check_known, one_line, os_errors_as_user_errors
 from raceme.core.files import atomic_write
 from raceme.core.registry import EXPORT, explained
-from raceme.records.folder import MODELS, VersionStore, model_file, read_model, saved_in
+from raceme.records.folder import (
+    MODELS,
+    SIMILARITY,
+    SUMMARY,
+    VersionStore,
+    model_file,
+    read_model,
+    saved_in,
+)
 from raceme.records.positions import Similarity
 from raceme.records.record import RunRecord, read_run
 from raceme.records.summary import write_summary
@@ -89,7 +97,7 @@ def write_all(
     dict[str, str]
         Names of what could not be written, and why.
     """
-    failed = _attempt("summary.json", lambda: write_summary(out / "summary.json", summary))
+    failed = _attempt(SUMMARY, lambda: write_summary(out / SUMMARY, summary))
     for cluster, arrays in models.items():
         path = model_file(out, cluster)
         note = f"cluster {cluster} of {summary['strategy']} on {summary['dataset']}"
@@ -100,7 +108,7 @@ def write_all(
     failed |= _attempt("clients/", lambda: _save_client_models(out, clients, summary))
     kept = None if similarity is None else Similarity.thinned(*similarity)
     if kept is not None:
-        failed |= _attempt("similarity.npz", lambda: kept.save(out))
+        failed |= _attempt(SIMILARITY, lambda: kept.save(out))
     try:
         record = read_run(out)
     except UserError as error:

@@ -129,8 +129,6 @@ def _local(tag: str) -> str:
 # -----------------------------------------------------------------------------
 
 
-FILE_NAME = "report.html"
-
 _GENERATOR = '<meta name="generator" content="Raceme'
 """Marker in the head of every page; files without it are foreign."""
 _HEAD = 1000

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import tomli_w
 
-from raceme.core.config import keys_of, parse_assignment, read_toml
+from raceme.core.config import CONFIG, keys_of, parse_assignment, read_toml
 from raceme.core.errors import UserError
 from raceme.core.events import (
     ClusterChange,
@@ -27,7 +27,16 @@ from raceme.core.events import (
 )
 from raceme.core.files import ReadingError, parse_json, read_text
 from raceme.core.options import AUTO, Value, as_typed
-from raceme.records.folder import CHECKPOINTS, CONTROL, MODELS, SUMMARY, has_writer
+from raceme.records.folder import (
+    CHECKPOINTS,
+    CONTROL,
+    LOG,
+    MODELS,
+    SIMILARITY,
+    STORE,
+    SUMMARY,
+    has_writer,
+)
 from raceme.records.positions import read_similarity
 from raceme.records.record import Client, Flags, Floats, RunRecord, read_run
 from raceme.reporting.artefacts import figures_of
@@ -565,7 +574,7 @@ def assignment(name: str, value: Value) -> str:
 
 _MOST_EVALUATIONS = 60
 _MOST_REASONS = 20
-_FILES = (SUMMARY, "config.toml", "run.sqlite", "run.log", *MODELS, "similarity.npz")
+_FILES = (SUMMARY, CONFIG, STORE, LOG, *MODELS, SIMILARITY)
 
 
 def run_page(folder: Path, links: str) -> str:
@@ -583,7 +592,7 @@ def run_page(folder: Path, links: str) -> str:
     UserError
         The run has not ended, or its folder is damaged.
     """
-    summary, config = read_summary(folder), read_toml(folder / "config.toml")
+    summary, config = read_summary(folder), read_toml(folder / CONFIG)
     record = read_run(folder)
     clock = "time" if record.on_devices else CLOCK
     try:
@@ -593,8 +602,7 @@ def run_page(folder: Path, links: str) -> str:
         title = f"{summary['strategy']} on {summary['dataset']}"
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(
-            f"{folder / 'summary.json'} is not what `raceme run` writes: "
-            f"{type(error).__name__} {error}."
+            f"{folder / SUMMARY} is not what `raceme run` writes: {type(error).__name__} {error}."
         ) from None
     similarity, trouble = None, ""
     try:
@@ -628,7 +636,7 @@ def run_page(folder: Path, links: str) -> str:
         moves=moves_table(record),
         members=members,
         without_similarity=trouble
-        or f"No similarity.npz: {name} did not compare clients in this run.",
+        or f"No {SIMILARITY}: {name} did not compare clients in this run.",
         clients=clients_table(record),
         costs=costs_table(record),
         measures=record.drawn_measures,

@@ -19,13 +19,12 @@ from rich.console import Console
 from raceme.core.errors import UserError
 from raceme.records.exchanges import (
     CLIENTS,
-    MESSAGES,
-    SUMMARY,
     ClientAccount,
     Fleet,
     Task,
     read_fleet,
 )
+from raceme.records.folder import MESSAGES, SUMMARY
 from raceme.reporting.console import print_results, shown_bytes, shown_path
 from raceme.reporting.page import PageTable, Tile, number, plot, render
 from raceme.reporting.style import (

@@ -34,8 +34,8 @@ from raceme.core.progress import Progress
 from raceme.core.registry import users_line
 from raceme.core.strategy import Method
 from raceme.core.timeline import Resumable, timeline_of
-from raceme.records.folder import CHECKPOINTS
-from raceme.records.store import FILE_NAME, RunStore
+from raceme.records.folder import CHECKPOINTS, STORE
+from raceme.records.store import RunStore
 
 # -----------------------------------------------------------------------------
 # Trees of plain values and arrays in one safetensors file, written atomically.
@@ -424,7 +424,7 @@ class Checkpointer:
                 command = f"raceme run --resume {path.parent.parent}"
                 log.info("To resume: %s", command if virtual else "the same command again")
         failure = self._store.failure
-        return reason or (f"{FILE_NAME} can no longer be written: {failure}" if failure else "")
+        return reason or (f"{STORE} can no longer be written: {failure}" if failure else "")
 
     def on_event(self, event: Event) -> None:
         """Write a checkpoint when a run ends by itself, before its store has the end.
@@ -581,7 +581,7 @@ def can_resume(run: Path, config: RunConfig) -> bool:
     config : RunConfig
         The resolved configuration to compare with.
     """
-    if not (run / FILE_NAME).is_file():
+    if not (run / STORE).is_file():
         return False
     try:
         CheckpointFolder(run).load(

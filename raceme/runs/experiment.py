@@ -21,7 +21,7 @@ from raceme import datasets
 from raceme.core import messages as names
 from raceme.core.clients import BoundToKeys, Labels, check_constraint
 from raceme.core.clusters import Model, blended
-from raceme.core.config import RunConfig, read_toml
+from raceme.core.config import CONFIG, RunConfig, read_toml
 from raceme.core.constraints import ConstrainedMethod
 from raceme.core.errors import UserError
 from raceme.core.events import (
@@ -45,7 +45,10 @@ from raceme.datasets.dealt import with_whole_path
 from raceme.datasets.drift import schedule_of
 from raceme.records.folder import (
     CHECKPOINTS,
+    LOG,
+    STORE,
     SUMMARY,
+    TRACE,
     begin,
     failure_recorded,
     forget_end,
@@ -56,7 +59,6 @@ from raceme.records.folder import (
     resumed_folder,
 )
 from raceme.records.positions import PositionsFile, positions_of_rows
-from raceme.records.record import FILE as TRACE_FILE
 from raceme.records.record import TraceFile, WallTimes
 from raceme.records.store import RunStore, each_event
 from raceme.records.summary import ProtectionSummary, RunSummary
@@ -470,7 +472,7 @@ def _check_resumed_limit(config: RunConfig) -> None:
     folder = Path(config.resume).expanduser()
     try:
         done = int(json.loads((folder / SUMMARY).read_text(encoding="utf-8"))["updates"])
-        before = read_toml(folder / "config.toml").get("max-updates")
+        before = read_toml(folder / CONFIG).get("max-updates")
     except (OSError, ValueError, KeyError):
         # A missing or unreadable file is reported where it is needed; a crash leaves no summary.
         return
@@ -540,7 +542,7 @@ def execute(
         opened.enter_context(failure_recorded(out))
         if not config.resume:
             begin(out, config)
-        opened.enter_context(log_file(out / "run.log"))
+        opened.enter_context(log_file(out / LOG))
         checkpoints = CheckpointFolder(out)
         restored = restore(checkpoints, config, strategy, grid) if config.resume else None
         started = time.perf_counter() - (restored.wall_time if restored else 0.0)
@@ -632,8 +634,8 @@ def execute(
         trackers.end(result, out)
     unwritten |= trackers.failures
     failures = {
-        TRACE_FILE: trace.failure if trace else "",
-        "run.sqlite": store.failure,
+        TRACE: trace.failure if trace else "",
+        STORE: store.failure,
         "checkpoint": checkpointer.failure,
     }
     unwritten |= {name: failure for name, failure in failures.items() if failure}

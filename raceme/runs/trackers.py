@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from raceme.core.config import RunConfig
+from raceme.core.config import CONFIG, RunConfig
 from raceme.core.errors import UserError, check_known, one_line
 from raceme.core.events import (
     ClustersChanged,
@@ -36,6 +36,7 @@ from raceme.core.events import (
     is_news,
 )
 from raceme.core.options import Value
+from raceme.records.folder import SUMMARY
 
 # -----------------------------------------------------------------------------
 # Measurements for trackers at an evaluation: named numbers.
@@ -471,7 +472,7 @@ class TrackerObserver(EventHandler):
         """Report the summary and artefacts of a run."""
         files = [
             path
-            for pattern in ("summary.json", "config.toml", "*.png", "clusters/*.safetensors")
+            for pattern in (SUMMARY, CONFIG, "*.png", "clusters/*.safetensors")
             for path in sorted(out.glob(pattern))
         ]
         self._each(lambda tracker: tracker.end(summary, files))

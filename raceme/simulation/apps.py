@@ -43,9 +43,9 @@ from raceme.datasets.source import own_randomness, seed_process, without_operato
 from raceme.flower import app as compat
 from raceme.flower.messages import RunNotRunningException
 from raceme.records import exchanges
-from raceme.records.folder import new_folder
+from raceme.records.folder import MESSAGES, STORE, SUMMARY, new_folder
 from raceme.records.record import read_run
-from raceme.records.store import FILE_NAME, RunStore
+from raceme.records.store import RunStore
 from raceme.records.summary import write_summary
 from raceme.reporting.plots import accuracy_figure, clusters_figure
 from raceme.reporting.style import save_figure
@@ -1054,7 +1054,7 @@ def simulate(settings: Settings) -> Simulated:
         out = new_folder(settings.out, app.name)
         names = {node.node_id: node.client_id for node in nodes}
         online = [node.node_id for node in nodes if node.device.starts_online()]
-        log = stack.enter_context(exchanges.ExchangeLog(out / exchanges.MESSAGES, names, online))
+        log = stack.enter_context(exchanges.ExchangeLog(out / MESSAGES, names, online))
         grid = clock.grid = AppGrid(
             client_app,
             nodes,
@@ -1101,7 +1101,7 @@ def method_store(out: Path) -> Iterator[RunStore]:
         with RunStore(out) as store:
             yield store
     except UserError:
-        (out / FILE_NAME).unlink(missing_ok=True)
+        (out / STORE).unlink(missing_ok=True)
         raise
 
 
@@ -1181,7 +1181,7 @@ def write_results(simulated: Simulated) -> tuple[dict[str, Any], list[str]]:
     failed = []
     writers: dict[str, Callable[[], None]] = {
         exchanges.CLIENTS: lambda: exchanges.write_accounts(out / exchanges.CLIENTS, accounts),
-        exchanges.SUMMARY: lambda: write_summary(out / exchanges.SUMMARY, summary),
+        SUMMARY: lambda: write_summary(out / SUMMARY, summary),
         "timeline.png": lambda: save_figure(timeline_figure(fleet), out / "timeline.png"),
         "waiting.png": lambda: save_figure(waiting_figure(fleet, accounts), out / "waiting.png"),
     }

@@ -11,7 +11,8 @@ import pytest
 
 from raceme.core.config import RunConfig
 from raceme.core.events import ClusterChange, ClustersChanged, Evaluated, UpdateApplied
-from raceme.records.record import FILE, TraceFile, line_of
+from raceme.records.folder import TRACE
+from raceme.records.record import TraceFile, line_of
 from raceme.records.store import read_events
 from raceme.runs.experiment import simulate
 
@@ -50,7 +51,7 @@ def test_names_are_escaped_and_a_line_stays_a_line(tmp_path: Path) -> None:
     change = ClustersChanged(0.0, 0, ClusterChange.ASSIGN, {hostile: {0: 1.0}})
     with TraceFile(tmp_path) as file:
         file.observe(change)
-    text = (tmp_path / FILE).read_text(encoding="ascii")
+    text = (tmp_path / TRACE).read_text(encoding="ascii")
     assert text.count("\n") == len(text.splitlines()) == 1
     assert json.loads(text)["memberships"] == {hostile: {"0": 1.0}}
 
@@ -63,7 +64,7 @@ def test_a_killed_run_has_the_lines_of_its_events(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / FILE).symlink_to("/dev/full")
+    (tmp_path / TRACE).symlink_to("/dev/full")
     with TraceFile(tmp_path) as file:
         file.observe(UPDATE)
         file.observe(UPDATE)
@@ -90,7 +91,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def lines(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / FILE).read_text().splitlines()]
+    return [json.loads(line) for line in (out / TRACE).read_text().splitlines()]
 
 
 def test_a_run_has_a_line_for_each_event(run: Path) -> None:
@@ -106,7 +107,7 @@ def test_a_run_has_a_line_for_each_event(run: Path) -> None:
 
 def test_a_resumed_run_goes_on_in_its_trace(run: Path) -> None:
     before = lines(run)
-    with (run / FILE).open("a") as file:
+    with (run / TRACE).open("a") as file:
         file.write('{"number": 1')
     simulate(RunConfig.from_mapping({**KEYS, "max-updates": 12, "resume": str(run)}))
     found, events = lines(run), read_events(run)

@@ -10,13 +10,12 @@ from raceme.core.errors import UserError
 from raceme.core.timeline import Exchange, Switched
 from raceme.records.exchanges import (
     CLIENTS,
-    MESSAGES,
-    SUMMARY,
     ExchangeLog,
     Fleet,
     read_fleet,
     write_accounts,
 )
+from raceme.records.folder import MESSAGES, SUMMARY
 from raceme.records.summary import write_summary
 
 A, B, C = 1, 2, 3

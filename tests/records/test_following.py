@@ -19,7 +19,8 @@ from processes import wait_until
 from raceme.core.errors import UserError
 from raceme.core.events import ClientJoined, Event, UpdateApplied
 from raceme.records import store as following
-from raceme.records.store import FILE_NAME, RunStore, StoreFollower, read_events
+from raceme.records.folder import STORE
+from raceme.records.store import RunStore, StoreFollower, read_events
 
 
 def update(seq: int) -> UpdateApplied:
@@ -80,9 +81,9 @@ def test_another_run_in_a_file_of_the_same_number_is_read_anew(tmp_path: Path) -
                 store.observe(replace(update(seq), time=seq + late))
     follower = StoreFollower(folders[0])
     assert len(all_new(follower)) == 3
-    inode = (folders[0] / FILE_NAME).stat().st_ino
-    shutil.copyfile(folders[1] / FILE_NAME, folders[0] / FILE_NAME)
-    assert (folders[0] / FILE_NAME).stat().st_ino == inode
+    inode = (folders[0] / STORE).stat().st_ino
+    shutil.copyfile(folders[1] / STORE, folders[0] / STORE)
+    assert (folders[0] / STORE).stat().st_ino == inode
     reading = follower.read()
     assert reading.restarted
     assert reading.events == read_events(folders[1])
@@ -94,7 +95,7 @@ def transaction(tmp_path: Path) -> Iterator[sqlite3.Connection]:
     """A store of one event, and a transaction on it that has written to the file and not ended."""
     with RunStore(tmp_path) as store:
         store.observe(update(1))
-    with closing(sqlite3.connect(tmp_path / FILE_NAME, isolation_level=None)) as connection:
+    with closing(sqlite3.connect(tmp_path / STORE, isolation_level=None)) as connection:
         # With no room for pages in memory, they go to the file before the end.
         connection.execute("PRAGMA cache_size = 1")
         connection.execute("PRAGMA cache_spill = 1")
@@ -142,7 +143,7 @@ def test_what_a_killed_run_left_half_written_is_undone(
 ) -> None:
     killed = tmp_path / "killed"
     killed.mkdir()
-    for name in (FILE_NAME, f"{FILE_NAME}-journal"):
+    for name in (STORE, f"{STORE}-journal"):
         shutil.copy(tmp_path / name, killed)
     monkeypatch.setattr(following, "_HOT_SECONDS", -1.0)
     assert all_new(StoreFollower(killed)) == [update(1)]
@@ -160,7 +161,7 @@ def test_damage_is_said_in_one_line(tmp_path: Path) -> None:
     with RunStore(tmp_path) as store:
         for seq in range(1, 2000):
             store.observe(update(seq))
-    path = tmp_path / FILE_NAME
+    path = tmp_path / STORE
     content = bytearray(path.read_bytes())
     content[8192:-4096] = b"x" * (len(content) - 8192 - 4096)
     path.write_bytes(content)
@@ -187,6 +188,7 @@ import sys
 from pathlib import Path
 sys.path.insert(0, {here!r})
 from test_following import update
+from raceme.records.folder import STORE
 from raceme.records.store import RunStore
 with RunStore(Path({folder!r})) as store:
     for seq in range(1, 601):

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from processes import loopback, raceme
 
-from raceme.records.positions import POSITIONS_FILE, SCALE, PositionsFile, PositionsReader
+from raceme.records.folder import POSITIONS
+from raceme.records.positions import SCALE, PositionsFile, PositionsReader
 
 SQUARE = np.array([[1.0, 1.0], [1.0, -1.0], [-1.0, -1.0], [-1.0, 1.0]])
 QUARTER = np.array([[0.0, 1.0], [-1.0, 0.0]])
@@ -123,7 +124,7 @@ def test_a_run_that_is_resumed_at_its_end_keeps_all_snapshots(tmp_path: Path) ->
     command += ["--checkpoint-every", "1"]
     with loopback(tmp_path) as bed:
         assert bed.start("run", raceme(*command)).wait(240) == 0
-        path = tmp_path / "run" / POSITIONS_FILE
+        path = tmp_path / "run" / POSITIONS
         before = [json.loads(line)["updates"] for line in path.read_text().splitlines()]
         assert before == [20, 40]
         assert bed.start("run", raceme("run", "--resume", "run")).wait(240) == 0

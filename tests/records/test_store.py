@@ -42,8 +42,9 @@ from raceme.core.events import (
     Verdict,
     VersionDecided,
 )
+from raceme.records.folder import STORE
 from raceme.records.record import read_run
-from raceme.records.store import FILE_NAME, RunStore, each_event, read_events
+from raceme.records.store import RunStore, each_event, read_events
 from raceme.strategies.csafl import IDLE
 from raceme.strategies.faacl.strategy import SUPPORTERS
 
@@ -136,7 +137,7 @@ def write(folder: Path, events: Iterable[Event]) -> Path:
     with RunStore(folder) as store:
         for event in events:
             store.observe(event)
-    return folder / FILE_NAME
+    return folder / STORE
 
 
 def dump(path: Path) -> list[str]:
@@ -449,7 +450,7 @@ def test_an_existing_run_is_refused_and_left_alone(tmp_path: Path) -> None:
     before = dump(write(tmp_path, ONE_OF_EACH))
     with pytest.raises(UserError, match=r"holds a run already.*--out"):
         RunStore(tmp_path)
-    assert dump(tmp_path / FILE_NAME) == before
+    assert dump(tmp_path / STORE) == before
 
 
 @pytest.mark.parametrize("after", range(len(ONE_OF_EACH) + 1))
@@ -475,17 +476,17 @@ def test_resumed_with_fewer_events_than_expected_is_refused(tmp_path: Path) -> N
 def test_resumed_with_nothing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no run store"):
         RunStore(tmp_path, after=3)
-    assert not (tmp_path / FILE_NAME).exists()
+    assert not (tmp_path / STORE).exists()
 
 
 def test_reading_nothing_is_refused(tmp_path: Path) -> None:
-    for path in (tmp_path, tmp_path / "missing", tmp_path / FILE_NAME):
+    for path in (tmp_path, tmp_path / "missing", tmp_path / STORE):
         with pytest.raises(UserError, match="There is no run store"):
             read_events(path)
 
 
 def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / FILE_NAME
+    path = tmp_path / STORE
     path.write_bytes(b"time,accuracy\n" * 100)
     with pytest.raises(UserError, match="not a run store"):
         read_events(path)
@@ -495,7 +496,7 @@ def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
 
 
 def test_another_database_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / FILE_NAME
+    path = tmp_path / STORE
     with closing(sqlite3.connect(path)) as connection:
         connection.execute("CREATE TABLE updates (event INTEGER)")
         connection.commit()

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from raceme.core.events import Evaluated
-from raceme.records.record import FILE_NAME, WallTimes, read_wall_times
+from raceme.records.folder import WALL_TIMES
+from raceme.records.record import WallTimes, read_wall_times
 
 
 def test_each_evaluation_is_a_line_and_a_resumed_run_goes_on(tmp_path: Path) -> None:
@@ -21,5 +22,5 @@ def test_each_evaluation_is_a_line_and_a_resumed_run_goes_on(tmp_path: Path) -> 
 
 def test_a_line_that_is_being_written_is_left(tmp_path: Path) -> None:
     assert read_wall_times(tmp_path) == []
-    (tmp_path / FILE_NAME).write_text("time,seconds\n1.0,2.0\n3.0,4")
+    (tmp_path / WALL_TIMES).write_text("time,seconds\n1.0,2.0\n3.0,4")
     assert read_wall_times(tmp_path) == [(1.0, 2.0)]

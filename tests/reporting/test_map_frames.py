@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from raceme.core.events import ClientJoined
-from raceme.records.folder import CONTROL
+from raceme.records.folder import CONTROL, STORE
 from raceme.records.positions import PositionsFile, Similarity
-from raceme.records.store import FILE_NAME, RunStore
+from raceme.records.store import RunStore
 from raceme.reporting.dashboard.source import RunSource
 
 NAMES = ["a", "b", "c"]
@@ -62,7 +62,7 @@ def test_of_many_snapshots_some_are_told(tmp_path: Path) -> None:
 def test_a_run_that_begins_anew_tells_its_own(tmp_path: Path) -> None:
     source = RunSource(tmp_path)
     for name, clients in (("x", 3), ("y", 2)):
-        (tmp_path / FILE_NAME).unlink(missing_ok=True)
+        (tmp_path / STORE).unlink(missing_ok=True)
         with RunStore(tmp_path) as store:
             for number in range(clients):
                 store.observe(ClientJoined(0.0, f"{number}", 0, 10, None))

@@ -14,11 +14,20 @@ from typing import Any
 import numpy as np
 
 from raceme.core import events
-from raceme.core.config import read_toml
+from raceme.core.config import CONFIG, read_toml
 from raceme.core.errors import UserError
 from raceme.core.events import Event, EventHandler, Membership
 from raceme.core.files import ReadingError, check_folder, parse_json, read_text
-from raceme.records.folder import CONTROL, ERROR, SUMMARY, has_writer
+from raceme.records.folder import (
+    COMPARISON,
+    CONTROL,
+    ERROR,
+    SIMILARITY,
+    STORE,
+    SUMMARY,
+    WALL_TIMES,
+    has_writer,
+)
 from raceme.records.positions import (
     SCALE,
     PositionsReader,
@@ -28,10 +37,8 @@ from raceme.records.positions import (
     read_similarity,
     steps_of,
 )
-from raceme.records.positions import SIMILARITY_FILE as SIMILARITY
-from raceme.records.record import FILE_NAME as WALL_TIMES
 from raceme.records.record import read_wall_times
-from raceme.records.store import FILE_NAME, StoreFollower, plain
+from raceme.records.store import StoreFollower, plain
 from raceme.records.summary import RunSummary, finite
 
 # -----------------------------------------------------------------------------
@@ -296,9 +303,6 @@ def _short(value: float | None) -> float | None:
 # -----------------------------------------------------------------------------
 
 
-CONFIG = "config.toml"
-
-
 class RunSource:
     """The folder of a run as incremental pieces of JSON.
 
@@ -480,7 +484,6 @@ def new_generation() -> int:
 # -----------------------------------------------------------------------------
 
 
-_COMPARISON = "compare.json"
 _RUNS = ("*/seed-*", "*/*/seed-*", "*/*/*/seed-*")
 """Runs of a comparison, of a suite or folder of comparisons, of a folder of suites."""
 
@@ -494,7 +497,7 @@ def check_watchable(folder: Path) -> None:
         There is none.
     """
     check_folder(folder, "the folder of a run, a comparison or several runs")
-    if not (folder / FILE_NAME).exists() and not is_comparison(folder):
+    if not (folder / STORE).exists() and not is_comparison(folder):
         raise UserError(
             f"{folder} holds no run: expected the run.sqlite of `raceme run`, the runs of "
             "`raceme compare`, or a folder of such runs."
@@ -503,10 +506,10 @@ def check_watchable(folder: Path) -> None:
 
 def is_comparison(folder: Path) -> bool:
     """Return whether a folder has several runs."""
-    if (folder / FILE_NAME).is_file():
+    if (folder / STORE).is_file():
         return False
-    begun = (f"{runs}/{FILE_NAME}" for runs in ("*", *_RUNS))
-    patterns = (_COMPARISON, f"*/{_COMPARISON}", *begun)
+    begun = (f"{runs}/{STORE}" for runs in ("*", *_RUNS))
+    patterns = (COMPARISON, f"*/{COMPARISON}", *begun)
     return any(path.is_file() for pattern in patterns for path in folder.glob(pattern))
 
 
@@ -551,7 +554,7 @@ class ComparisonSource:
 
     def found(self) -> dict[str, Path]:
         """Return the folders of runs that there are now, by name."""
-        single = (store.parent for store in self.folder.glob(f"*/{FILE_NAME}"))
+        single = (store.parent for store in self.folder.glob(f"*/{STORE}"))
         of_comparisons = (path for runs in _RUNS for path in self.folder.glob(runs))
         return {
             path.relative_to(self.folder).as_posix(): path
