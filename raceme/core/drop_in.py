@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -1007,7 +1008,7 @@ def _tell(*lines: str) -> None:
 def _by_cluster(report: events.Evaluated) -> dict[int, tuple[float, int]]:
     """Return the mean of the clients' scores and their number, by cluster."""
     scores = report.by_cluster.items()
-    return {cluster: (math.fsum(each) / len(each), len(each)) for cluster, each in scores}
+    return {cluster: (fmean(each), len(each)) for cluster, each in scores}
 
 
 class _ToFlower(logging.Handler):

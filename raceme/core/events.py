@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from statistics import fmean
 from typing import Any, NamedTuple, TypeVar, get_args
 
 import numpy as np
@@ -543,7 +544,7 @@ class ClustersScored:
     @property
     def mean(self) -> float:
         """Unweighted mean over the clusters."""
-        return math.fsum(self.accuracies.values()) / len(self.accuracies)
+        return fmean(self.accuracies.values())
 
 
 class ClusterChange(StrEnum):

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import nsmallest
+from statistics import fmean
 from typing import Protocol
 from zlib import crc32
 
@@ -150,8 +151,8 @@ class Evaluation:
             time=self.time,
             updates=self.updates,
             # The papers' accuracy: the unweighted mean over clients.
-            accuracy=math.fsum(score.accuracy for score in scores) / len(scores),
-            loss=math.fsum(losses) / len(losses) if losses else math.nan,
+            accuracy=fmean(score.accuracy for score in scores),
+            loss=fmean(losses) if losses else math.nan,
             clusters=self.clusters,
             per_client={name: (s.cluster, s.accuracy, s.loss) for name, s in by_client.items()},
             asked=len(self.cells),

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any, BinaryIO
 from zlib import crc32
 
@@ -641,7 +642,7 @@ class Rollouts(EventHandler):
                 return
             pairs = [pair for pair in testers.values() if pair is not None]
             scores = [new for new, _ in pairs if math.isfinite(new)]
-            score = math.fsum(scores) / len(scores) if scores else math.nan
+            score = fmean(scores) if scores else math.nan
             version = self.store.change(version, Stage.CANARY, score)
             self._unsaved = True
             if cluster in self.store.pinned:
@@ -649,7 +650,7 @@ class Rollouts(EventHandler):
                 return
             if not is_no_worse(pairs, self._margin, self.store.of_errors):
                 used = [score for _, score in pairs if math.isfinite(score)]
-                mean = math.fsum(used) / len(used) if used else math.nan
+                mean = fmean(used) if used else math.nan
                 found = f"{self._measure.word} {score:.4g}, {mean:.4g} of the one in use"
                 tried = "1 device" if len(pairs) == 1 else f"{len(pairs)} devices"
                 self._hold(version, f"{found}, on {tried}")

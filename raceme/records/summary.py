@@ -333,7 +333,7 @@ class TaskAccuracies:
             known = ((step, value) for step, value in values if value is not None)
             for step, own in grouped(known).items():
                 if step < self.count:
-                    means[after, step] = math.fsum(own) / len(own)
+                    means[after, step] = fmean(own)
         return means
 
 
@@ -672,7 +672,7 @@ def _last_of_each(rows: Iterable[Upload], quantity: str) -> Iterable[Upload]:
 
 def _mean_of(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
-    return math.fsum(known) / len(known) if known else None
+    return fmean(known) if known else None
 
 
 # -----------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import secrets
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -145,7 +146,7 @@ class Columns(EventHandler):
         """Send the accuracies and group results."""
         scores = event.per_client
         clusters = event.by_cluster.items()
-        means = sorted((int(k), len(found), _short(_mean(found))) for k, found in clusters)
+        means = sorted((int(k), len(found), _short(fmean(found))) for k, found in clusters)
         self._add(
             "evaluations",
             event.time,
@@ -282,10 +283,6 @@ def _told(value: Any) -> Any:
         return [_told(item) for item in value]
     value = value.item() if hasattr(value, "item") else value
     return _short(value) if isinstance(value, float) else value
-
-
-def _mean(values: list[float]) -> float:
-    return math.fsum(values) / len(values) if values else math.nan
 
 
 def _seconds(time: float) -> float:
