@@ -103,7 +103,7 @@ def _torgerson(squares: Points) -> Points:
     Every client is placed by its distances to the landmarks (de Silva and Tenenbaum 2004).
     """
     n = len(squares)
-    chosen = np.unique(np.linspace(0, n - 1, min(n, _SHOWN)).round().astype(int))
+    chosen = evenly_spread(n, _SHOWN)
     inner = squares[np.ix_(chosen, chosen)]
     means = inner.mean(axis=0) if len(inner) else np.zeros(0)
     centred = -0.5 * (inner - means[:, None] - means[None, :] + (means.mean() if n else 0.0))
@@ -115,6 +115,11 @@ def _torgerson(squares: Points) -> Points:
     points = -0.5 * (squares[:, chosen] - means) @ (directions / np.sqrt(lengths))
     points = _widened(points)
     return np.asarray(points - points.mean(axis=0) if n else points)
+
+
+def evenly_spread(count: int, most: int) -> NDArray[np.int64]:
+    """Return at most `most` of `count` indices, evenly spread, first and last included."""
+    return np.linspace(0, count - 1, min(count, most)).round().astype(np.int64)
 
 
 def _widened(points: Points) -> Points:
@@ -220,9 +225,7 @@ class Similarity:
         cls, clients: list[str], matrix: NDArray[np.floating], most: int = MOST_CLIENTS
     ) -> Self:
         """Keep at most `most` clients, evenly spread over the given order."""
-        chosen = np.arange(len(clients))
-        if len(clients) > most:
-            chosen = np.linspace(0, len(clients) - 1, most).round().astype(int)
+        chosen = evenly_spread(len(clients), most)
         kept = np.asarray(matrix[np.ix_(chosen, chosen)], np.float32)
         return cls(tuple(clients[index] for index in chosen), kept, len(clients))
 

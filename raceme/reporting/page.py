@@ -205,13 +205,6 @@ def plot(figure: Figure, name: str) -> Plot:
     return Plot(caption, Markup(inline_svg(figure, name)))
 
 
-def spread_over(count: int, most: int) -> list[int]:
-    """Return at most `most` of `count` indices, evenly spread, first and last included."""
-    if count <= most:
-        return list(range(count))
-    return [round(index * (count - 1) / (most - 1)) for index in range(most)]
-
-
 def number(value: Any, digits: int = 3) -> str:
     """Format a number; a dash for None and non-finite values."""
     value = value.item() if isinstance(value, np.generic) else value

@@ -37,7 +37,7 @@ from raceme.records.folder import (
     SUMMARY,
     has_writer,
 )
-from raceme.records.positions import read_similarity
+from raceme.records.positions import evenly_spread, read_similarity
 from raceme.records.record import Client, Flags, Floats, RunRecord, read_run
 from raceme.reporting.artefacts import figures_of
 from raceme.reporting.console import summary_rows
@@ -50,7 +50,6 @@ from raceme.reporting.page import (
     plot,
     plural,
     render,
-    spread_over,
     versions_table,
 )
 from raceme.reporting.plots import staleness_figure
@@ -229,7 +228,7 @@ def moves_table(record: RunRecord) -> PageTable | None:
 
 def clients_table(record: RunRecord) -> PageTable:
     """Return a table of clients; for a large fleet, a sample over the order of joining."""
-    chosen = [record.clients[i] for i in spread_over(len(record.clients), _MOST_CLIENTS)]
+    chosen = [record.clients[i] for i in evenly_spread(len(record.clients), _MOST_CLIENTS)]
     rows = list(_client_rows(record, chosen))
     total = len(record.clients)
     shown = f"{len(rows)} of {total:,} clients" if len(rows) < total else f"{total} clients"
@@ -256,7 +255,7 @@ def costs_table(record: RunRecord) -> PageTable | None:
     updates = record.updates
     if not np.isfinite(updates.cpu_seconds).any() and not np.isfinite(updates.joules).any():
         return None
-    chosen = [record.clients[i].client for i in spread_over(len(record.clients), _MOST_CLIENTS)]
+    chosen = [record.clients[i].client for i in evenly_spread(len(record.clients), _MOST_CLIENTS)]
     rows = [_cost_row(name, record, updates.client == name) for name in chosen]
     if len(chosen) == len(record.clients) > 1:
         rows.append(_cost_row("all", record, np.ones(len(updates.client), bool)))
@@ -726,7 +725,7 @@ def _tiles(summary: Mapping[str, Any]) -> list[Tile]:
 
 def _evaluations(record: RunRecord) -> PageTable:
     found = record.evaluations
-    chosen = spread_over(len(found.time), _MOST_EVALUATIONS)
+    chosen = evenly_spread(len(found.time), _MOST_EVALUATIONS)
     known = np.isfinite(found.weighted_accuracy)
     weighted = not np.allclose(found.weighted_accuracy[known], found.accuracy[known])
     rows = [

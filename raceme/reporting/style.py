@@ -25,6 +25,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from raceme.core.events import ClusterChange, ClustersChanged, DataChanged
 from raceme.core.files import atomic_write
+from raceme.records.positions import evenly_spread
 from raceme.records.record import Floats
 
 INK = "#22272e"
@@ -275,8 +276,7 @@ def say_empty(axes: Axes, text: str) -> None:
 def fastest_first(typical: Mapping[str, float]) -> list[str]:
     """Return the devices of a timeline by typical time, a sample of very many."""
     order = sorted(typical, key=lambda client: typical[client])
-    picked = np.linspace(0, len(order) - 1, min(len(order), MOST_ROWS)).round().astype(int)
-    return [order[index] for index in picked]
+    return [order[index] for index in evenly_spread(len(order), MOST_ROWS)]
 
 
 def first_part(end: float, whole: float, seconds: float, of: str = "") -> str:
