@@ -152,7 +152,6 @@ def compare(
     UserError
         There is no such name or key, or a run is impossible; raised before any work starts.
     """
-    import time
     from dataclasses import replace
 
     from raceme.core.config import with_prefixes
@@ -160,6 +159,7 @@ def compare(
     from raceme.experiments.compare import checked_formats, prepare
     from raceme.experiments.suites import of_names
     from raceme.notebook import OpenComparison, compared
+    from raceme.records.folder import dated_folder
 
     written_as = checked_formats(formats)
     if isinstance(strategies, str) or not isinstance(strategies, Iterable):
@@ -168,8 +168,7 @@ def compare(
     keys = with_prefixes(_keys(settings, data, model), names)
     suite = replace(of_names(names, keys), seeds=_seeds(seeds))
     with _TURN:
-        stamp = time.strftime("%Y%m%d-%H%M%S")
-        folder = Path("runs") / f"{stamp}-compare-{suite.dataset}" if out is None else _path(out)
+        folder = dated_folder(f"compare-{suite.dataset}") if out is None else _path(out)
         plan = prepare(suite, folder)
         compared(plan, processes, _console(), written_as)
         return OpenComparison(plan.out)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -189,12 +188,12 @@ def compare(
     from raceme.experiments.compare import checked_formats
     from raceme.experiments.results import regret_table
     from raceme.experiments.suites import load_suite, of_names, parts, variants
+    from raceme.records.folder import dated_folder
 
     written_as = checked_formats(formats)
-    stamp = time.strftime("%Y%m%d-%H%M%S")
     overview: Callable[[Mapping[str, Comparison]], PlainTable | None] | None = None
     if suite is not None and (cases := variants(suite)):
-        folder = out or Path("runs") / f"{stamp}-compare-{suite.name.removesuffix('.toml')}"
+        folder = out or dated_folder(f"compare-{suite.name.removesuffix('.toml')}")
         chosen = [(load_suite(case), name) for name, case in parts(str(suite), cases, only).items()]
         overview = regret_table
     elif only:
@@ -204,7 +203,7 @@ def compare(
     else:
         named = [*STRATEGIES] if every else methods or []
         one = of_names(named, keys) if suite is None else load_suite(suite)
-        folder = out or Path("runs") / f"{stamp}-compare-{keys.get('dataset', one.dataset)}"
+        folder = out or dated_folder(f"compare-{keys.get('dataset', one.dataset)}")
         chosen = [(one, "")]
     planned = []
     for plan, name in chosen:

@@ -842,9 +842,8 @@ def prepare(keys: Mapping[str, Value], clients_min: int = 1) -> RunConfig:
             "serve needs a folder for results and checkpoints: give --out, e.g. --out runs/lab. "
             "The same command with the same folder resumes the run."
         )
-    out = str(Path(folder).expanduser().resolve())
-    is_there = (Path(out) / STORE).is_file()
-    return config.with_values(out=out, resume=out if is_there or config.resume else "")
+    is_there = (Path(folder) / STORE).is_file()
+    return config.with_values(out=folder, resume=folder if is_there or config.resume else "")
 
 
 def with_registry(keys: Mapping[str, Value], certificates: Path | None) -> Mapping[str, Value]:

@@ -23,9 +23,8 @@ from pathlib import Path
 import raceme
 from raceme.core.config import FEW_DEVICES, RunConfig, write_toml
 from raceme.core.errors import UserError
-from raceme.core.files import absolute
 from raceme.core.options import Value
-from raceme.records.folder import STORE, SUMMARY, check_new
+from raceme.records.folder import STORE, SUMMARY, check_new, dated_folder
 from raceme.reporting.artefacts import missing_line
 from raceme.simulation.devices import PREFIX, Device, Workload, fleet
 
@@ -470,11 +469,10 @@ def prepare(keys: Mapping[str, Value]) -> RunConfig:
     if config.resume:
         return config.with_values(out=config.resume)
     if config.out:
-        out = absolute(config.out)
-        check_new(out)
-        return config.with_values(out=str(out))
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    return config.with_values(out=str(Path("runs").resolve() / f"{stamp}-up-{config.short_name}"))
+        check_new(Path(config.out))
+        return config
+    out = dated_folder(f"up-{config.short_name}").resolve()
+    return config.with_values(out=str(out))
 
 
 def shapes_from(config: RunConfig, profile: str, delay: float, loss: float) -> list[Shape]:
@@ -518,7 +516,7 @@ def run_testbed(config: RunConfig, show: Show, shapes: Sequence[Shape] | None = 
     UserError
         A process does not start, or ends before the run.
     """
-    out = Path(config.out).expanduser().resolve()
+    out = Path(config.out)
     with ExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="raceme-up-")))
         rooms: list[Place | None] = [None] * config.num_clients

@@ -106,8 +106,12 @@ def new_folder(out: str | Path | None, name: str) -> Path:
         check_new(folder)
         make_folder(folder)
         return folder
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    return _made_anew(Path("runs").resolve() / f"{stamp}-{name}")
+    return _made_anew(dated_folder(name).resolve())
+
+
+def dated_folder(name: str) -> Path:
+    """Return the folder of results that are given none: in ``runs``, named after the time."""
+    return Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
 
 
 def check_new(out: Path) -> None:

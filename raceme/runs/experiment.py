@@ -469,7 +469,7 @@ def _check_resumed_limit(config: RunConfig) -> None:
     UserError
         The run has more updates than the limit.
     """
-    folder = Path(config.resume).expanduser()
+    folder = Path(config.resume)
     try:
         done = int(json.loads((folder / SUMMARY).read_text(encoding="utf-8"))["updates"])
         before = read_toml(folder / CONFIG).get("max-updates")
