@@ -641,17 +641,15 @@ class Rollouts(EventHandler):
             if None in testers.values():
                 return
             pairs = [pair for pair in testers.values() if pair is not None]
-            scores = [new for new, _ in pairs if math.isfinite(new)]
-            score = fmean(scores) if scores else math.nan
+            score = _mean(new for new, _ in pairs)
             version = self.store.change(version, Stage.CANARY, score)
             self._unsaved = True
             if cluster in self.store.pinned:
                 self._hold(version, "an operator has chosen the version in use", logging.INFO)
                 return
             if not is_no_worse(pairs, self._margin, self.store.of_errors):
-                used = [score for _, score in pairs if math.isfinite(score)]
-                mean = fmean(used) if used else math.nan
-                found = f"{self._measure.word} {score:.4g}, {mean:.4g} of the one in use"
+                used = _mean(used for _, used in pairs)
+                found = f"{self._measure.word} {score:.4g}, {used:.4g} of the one in use"
                 tried = "1 device" if len(pairs) == 1 else f"{len(pairs)} devices"
                 self._hold(version, f"{found}, on {tried}")
                 return
@@ -697,57 +695,65 @@ class Rollouts(EventHandler):
 
     def _ask(self, client: str, device: _Device, now: float) -> None:
         """Send a device what is due, if anything is."""
-        cluster = self._method.clusters.main(client)
-        new = self.store.new(cluster)
-        asked: tuple[str, Version | None] = (_PROBE, None)
-        records: dict[str, ArrayRecord] = {}
-        settings: dict[str, Any] = {KIND: USE}
-        kind = MessageType.QUERY
         try:
-            if device.uses is None:
-                pass
-            elif (
-                new
-                and new.stage is Stage.TRIAL
-                and self._testers.get(cluster, {}).get(client, ()) is None
-            ):
-                asked, kind = (_TRY, new), MessageType.EVALUATE
-                models = [new, *([used] if (used := self.current(cluster)) else [])]
-                records = {
-                    candidate(place): self._record(version, client)
-                    for place, version in enumerate(models)
-                }
-                step = self._method.step_of(client) or 0
-                settings = {
-                    KIND: TEST_STEPS,
-                    STEP: step,
-                    TESTED_STEPS: [step] * len(models),
-                    TESTED_MODELS: list(range(len(models))),
-                    **self._method.own_settings,
-                }
-            elif device.uses and (target := self._target(client)):
-                if device.has == target.key:
-                    return
-                asked, records = (_USE, target), {ARRAYS: self._record(target, client)}
-                settings |= {
-                    USED_RUN: self.store.run_id,
-                    USED_CLUSTER: target.cluster,
-                    USED_VERSION: target.number,
-                    **self._method.own_settings,
-                }
-            else:
-                return
+            due = self._due(client, device)
         except (OSError, SafetensorError) as error:
+            cluster = self._method.clusters.main(client)
             log.warning("A version of cluster %d cannot be read: %s", cluster, error)
             device.until = now + _RETRY_SECONDS
             return
-        content = RecordDict({**records, CONFIG: ConfigRecord(settings)})
-        message = Message(content, device.node, kind, ttl=_MESSAGE_SECONDS)
-        message_id = self._state.push(message)
+        if due is None:
+            return
+        asked, kind, content = due
+        message_id = self._state.push(Message(content, device.node, kind, ttl=_MESSAGE_SECONDS))
         device.until = now + (_RETRY_SECONDS if message_id is None else _MESSAGE_SECONDS)
         if message_id is not None:
             device.message, device.asked = message_id, asked
             self.open[message_id] = client
+
+    def _due(
+        self, client: str, device: _Device
+    ) -> tuple[tuple[str, Version | None], str, RecordDict] | None:
+        """Return what a device is asked next, with the type and the content of the message.
+
+        Whether an application uses its model, to test a new version, or to use one.
+
+        Raises
+        ------
+        OSError, SafetensorError
+            The file of a version cannot be read.
+        """
+        own = self._method.own_settings
+        settings: dict[str, Any] = {KIND: USE}
+        if device.uses is None:
+            return (_PROBE, None), MessageType.QUERY, _content({}, settings)
+        cluster = self._method.clusters.main(client)
+        new = self.store.new(cluster)
+        is_tester = self._testers.get(cluster, {}).get(client, ()) is None
+        if new and new.stage is Stage.TRIAL and is_tester:
+            models = [new, *([used] if (used := self.current(cluster)) else [])]
+            records = {
+                candidate(place): self._record(version, client)
+                for place, version in enumerate(models)
+            }
+            step = self._method.step_of(client) or 0
+            settings = {
+                KIND: TEST_STEPS,
+                STEP: step,
+                TESTED_STEPS: [step] * len(models),
+                TESTED_MODELS: list(range(len(models))),
+            }
+            return (_TRY, new), MessageType.EVALUATE, _content(records, settings | own)
+        target = self._target(client) if device.uses else None
+        if target is None or device.has == target.key:
+            return None
+        settings |= {
+            USED_RUN: self.store.run_id,
+            USED_CLUSTER: target.cluster,
+            USED_VERSION: target.number,
+        }
+        records = {ARRAYS: self._record(target, client)}
+        return (_USE, target), MessageType.QUERY, _content(records, settings | own)
 
     def _record(self, version: Version, client: str) -> ArrayRecord:
         """Return the model of a version that serves a client, as it travels."""
@@ -901,3 +907,13 @@ class Rollouts(EventHandler):
 
 def _listed(numbers: Iterable[int]) -> str:
     return ", ".join(map(str, numbers)) or "none"
+
+
+def _content(records: Mapping[str, ArrayRecord], settings: dict[str, Any]) -> RecordDict:
+    return RecordDict({**records, CONFIG: ConfigRecord(settings)})
+
+
+def _mean(scores: Iterable[float]) -> float:
+    """Return the mean of the finite scores; NaN without any."""
+    known = [score for score in scores if math.isfinite(score)]
+    return fmean(known) if known else math.nan
