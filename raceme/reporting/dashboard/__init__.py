@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -13,8 +12,7 @@ from pathlib import Path, PurePosixPath
 
 from markupsafe import Markup
 
-from raceme.core.errors import UserError
-from raceme.reporting.dashboard.source import ComparisonSource, RunSource
+from raceme.reporting.dashboard.source import ComparisonSource, RunSource, Source
 
 _TYPES = {".js": "text/javascript", ".css": "text/css"}
 _ROOT = files("raceme.reporting.dashboard") / "assets"
@@ -144,22 +142,17 @@ def frozen_run(folder: Path) -> Frozen | None:
     UserError
         The folder cannot be read.
     """
-    source = RunSource(folder, most_scores=_MOST_SCORES, most_positions=_MOST_POSITIONS)
-    source.read_all()
-    return _frozen(source.pieces)
+    return _frozen(RunSource(folder, most_scores=_MOST_SCORES, most_positions=_MOST_POSITIONS))
 
 
 def frozen_comparison(folder: Path) -> Frozen | None:
     """Freeze the page of a comparison, as :func:`frozen_run` does that of a run."""
-    source = ComparisonSource(folder)
-    while source.poll():
-        pass
-    if source.trouble:
-        raise UserError(source.trouble)
-    return _frozen(source.pieces)
+    return _frozen(ComparisonSource(folder))
 
 
-def _frozen(pieces: Sequence[str]) -> Frozen | None:
+def _frozen(source: Source) -> Frozen | None:
+    source.read_all()
+    pieces = source.pieces
     if sum(map(len, pieces)) > _MOST_BYTES:
         return None
     # Escaped, so that no text ends the element.

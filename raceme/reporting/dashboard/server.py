@@ -42,7 +42,7 @@ from raceme.flower.ports import (
     read_body,
 )
 from raceme.reporting.dashboard import ASSETS, live_page, read_asset
-from raceme.reporting.dashboard.source import ComparisonSource, RunSource, Watched
+from raceme.reporting.dashboard.source import Source, Watched
 
 # -----------------------------------------------------------------------------
 # Access: browsers on this machine, or with a token, and no page of another site.
@@ -159,9 +159,6 @@ _BREATH_SECONDS = 15.0
 """A stream without news sends a comment so often, or proxies and laptops think it dead."""
 _RETRY_MILLISECONDS = 1000
 _LONGEST_ID = 40
-
-
-Source = RunSource | ComparisonSource
 
 
 class Feed:

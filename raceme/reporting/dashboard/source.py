@@ -6,6 +6,7 @@ import base64
 import json
 import math
 import secrets
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,7 +19,14 @@ from raceme.core import events
 from raceme.core.config import CONFIG, read_toml
 from raceme.core.errors import UserError
 from raceme.core.events import Event, EventHandler, Membership
-from raceme.core.files import ReadingError, check_folder, parse_json, read_text
+from raceme.core.files import (
+    ReadingError,
+    Stamp,
+    check_folder,
+    file_stamp,
+    parse_json,
+    read_text,
+)
 from raceme.records.folder import (
     COMPARISON,
     CONTROL,
@@ -58,8 +66,12 @@ _TOLD: Mapping[type[Any], tuple[str, Mapping[str, str]]] = {
     events.UpdateApplied: (
         "updates",
         {
-            **{"sent": "dispatched_at", "client": "client", "cluster": "cluster"},
-            **{"staleness": "staleness", "weight": "weight", "loss": "train_loss"},
+            "sent": "dispatched_at",
+            "client": "client",
+            "cluster": "cluster",
+            "staleness": "staleness",
+            "weight": "weight",
+            "loss": "train_loss",
         },
     ),
     events.UpdateRejected: (
@@ -300,18 +312,13 @@ def _short(value: float | None) -> float | None:
 # -----------------------------------------------------------------------------
 
 
-class RunSource:
-    """The folder of a run as incremental pieces of JSON.
+class Source(ABC):
+    """A watched folder as incremental pieces of JSON.
 
     Parameters
     ----------
     folder : Path
-        Folder of `raceme run`, which may not have begun.
-    most_scores : int
-        Approximate maximum number of client accuracies, by default 8 MB. Beyond it, only every
-        second evaluation has them, then every third, and so on.
-    most_positions : int
-        Approximate maximum number of positions on the map, likewise.
+        The folder.
 
     Attributes
     ----------
@@ -323,58 +330,18 @@ class RunSource:
         Reason why the folder is unreadable now, else empty.
     """
 
-    def __init__(
-        self, folder: Path, most_scores: int = 2_000_000, most_positions: int = 1_000_000
-    ) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.pieces: list[str] = []
-        self.generation = new_generation()
+        self.generation = _new_generation()
         self.trouble = ""
-        self._follower = StoreFollower(folder)
-        self._most_scores, self._most_positions = most_scores, most_positions
-        self._begin()
 
-    def _begin(self) -> None:
-        """Reset."""
-        self._columns = Columns(self._most_scores)
-        self._is_stopped = False
-        self._is_behind = True
-        self._stamps: dict[str, tuple[int, int]] = {}
-        self._walls = 0
-        self._positions = PositionsReader(self.folder)
-        self._placed: dict[str, int] = {}
-        self._flat: dict[str, Sequence[float]] = {}
-        self._snapshots, self._told_positions = 0, 0
-
+    @abstractmethod
     def poll(self) -> bool:
         """Read new events; return whether there are more.
 
         An unreadable folder is reported in `trouble` and retried.
         """
-        # Checked first, so that the end of a run is never missed.
-        is_stopped = not has_writer(self.folder)
-        try:
-            self._tell_files()
-            reading = self._follower.read()
-        except UserError as error:
-            self.trouble = str(error)
-            return False
-        self.trouble = ""
-        if reading.restarted:
-            self.generation, self.pieces = new_generation(), []
-            self._begin()
-            self._tell_files()
-        for event in reading.events:
-            self._columns.observe(event)
-        self._tell(self._columns.take())
-        if reading.more != self._is_behind:
-            self._is_behind = reading.more
-            self._tell({"loading": reading.more})
-        is_stopped &= CONFIG in self._stamps and not reading.more
-        if is_stopped != self._is_stopped:
-            self._is_stopped = is_stopped
-            self._tell({"stopped": is_stopped})
-        return reading.more
 
     def read_all(self) -> None:
         """Read all events.
@@ -392,6 +359,78 @@ class RunSource:
     def _tell(self, piece: Mapping[str, Any]) -> None:
         if piece:
             self.pieces.append(as_json(piece))
+
+
+def as_json(piece: Mapping[str, Any]) -> str:
+    """Return a piece as compact JSON on one line."""
+    return json.dumps(piece, separators=(",", ":"), allow_nan=False)
+
+
+def _new_generation() -> int:
+    """Return a unique number, for browsers with outdated pieces."""
+    return secrets.randbits(48)
+
+
+class RunSource(Source):
+    """The folder of a run, which may not have begun.
+
+    Parameters
+    ----------
+    folder : Path
+        Folder of `raceme run`.
+    most_scores : int
+        Approximate maximum number of client accuracies, by default 8 MB. Beyond it, only every
+        second evaluation has them, then every third, and so on.
+    most_positions : int
+        Approximate maximum number of positions on the map, likewise.
+    """
+
+    def __init__(
+        self, folder: Path, most_scores: int = 2_000_000, most_positions: int = 1_000_000
+    ) -> None:
+        super().__init__(folder)
+        self._follower = StoreFollower(folder)
+        self._most_scores, self._most_positions = most_scores, most_positions
+        self._begin()
+
+    def _begin(self) -> None:
+        """Reset."""
+        self._columns = Columns(self._most_scores)
+        self._is_stopped = False
+        self._is_behind = True
+        self._stamps: dict[str, Stamp] = {}
+        self._walls = 0
+        self._positions = PositionsReader(self.folder)
+        self._placed: dict[str, int] = {}
+        self._flat: dict[str, Sequence[float]] = {}
+        self._snapshots, self._told_positions = 0, 0
+
+    def poll(self) -> bool:
+        """Read new events; return whether there are more."""
+        # Checked first, so that the end of a run is never missed.
+        is_stopped = not has_writer(self.folder)
+        try:
+            self._tell_files()
+            reading = self._follower.read()
+        except UserError as error:
+            self.trouble = str(error)
+            return False
+        self.trouble = ""
+        if reading.restarted:
+            self.generation, self.pieces = _new_generation(), []
+            self._begin()
+            self._tell_files()
+        for event in reading.events:
+            self._columns.observe(event)
+        self._tell(self._columns.take())
+        if reading.more != self._is_behind:
+            self._is_behind = reading.more
+            self._tell({"loading": reading.more})
+        is_stopped &= CONFIG in self._stamps and not reading.more
+        if is_stopped != self._is_stopped:
+            self._is_stopped = is_stopped
+            self._tell({"stopped": is_stopped})
+        return reading.more
 
     def _tell_files(self) -> None:
         """Send new files besides the store."""
@@ -455,25 +494,11 @@ class RunSource:
         self._tell({"frame": frame})
 
     def _is_new(self, name: str) -> bool:
-        try:
-            status = (self.folder / name).stat()
-        except OSError:
-            return False
-        stamp = status.st_mtime_ns, status.st_size
-        if self._stamps.get(name) == stamp:
+        stamp = file_stamp(self.folder / name)
+        if stamp is None or self._stamps.get(name) == stamp:
             return False
         self._stamps[name] = stamp
         return True
-
-
-def as_json(piece: Mapping[str, Any]) -> str:
-    """Return a piece as compact JSON on one line."""
-    return json.dumps(piece, separators=(",", ":"), allow_nan=False)
-
-
-def new_generation() -> int:
-    """Return a unique number, for browsers with outdated pieces."""
-    return secrets.randbits(48)
 
 
 # -----------------------------------------------------------------------------
@@ -525,7 +550,7 @@ class Watched:
         self._folder = folder
         self._top = ComparisonSource(folder) if comparison else RunSource(folder)
 
-    def source(self, name: str) -> ComparisonSource | RunSource | None:
+    def source(self, name: str) -> Source | None:
         """Return the source of a comparison's run by name, or of all runs without a name."""
         if not name:
             return self._top
@@ -535,18 +560,13 @@ class Watched:
         return None
 
 
-class ComparisonSource:
-    """The folder of a comparison as pieces of JSON: the curves and the state of all its runs.
-
-    See :class:`raceme.reporting.dashboard.source.RunSource` for the attributes.
-    """
+class ComparisonSource(Source):
+    """The folder of a comparison: the curves and the state of all its runs."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.generation = new_generation()
-        self.trouble = ""
+        super().__init__(folder)
         title = {"title": folder.name, "name": folder.name}
-        self.pieces = [as_json({"run": title, "comparison": {}})]
+        self._tell({"run": title, "comparison": {}})
         self._runs: dict[str, _Curve] = {}
 
     def found(self) -> dict[str, Path]:
@@ -575,7 +595,7 @@ class ComparisonSource:
                 told[name] = news
         self.trouble = troubles[0] if troubles else ""
         if told:
-            self.pieces.append(as_json({"comparison": told}))
+            self._tell({"comparison": told})
         return more
 
 
