@@ -27,10 +27,10 @@ from numpy.typing import NDArray
 from raceme.core.events import grouped
 from raceme.core.messages import LABEL_COUNTS
 from raceme.core.options import option
-from raceme.core.requests import Answer, InFlight, Outcome, Request, Update
-from raceme.core.scheduling import InRounds, RoundsParameters, Scheduler, SelectionContext
-from raceme.core.strategy import Method, Needs, average_by_cluster
-from raceme.strategies.shared import LabelCounts, numbered, regroup
+from raceme.core.requests import Answer, InFlight, Request
+from raceme.core.scheduling import InRounds, RoundsParameters, SelectionContext
+from raceme.core.strategy import Needs
+from raceme.strategies.shared import AveragingRounds, LabelCounts, numbered, regroup
 
 Shares = NDArray[np.float64]
 
@@ -59,7 +59,7 @@ class FieldingState(LabelCounts):
     centres: dict[int, Shares] = field(default_factory=dict)
 
 
-class Fielding(Method):
+class Fielding(AveragingRounds):
     """Clusters by label shares; moves drifted clients, and clusters again if need be (Fielding)."""
 
     parameters_type = FieldingParameters
@@ -68,11 +68,6 @@ class Fielding(Method):
     parameters: FieldingParameters
     state: FieldingState
     scheduling: InRounds
-
-    def scheduler(self) -> Scheduler:
-        """Work in rounds, with label counts before each."""
-        parameters = self.parameters
-        return InRounds(parameters.fraction, sampling=parameters.sampling, queries=self._queries)
 
     def _queries(self, moment: SelectionContext) -> Sequence[Request] | None:
         """Ask all clients for their label counts; place them, and then let a round begin."""
@@ -92,10 +87,6 @@ class Fielding(Method):
         """Take a client's label counts in."""
         stated = self.progress.fleet.clients[answer.task.client].num_examples
         self.state.take(answer, stated, self.parameters.tolerance)
-
-    def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
-        """Average inside each cluster."""
-        return average_by_cluster(self.clusters, updates)
 
     # Between two rounds.
 

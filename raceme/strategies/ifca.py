@@ -44,10 +44,10 @@ from raceme.core.messages import (
 )
 from raceme.core.options import option
 from raceme.core.requests import Answer, InFlight, InvalidReplyError, Outcome, Request, Update
-from raceme.core.scheduling import InRounds, RoundsParameters, Scheduler, SelectionContext
+from raceme.core.scheduling import InRounds, RoundsParameters, SelectionContext
 from raceme.core.strategy import Method, Needs, average_by_cluster
 from raceme.strategies.fedasync import FedAsyncParameters, mix_by_staleness
-from raceme.strategies.shared import LabelCounts
+from raceme.strategies.shared import AveragingRounds, LabelCounts
 
 _TOLERANCE = 0.2
 """Share of a client's samples that may come or go: FlexCFL's."""
@@ -107,7 +107,7 @@ class ChoosesModel(Method):
         return Request(client, TRAIN_BEST if len(models) > 1 else TRAIN, models, settings=settings)
 
 
-class IFCA(ChoosesModel):
+class IFCA(ChoosesModel, AveragingRounds):
     """K models; each client trains the one with the lowest loss on its data, in rounds (IFCA).
 
     A client is tested with its last choice; before the first choice with the most frequent one,
@@ -128,11 +128,6 @@ class IFCA(ChoosesModel):
             return needs
         kinds = needs.kinds | {LABEL_COUNTS, SCORES}
         return replace(needs, kinds=kinds, classes="count their labels unless detect=none")
-
-    def scheduler(self) -> Scheduler:
-        """Work in rounds; clients with changed data choose first."""
-        parameters = self.parameters
-        return InRounds(parameters.fraction, sampling=parameters.sampling, queries=self._queries)
 
     def _queries(self, moment: SelectionContext) -> Sequence[Request] | None:
         """Query label counts before each round, and then the choices of changed clients."""

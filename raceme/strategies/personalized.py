@@ -18,7 +18,6 @@ exchanged, and time passes as for the other methods.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -32,10 +31,11 @@ from raceme.core.messages import ModelSpec, Vector
 from raceme.core.options import option
 from raceme.core.requests import Outcome, Request, Update, Value
 from raceme.core.scheduling import RoundsParameters
-from raceme.core.strategy import Method, Needs, average_by_cluster
+from raceme.core.strategy import Method, Needs
+from raceme.strategies.shared import AveragingRounds
 
 
-class Personalized(Method):
+class Personalized(AveragingRounds):
     """Rounds of federated averaging in which clients also train what is theirs alone."""
 
     parameters_type = RoundsParameters
@@ -62,10 +62,6 @@ class Personalized(Method):
     @abstractmethod
     def said(self, client: str) -> dict[str, Value]:
         """Return the settings of a request: the hyper-parameters, and what the work costs."""
-
-    def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
-        """Average the received models, weighted by their clients' examples."""
-        return average_by_cluster(self.clusters, updates)
 
 
 @dataclass(frozen=True)

@@ -611,6 +611,24 @@ def has_shifted(
 # -----------------------------------------------------------------------------
 
 
+class AveragingRounds(Method):
+    """A method in rounds that averages in each cluster."""
+
+    def scheduler(self) -> Scheduler:
+        """Work in rounds, with queries before them if the method has any."""
+        return InRounds(
+            self.parameters.fraction, sampling=self.parameters.sampling, queries=self._queries
+        )
+
+    def _queries(self, moment: SelectionContext) -> Sequence[Request] | None:
+        """Return the current queries; None if the next round may begin."""
+        return None
+
+    def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
+        """Average inside each cluster."""
+        return average_by_cluster(self.clusters, updates)
+
+
 @dataclass
 class QueryState:
     """State of a method's queries.
@@ -624,16 +642,10 @@ class QueryState:
     asked: dict[str, int] = field(default_factory=dict)
 
 
-class QueriesFirst(Method):
-    """A method with queries before some rounds and averaging in each cluster."""
+class QueriesFirst(AveragingRounds):
+    """A method with queries before some rounds, repeated for unresponsive clients."""
 
     state: QueryState
-
-    def scheduler(self) -> Scheduler:
-        """Work in rounds, with queries before them."""
-        return InRounds(
-            self.parameters.fraction, sampling=self.parameters.sampling, queries=self._queries
-        )
 
     @abstractmethod
     def _queries(self, moment: SelectionContext) -> Sequence[Request] | None:
@@ -647,7 +659,3 @@ class QueriesFirst(Method):
         """Record the queried client."""
         if task.kind in self.needs.kinds:
             self.state.asked[task.client] = self.state.asked.get(task.client, 0) + 1
-
-    def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
-        """Average inside each cluster."""
-        return average_by_cluster(self.clusters, updates)

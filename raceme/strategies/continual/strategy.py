@@ -18,8 +18,9 @@ from raceme.core.messages import ModelSpec, forward_cost, to_array
 from raceme.core.options import option
 from raceme.core.requests import Outcome, Request, Update, Value
 from raceme.core.scheduling import RoundsParameters
-from raceme.core.strategy import Method, Needs, average_by_cluster
+from raceme.core.strategy import Needs, average_by_cluster
 from raceme.flower.messages import array_record
+from raceme.strategies.shared import AveragingRounds
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class TaskRoundsParameters(RoundsParameters):
     mu: float = option(0.05, "weight μ of FedProx's proximal term; 0: FedAvg's rounds", low=0)
 
 
-class TaskRounds(Method):
+class TaskRounds(AveragingRounds):
     """FedProx's rounds; the methods differ in the training of clients."""
 
     def task_of(self, client: str) -> int:
@@ -39,10 +40,6 @@ class TaskRounds(Method):
     def begins_task(self, client: str) -> bool:
         """Return whether a client has sent no update of its present task."""
         return self.progress.trained_steps.get(client) != self.task_of(client)
-
-    def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
-        """Average, weighted by the numbers of samples."""
-        return average_by_cluster(self.clusters, updates)
 
 
 # -----------------------------------------------------------------------------
