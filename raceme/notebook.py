@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields
 from functools import cached_property
 from io import StringIO
 from numbers import Integral
@@ -25,7 +24,7 @@ from raceme.experiments.page import purity_figure, times_figure
 from raceme.experiments.results import Comparison, Run, read_comparison, read_runs
 from raceme.experiments.tables import main_table, purity_table, times_table, to_csv, to_latex
 from raceme.records.exchanges import CLIENTS
-from raceme.records.folder import COMPARISON, STORE, SUMMARY, model_file, read_model
+from raceme.records.folder import COMPARISON, STORE, SUMMARY, clusters_in, model_file, read_model
 from raceme.records.positions import read_similarity
 from raceme.records.record import RunRecord, read_run
 from raceme.reporting.artefacts import draw_similarity, export_model, missing_line
@@ -129,7 +128,7 @@ class OpenRun:
     @property
     def models(self) -> dict[int, dict[str, Any]]:
         """The final model of each cluster: arrays by name, by cluster number."""
-        return {number: self.model(number) for number in self._numbers()}
+        return {number: self.model(number) for number in clusters_in(self.folder)}
 
     @property
     def client_evaluations(self) -> pd.DataFrame:
@@ -206,7 +205,7 @@ class OpenRun:
             raise UserError(
                 f"There is no model of client '{of}': runs leave them with client-models=true."
             )
-        raise UserError(f"There is no model of cluster {of}; there are {self._numbers()}.")
+        raise UserError(f"There is no model of cluster {of}; there are {clusters_in(self.folder)}.")
 
     def export(
         self,
@@ -228,11 +227,6 @@ class OpenRun:
         return export_model(
             self.folder, kind, cluster=cluster, device=device, labels=labels, out=folder
         )[0]
-
-    def _numbers(self) -> list[int]:
-        """Return the clusters with saved models."""
-        folder = model_file(self.folder, 0).parent
-        return sorted(int(file.stem) for file in folder.glob("*.safetensors"))
 
     def plot_accuracy(self) -> Figure:
         """Draw the accuracy over time, as in ``accuracy.png``."""
@@ -467,8 +461,7 @@ def _for_papers(frame: Any, latex: str) -> pd.DataFrame:
 
 
 def _columns(columns: Any) -> pd.DataFrame:
-    names = [item.name for item in fields(columns)]
-    return _frame({name: getattr(columns, name) for name in names})
+    return _frame(vars(columns))
 
 
 def _frame(data: Any, columns: Sequence[str] | None = None) -> pd.DataFrame:

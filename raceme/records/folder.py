@@ -255,6 +255,11 @@ def model_file(out: Path, of: int | str) -> Path:
     return out / f"{inner}.safetensors"
 
 
+def clusters_in(out: Path) -> list[int]:
+    """Return the clusters that have a model file, ascending."""
+    return sorted(int(path.stem) for path in (out / MODELS[0]).glob("*.safetensors"))
+
+
 def read_model(path: Path) -> dict[str, NDArray[np.generic]]:
     """Read the file of a model; UserError if it is damaged."""
     try:

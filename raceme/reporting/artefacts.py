@@ -28,10 +28,10 @@ from raceme.core.errors import UserError, check_known, one_line, os_errors_as_us
 from raceme.core.files import atomic_write
 from raceme.core.registry import EXPORT, explained
 from raceme.records.folder import (
-    MODELS,
     SIMILARITY,
     SUMMARY,
     VersionStore,
+    clusters_in,
     model_file,
     read_model,
     saved_in,
@@ -97,18 +97,15 @@ def write_all(
     dict[str, str]
         Names of what could not be written, and why.
     """
-    failed = _attempt(SUMMARY, lambda: write_summary(out / SUMMARY, summary))
+    failed = _attempt(SUMMARY, write_summary, out / SUMMARY, summary)
     for cluster, arrays in models.items():
         path = model_file(out, cluster)
         note = f"cluster {cluster} of {summary['strategy']} on {summary['dataset']}"
-        failed |= _attempt(
-            f"{path.parent.name}/{path.name}",
-            lambda p=path, a=arrays, t=note: save_model(p, a, t),  # type: ignore[misc]
-        )
-    failed |= _attempt("clients/", lambda: _save_client_models(out, clients, summary))
+        failed |= _attempt(f"{path.parent.name}/{path.name}", save_model, path, arrays, note)
+    failed |= _attempt("clients/", _save_client_models, out, clients, summary)
     kept = None if similarity is None else Similarity.thinned(*similarity)
     if kept is not None:
-        failed |= _attempt(SIMILARITY, lambda: kept.save(out))
+        failed |= _attempt(SIMILARITY, kept.save, out)
     try:
         record = read_run(out)
     except UserError as error:
@@ -119,7 +116,7 @@ def write_all(
         log.warning("mixtures.png is left out: %s", why)
     for name, draw in figures.items():
         path = out / f"{name}.png"
-        failed |= _attempt(path.name, lambda p=path, d=draw: save_figure(d(), p))  # type: ignore[misc]
+        failed |= _attempt(path.name, _draw, draw, path)
     return failed
 
 
@@ -184,10 +181,14 @@ def draw_similarity(record: RunRecord, similarity: Similarity | None) -> Figure:
     )
 
 
-def _attempt(name: str, write: Callable[[], None]) -> dict[str, str]:
+def _draw(draw: Callable[[], Figure], path: Path) -> None:
+    save_figure(draw(), path)
+
+
+def _attempt(name: str, write: Callable[..., None], *arguments: Any) -> dict[str, str]:
     """Write one artefact; if that fails, log it and return its name and the reason."""
     try:
-        write()
+        write(*arguments)
     except Exception as error:
         reason = getattr(error, "strerror", None) or one_line(error) or type(error).__name__
         if isinstance(error, OSError | SafetensorError):
@@ -308,9 +309,7 @@ def _chosen(
         raise UserError("--cluster and --device each name a model: give one of them.")
     record, store = read_run(run), VersionStore(run)
     versions = {k: used for k in store.clusters if (used := store.in_use(k)) is not None}
-    numbers = sorted(versions) or sorted(
-        int(path.stem) for path in (run / MODELS[0]).glob("*.safetensors")
-    )
+    numbers = sorted(versions) or clusters_in(run)
     if not numbers:
         raise UserError(
             f"{run} has no models: a run leaves them when it ends, or keeps versions while it is "
