@@ -6,6 +6,7 @@ import inspect
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
+from dataclasses import Field
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any
@@ -200,11 +201,11 @@ def with_keys(
     names : Sequence[str], optional
         Keys shown in the command's help; by default those of every run.
     """
-    shown, groups = general_keys(), dict[str, str]()
+    groups: dict[str, str] = {}
     if names is None:
         groups = {name: group for group, inside in _GROUPS.items() for name in inside.split()}
         names = [*_FIRST, *groups]
-    shown = {name: shown[name] for name in names}
+    shown = {name: general_keys()[name] for name in names}
 
     def wrapped(**values: Any) -> None:
         config, assignments = values.pop("config"), values.pop("assignments")
@@ -221,42 +222,45 @@ def with_keys(
         except UserError as error:
             raise (_located(error, config, from_file) if config else error) from error.__cause__
 
+    options = _key_options(command.__name__, shown, groups)
+    own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+    if groups:
+        # A command's own options precede its keys, or follow them if grouped.
+        own = [p.replace(annotation=_grouped(p.annotation)) for p in own]
+    parameters = [*options, *own] if groups else [*own, *options]
+    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]
+    wrapped.__name__, wrapped.__doc__ = command.__name__, command.__doc__
+    wrapped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    wrapped.__annotations__ = {p.name: p.annotation for p in parameters}
+    return wrapped
+
+
+def _key_options(
+    command: str, shown: Mapping[str, Field[Any]], groups: Mapping[str, str]
+) -> list[inspect.Parameter]:
+    """Return the options of a command for keys, --config and --set."""
     defaults: dict[str, Any] = {}
-    if command.__name__ in ("serve", "up"):
+    if command in ("serve", "up"):
         # Real devices are few.
         defaults["strategy"] = FEW_DEVICES
-    if command.__name__ == "reproduce":
+    if command == "reproduce":
         # Set by the suite.
         defaults = dict.fromkeys(shown)
-    own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
     options = {
         item.name: _option(
             name,
             item,
-            _OWN_HELP.get((command.__name__, name), item.metadata.get("help", "")),
+            _OWN_HELP.get((command, name), item.metadata.get("help", "")),
             groups.get(name),
             defaults.get(name, item.default),
         )
         for name, item in shown.items()
     }
-    added: Mapping[str, Any] = {**options, "config": _CONFIG, "assignments": _SET}
     keyword = inspect.Parameter.KEYWORD_ONLY
-    parameters = [
+    return [
         inspect.Parameter(name, keyword, default=None, annotation=annotation)
-        for name, annotation in added.items()
+        for name, annotation in {**options, "config": _CONFIG, "assignments": _SET}.items()
     ]
-    # A command's own options precede its keys, or follow them if grouped.
-    at = len(parameters) if groups else 0
-    parameters[at:at] = [
-        p.replace(kind=keyword, annotation=_grouped(p.annotation))
-        if groups
-        else p.replace(kind=keyword)
-        for p in own
-    ]
-    wrapped.__name__, wrapped.__doc__ = command.__name__, command.__doc__
-    wrapped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    wrapped.__annotations__ = {p.name: p.annotation for p in parameters}
-    return wrapped
 
 
 def _located(error: UserError, path: Path, keys: Mapping[str, Value]) -> UserError:
