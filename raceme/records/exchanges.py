@@ -67,14 +67,14 @@ class ExchangeLog(AbstractContextManager["ExchangeLog"]):
         row = {**vars(task), "failure": failure, "answered": answered}
         self._writer.writerow((event.number, *(row[name] for name in _columns())))
 
-    def _task(self, event: Exchange) -> Task:
+    def _task(self, event: Exchange) -> TaskRecord:
         client = self.names.get(event.node_id, str(event.node_id))
         same = {name: getattr(event, name) for name in _columns() if name != "client"}
-        return Task(client=client, **same)
+        return TaskRecord(client=client, **same)
 
-    def fleet(self, end: float) -> Fleet:
+    def fleet(self, end: float) -> FleetRecord:
         """Return the fleet's record until the end of the simulation, in seconds."""
-        return Fleet(
+        return FleetRecord(
             end=end,
             clients=tuple(self.names.values()),
             tasks=tuple(
@@ -87,7 +87,7 @@ class ExchangeLog(AbstractContextManager["ExchangeLog"]):
 
 
 @dataclass(frozen=True)
-class Task:
+class TaskRecord:
     """A message to a client; see :class:`~raceme.core.timeline.Exchange`."""
 
     client: str
@@ -107,7 +107,7 @@ class Task:
 
 
 def _columns() -> list[str]:
-    return [item.name for item in fields(Task)]
+    return [item.name for item in fields(TaskRecord)]
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class ClientAccount:
 
 
 @dataclass(frozen=True)
-class Fleet:
+class FleetRecord:
     """The record of a simulated fleet.
 
     Attributes
@@ -160,7 +160,7 @@ class Fleet:
 
     end: float
     clients: tuple[str, ...]
-    tasks: tuple[Task, ...]
+    tasks: tuple[TaskRecord, ...]
     offline: Mapping[str, Sequence[Span]]
 
     def moments(self) -> Floats:
@@ -221,7 +221,7 @@ class Fleet:
         for clients, seconds in self._waits():
             for client in clients:
                 held_up[client] += seconds / len(clients)
-        own: dict[str, list[Task]] = {client: [] for client in self.clients}
+        own: dict[str, list[TaskRecord]] = {client: [] for client in self.clients}
         for task in self.tasks:
             own[task.client].append(task)
         return [
@@ -251,7 +251,7 @@ class Fleet:
         return sum(map(len, lengths.values())) / rate if rate else 0.0
 
 
-def read_fleet(folder: Path) -> Fleet:
+def read_fleet(folder: Path) -> FleetRecord:
     """Read the fleet's record from a simulation's folder.
 
     Raises
@@ -265,7 +265,7 @@ def read_fleet(folder: Path) -> Fleet:
             rows = sorted(csv.DictReader(file), key=lambda row: int(row["number"]))
         with (folder / CLIENTS).open(newline="", encoding="utf-8") as file:
             clients = tuple(row["client"] for row in csv.DictReader(file))
-        return Fleet(
+        return FleetRecord(
             end=float(summary["virtual_time"]),
             clients=clients,
             tasks=tuple(_task(row) for row in rows if row["client"] in clients),
@@ -279,11 +279,11 @@ def read_fleet(folder: Path) -> Fleet:
         raise UserError(f"The results in {folder} are damaged: {error!r}.") from None
 
 
-def _task(row: Mapping[str, str]) -> Task:
+def _task(row: Mapping[str, str]) -> TaskRecord:
     sent, begun, ended = (float(row[name]) for name in ("sent", "begun", "ended"))
     answered, failure = float(row["answered"] or math.inf), row["failure"] or None
     down, up = int(row["bytes_down"]), int(row["bytes_up"])
-    return Task(row["client"], row["kind"], sent, begun, ended, answered, failure, down, up)
+    return TaskRecord(row["client"], row["kind"], sent, begun, ended, answered, failure, down, up)
 
 
 def write_accounts(path: Path, accounts: Sequence[ClientAccount]) -> None:

@@ -124,7 +124,7 @@ class ClientEvaluations:
 
 
 @dataclass(frozen=True)
-class Client:
+class ClientRecord:
     """A client at its first greeting.
 
     Attributes
@@ -146,7 +146,7 @@ class RunRecord:
 
     Attributes
     ----------
-    clients : tuple of Client
+    clients : tuple of ClientRecord
         Clients in order of joining.
     groups : dict[str, int or None]
         True group by client id; under drift that of the last evaluation.
@@ -178,7 +178,7 @@ class RunRecord:
         Measure of the evaluations.
     """
 
-    clients: tuple[Client, ...]
+    clients: tuple[ClientRecord, ...]
     groups: dict[str, int | None]
     updates: Updates
     answers: Answers
@@ -366,9 +366,9 @@ class _Clients(EventHandler):
             start, end = periods[-1]
             periods[-1] = (start, event.time if end is None else end)
 
-    def result(self) -> tuple[Client, ...]:
+    def result(self) -> tuple[ClientRecord, ...]:
         return tuple(
-            Client(name, join.time, join.num_examples, join.group, tuple(self._online[name]))
+            ClientRecord(name, join.time, join.num_examples, join.group, tuple(self._online[name]))
             for name, join in self._first.items()
         )
 

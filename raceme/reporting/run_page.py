@@ -38,7 +38,7 @@ from raceme.records.folder import (
     has_writer,
 )
 from raceme.records.positions import evenly_spread, read_similarity
-from raceme.records.record import Client, Flags, Floats, RunRecord, read_run
+from raceme.records.record import ClientRecord, Flags, Floats, RunRecord, read_run
 from raceme.reporting.artefacts import figures_of
 from raceme.reporting.console import summary_rows
 from raceme.reporting.dashboard import frozen_run
@@ -53,7 +53,7 @@ from raceme.reporting.page import (
     versions_table,
 )
 from raceme.reporting.plots import staleness_figure
-from raceme.reporting.style import CLOCK, Drift, cluster_colour, drifts
+from raceme.reporting.style import CLOCK, ChangePoint, change_points, cluster_colour
 
 # -----------------------------------------------------------------------------
 # A run's clients and clusters as tables of its page.
@@ -71,7 +71,7 @@ _MOST_CLUSTERS = 50
 
 
 @dataclass(frozen=True)
-class Members:
+class ClusterMembers:
     """A cluster's final members.
 
     Attributes
@@ -83,7 +83,7 @@ class Members:
     further : int
         Number of unlisted members.
     counts : tuple of int
-        Members of each true group, in the order of :attr:`Membership.groups`.
+        Members of each true group, in the order of :attr:`FinalClusters.groups`.
     weight : float
         Sum of the weights of all clients, members of other clusters included.
     """
@@ -102,14 +102,14 @@ class Members:
 
 
 @dataclass(frozen=True)
-class Membership:
+class FinalClusters:
     """The clusters' final members and true groups, if known.
 
     Attributes
     ----------
     groups : tuple of str
         Names of the true groups.
-    clusters : tuple of Members
+    clusters : tuple of ClusterMembers
         The first clusters with their members.
     further : int
         Number of unlisted clusters.
@@ -120,13 +120,13 @@ class Membership:
     """
 
     groups: tuple[str, ...]
-    clusters: tuple[Members, ...]
+    clusters: tuple[ClusterMembers, ...]
     further: int
     without: int
     shared: int
 
 
-def membership(record: RunRecord) -> Membership | None:
+def final_clusters(record: RunRecord) -> FinalClusters | None:
     """Return the clusters' members; None if there was always only one cluster."""
     if len({cluster for placed in record.placements for cluster in placed.weights}) < 2:
         return None
@@ -145,7 +145,7 @@ def membership(record: RunRecord) -> Membership | None:
         clients = [client for client, place in assignment.items() if place == cluster]
         counts = Counter(groups.get(client) for client in clients)
         listed.append(
-            Members(
+            ClusterMembers(
                 cluster,
                 cluster_colour(cluster),
                 tuple(clients[:_MOST_MEMBERS]),
@@ -158,7 +158,7 @@ def membership(record: RunRecord) -> Membership | None:
     without = sum(client.client not in assignment for client in record.clients)
     shared = sum(len(weights) > 1 for weights in memberships.values())
     further = max(0, len(clusters) - _MOST_CLUSTERS)
-    return Membership(names, tuple(listed), further, without, shared)
+    return FinalClusters(names, tuple(listed), further, without, shared)
 
 
 def clusters_table(record: RunRecord) -> PageTable | None:
@@ -277,7 +277,7 @@ def _sum(values: Floats) -> float | None:
     return float(known.sum()) if len(known) else None
 
 
-def _client_rows(record: RunRecord, clients: Iterable[Client]) -> Iterable[tuple[Any, ...]]:
+def _client_rows(record: RunRecord, clients: Iterable[ClientRecord]) -> Iterable[tuple[Any, ...]]:
     updates, found = record.updates, record.client_evaluations
     memberships = record.memberships()
     rejected = Counter(record.rejections.client.tolist())
@@ -330,7 +330,7 @@ def drifts_table(record: RunRecord) -> PageTable | None:
     Accuracy of the clients whose data changed. None without drift or with too many drifts for a
     table; then see :func:`steps_table`.
     """
-    found = drifts(record.data_changes)
+    found = change_points(record.data_changes)
     if not 0 < len(found) <= _MOST_DRIFTS:
         return None
     untils = [*(drift.time for drift in found[1:]), math.inf]
@@ -357,7 +357,7 @@ def steps_table(record: RunRecord) -> PageTable | None:
     return PageTable(f"Steps of the data{more}", heads, rows, words=())
 
 
-def _row(record: RunRecord, drift: Drift, until: float) -> tuple[Any, ...]:
+def _row(record: RunRecord, drift: ChangePoint, until: float) -> tuple[Any, ...]:
     """Return a drift's row; the next drift is at `until`."""
     found = record.client_evaluations
     affected = np.ones(len(found.client), np.bool_)
@@ -609,7 +609,7 @@ def run_page(folder: Path, links: str) -> str:
     except UserError as error:
         trouble = str(error)
     figures = figures_of(record, similarity=similarity, target=target, clock=clock)
-    members, name = membership(record), summary["strategy"]
+    members, name = final_clusters(record), summary["strategy"]
     if not members:
         del figures["clusters"]
     if len(record.updates.seq) and record.updates.staleness.max() > 0:

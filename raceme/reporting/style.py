@@ -372,7 +372,7 @@ _WORDS = {
 
 
 @dataclass(frozen=True)
-class Drift:
+class ChangePoint:
     """A drift at one time.
 
     Attributes
@@ -411,7 +411,7 @@ class Drift:
         return step if self.clients is None else f"{self.whose}: {step}"
 
 
-def drifts(changes: Sequence[DataChanged]) -> list[Drift]:
+def change_points(changes: Sequence[DataChanged]) -> list[ChangePoint]:
     """Merge simultaneous changes."""
     found = []
     for time, together in groupby(changes, key=lambda change: change.time):
@@ -420,7 +420,9 @@ def drifts(changes: Sequence[DataChanged]) -> list[Drift]:
         is_all = any(change.client is None for change in group)
         steps = [change.step for change in group]
         found.append(
-            Drift(time, group[0].updates, None if is_all else clients, (min(steps), max(steps)))
+            ChangePoint(
+                time, group[0].updates, None if is_all else clients, (min(steps), max(steps))
+            )
         )
     return found
 
@@ -444,7 +446,7 @@ def mark_drifts(axes: Axes, changes: Sequence[DataChanged], seconds: float, y: f
     bool
         Whether there are lines to explain in a legend.
     """
-    found = drifts(changes)
+    found = change_points(changes)
     across = axes.get_xaxis_transform()
     if len(found) > _MOST_DRIFTS:
         axes.text(

@@ -20,8 +20,8 @@ from raceme.core.errors import UserError
 from raceme.records.exchanges import (
     CLIENTS,
     ClientAccount,
-    Fleet,
-    Task,
+    FleetRecord,
+    TaskRecord,
     read_fleet,
 )
 from raceme.records.folder import MESSAGES, SUMMARY
@@ -141,7 +141,7 @@ _COLOURS = {"work": WORK, "evaluation": EVALUATION, "awaited": AWAITED, "lost": 
 
 
 @style()
-def timeline_figure(fleet: Fleet) -> Figure:
+def timeline_figure(fleet: FleetRecord) -> Figure:
     """Draw devices' work and those that others waited for: a row each, a bar per task."""
     order = shown(fleet)
     rows = {client: row for row, client in enumerate(order)}
@@ -184,7 +184,7 @@ def timeline_figure(fleet: Fleet) -> Figure:
 
 
 @style()
-def waiting_figure(fleet: Fleet, accounts: Sequence[ClientAccount]) -> Figure:
+def waiting_figure(fleet: FleetRecord, accounts: Sequence[ClientAccount]) -> Figure:
     """Draw how devices spent their time, and how long others waited for each."""
     order = shown(fleet)
     own = {account.client: account for account in accounts}
@@ -223,7 +223,7 @@ def waiting_figure(fleet: Fleet, accounts: Sequence[ClientAccount]) -> Figure:
     return figure
 
 
-def shown(fleet: Fleet) -> list[str]:
+def shown(fleet: FleetRecord) -> list[str]:
     """Return the plotted devices, from the fastest to the slowest."""
     busy = fleet.busy()
     typical = {
@@ -233,14 +233,14 @@ def shown(fleet: Fleet) -> list[str]:
     return fastest_first(typical)
 
 
-def _window(fleet: Fleet, tasks: Sequence[Task]) -> float:
+def _window(fleet: FleetRecord, tasks: Sequence[TaskRecord]) -> float:
     """Return the end of the drawing."""
     gone = (start for spans in fleet.offline.values() for start, _ in spans)
     starts = sorted((*(task.begun for task in tasks), *gone))
     return fleet.end if len(starts) <= MOST_BARS else starts[MOST_BARS]
 
 
-def _kind(task: Task, late: set[tuple[str, float]]) -> str:
+def _kind(task: TaskRecord, late: set[tuple[str, float]]) -> str:
     """Return the kind of a task's bar."""
     if task.failure is not None:
         return "lost"
@@ -354,7 +354,7 @@ def _tiles(summary: Mapping[str, Any]) -> list[Tile]:
     ]
 
 
-def _failures(fleet: Fleet) -> PageTable | None:
+def _failures(fleet: FleetRecord) -> PageTable | None:
     """Return the reasons of unusable replies with counts."""
     reasons = Counter(task.failure for task in fleet.tasks if task.failure is not None)
     if not reasons:

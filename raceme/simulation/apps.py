@@ -1007,7 +1007,7 @@ class Simulated:
     app: FlowerApp
     settings: Settings
     out: Path
-    fleet: exchanges.Fleet
+    fleet: exchanges.FleetRecord
     ending: AppEnding
     reason: str
     wall_time: float
@@ -1282,7 +1282,7 @@ def _command(simulated: Simulated) -> str:
     return shlex.join(words)
 
 
-def _trains_in_vain(fleet: exchanges.Fleet) -> bool:
+def _trains_in_vain(fleet: exchanges.FleetRecord) -> bool:
     """Return whether all training messages failed."""
     tasks = [task for task in fleet.tasks if task.kind.startswith(MessageType.TRAIN)]
     failed = [task for task in tasks if task.failure is not None]
@@ -1290,7 +1290,7 @@ def _trains_in_vain(fleet: exchanges.Fleet) -> bool:
     return bool(failed) and not usable
 
 
-def _first_failure(fleet: exchanges.Fleet) -> str | None:
+def _first_failure(fleet: exchanges.FleetRecord) -> str | None:
     """Return the first failure in one line."""
     for task in fleet.tasks:
         if task.failure is not None:

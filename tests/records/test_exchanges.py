@@ -11,7 +11,7 @@ from raceme.core.timeline import Exchange, Switched
 from raceme.records.exchanges import (
     CLIENTS,
     ExchangeLog,
-    Fleet,
+    FleetRecord,
     read_fleet,
     write_accounts,
 )
@@ -40,14 +40,14 @@ ROUNDS = (
 )
 
 
-def fleet_of(tmp_path: Path, end: float, *happenings: Exchange | Switched) -> Fleet:
+def fleet_of(tmp_path: Path, end: float, *happenings: Exchange | Switched) -> FleetRecord:
     with ExchangeLog(tmp_path / MESSAGES, NAMES, online=NAMES) as log:
         for happening in happenings:
             log.observe(happening)
         return log.fleet(end)
 
 
-def held_up(fleet: Fleet) -> dict[str, float]:
+def held_up(fleet: FleetRecord) -> dict[str, float]:
     return {account.client: account.held_up for account in fleet.accounts()}
 
 

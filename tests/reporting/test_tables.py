@@ -18,7 +18,7 @@ from raceme.reporting.run_page import (
     clients_table,
     costs_table,
     drifts_table,
-    membership,
+    final_clusters,
     moves_table,
     steps_table,
 )
@@ -66,7 +66,7 @@ def test_moves_are_counted_by_client() -> None:
 
 
 def test_members_are_listed_where_their_weight_is_largest() -> None:
-    found = membership(RunRecord.of(CHANGES[:7]))
+    found = final_clusters(RunRecord.of(CHANGES[:7]))
     assert found is not None
     assert [(m.cluster, m.clients, m.counts, m.weight) for m in found.clusters] == [
         (1, (), (0, 0), 0.3),
@@ -80,7 +80,7 @@ def test_groups_that_change_with_the_data_are_those_of_the_last_evaluation() -> 
     tested = Evaluated(5.5, 5, 0.5, 1.0, 2, {}, groups={"a": 1, "c": 0})
     record = RunRecord.of([*CHANGES[:7], tested, RunEnded(6.0, 6, "so")])
     assert record.groups == {"a": 1, "b": 0, "c": 0}
-    found = membership(RunRecord.of([*CHANGES[:5], tested]))
+    found = final_clusters(RunRecord.of([*CHANGES[:5], tested]))
     assert found is not None
     assert [(m.cluster, m.clients, m.counts) for m in found.clusters] == [
         (1, ("a", "b"), (1, 1)),
@@ -90,7 +90,7 @@ def test_groups_that_change_with_the_data_are_those_of_the_last_evaluation() -> 
 
 
 def test_a_run_with_one_cluster_has_no_members_to_list() -> None:
-    assert membership(RunRecord.of(CHANGES[:4])) is None
+    assert final_clusters(RunRecord.of(CHANGES[:4])) is None
     assert changes_table(RunRecord.of(CHANGES[:4])) is None
 
 

@@ -8,7 +8,7 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from raceme.records.exchanges import Fleet, Task
+from raceme.records.exchanges import FleetRecord, TaskRecord
 from raceme.reporting.style import FAINT, REJECTED
 from raceme.reporting.waiting import (
     AWAITED,
@@ -20,13 +20,13 @@ from raceme.reporting.waiting import (
 )
 
 
-def task(client: str, begun: float, ended: float, **other: object) -> Task:
+def task(client: str, begun: float, ended: float, **other: object) -> TaskRecord:
     values = {"kind": "train", "sent": begun, "answered": ended, "failure": None}
     sizes = {"bytes_down": 0, "bytes_up": 0}
-    return Task(client, begun=begun, ended=ended, **{**values, **sizes, **other})  # type: ignore[arg-type]
+    return TaskRecord(client, begun=begun, ended=ended, **{**values, **sizes, **other})  # type: ignore[arg-type]
 
 
-FLEET = Fleet(
+FLEET = FleetRecord(
     end=10.0,
     clients=("a", "b", "c"),
     tasks=(
@@ -74,7 +74,7 @@ def test_a_timeline_shows_who_worked_and_who_was_waited_for() -> None:
 
 def test_a_timeline_without_waiting_highlights_nobody() -> None:
     tasks = (task("a", 0, 2), task("b", 0, 3), task("a", 2, 4), task("b", 3, 4))
-    figure = timeline_figure(Fleet(end=4.0, clients=("a", "b"), tasks=tasks, offline={}))
+    figure = timeline_figure(FleetRecord(end=4.0, clients=("a", "b"), tasks=tasks, offline={}))
     assert bars(figure).keys() - {""} == {WORK}
     assert names(figure) == ["at work"]
 
@@ -100,6 +100,6 @@ def test_of_very_many_bars_the_first_are_shown() -> None:
 
 
 def test_a_simulation_in_which_nothing_took_time() -> None:
-    empty = Fleet(0.0, ("a",), (), {})
+    empty = FleetRecord(0.0, ("a",), (), {})
     for figure in (timeline_figure(empty), waiting_figure(empty, empty.accounts())):
         assert figure.axes[0].texts

@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 
 from markupsafe import Markup
 
-from raceme.reporting.dashboard.source import ComparisonSource, RunSource, Source
+from raceme.reporting.dashboard.source import ComparisonSource, FolderSource, RunSource
 
 _TYPES = {".js": "text/javascript", ".css": "text/css"}
 _ROOT = files("raceme.reporting.dashboard") / "assets"
@@ -150,7 +150,7 @@ def frozen_comparison(folder: Path) -> Frozen | None:
     return _frozen(ComparisonSource(folder))
 
 
-def _frozen(source: Source) -> Frozen | None:
+def _frozen(source: FolderSource) -> Frozen | None:
     source.read_all()
     pieces = source.pieces
     if sum(map(len, pieces)) > _MOST_BYTES:

@@ -42,7 +42,7 @@ from raceme.flower.ports import (
     read_body,
 )
 from raceme.reporting.dashboard import ASSETS, live_page, read_asset
-from raceme.reporting.dashboard.source import Source, Watched
+from raceme.reporting.dashboard.source import FolderSource, Watched
 
 # -----------------------------------------------------------------------------
 # Access: browsers on this machine, or with a token, and no page of another site.
@@ -66,7 +66,7 @@ _LOGIN_SCRIPT = "login.js"
 _LONGEST_LOGIN = 4096
 
 
-class Guard:
+class AccessMiddleware:
     """Refuses requests that are not the person's own, and tells browsers to be strict.
 
     Parameters
@@ -170,7 +170,7 @@ class Feed:
         What is read, in a thread: reading waits for the disk.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: FolderSource) -> None:
         self.source = source
         self._viewers = 0
         self._reader: asyncio.Task[None] | None = None
@@ -218,7 +218,7 @@ class Dashboard:
         Names and tokens that requests must have.
     """
 
-    def __init__(self, sources: Callable[[str], Source | None], access: Access) -> None:
+    def __init__(self, sources: Callable[[str], FolderSource | None], access: Access) -> None:
         self._sources = sources
         self._feeds: dict[str, Feed] = {}
         self._closing = False
@@ -228,7 +228,7 @@ class Dashboard:
                 Route("/events", self._events),
                 Route("/assets/{name:path}", self._asset),
             ],
-            middleware=[Middleware(Guard, access=access)],
+            middleware=[Middleware(AccessMiddleware, access=access)],
         )
 
     async def close(self) -> None:

@@ -312,7 +312,7 @@ def _short(value: float | None) -> float | None:
 # -----------------------------------------------------------------------------
 
 
-class Source(ABC):
+class FolderSource(ABC):
     """A watched folder as incremental pieces of JSON.
 
     Parameters
@@ -371,7 +371,7 @@ def _new_generation() -> int:
     return secrets.randbits(48)
 
 
-class RunSource(Source):
+class RunSource(FolderSource):
     """The folder of a run, which may not have begun.
 
     Parameters
@@ -550,7 +550,7 @@ class Watched:
         self._folder = folder
         self._top = ComparisonSource(folder) if comparison else RunSource(folder)
 
-    def source(self, name: str) -> Source | None:
+    def source(self, name: str) -> FolderSource | None:
         """Return the source of a comparison's run by name, or of all runs without a name."""
         if not name:
             return self._top
@@ -560,7 +560,7 @@ class Watched:
         return None
 
 
-class ComparisonSource(Source):
+class ComparisonSource(FolderSource):
     """The folder of a comparison: the curves and the state of all its runs."""
 
     def __init__(self, folder: Path) -> None:
