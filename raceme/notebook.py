@@ -19,7 +19,7 @@ from raceme.core.errors import UserError
 from raceme.core.events import grouped
 from raceme.core.options import Value
 from raceme.core.registry import STRATEGIES
-from raceme.experiments.compare import Plan, compare
+from raceme.experiments.compare import SuitePlan, compare
 from raceme.experiments.page import purity_figure, times_figure
 from raceme.experiments.results import Comparison, Run, read_comparison, read_runs
 from raceme.experiments.tables import main_table, purity_table, times_table, to_csv, to_latex
@@ -41,7 +41,7 @@ from raceme.reporting.style import CLOCK
 if TYPE_CHECKING:
     import pandas as pd
 
-    from raceme.runs.experiment import Outcome
+    from raceme.runs.experiment import RunOutcome
     from raceme.simulation.apps import Settings
 
 
@@ -373,7 +373,7 @@ def simulated(settings: Settings) -> OpenSimulation:
     return OpenSimulation(found.out)
 
 
-def opened(outcome: Outcome) -> OpenRun:
+def opened(outcome: RunOutcome) -> OpenRun:
     """Open a run that has just ended; warn if it ended early by itself, or lacks artefacts."""
     if not (outcome.complete or outcome.interrupted):
         log.warning("The run ended early: %s", outcome.summary["reason"])
@@ -382,7 +382,7 @@ def opened(outcome: Outcome) -> OpenRun:
     return OpenRun(outcome.out)
 
 
-def compared(plan: Plan, processes: int, console: Console, formats: Sequence[str]) -> bool:
+def compared(plan: SuitePlan, processes: int, console: Console, formats: Sequence[str]) -> bool:
     """Run a comparison; on interruption, write the tables of finished runs.
 
     Warns of failed runs.

@@ -9,7 +9,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 from flwr.clientapp import ClientApp
 
 from raceme.simulation import Device, Node, VirtualGrid
-from raceme.simulation.devices import Cost, training_cost
+from raceme.simulation.devices import CostFunction, training_cost
 
 MODEL = ArrayRecord({"w": Array(np.zeros(4, np.float32)), "b": Array(np.zeros((2, 2), np.float32))})
 """An initial model of eight zeros in two arrays."""
@@ -216,7 +216,7 @@ def grid_of(
     groups: Sequence[int] | None = None,
     seed: int = 0,
     partitions: Sequence[int] | None = None,
-    cost: Cost = training_cost,
+    cost: CostFunction = training_cost,
 ) -> VirtualGrid:
     """A virtual grid with one node per device; partition and client are its number, or as said."""
     nodes = [

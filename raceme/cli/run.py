@@ -18,7 +18,7 @@ from raceme.core.errors import UserError
 from raceme.core.options import Value
 
 if TYPE_CHECKING:
-    from raceme.runs.experiment import Outcome
+    from raceme.runs.experiment import RunOutcome
     from raceme.simulation.apps import AppEnding
 
 
@@ -84,7 +84,7 @@ class _Lines(logging.Handler):
 # -----------------------------------------------------------------------------
 
 
-def end_with(outcome: Outcome, *, silent: bool = False) -> None:
+def end_with(outcome: RunOutcome, *, silent: bool = False) -> None:
     """Print the result of a run, unless that is to be silent.
 
     Raises

@@ -19,7 +19,7 @@ from raceme.experiments.jobs import (
     ORPHAN_SECONDS,
     Finished,
     Job,
-    Progress,
+    JobProgress,
     Report,
     check,
     check_own,
@@ -72,7 +72,7 @@ class SuiteProgress:
     ) -> None:
         self._console, self._clock = console, clock
         self._printed_at = clock()
-        self._under_way: dict[Job, Progress | None] = {}
+        self._under_way: dict[Job, JobProgress | None] = {}
         # Runs kept from an earlier comparison do not count for the pace.
         self._kept, self._started = done, clock()
         self._total, self._done = total, done
@@ -114,14 +114,14 @@ class SuiteProgress:
         self._resumed.add(job)
         self.say(f"{job.name}: unfinished, resumed from its last checkpoint")
 
-    def report(self, job: Job, news: Progress | Finished | None) -> None:
+    def report(self, job: Job, news: JobProgress | Finished | None) -> None:
         """Show the start, progress or end of a run."""
         if news is None:
             self._under_way[job] = None
             self._lines[job] = self._bars.add_task(
                 job.name, total=job.config.planned_updates, state="starting"
             )
-        elif isinstance(news, Progress):
+        elif isinstance(news, JobProgress):
             score = f", {news.score}" if news.score else ""
             state = f"t = {news.time:.0f} s{score}"
             self._under_way[job] = news
@@ -176,7 +176,7 @@ class SuiteProgress:
         return f"about {shown_seconds(left)} left"
 
 
-def _share(job: Job, news: Progress | None) -> float:
+def _share(job: Job, news: JobProgress | None) -> float:
     """Return the finished share of a run, above 1 with more updates than expected."""
     return news.updates / job.config.planned_updates if news else 0.0
 
@@ -207,7 +207,7 @@ RunAll = Callable[[Sequence[Job], int, Report], Mapping[Job, str]]
 
 
 @dataclass(frozen=True)
-class Plan:
+class SuitePlan:
     """A checked suite.
 
     Attributes
@@ -236,7 +236,7 @@ class Plan:
         return (*self.plain, *self.trials, *self.further)
 
 
-def prepare(suite: Suite, out: Path) -> Plan:
+def prepare(suite: Suite, out: Path) -> SuitePlan:
     """Check that a suite can run in a folder, without writing or removing anything.
 
     Raises
@@ -250,7 +250,7 @@ def prepare(suite: Suite, out: Path) -> Plan:
     every = make_jobs(suite, plain, suite.seeds, out)
     trials = make_jobs(suite, points, suite.seeds[:1], out, trial=True)
     further = make_jobs(suite, points, suite.seeds, out)
-    plan = Plan(suite, out, tuple(every), tuple(trials), tuple(further))
+    plan = SuitePlan(suite, out, tuple(every), tuple(trials), tuple(further))
     check_own(out, {slug(method.label) for method in suite.methods})
     check(plan.every)
     survey(plan.every)
@@ -258,7 +258,7 @@ def prepare(suite: Suite, out: Path) -> Plan:
 
 
 def compare(
-    plan: Plan,
+    plan: SuitePlan,
     processes: int,
     console: Console,
     run_all: RunAll = run_jobs,
@@ -272,7 +272,7 @@ def compare(
 
     Parameters
     ----------
-    plan : Plan
+    plan : SuitePlan
         The runs and their folders.
     processes : int
         Number of runs at a time.
@@ -294,7 +294,7 @@ def compare(
         return replace(comparison, unwritten=write(comparison, plan.out, formats))
 
 
-def _compare(plan: Plan, processes: int, console: Console, run_all: RunAll) -> Comparison:
+def _compare(plan: SuitePlan, processes: int, console: Console, run_all: RunAll) -> Comparison:
     """Run a suite in a locked folder."""
     # Another comparison may have finished some runs since the preparation.
     finished, half = survey(plan.every)

@@ -30,7 +30,7 @@ from raceme.core.files import ReadingError, parse_json, read_text
 from raceme.core.options import Value
 from raceme.core.registry import define, definitions
 from raceme.core.signals import StopRequest
-from raceme.experiments.suites import Method, Suite, slug
+from raceme.experiments.suites import ComparedMethod, Suite, slug
 from raceme.records.folder import (
     CHECKPOINTS,
     COMPARISON,
@@ -51,7 +51,7 @@ class Job:
 
     Attributes
     ----------
-    method : Method
+    method : ComparedMethod
         A method without a sweep.
     seed : int
         Seed of the run.
@@ -61,7 +61,7 @@ class Job:
         Whether it is a trial of a sweep: shorter, and tested on held-out training samples.
     """
 
-    method: Method
+    method: ComparedMethod
     seed: int
     config: RunConfig = field(compare=False)
     trial: bool = False
@@ -102,7 +102,11 @@ class Job:
 
 
 def make_jobs(
-    suite: Suite, methods: Sequence[Method], seeds: Sequence[int], out: Path, trial: bool = False
+    suite: Suite,
+    methods: Sequence[ComparedMethod],
+    seeds: Sequence[int],
+    out: Path,
+    trial: bool = False,
 ) -> list[Job]:
     """Return the runs of methods and seeds, ordered by seed.
 
@@ -292,7 +296,7 @@ _CHECKPOINT_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
-class Progress:
+class JobProgress:
     """Progress of a run."""
 
     updates: int
@@ -314,7 +318,7 @@ class Finished:
 
 
 def serve(connection: Connection[Any, Any], pickled: Mapping[str, bytes]) -> None:
-    """Run received configurations, and send :class:`Progress` and then :class:`Finished`.
+    """Run received configurations, and send :class:`JobProgress` and then :class:`Finished`.
 
     An existing folder is that of an unfinished run, which is resumed. SIGTERM, or the end of the
     parent process, ends the run with a checkpoint.
@@ -351,7 +355,7 @@ class _Reports(EventHandler):
         Reason to end the run; empty while reports are received.
     """
 
-    def __init__(self, tell: Callable[[Progress], None]) -> None:
+    def __init__(self, tell: Callable[[JobProgress], None]) -> None:
         self.failure = ""
         self._tell, self._last, self._score = tell, time.monotonic(), ""
 
@@ -362,12 +366,12 @@ class _Reports(EventHandler):
         if time.monotonic() - self._last > _REPORT_SECONDS:
             self._last = time.monotonic()
             try:
-                self._tell(Progress(event.seq, event.time, self._score))
+                self._tell(JobProgress(event.seq, event.time, self._score))
             except OSError:
                 self.failure = "its comparison has ended"
 
 
-def run_one(keys: Mapping[str, Value], tell: Callable[[Progress], None]) -> Finished:
+def run_one(keys: Mapping[str, Value], tell: Callable[[JobProgress], None]) -> Finished:
     """Run a configuration; resume the unfinished run of an existing folder.
 
     Parameters
@@ -415,7 +419,7 @@ def run_one(keys: Mapping[str, Value], tell: Callable[[Progress], None]) -> Fini
 # -----------------------------------------------------------------------------
 
 
-Report = Callable[[Job, Progress | Finished | None], None]
+Report = Callable[[Job, JobProgress | Finished | None], None]
 """Receives the start (None), progress and end of a job."""
 
 
@@ -454,7 +458,7 @@ def run_jobs(jobs: Sequence[Job], processes: int, report: Report) -> dict[Job, s
             for worker in _ready(workers):
                 message = _receive(worker)
                 report(worker.job, message)
-                if isinstance(message, Progress):
+                if isinstance(message, JobProgress):
                     continue
                 if message.error is not None:
                     failed[worker.job] = message.error
@@ -495,9 +499,9 @@ def _ready(workers: Sequence[_Worker]) -> list[_Worker]:
     return [worker for worker in workers if worker.connection in ready]
 
 
-def _receive(worker: _Worker) -> Progress | Finished:
+def _receive(worker: _Worker) -> JobProgress | Finished:
     try:
-        message: Progress | Finished = worker.connection.recv()
+        message: JobProgress | Finished = worker.connection.recv()
     except (EOFError, OSError):
         worker.process.join()
         code = worker.process.exitcode
@@ -536,15 +540,15 @@ class _Board:
     """An actor that collects progress and tells runs whether to end."""
 
     def __init__(self) -> None:
-        self._news: dict[int, Progress] = {}
+        self._news: dict[int, JobProgress] = {}
         self._ending = False
 
-    def take(self, number: int, progress: Progress) -> bool:
+    def take(self, number: int, progress: JobProgress) -> bool:
         """Record the progress of a run; return whether it is to end."""
         self._news[number] = progress
         return self._ending
 
-    def news(self) -> dict[int, Progress]:
+    def news(self) -> dict[int, JobProgress]:
         """Return the progress since the last call."""
         news, self._news = self._news, {}
         return news
@@ -666,7 +670,7 @@ def _run_there(
     logging.getLogger("flwr").setLevel(logging.ERROR)
     logging.getLogger("raceme").propagate = False
 
-    def tell(progress: Progress) -> None:
+    def tell(progress: JobProgress) -> None:
         if ray.get(board.take.remote(number, progress)):
             raise OSError("the comparison ends")
 

@@ -17,7 +17,7 @@ from raceme.core.events import ACCURACY, Measure
 from raceme.core.files import ReadingError, parse_json, read_text
 from raceme.experiments.jobs import Job
 from raceme.experiments.suites import (
-    Method,
+    ComparedMethod,
     Published,
     Score,
     Scored,
@@ -126,7 +126,7 @@ class Result:
 
     Attributes
     ----------
-    method : Method
+    method : ComparedMethod
         The method with its hyper-parameters, for a swept method the chosen ones.
     label : str
         The method's label in the suite.
@@ -136,7 +136,7 @@ class Result:
         Reasons of failed runs, by seed.
     """
 
-    method: Method
+    method: ComparedMethod
     label: str
     runs: tuple[Run, ...]
     errors: Mapping[int, str] = field(default_factory=dict)
@@ -312,7 +312,7 @@ class Comparison:
 
 
 def gather(
-    method: Method,
+    method: ComparedMethod,
     label: str,
     jobs: Sequence[Job],
     errors: Mapping[Job, str],
@@ -323,7 +323,7 @@ def gather(
 
     Parameters
     ----------
-    method : Method
+    method : ComparedMethod
         The method, or the point of its sweep.
     label : str
         Its label in the suite.
@@ -404,7 +404,9 @@ def read_comparison(folder: Path) -> Comparison:
         suite = Suite(
             title=str(tree["title"]),
             methods=tuple(
-                Method(result.label, result.method.strategy, published=result.method.published)
+                ComparedMethod(
+                    result.label, result.method.strategy, published=result.method.published
+                )
                 for result in results
             ),
             settings=dict(tree["settings"]),
@@ -448,7 +450,7 @@ def read_runs(folder: Path, comparison: Comparison) -> tuple[dict[str, list[RunR
 
 def _result(path: Path, entry: Mapping[str, Any], timing: Timing, score: Score) -> Result:
     row = entry["published"]
-    method = Method(
+    method = ComparedMethod(
         label=str(entry.get("variant", entry["label"])),
         strategy=str(entry["strategy"]),
         options=dict(entry["options"]),

@@ -134,7 +134,7 @@ class Published:
 
 
 @dataclass(frozen=True)
-class Method:
+class ComparedMethod:
     """A method in a comparison.
 
     Attributes
@@ -176,13 +176,13 @@ class Method:
                     f"{self.label} has two published rows for {described(point) or 'all points'}."
                 )
 
-    def variants(self) -> tuple[Method, ...]:
+    def variants(self) -> tuple[ComparedMethod, ...]:
         """Return one method per point of the sweep; without a sweep the method itself."""
         if not self.sweep:
             return (self,)
         return tuple(self._at(point) for point in self.sweep)
 
-    def _at(self, point: Mapping[str, Value]) -> Method:
+    def _at(self, point: Mapping[str, Value]) -> ComparedMethod:
         options = {**self.options, **point}
         rows = tuple(row for row in self.published if row.is_of(options))
         label = f"{self.label} {described(point)}"
@@ -217,7 +217,7 @@ class Suite:
     ----------
     title : str
         The title of tables and plots.
-    methods : tuple[Method, ...]
+    methods : tuple[ComparedMethod, ...]
         Methods in the order of the tables.
     settings : Mapping[str, Value]
         Keys of ``raceme run`` for all methods, including hyper-parameters by strategy.
@@ -260,7 +260,7 @@ class Suite:
     """
 
     title: str
-    methods: tuple[Method, ...]
+    methods: tuple[ComparedMethod, ...]
     settings: Mapping[str, Value] = field(default_factory=dict)
     seeds: tuple[int, ...] = (0,)
     async_updates: int | None = None
@@ -308,7 +308,7 @@ class Suite:
         if len(set(self.scores)) < len(self.scores):
             raise UserError(f"scores must be different ones, got {list(map(str, self.scores))}.")
 
-    def config(self, method: Method, seed: int, trial: bool = False) -> RunConfig:
+    def config(self, method: ComparedMethod, seed: int, trial: bool = False) -> RunConfig:
         """Return the configuration of one run.
 
         The target is recorded without ending the run. The run trains in its own process, since
@@ -342,7 +342,7 @@ class Suite:
         scale = self.scale * (self.sweep_scale if trial else 1.0)
         return _shortened(RunConfig.from_mapping(keys), scale)
 
-    def _settings_for(self, method: Method) -> dict[str, Value]:
+    def _settings_for(self, method: ComparedMethod) -> dict[str, Value]:
         """Return the checked settings without hyper-parameters of other methods."""
         own: dict[str, Value] = {}
         read = [(STRATEGIES, other.strategy) for other in self.methods]
@@ -446,7 +446,7 @@ def of_names(strategies: Sequence[str], settings: Mapping[str, Value] | None = N
     # Modules distinguish classes of the same name.
     labels = short if len(set(short)) == len(set(strategies)) else strategies
     methods = zip(labels, strategies, strict=True)
-    suite = Suite("Comparison", tuple(Method(label, name) for label, name in methods))
+    suite = Suite("Comparison", tuple(ComparedMethod(label, name) for label, name in methods))
     suite = suite.with_settings(settings or {})
     return replace(suite, title=f"Comparison on {suite.dataset}")
 
@@ -806,13 +806,13 @@ def _settings(path: Path, table: Any) -> dict[str, Value]:
     return flat
 
 
-def _method(path: Path, label: str, table: Any) -> Method:
+def _method(path: Path, label: str, table: Any) -> ComparedMethod:
     where = f"methods.{label}"
     entry = _table(path, where, table)
     _check_keys(path, where, entry, _METHOD_KEYS)
     strategy = str(entry.get("strategy", label))
     STRATEGIES.check(strategy)
-    return Method(
+    return ComparedMethod(
         label=label,
         strategy=strategy,
         options=_table(path, f"{where}.options", entry.get("options", {})),

@@ -217,7 +217,7 @@ def rotate_key(folder: Path, device: str, public: Path | None = None) -> list[Pa
     key = ec.generate_private_key(ec.SECP384R1())
     line = _public_line(key.public_key(), device) if public is None else _read_line(public, device)
     pem = _plain(load_ssh_public_key(line))
-    holder = Registry(folder)().get(pem)
+    holder = KeyRegistry(folder)().get(pem)
     if holder is not None:
         raise UserError(
             f"'{public}' is the key of '{holder}' already: each device needs one of its own, made "
@@ -681,7 +681,7 @@ def read_tokens(folder: Path) -> dict[str, str]:
     return tokens
 
 
-class Registry:
+class KeyRegistry:
     """The devices whose keys are registered: a file ``devices/ID.pub`` for each.
 
     A call returns the device of each public key (PEM), and reads files that have changed since the

@@ -58,7 +58,7 @@ from raceme.core.strategy import Method, StopCheck, never_stop
 from raceme.fleet.certificates import (
     DEVICE_KEYS,
     LABELS,
-    Registry,
+    KeyRegistry,
     access_to,
     expiry,
     read_certificates,
@@ -98,7 +98,7 @@ from raceme.records.record import line_of
 from raceme.records.store import each_event
 from raceme.records.summary import finite
 from raceme.runs import experiment
-from raceme.runs.experiment import Outcome
+from raceme.runs.experiment import RunOutcome
 from raceme.simulation import apps
 from raceme.simulation.apps import AppEnding, FlowerApp
 from raceme.training.models import initial_arrays
@@ -885,7 +885,7 @@ def _private_files() -> Iterator[None]:
 
 def serve(
     config: RunConfig, options: ServeOptions, *observers: Observer, stop: StopCheck = never_stop
-) -> Outcome:
+) -> RunOutcome:
     """Serve a run to devices until it ends.
 
     Parameters
@@ -1100,7 +1100,7 @@ def _credentials(
     certificates = read_certificates(folder)
     if options.any_device:
         return certificates, None
-    registered = Registry(folder)
+    registered = KeyRegistry(folder)
     if not registered():
         raise UserError(
             f"No device is registered: {folder / 'devices'} holds no keys (*.pub). Make some with "

@@ -140,7 +140,7 @@ def shapes_of(devices: Sequence[Device], delay: float, loss: float) -> list[Shap
 
 
 @dataclass(frozen=True)
-class Place:
+class Location:
     """The location of a shaped device.
 
     Attributes
@@ -160,7 +160,7 @@ class Place:
 
 
 @contextmanager
-def places(shapes: Sequence[Shape]) -> Iterator[list[Place]]:
+def places(shapes: Sequence[Shape]) -> Iterator[list[Location]]:
     """Create a network namespace per shape, and remove it at the end.
 
     Raises
@@ -189,7 +189,7 @@ def check(devices: int) -> None:
         raise UserError(f"--shape takes {_MOST_DEVICES} devices at most, got {devices}.")
 
 
-def _place(index: int, shape: Shape, stack: ExitStack) -> Place:
+def _place(index: int, shape: Shape, stack: ExitStack) -> Location:
     # Interface names have 15 characters at most.
     name, outside, inside = (f"rc{os.getpid()}{kind}{index}" for kind in "nho")
     host, guest = f"10.213.{index}.1", f"10.213.{index}.2"
@@ -209,7 +209,7 @@ def _place(index: int, shape: Shape, stack: ExitStack) -> Place:
         terms = netem(shape, rate)
         if terms:
             _run(*prefix, "tc", "qdisc", "add", "dev", interface, "root", "netem", *terms)
-    return Place(name, host)
+    return Location(name, host)
 
 
 def netem(shape: Shape, rate: float) -> list[str]:
@@ -519,7 +519,7 @@ def run_testbed(config: RunConfig, show: Show, shapes: Sequence[Shape] | None = 
     out = Path(config.out)
     with ExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="raceme-up-")))
-        rooms: list[Place | None] = [None] * config.num_clients
+        rooms: list[Location | None] = [None] * config.num_clients
         if shapes is not None:
             rooms = list(stack.enter_context(places(shapes)))
         waiting: dict[str, CpuShare] = {}

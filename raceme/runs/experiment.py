@@ -75,7 +75,7 @@ from raceme.simulation.attacks import (
 )
 from raceme.simulation.devices import (
     PREFIX,
-    Cost,
+    CostFunction,
     Workload,
     fleet,
     numbered,
@@ -97,7 +97,7 @@ _WRITER_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """The result of a run.
 
     Attributes
@@ -271,7 +271,7 @@ def build_grid(config: RunConfig, strategy: Method | None = None) -> VirtualGrid
         seconds=lambda: training_seconds(config, examples),
         config=config,
     )
-    cost: Cost = training_cost
+    cost: CostFunction = training_cost
     if config.drift != NONE and any(node.device.is_per_sample for node in nodes):
         cost = _cost_at_steps(config)
     return VirtualGrid(
@@ -279,7 +279,7 @@ def build_grid(config: RunConfig, strategy: Method | None = None) -> VirtualGrid
     )
 
 
-def _cost_at_steps(config: RunConfig) -> Cost:
+def _cost_at_steps(config: RunConfig) -> CostFunction:
     """Return the cost of messages to clients whose numbers of samples change with the step."""
 
     @cache
@@ -304,7 +304,7 @@ def _client_names(config: RunConfig) -> Sequence[str]:
     return names or numbered(config.num_clients)
 
 
-def simulate(config: RunConfig, *observers: Observer, stop: StopCheck = never_stop) -> Outcome:
+def simulate(config: RunConfig, *observers: Observer, stop: StopCheck = never_stop) -> RunOutcome:
     """Run a configuration on virtual time.
 
     Parameters
@@ -494,7 +494,7 @@ def execute(
     grid: Grid,
     *observers: Observer,
     stop: StopCheck = never_stop,
-) -> Outcome:
+) -> RunOutcome:
     """Run a strategy on any grid, and write the artefacts however the run ends.
 
     With the key ``resume`` it resumes an earlier run, in its folder, from its last checkpoint.
@@ -640,7 +640,7 @@ def execute(
     }
     unwritten |= {name: failure for name, failure in failures.items() if failure}
     ending = summary.ending
-    return Outcome(
+    return RunOutcome(
         out=out,
         summary=result,
         complete=ending is not None and ending.is_complete,

@@ -472,7 +472,7 @@ AWAY = frozenset({AWAY_BEFORE, WENT_OFFLINE, IS_OFFLINE})
 """Losses caused by an absent device, which are no failures."""
 
 
-class Outcome(NamedTuple):
+class TaskOutcome(NamedTuple):
     """The end of a task.
 
     Attributes
@@ -531,7 +531,7 @@ class DeviceModel:
         """Return the state of this device's generator as numpy writes it."""
         return self._state or np.random.PCG64(self._seed(_TASKS)).state
 
-    def begin(self, load: Workload, now: float, expires: float) -> Outcome:
+    def begin(self, load: Workload, now: float, expires: float) -> TaskOutcome:
         """Queue a task behind the device's current ones, and return how it ends.
 
         Parameters
@@ -554,10 +554,10 @@ class DeviceModel:
         self._state = rng.bit_generator.state
         due = self.busy_until = max(now, self.busy_until) + duration
         if dropped:
-            return Outcome(expires, DROPPED)
+            return TaskOutcome(expires, DROPPED)
         if due > expires:
-            return Outcome(expires, TOO_SLOW)
-        return Outcome(due, self.device.failure(number))
+            return TaskOutcome(expires, TOO_SLOW)
+        return TaskOutcome(due, self.device.failure(number))
 
     def mean_duration(self, load: Workload) -> float:
         """Return the mean time of a task in seconds; examples None: all of the device's."""
@@ -597,7 +597,7 @@ class DeviceModel:
 # -----------------------------------------------------------------------------
 
 
-Cost = Callable[[Message, Context, int], Workload | None]
+CostFunction = Callable[[Message, Context, int], Workload | None]
 """Maps a message, its client's context and number of training examples to the message's cost; None
 means no time."""
 

@@ -78,7 +78,7 @@ class Executor(Protocol):
 
 
 @dataclass(eq=False)
-class Job:
+class PendingReply:
     """A message with an outstanding reply.
 
     Attributes
@@ -269,7 +269,7 @@ class NodeSettings(NamedTuple):
     run_config: Mapping[str, Value]
 
 
-class Request(NamedTuple):
+class WorkerRequest(NamedTuple):
     """A message on its way to a worker.
 
     Attributes
@@ -330,7 +330,7 @@ class Desk:
         self._app, self._seed = app, seed
         self._nodes: dict[int, NodeSettings] = {}
 
-    def respond(self, request: Request, data: list[bytes]) -> Response:
+    def respond(self, request: WorkerRequest, data: list[bytes]) -> Response:
         """Answer a request with these array data."""
         node_id = request.head["node"]
         if request.node is not None:
@@ -415,14 +415,14 @@ class Worker:
     ----------
     ready : bool
         Whether it has loaded the ClientApp.
-    jobs : dict[str, Job]
+    jobs : dict[str, PendingReply]
         Its jobs in order, by message id.
     nodes : dict[int, NodeSettings]
         Clients known to it.
     """
 
     ready: bool = False
-    jobs: dict[str, Job] = field(default_factory=dict)
+    jobs: dict[str, PendingReply] = field(default_factory=dict)
     nodes: dict[int, NodeSettings] = field(default_factory=dict)
 
 
@@ -451,7 +451,7 @@ class PrefetchingExecutor(ABC, Generic[W]):
         self._target, self._seed = target, seed
         self._workers: list[W] = []
         self._failed_starts = 0
-        self._jobs: dict[str, Job] = {}
+        self._jobs: dict[str, PendingReply] = {}
         # Reply, and the client's state if changed.
         self._results: dict[str, tuple[Message, RecordDict | None]] = {}
         # Heap of (due, order, message id). Entries with an outdated due time are ignored, so that a
@@ -463,7 +463,7 @@ class PrefetchingExecutor(ABC, Generic[W]):
     def submit(self, message: Message, context: Context, due: float) -> None:
         """Submit a message, and start its work if a worker is free."""
         self._order += 1
-        job = Job(message, context, due, self._order)
+        job = PendingReply(message, context, due, self._order)
         self._jobs[job.message_id] = job
         self._queue(job)
         self._receive(wait=False)
@@ -503,7 +503,7 @@ class PrefetchingExecutor(ABC, Generic[W]):
         """Start a worker that can take jobs."""
 
     @abstractmethod
-    def _send(self, worker: W, job: Job) -> bool:
+    def _send(self, worker: W, job: PendingReply) -> bool:
         """Send a task to a worker; return False if it cannot take it now.
 
         The request is made by :meth:`_request`; once it is sent, :meth:`_begin` is called.
@@ -525,12 +525,12 @@ class PrefetchingExecutor(ABC, Generic[W]):
 
     # Sending work.
 
-    def _queue(self, job: Job) -> None:
+    def _queue(self, job: PendingReply) -> None:
         """Queue a task for a worker, or update the due time of a queued one."""
         job.queued = True
         heapq.heappush(self._waiting, (job.due, job.order, job.message_id))
 
-    def _hand_out(self, urgent: Job | None = None) -> None:
+    def _hand_out(self, urgent: PendingReply | None = None) -> None:
         """Hand waiting tasks to workers with room, within the bound on results held in advance."""
         while self._waiting:
             due, _, message_id = self._waiting[0]
@@ -547,12 +547,17 @@ class PrefetchingExecutor(ABC, Generic[W]):
             heapq.heappop(self._waiting)
 
     def _request(
-        self, worker: W, job: Job, content: Records, data: list[bytes] | None, slot: int = 0
-    ) -> Request:
+        self,
+        worker: W,
+        job: PendingReply,
+        content: Records,
+        data: list[bytes] | None,
+        slot: int = 0,
+    ) -> WorkerRequest:
         """Make a task's request: its message and whatever the worker lacks."""
         context, metadata = job.context, job.message.metadata
         node = NodeSettings(context.run_id, dict(context.node_config), dict(context.run_config))
-        return Request(
+        return WorkerRequest(
             slot=slot,
             head=head_of(job.message),
             sender=(metadata.run_id, metadata.src_node_id),
@@ -562,7 +567,7 @@ class PrefetchingExecutor(ABC, Generic[W]):
             state=pack(context.state) if context.state else None,
         )
 
-    def _begin(self, worker: W, job: Job, request: Request) -> None:
+    def _begin(self, worker: W, job: PendingReply, request: WorkerRequest) -> None:
         """Record that a worker has a task."""
         if request.node is not None:
             worker.nodes[job.context.node_id] = request.node
@@ -585,7 +590,7 @@ class PrefetchingExecutor(ABC, Generic[W]):
         state = None if response.state is None else unpack(response.state)
         self._results[job.message_id] = reply, state
 
-    def _is_done(self, job: Job) -> bool:
+    def _is_done(self, job: PendingReply) -> bool:
         """Return whether a task's result is available and valid.
 
         A result computed from an outdated client state is discarded and the task repeated.
@@ -741,8 +746,8 @@ def work(
     ----------
     connection : Connection
         Connection to the simulator. The first value sent is None, or the reason of a failed start.
-        Then each :class:`Request` is answered by one :class:`Response`, in order. A pair of numbers
-        announces shared memory: slots and bytes per slot.
+        Then each :class:`WorkerRequest` is answered by one :class:`Response`, in order. A pair of
+        numbers announces shared memory: slots and bytes per slot.
     target, log_level, seed
         See :func:`~raceme.simulation.executor.open_desk`.
     pickled : Mapping[str, bytes], optional
@@ -770,7 +775,7 @@ def work(
         connection.send(None)
         while True:
             received = connection.recv()
-            if not isinstance(received, Request):
+            if not isinstance(received, WorkerRequest):
                 memory = SharedMemory(recv_handle(connection), *received)
                 continue
             data = received.data
@@ -860,7 +865,7 @@ class Pool(PrefetchingExecutor[_Process]):
             _reap(worker)
         self._selector.close()
 
-    def _send(self, worker: _Process, job: Job) -> bool:
+    def _send(self, worker: _Process, job: PendingReply) -> bool:
         """Send a task to a worker; return False if it cannot take it now."""
         content = pack(job.message.content)
         if content.data and self._slot_bytes is None:

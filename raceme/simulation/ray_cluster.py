@@ -26,11 +26,11 @@ from raceme.core.registry import define, definitions
 from raceme.core.signals import handled_by
 from raceme.simulation.executor import (
     Desk,
-    Job,
+    PendingReply,
     PrefetchingExecutor,
-    Request,
     Response,
     Worker,
+    WorkerRequest,
     open_desk,
     pack,
 )
@@ -406,7 +406,7 @@ class RayWorker:
         instructions = "" if torch is None else torch.backends.cpu.get_cpu_capability()
         return Started(node_id, "", instructions, data)
 
-    def respond(self, request: Request, *data: list[bytes]) -> Response:
+    def respond(self, request: WorkerRequest, *data: list[bytes]) -> Response:
         """Answer a request; the data of its arrays follow it, record by record."""
         return self._desk.respond(request, [part for record in data for part in record])
 
@@ -545,7 +545,7 @@ class RayActors(PrefetchingExecutor[_Actor]):
         self._versions.clear()
         self._cluster.close()
 
-    def _send(self, worker: _Actor, job: Job) -> bool:
+    def _send(self, worker: _Actor, job: PendingReply) -> bool:
         """Send a task to an actor; it can always take it."""
         content = job.message.content
         held = [self._versions.hold(record) for record in content.array_records.values()]

@@ -22,7 +22,7 @@ from torch.func import functional_call, grad_and_value, vmap
 from raceme import client_app
 from raceme.core import messages as keys
 from raceme.core.errors import UserError
-from raceme.simulation.executor import Job, answer
+from raceme.simulation.executor import PendingReply, answer
 from raceme.training.clients import Client
 from raceme.training.local import TrainingSettings, epochs, torch_seed
 from raceme.training.models import Network, Samples
@@ -185,7 +185,7 @@ class Vectorised:
             )
         self._device = torch.device(device)
         self._memory = memory
-        self._jobs: dict[str, Job] = {}
+        self._jobs: dict[str, PendingReply] = {}
         self._replies: dict[str, Message] = {}
         self._train_data = SampleStore(self._device)
         self._test_data = SampleStore(self._device)
@@ -193,7 +193,7 @@ class Vectorised:
 
     def submit(self, message: Message, context: Context, due: float) -> None:
         """Keep the message until a reply is needed."""
-        self._jobs[message.metadata.message_id] = Job(message, context, due)
+        self._jobs[message.metadata.message_id] = PendingReply(message, context, due)
 
     def result(self, message_id: str) -> Message:
         """Return a reply, and compute all pending work of the same kind with it."""
@@ -436,7 +436,7 @@ class Vectorised:
             self._replies[message_id] = client_app.reply_to(message, work, answered)
 
 
-def _work(job: Job) -> ClientWork | None:
+def _work(job: PendingReply) -> ClientWork | None:
     """Return the work of a message, with the model loaded; None on failure.
 
     The ClientApp reports the error when it answers.

@@ -22,7 +22,7 @@ from raceme.simulation.devices import (
     IS_OFFLINE,
     PREFIX,
     WENT_OFFLINE,
-    Cost,
+    CostFunction,
     Device,
     DeviceModel,
     bytes_of,
@@ -317,7 +317,7 @@ class VirtualGrid(PatientGrid):
         Seed of jitter, lost tasks and random absences.
     executor : Executor, optional
         Executor of the work; by default in this process.
-    cost : Cost
+    cost : CostFunction
         Work that each message costs a device: bytes, passes, samples.
     observe : ExchangeObserver, optional
         Receives every completed exchange and every online change.
@@ -337,7 +337,7 @@ class VirtualGrid(PatientGrid):
         run_config: Mapping[str, Value] | None = None,
         seed: int = 0,
         executor: Executor | None = None,
-        cost: Cost = training_cost,
+        cost: CostFunction = training_cost,
         observe: ExchangeObserver | None = None,
         notice: float = math.inf,
     ) -> None:

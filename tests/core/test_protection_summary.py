@@ -28,7 +28,7 @@ from raceme.core.protection import (
     protection_of,
 )
 from raceme.experiments.results import Comparison, Result, Run
-from raceme.experiments.suites import Method, Score, Suite, load_suite
+from raceme.experiments.suites import ComparedMethod, Score, Suite, load_suite
 from raceme.experiments.tables import main_table, to_csv
 from raceme.records.record import RunRecord
 from raceme.records.store import read_events
@@ -147,7 +147,7 @@ def test_a_backdoored_run_says_how_often_it_succeeds(tmp_path: Path) -> None:
 
 
 def test_a_comparison_with_backdoors_has_their_success() -> None:
-    methods = Method("clean", "casa"), Method("backdoor", "casa")
+    methods = ComparedMethod("clean", "casa"), ComparedMethod("backdoor", "casa")
     told = {"accuracy": 0.9, "purity": 1.0, "updates": 9, "virtual_time": 1.0, "target": None}
     clean = {**told, "time_to_target": None}
     runs = clean, {**clean, "honest_accuracy": 0.8, "backdoor_success": 0.625}

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from raceme.cli import app
 from raceme.experiments.compare import write
 from raceme.experiments.results import Comparison, Result, Run
-from raceme.experiments.suites import Method, Suite
+from raceme.experiments.suites import ComparedMethod, Suite
 from raceme.experiments.tables import to_latex
 
 NAME = r"my_net & 50% #1 {x} ~^\ <a> $5 [α≥β]"
@@ -27,7 +27,11 @@ def run(seed: int, accuracy: float, time: float | None) -> Run:
 
 @pytest.fixture
 def found() -> Comparison:
-    fast, slow, never = Method(NAME, "casa"), Method("slow", "fedasync"), Method("never", "fedavg")
+    fast, slow, never = (
+        ComparedMethod(NAME, "casa"),
+        ComparedMethod("slow", "fedasync"),
+        ComparedMethod("never", "fedavg"),
+    )
     results = (
         Result(fast, NAME, (run(0, 0.9, 4.0), run(1, 0.92, 6.0))),
         Result(slow, "slow", (run(0, 0.91, 9.0), run(1, 0.91, 9.0))),

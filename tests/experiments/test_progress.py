@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from raceme.experiments.compare import SuiteProgress
-from raceme.experiments.jobs import Finished, Job, Progress, make_jobs
+from raceme.experiments.jobs import Finished, Job, JobProgress, make_jobs
 from raceme.experiments.suites import of_names
 
 
@@ -18,7 +18,7 @@ def test_ten_quiet_seconds_have_a_line(tmp_path: Path) -> None:
     out, now = StringIO(), 0.0
     with SuiteProgress(3, 1, Console(file=out, width=200), clock=lambda: now) as progress:
 
-        def report(moment: float, job: Job, news: Progress | Finished | None) -> None:
+        def report(moment: float, job: Job, news: JobProgress | Finished | None) -> None:
             nonlocal now
             now = moment
             progress.report(job, news)
@@ -26,15 +26,15 @@ def test_ten_quiet_seconds_have_a_line(tmp_path: Path) -> None:
         report(0.0, casa, None)
         report(0.0, fedasync, None)
         # So early nothing is said of the time left.
-        report(10.0, casa, Progress(4, 1.0, ""))
-        report(19.0, casa, Progress(20, 2.0, ""))
+        report(10.0, casa, JobProgress(4, 1.0, ""))
+        report(19.0, casa, JobProgress(20, 2.0, ""))
         # 0.2 + 0.3 of two runs after 25 s: 1.5 are left.
-        report(25.0, fedasync, Progress(30, 3.0, ""))
+        report(25.0, fedasync, JobProgress(30, 3.0, ""))
         # It left no summary. What is printed anyway counts: ten seconds from here.
         report(30.0, fedasync, Finished(None))
-        report(39.0, casa, Progress(50, 4.0, ""))
-        report(40.0, casa, Progress(60, 4.0, ""))
-        report(50.0, casa, Progress(104, 5.0, ""))
+        report(39.0, casa, JobProgress(50, 4.0, ""))
+        report(40.0, casa, JobProgress(60, 4.0, ""))
+        report(50.0, casa, JobProgress(104, 5.0, ""))
     assert out.getvalue().splitlines() == [
         "1/3 runs finished; casa, seed 0: 4 of 100 updates; fedasync, seed 0: starting",
         "1/3 runs finished; casa, seed 0: 20 of 100 updates; fedasync, seed 0: 30 of 100 updates; "
@@ -56,7 +56,7 @@ def test_what_a_resumed_run_had_done_says_nothing_of_the_time_left(tmp_path: Pat
         progress.report(casa, None)
         for moment, updates in ((1.0, 70), (10.0, 72), (20.0, 80)):
             now = moment
-            progress.report(casa, Progress(updates, 1.0, ""))
+            progress.report(casa, JobProgress(updates, 1.0, ""))
     assert out.getvalue().splitlines() == [
         "casa, seed 0: unfinished, resumed from its last checkpoint",
         "0/2 runs finished; casa, seed 0: 72 of 100 updates",

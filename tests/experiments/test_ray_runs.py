@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from raceme.experiments.compare import compare, prepare
-from raceme.experiments.jobs import Finished, Job, Progress
+from raceme.experiments.jobs import Finished, Job, JobProgress
 from raceme.experiments.suites import Suite, of_names
 
 pytestmark = [
@@ -75,8 +75,8 @@ def content_of(out: Path) -> list[object]:
 def test_a_comparison_that_is_interrupted_goes_on_from_what_came_back(
     runs: Any, tmp_path: Path, plain: list[object]
 ) -> None:
-    def interrupted(job: Job, news: Progress | Finished | None) -> None:
-        if isinstance(news, Progress):
+    def interrupted(job: Job, news: JobProgress | Finished | None) -> None:
+        if isinstance(news, JobProgress):
             raise KeyboardInterrupt
 
     jobs = prepare(suite(), tmp_path).plain
@@ -93,9 +93,9 @@ def test_runs_are_those_of_this_machine_though_their_node_is_killed(
     console = Console(file=io.StringIO())
 
     def run_all(jobs: Any, processes: int, report: Any) -> dict[Job, str]:
-        def killing(job: Job, news: Progress | Finished | None) -> None:
+        def killing(job: Job, news: JobProgress | Finished | None) -> None:
             report(job, news)
-            if isinstance(news, Progress) and cluster.doomed is not None:
+            if isinstance(news, JobProgress) and cluster.doomed is not None:
                 doomed, cluster.doomed = cluster.doomed, None
                 cluster.remove_node(doomed, allow_graceful=False)
                 cluster.add_node(num_cpus=2, object_store_memory=100_000_000)

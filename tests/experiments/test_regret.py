@@ -3,12 +3,12 @@
 import pytest
 
 from raceme.experiments.results import Comparison, Result, Run, regret_table, regrets, slowness
-from raceme.experiments.suites import Method, Suite, load_suite, shipped
+from raceme.experiments.suites import ComparedMethod, Suite, load_suite, shipped
 
 
 def case(**methods: tuple[float, float | None]) -> Comparison:
     """A comparison of one run for each method, of accuracy and time to the target."""
-    made = {label: Method(label=label, strategy="fedasync") for label in methods}
+    made = {label: ComparedMethod(label=label, strategy="fedasync") for label in methods}
     results = []
     for label, (accuracy, time) in methods.items():
         reached = None if time is None else {"virtual_time": time, "updates": 1}

@@ -17,7 +17,7 @@ from raceme.experiments.jobs import make_jobs
 from raceme.experiments.page import times_figure
 from raceme.experiments.results import Comparison, Result, Run, Spread, best_of, read_comparison
 from raceme.experiments.suites import (
-    Method,
+    ComparedMethod,
     Published,
     Score,
     Suite,
@@ -45,7 +45,7 @@ def result_of(label: str, times: list[float | None], published: Published | None
         for seed, time in enumerate(times)
     ]
     rows = () if published is None else (published,)
-    return Result(Method(label, "casa", published=rows), label, tuple(runs))
+    return Result(ComparedMethod(label, "casa", published=rows), label, tuple(runs))
 
 
 def summary(accuracy: float, time: float | None) -> dict[str, object]:
@@ -103,8 +103,10 @@ def test_a_run_is_compared_with_the_published_row_of_its_own_point() -> None:
         Published(99.50, 12.8, {"k": 4}),
         Published(99.48, 5.61, {"k": 5}),
     )
-    ifca = Method("ifca", "ifca", sweep=grid({"k": (3, 4, 5), "by-examples": (False, True)}))
-    ifca = Method("ifca", "ifca", sweep=ifca.sweep, published=rows)
+    ifca = ComparedMethod(
+        "ifca", "ifca", sweep=grid({"k": (3, 4, 5), "by-examples": (False, True)})
+    )
+    ifca = ComparedMethod("ifca", "ifca", sweep=ifca.sweep, published=rows)
     chosen = {variant.label: variant.row for variant in ifca.variants()}
     assert chosen["ifca k=3, by-examples=True"] is None
     assert chosen["ifca k=4, by-examples=False"] == rows[0]
@@ -120,7 +122,7 @@ def test_a_run_is_compared_with_the_published_row_of_its_own_point() -> None:
 
 def test_times_to_convergence_may_be_what_is_compared() -> None:
     converged = {**summary(0.9, 5.0), "time_to_convergence": {"virtual_time": 30.0}}
-    suite = Suite("t", (Method("casa", "casa"),), timing=Timing.CONVERGENCE)
+    suite = Suite("t", (ComparedMethod("casa", "casa"),), timing=Timing.CONVERGENCE)
     run_ = Run(0, "casa/seed-0", converged, Timing.CONVERGENCE)
     comparison = Comparison(suite, (Result(suite.methods[0], "casa", (run_,)),))
     table = main_table(comparison)
@@ -140,7 +142,7 @@ def test_a_comparison_of_honest_clients_is_read_back_with_its_runs_without_attac
 ) -> None:
     def scored(label: str, **numbers: object) -> Result:
         run_ = Run(0, label, {**summary(0.5, 9.0), "seed": 0, **numbers}, score=Score.HONEST)
-        return Result(Method(label, "casa"), label, (run_,))
+        return Result(ComparedMethod(label, "casa"), label, (run_,))
 
     reached = {"target": 0.9, "virtual_time": 4.0, "updates": 40}
     attacked = {"honest_accuracy": 0.95, "honest_time_to_target": reached}
@@ -162,7 +164,7 @@ def test_a_run_without_an_accuracy_is_counted_and_no_best() -> None:
             Run(seed, label, {**summary(0.0, None), "measure": "mae", "mae": error, "unit": "kW"})
             for seed, error in enumerate(errors)
         ]
-        return Result(Method(label, "fedavg"), label, tuple(runs))
+        return Result(ComparedMethod(label, "fedavg"), label, tuple(runs))
 
     sound, diverged = erring("sound", 2.0, 2.0, 2.2), erring("diverged", 1.9, None, None)
     comparison = Comparison(Suite("t", (sound.method, diverged.method)), (sound, diverged))
@@ -176,7 +178,7 @@ def test_the_best_accuracy_by_test_examples_may_be_what_is_compared(tmp_path: Pa
     def scored(label: str, final: float, best: float, paper: float) -> Result:
         row, numbers = Published(paper), {"best_weighted_accuracy": best, "seed": 0}
         run_ = Run(0, label, {**summary(final, 5.0), **numbers}, score=Score.BEST_WEIGHTED)
-        return Result(Method(label, "casa", published=(row,)), label, (run_,))
+        return Result(ComparedMethod(label, "casa", published=(row,)), label, (run_,))
 
     # By the accuracy at the end the order would be the other way round.
     low, high = scored("low", 0.9, 0.7, 71.0), scored("high", 0.6, 0.8, 79.0)
@@ -202,7 +204,7 @@ def test_the_best_accuracy_by_test_examples_may_be_what_is_compared(tmp_path: Pa
 
 def test_the_table_shows_unrest_if_that_is_what_a_suite_is_about() -> None:
     runs = tuple(Run(s, "", {**summary(0.9, 5.0), "unrest": 0.01 * (s + 1)}) for s in (0, 1))
-    suite = Suite("t", (Method("casa", "casa"),), seeds=(0, 1), shows_unrest=True)
+    suite = Suite("t", (ComparedMethod("casa", "casa"),), seeds=(0, 1), shows_unrest=True)
     table = main_table(Comparison(suite, (Result(suite.methods[0], "casa", runs),)))
     # Points: mean and sample deviation of 1 and 2.
     assert (table.columns[-1], table.rows[0][-1]) == ("unrest", "1.50 ± 0.71")
@@ -215,8 +217,8 @@ def test_the_table_shows_bytes_as_multiples_of_the_reference_s(tmp_path: Path) -
             Run(seed, "", {**summary(0.9, 5.0), **sent, "bytes_up": up + seed}) for seed in (0, 2)
         )
 
-    plain = Method("fedavg", "fedavg", published=(Published(90.0, traffic=1.0),))
-    grouped = Method("ifca", "ifca", published=(Published(91.0, traffic=5.48),))
+    plain = ComparedMethod("fedavg", "fedavg", published=(Published(90.0, traffic=1.0),))
+    grouped = ComparedMethod("ifca", "ifca", published=(Published(91.0, traffic=5.48),))
     suite = Suite("t", (plain, grouped), {}, (0, 2), reference="fedavg", shows_traffic=True)
     # Means of 20 + 29 and 22 + 29, and of 50 + 74 and 52 + 74.
     results = (Result(plain, "fedavg", runs(20, 29)), Result(grouped, "ifca", runs(50, 74)))
@@ -263,7 +265,7 @@ def test_a_method_that_missed_the_target_with_one_seed_gets_no_bar() -> None:
 
 
 def test_bars_have_the_colours_of_curves_if_a_method_has_failed() -> None:
-    failed, quick = Result(Method("a", "casa"), "a", ()), result_of("quick", [2.0, 4.0])
+    failed, quick = Result(ComparedMethod("a", "casa"), "a", ()), result_of("quick", [2.0, 4.0])
     suite = Suite("t", (failed.method, quick.method))
     axes = times_figure(Comparison(suite, (failed, quick))).axes[0]
     expected = to_rgb(method_looks(["quick"])["quick"][0])
@@ -296,7 +298,9 @@ def test_rounds_are_for_the_methods_that_have_them(tmp_path: Path) -> None:
 
 
 def test_a_shortened_suite_says_so() -> None:
-    suite = Suite("t", (Method("casa", "casa"),), {"clients": 100}, async_updates=50000).scaled(0.1)
+    suite = Suite(
+        "t", (ComparedMethod("casa", "casa"),), {"clients": 100}, async_updates=50000
+    ).scaled(0.1)
     assert suite.config(suite.methods[0], 0).max_updates == 5000
     # Never less than one round of every client.
     assert suite.scaled(0.001).config(suite.methods[0], 0).max_updates == 100

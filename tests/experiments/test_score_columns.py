@@ -19,7 +19,7 @@ from raceme.core.events import (
 from raceme.experiments.compare import write
 from raceme.experiments.page import comparison_page, divergences_figure, scores_figure
 from raceme.experiments.results import Comparison, Result, Run, read_comparison
-from raceme.experiments.suites import Method, Published, Score, Scored, Suite, load_suite
+from raceme.experiments.suites import ComparedMethod, Published, Score, Scored, Suite, load_suite
 from raceme.experiments.tables import main_table, to_csv, to_json
 from raceme.records.record import RunRecord
 from raceme.records.store import RunStore
@@ -94,7 +94,7 @@ def test_each_score_stands_beside_the_published_one(tmp_path: Path) -> None:
 
 
 def test_scores_without_published_ones_have_a_column_each() -> None:
-    method = Method("soft", "fedasync")
+    method = ComparedMethod("soft", "fedasync")
     suite = Suite("t", (method,), scores=(Scored.BEFORE, Scored.AFTER))
     table = main_table(Comparison(suite, (Result(method, "soft", (run(0, 0.5),)),)))
     assert (table.columns, table.rows) == (
@@ -133,7 +133,7 @@ def test_what_was_forgotten_has_a_column_and_tasks_are_compared_when_learnt(tmp_
 
 
 def test_a_suite_that_tells_of_forgetting_has_all_tasks_tested() -> None:
-    method = Method("casa", "casa")
+    method = ComparedMethod("casa", "casa")
     for given, in_run, in_trial in (
         ({}, False, False),
         ({"shows_forgetting": True}, True, False),

@@ -11,7 +11,7 @@ from rich.console import Console
 from raceme.core.config import read_toml
 from raceme.experiments.compare import compare, prepare
 from raceme.experiments.results import Comparison, best_of
-from raceme.experiments.suites import Method, Published, Suite, grid
+from raceme.experiments.suites import ComparedMethod, Published, Suite, grid
 from raceme.experiments.tables import main_table
 
 SETTINGS = {"dataset": "digits", "clients": 8, "max-updates": 24, "lr": 0.1}
@@ -29,7 +29,7 @@ def test_a_sweep_is_tried_on_the_first_seed_and_its_best_runs_on_all(
 ) -> None:
     row = Published(accuracy=97.46, time=109.53)
     points = grid({"alpha": (0.001, 0.5)})
-    swept = Method("fedasync", "fedasync", sweep=points, published=(row,))
+    swept = ComparedMethod("fedasync", "fedasync", sweep=points, published=(row,))
     suite = Suite("Sweep", (swept,), SETTINGS, (0, 1), sweep_scale=sweep_scale)
     comparison, _ = run(suite, tmp_path)
     (result,) = comparison.results
@@ -59,7 +59,7 @@ def test_a_sweep_is_tried_on_the_first_seed_and_its_best_runs_on_all(
 def test_a_sweep_of_one_point_is_that_point_on_all_seeds(
     tmp_path: Path, sweep_scale: float
 ) -> None:
-    single = Method("fedasync", "fedasync", sweep=grid({"alpha": (0.5,)}))
+    single = ComparedMethod("fedasync", "fedasync", sweep=grid({"alpha": (0.5,)}))
     suite = Suite("One", (single,), SETTINGS, (0, 1), sweep_scale=sweep_scale)
     comparison, _ = run(suite, tmp_path)
     (result,) = comparison.results

@@ -21,7 +21,7 @@ from raceme.cli import main
 from raceme.core.clients import read_device_keys, read_labels
 from raceme.core.errors import UserError
 from raceme.fleet.certificates import (
-    Registry,
+    KeyRegistry,
     expiry,
     make_certificates,
     read_certificates,
@@ -106,18 +106,18 @@ def test_a_certificate_of_less_than_a_month_is_warned_of(
 def test_the_keys_of_all_devices_are_registered_and_unreadable_ones_left_out(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    both = Registry(folder)()
+    both = KeyRegistry(folder)()
     assert set(both.values()) == {"kitchen", "garden"}
     assert all(key.startswith(b"-----BEGIN PUBLIC KEY-----") for key in both)
     (folder / "devices" / "garden.pub").write_text("nonsense")
-    assert list(Registry(folder)().values()) == ["kitchen"]
+    assert list(KeyRegistry(folder)().values()) == ["kitchen"]
     assert [line["device"] for line in lines_with(caplog, "garden.pub")] == ["garden"]
 
 
 def test_a_registry_that_breaks_while_it_is_in_use_leaves_all_their_keys(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    registry = Registry(folder)
+    registry = KeyRegistry(folder)
     before = registry()
     garden = folder / "devices" / "garden.pub"
     saved = garden.read_bytes()
@@ -137,9 +137,9 @@ def test_a_registry_that_breaks_while_it_is_in_use_leaves_all_their_keys(
 
 
 def test_a_device_is_revoked_or_given_another_key(folder: Path) -> None:
-    old, listed = Registry(folder)(), folder / "device-keys"
+    old, listed = KeyRegistry(folder)(), folder / "device-keys"
     rotate_key(folder, "kitchen")
-    new = Registry(folder)()
+    new = KeyRegistry(folder)()
     assert sorted(new.values()) == sorted(read_device_keys(listed).values())
     assert sorted(new.values()) == ["garden", "kitchen"]
     assert len(old.keys() & new.keys()) == 1
@@ -147,12 +147,14 @@ def test_a_device_is_revoked_or_given_another_key(folder: Path) -> None:
     # The device has made the key itself: its private half is not here.
     make_certificates(folder.parent / "own", ["a"], ["own"])
     rotate_key(folder, "kitchen", folder.parent / "own" / "devices" / "own.pub")
-    assert set(Registry(folder)().values()) == set(read_device_keys(listed).values())
+    assert set(KeyRegistry(folder)().values()) == set(read_device_keys(listed).values())
     assert (folder / "devices" / "kitchen.pub").read_text().endswith(" kitchen\n")
     assert not (folder / "devices" / "kitchen").exists()
     revoke_keys(folder, ["kitchen"])
     assert (
-        list(Registry(folder)().values()) == list(read_device_keys(listed).values()) == ["garden"]
+        list(KeyRegistry(folder)().values())
+        == list(read_device_keys(listed).values())
+        == ["garden"]
     )
     revoke_keys(folder, ["garden"])
     assert not listed.exists()
@@ -250,7 +252,7 @@ def test_an_online_device_without_its_key_is_disconnected_and_its_work_given_up(
 ) -> None:
     caplog.set_level("INFO", "raceme")
     keys = read_device_key(folder / "devices" / "kitchen")
-    with serving(tmp_path, registered=Registry(folder)) as server, ExitStack() as stack:
+    with serving(tmp_path, registered=KeyRegistry(folder)) as server, ExitStack() as stack:
         link = stack.enter_context(light_device(server, keys))
         other = read_device_key(folder / "devices" / "garden")
         garden = stack.enter_context(light_device(server, other))

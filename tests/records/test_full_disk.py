@@ -22,7 +22,7 @@ from raceme.records.folder import log_file, saved_in
 from raceme.records.store import RunStore, read_events
 from raceme.reporting.artefacts import missing_line, write_all
 from raceme.runs.checkpoints import CheckpointFolder
-from raceme.runs.experiment import Outcome, simulate
+from raceme.runs.experiment import RunOutcome, simulate
 
 KEYS = {"clients": 3, "groups": "0.5,0.5", "workers": "0", "eval-every": 6, "max-updates": 30}
 
@@ -38,7 +38,7 @@ def files_up_to(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def run(out: Path, full_at: int = 0, size: int = 25_000, **keys: int) -> Outcome:
+def run(out: Path, full_at: int = 0, size: int = 25_000, **keys: int) -> RunOutcome:
     """Run; from some update on no file grows beyond a size."""
     named = {key.replace("_", "-"): value for key, value in keys.items()}
 
@@ -102,7 +102,7 @@ def test_plots_that_cannot_be_written_are_named_and_the_command_fails(
     assert not (tmp_path / "out" / "accuracy.png").exists()
     assert not [name for name in saved_in(tmp_path / "out") if "partial" in name]
 
-    failed = Outcome(tmp_path / "out", outcome.summary, True, False, missing)
+    failed = RunOutcome(tmp_path / "out", outcome.summary, True, False, missing)
     monkeypatch.setattr("raceme.runs.experiment.simulate", lambda *_, **__: failed)
     assert CliRunner().invoke(app, ["run"]).exit_code == 1
 

@@ -17,7 +17,7 @@ from raceme.simulation.devices import (
     DROPPED,
     TOO_SLOW,
     DeviceModel,
-    Outcome,
+    TaskOutcome,
     Workload,
     bytes_of,
 )
@@ -285,8 +285,8 @@ def test_tasks_queue_on_a_device_until_it_stops() -> None:
 
 def test_a_task_that_ends_too_late_is_lost_when_it_expires_and_keeps_the_device_busy() -> None:
     model = model_of(Device(seconds_per_round=2.0))
-    assert model.begin(LOAD, 0.0, 1.5) == Outcome(1.5, TOO_SLOW)
-    assert model.begin(LOAD, 1.5, 9.0) == Outcome(4.0, None)
+    assert model.begin(LOAD, 0.0, 1.5) == TaskOutcome(1.5, TOO_SLOW)
+    assert model.begin(LOAD, 1.5, 9.0) == TaskOutcome(4.0, None)
 
 
 def test_a_dropped_task_takes_its_time_on_the_device_too() -> None:

@@ -23,7 +23,7 @@ from raceme.core.messages import InvalidReplyError
 from raceme.core.progress import PRESENT, ClientScore, Evaluation, Plan
 from raceme.datasets.source import DataShape, Target
 from raceme.experiments.results import Comparison, Result, Run, best_of
-from raceme.experiments.suites import Method, Score, Suite
+from raceme.experiments.suites import ComparedMethod, Score, Suite
 from raceme.experiments.tables import main_table, to_csv, to_json
 from raceme.records.record import read_run
 from raceme.records.summary import convergence_index, unrest
@@ -167,7 +167,7 @@ def test_a_summary_of_errors_by_hand() -> None:
 def test_the_best_point_of_a_sweep_has_the_smallest_error() -> None:
     def point(label: str, mae: float | None) -> Result:
         summary = {"measure": "mae", "unit": UNIT, "mae": mae, "best_weighted_mae": 1.0}
-        return Result(Method(label, "fedasync"), label, (Run(0, label, summary),))
+        return Result(ComparedMethod(label, "fedasync"), label, (Run(0, label, summary),))
 
     tried = [point("a", 30.0), point("b", 20.0), point("c", None)]
     assert best_of(tried).label == "b"
@@ -180,7 +180,7 @@ def test_a_comparison_shows_errors_in_their_unit() -> None:
         **{"time_to_target": {"virtual_time": 5.0}, "virtual_time": 9.0, "updates": 40},
         **{"purity": None, "unrest": 0.25},
     }
-    method = Method("a", "fedasync")
+    method = ComparedMethod("a", "fedasync")
     result = Result(method, "a", (Run(0, "a/seed-0", summary),))
     suite = Suite("Air", (method,), {"dataset": "beijing-air"}, (0,), shows_unrest=True)
     comparison = Comparison(suite, (result,))
