@@ -360,12 +360,12 @@ class ReplyAdapter:
             )
         if not weight:
             raise InvalidReplyError(f"its weight '{self._weight}' is 0: it counts for nothing")
-        told = {name: value for name, value in metrics.items() if not isinstance(value, list)}
-        told[names.NUM_EXAMPLES] = self._examples(metrics, weight)
-        if names.TRAIN_LOSS not in told and (loss := train_loss_name(told)) is not None:
-            told[names.TRAIN_LOSS] = told[loss]
+        renamed = {name: value for name, value in metrics.items() if not isinstance(value, list)}
+        renamed[names.NUM_EXAMPLES] = self._examples(metrics, weight)
+        if names.TRAIN_LOSS not in renamed and (loss := train_loss_name(renamed)) is not None:
+            renamed[names.TRAIN_LOSS] = renamed[loss]
         (model,) = models.values()
-        arrays, read = self._dtypes.received(model), MetricRecord(dict(told))
+        arrays, read = self._dtypes.received(model), MetricRecord(dict(renamed))
         result = RecordDict({names.ARRAYS: arrays, names.METRICS: read})
         if numbers is not None:
             result[names.NUMBERS] = numbers
@@ -384,7 +384,7 @@ class ReplyAdapter:
         metrics = _metrics_of(content)
         if not self._is_known:
             self._find(metrics)
-        told: dict[str, int | float] = {}
+        renamed: dict[str, int | float] = {}
         settings = dict(content.config_records.get(names.CONFIG, {}))
         if names.UNIT in settings:
             # A regression, as reported by Raceme's own ClientApp.
@@ -392,16 +392,16 @@ class ReplyAdapter:
         accuracy = metrics.get(self.accuracy) if self.accuracy else None
         loss = metrics.get(self.loss) if self.loss else None
         if isinstance(accuracy, int | float):
-            told[ACCURACY.name] = float(accuracy)
+            renamed[ACCURACY.name] = float(accuracy)
         if isinstance(loss, int | float):
-            told[names.LOSS] = float(loss)
+            renamed[names.LOSS] = float(loss)
             if self.accuracy is None:
                 settings[names.UNIT] = LOSS_MEASURE.name
         if (weight := weight_of(metrics, self._weight)) is not None:
-            told[names.NUM_EXAMPLES] = self._examples(metrics, weight)
+            renamed[names.NUM_EXAMPLES] = self._examples(metrics, weight)
         if isinstance(group := metrics.get(names.GROUP), int):
-            told[names.GROUP] = group
-        read = MetricRecord(dict(told))
+            renamed[names.GROUP] = group
+        read = MetricRecord(dict(renamed))
         return RecordDict({names.METRICS: read, names.CONFIG: ConfigRecord(settings)})
 
     def _examples(self, metrics: Metrics, weight: float) -> int:
@@ -474,7 +474,7 @@ class ClientNames:
         """Return the name of the client on a node."""
         return self._of_node.setdefault(node, f"node-{node}")
 
-    def hear(self, node: int, content: RecordDict, online: Callable[[], Iterable[int]]) -> str:
+    def identify(self, node: int, content: RecordDict, online: Callable[[], Iterable[int]]) -> str:
         """Record the id that a reply states, if any.
 
         Parameters
@@ -512,20 +512,22 @@ class ClientNames:
 
     def shown(self, event: Any) -> Any:
         """Return a report with clients' stated names."""
-        return self.told(event) if self.stated else event
+        return self.renamed(event) if self.stated else event
 
-    def told(self, value: Any) -> Any:
+    def renamed(self, value: Any) -> Any:
         """Replace the loop's names in a report or a part of it."""
         if isinstance(value, str):
             return self.stated.get(value, value)
         if isinstance(value, Mapping):
-            return {self.told(key): self.told(each) for key, each in value.items()}
+            return {self.renamed(key): self.renamed(each) for key, each in value.items()}
         if isinstance(value, tuple) and type(value) is tuple:
-            return tuple(map(self.told, value))
+            return tuple(map(self.renamed, value))
         if is_dataclass(value) and not isinstance(value, type):
             parts = {item.name: getattr(value, item.name) for item in fields(value)}
             named = {
-                k: self.told(part) for k, part in parts.items() if isinstance(part, str | Mapping)
+                k: self.renamed(part)
+                for k, part in parts.items()
+                if isinstance(part, str | Mapping)
             }
             return replace(value, **named)
         return value
@@ -692,7 +694,7 @@ class FlowerGrid(GridWrapper):
         Adapts models to the dtypes of the user's app, and back.
     rounds : Rounds
         Rounds, which number messages and receive metrics.
-    heard : Callable
+    on_examples : Callable
         Receives a client's number of examples with each reply.
     greets : bool
         Whether clients are greeted because their ClientApp supports Raceme's kinds of work.
@@ -710,10 +712,11 @@ class FlowerGrid(GridWrapper):
         rounds: Rounds,
         *,
         greets: bool,
-        heard: Callable[[str, int], None],
+        on_examples: Callable[[str, int], None],
     ) -> None:
         self._grid, self._clock, self._arguments = grid, clock, arguments
-        self._dtypes, self._rounds, self._greets, self._heard = dtypes, rounds, greets, heard
+        self._dtypes, self._rounds, self._greets = dtypes, rounds, greets
+        self._on_examples = on_examples
         self._replies = ReplyAdapter(arguments, dtypes, keeps_numbers=greets)
         self.is_virtual, self.free_evaluation = clock.is_virtual, clock.free_evaluation
         self.client_names = ClientNames()
@@ -785,8 +788,9 @@ class FlowerGrid(GridWrapper):
         self._count += 1
         key = f"greeting-{self._count}"
         set_message_id(greeting, key)
-        told = ConfigRecord({names.CLIENT_ID: self.client_names.of(greeting.metadata.dst_node_id)})
-        self._answers[key] = Message(RecordDict({names.CONFIG: told}), reply_to=greeting)
+        client = self.client_names.of(greeting.metadata.dst_node_id)
+        identity = ConfigRecord({names.CLIENT_ID: client})
+        self._answers[key] = Message(RecordDict({names.CONFIG: identity}), reply_to=greeting)
         return key
 
     def _translated(self, message: Message) -> Message:
@@ -827,7 +831,7 @@ class FlowerGrid(GridWrapper):
         if reply.has_error():
             self._check_error(reply, category)
             if category == MessageType.EVALUATE and self.tests:
-                self._tell_failed_test(metadata.src_node_id, names.error_line(reply))
+                self._log_failed_test(metadata.src_node_id, names.error_line(reply))
             return reply
         content = reply.content
         try:
@@ -846,15 +850,15 @@ class FlowerGrid(GridWrapper):
                 self._rounds.returned(name, content)
                 if not self._greets:
                     metrics = read.metric_records[names.METRICS]
-                    self._heard(name, int(metrics[names.NUM_EXAMPLES]))  # type: ignore[arg-type]
+                    self._on_examples(name, int(metrics[names.NUM_EXAMPLES]))  # type: ignore[arg-type]
                 reply.content = read
         except InvalidReplyError as error:
             if category == MessageType.EVALUATE:
-                self._tell_failed_test(metadata.src_node_id, str(error))
+                self._log_failed_test(metadata.src_node_id, str(error))
             return refused(reply, str(error))
         return reply
 
-    def _tell_failed_test(self, node: int, reason: str) -> None:
+    def _log_failed_test(self, node: int, reason: str) -> None:
         """Log the first failed test of a node: it counts for no accuracy."""
         if node not in self._failed_tests:
             self._failed_tests.add(node)
@@ -864,7 +868,7 @@ class FlowerGrid(GridWrapper):
         """Raise InvalidReplyError if a reply comes from another client than the queried one."""
         if client is not None and client != self.client_names.of(node):
             raise InvalidReplyError("it was asked of a node that turned out to be another client")
-        if reason := self.client_names.hear(node, content, self._grid.get_node_ids):
+        if reason := self.client_names.identify(node, content, self._grid.get_node_ids):
             raise InvalidReplyError(reason)
 
     def _check_error(self, reply: Message, category: str) -> None:
@@ -930,7 +934,7 @@ class FlowerLog(events.EventHandler):
         """Log splits, merges and new clusters."""
         if is_news(event):
             line = change_line(event)
-            _tell(f"\t├── {line[0].upper()}{line[1:]}")
+            _log(f"\t├── {line[0].upper()}{line[1:]}")
 
     def round_over(self, number: int, metrics: MetricRecord | None) -> None:
         """Log a round of updates."""
@@ -946,9 +950,9 @@ class FlowerLog(events.EventHandler):
             parts.append(f"staleness {mean:.1f} on average, {max(staleness)} at most")
         if self._rejected:
             parts.append(f"{self._rejected} replies not used")
-        _tell("", f"[ROUND {number}{self._length}]", f"\t├── {', '.join(parts)}")
+        _log("", f"[ROUND {number}{self._length}]", f"\t├── {', '.join(parts)}")
         if metrics:
-            _tell(f"\t├── Train: {shown(metrics)}")
+            _log(f"\t├── Train: {shown(metrics)}")
         self._updates, self._rejected, self._began = [], 0, self.time
 
     def tested(
@@ -960,12 +964,12 @@ class FlowerLog(events.EventHandler):
         """
         if report is None:
             if metrics is not None:
-                _tell(f"\t├── Evaluate round {number}: {shown(metrics)}")
+                _log(f"\t├── Evaluate round {number}: {shown(metrics)}")
             return
         self._last = report
         found = shown(metrics or {report.measure.name: report.accuracy})
         of = f"{report.answered} of {report.asked} clients"
-        _tell(f"\t├── Evaluate round {number} ({of}): {found}")
+        _log(f"\t├── Evaluate round {number} ({of}): {found}")
         if len(means := _by_cluster(report)) > 1:
             named = [
                 f"{cluster}: {report.measure.shown(mean)} ({count})"
@@ -973,34 +977,34 @@ class FlowerLog(events.EventHandler):
             ]
             more = f" and {len(named) - _MOST_CLUSTERS} more" if len(named) > _MOST_CLUSTERS else ""
             listed = ", ".join(named[:_MOST_CLUSTERS])
-            _tell(f"\t│\t{report.measure.word} by cluster (clients): {listed}{more}")
+            _log(f"\t│\t{report.measure.word} by cluster (clients): {listed}{more}")
 
     def tested_centrally(
         self, number: int, mean: MetricRecord, clusters: Mapping[int, MetricRecord]
     ) -> None:
         """Log the server's own test of each cluster's model."""
         if not number:
-            _tell(f"Initial global evaluation results: {shown(mean)}")
+            _log(f"Initial global evaluation results: {shown(mean)}")
             return
         if len(clusters) > 1:
             for cluster, metrics in sorted(clusters.items())[:_MOST_CLUSTERS]:
-                _tell(f"\t│\tcluster {cluster}: {shown(metrics)}")
-        _tell(f"\t└── Global evaluation: {shown(mean)}")
+                _log(f"\t│\tcluster {cluster}: {shown(metrics)}")
+        _log(f"\t└── Global evaluation: {shown(mean)}")
 
     def ended(self, result: RunResult, seconds: float) -> None:
         """Log the end of a run: a table of the clusters, and the result."""
         last = self._last
         sizes = Counter(home(weights) for weights in result.client_clusters.values())
         means = {} if last is None else _by_cluster(last)
-        _tell("", f"Strategy execution finished in {seconds:.2f}s", "")
-        _tell(f"\t{'cluster':<8} {'clients':>8}  {last.measure.word if last else ''}")
+        _log("", f"Strategy execution finished in {seconds:.2f}s", "")
+        _log(f"\t{'cluster':<8} {'clients':>8}  {last.measure.word if last else ''}")
         for cluster in sorted(result.clusters):
             score = last.measure.shown(means[cluster][0]) if last and cluster in means else "-"
-            _tell(f"\t{cluster:<8} {sizes[cluster]:>8}  {score}")
-        _tell("", "Final results:", "", *(f"\t{line}" for line in str(result).splitlines()), "")
+            _log(f"\t{cluster:<8} {sizes[cluster]:>8}  {score}")
+        _log("", "Final results:", "", *(f"\t{line}" for line in str(result).splitlines()), "")
 
 
-def _tell(*lines: str) -> None:
+def _log(*lines: str) -> None:
     for line in lines:
         log.info("%s", line)
 
@@ -1118,12 +1122,12 @@ class FlowerRun:
 
 
 @shown_by_flower()
-def start(method: Method, **told: Any) -> RunResult:
+def start(method: Method, **arguments: Any) -> RunResult:
     """Run a method with unmodified ClientApps.
 
     Parameters
     ----------
-    **told
+    **arguments
         The fields of a `FlowerRun`.
 
     Raises
@@ -1133,9 +1137,9 @@ def start(method: Method, **told: Any) -> RunResult:
         or no client returned a usable reply.
     """
     known = [item.name for item in fields(FlowerRun)]
-    for name in told:
+    for name in arguments:
         check_known("argument of start()", name, known)
-    flower_run = FlowerRun(**told)
+    flower_run = FlowerRun(**arguments)
     flower_run.check()
     began = time.monotonic()
     with through_flower():
@@ -1166,8 +1170,8 @@ class FlowerPlan(Plan):
     def limit(self, updates: int, num_updates: int, now: float, rounds: int | None = None) -> str:
         """Return the reached limit in words."""
         over = self.run.look()
-        if self.run.told.max_updates is None and over >= self.run.told.num_rounds:
-            return rounds_over(self.run.told.num_rounds)
+        if self.run.options.max_updates is None and over >= self.run.options.num_rounds:
+            return rounds_over(self.run.options.num_rounds)
         if self.run.stopped_after:
             return f"should_stop ended the run after round {self.run.stopped_after}"
         return super().limit(updates, num_updates, now, rounds)
@@ -1193,22 +1197,22 @@ class FlowerPlan(Plan):
 class _Run(events.EventHandler):
     """The parts of a run and their connections."""
 
-    def __init__(self, method: Method, told: FlowerRun) -> None:
+    def __init__(self, method: Method, options: FlowerRun) -> None:
         self.method, self._name = method, type(method).__name__
-        self.arguments, self.told = method.arguments, told
-        self._clock = timeline_of(told.grid)
-        self._dtypes = DtypeAdapter(told.initial_arrays)
-        length = f"/{told.num_rounds}" if told.max_updates is None else ""
+        self.arguments, self.options = method.arguments, options
+        self._clock = timeline_of(options.grid)
+        self._dtypes = DtypeAdapter(options.initial_arrays)
+        length = f"/{options.num_rounds}" if options.max_updates is None else ""
         self.log = FlowerLog(length, self._clock.is_virtual)
         self.rounds = Rounds(method, self.arguments, self.log.round_over)
         self.grid = FlowerGrid(
-            told.grid,
+            options.grid,
             self._clock,
             self.arguments,
             self._dtypes,
             self.rounds,
-            greets=told.greet or bool(method.needs.kinds),
-            heard=self._heard,
+            greets=options.greet or bool(method.needs.kinds),
+            on_examples=self._record_examples,
         )
         self.rng = method.rng.spawn(1)[0]
         # Last round tested by the server.
@@ -1227,9 +1231,9 @@ class _Run(events.EventHandler):
         """
         method = self.method
         self._check_server()
-        self._tell_start()
+        self._log_start()
         if carried := ", ".join(self._dtypes.carried):
-            _tell(f"\t├── Sent along unchanged, since nothing of it can be averaged: {carried}")
+            _log(f"\t├── Sent along unchanged, since nothing of it can be averaged: {carried}")
         online = self._wait_for_nodes()
         if self._clock.is_virtual:
             method.check(online)
@@ -1239,24 +1243,24 @@ class _Run(events.EventHandler):
 
     def result(self, online: int) -> RunResult:
         """Run; return the result by rounds, with the user's models and clients' own names."""
-        told, method, dtypes = self.told, self.method, self._dtypes
+        options, method, dtypes = self.options, self.method, self._dtypes
         if isinstance(method.scheduling, InRounds):
             method.scheduling.least = self.arguments.min_train_nodes
         before = method.progress.updates
-        limit = 0 if told.max_updates is None else before + told.max_updates
-        planned = limit or before + told.num_rounds * self.arguments.trained(online)
+        limit = 0 if options.max_updates is None else before + options.max_updates
+        planned = limit or before + options.num_rounds * self.arguments.trained(online)
         result = method.run(
             self.grid,
             dtypes.initial,
             max_updates=limit,
-            timeout=told.timeout,
-            train_config=ConfigRecord(dict(told.train_config)),
-            evaluate_config=ConfigRecord(dict(told.evaluate_config)),
-            plan=FlowerPlan(max_time=told.max_time, planned_updates=planned, run=self),
+            timeout=options.timeout,
+            train_config=ConfigRecord(dict(options.train_config)),
+            evaluate_config=ConfigRecord(dict(options.evaluate_config)),
+            plan=FlowerPlan(max_time=options.max_time, planned_updates=planned, run=self),
             observe=self,
-            stop_check=told.stop_check,
-            probe=told.probe,
-            starts=told.starts,
+            stop_check=options.stop_check,
+            probe=options.probe,
+            starts=options.starts,
         )
         self._check_useless(fewest=1)
         self._close_test(None)
@@ -1264,10 +1268,10 @@ class _Run(events.EventHandler):
         result.train_metrics_clientapp = self.rounds.trained
         result.evaluate_metrics_clientapp = self.rounds.tested
         result.clusters = {k: dtypes.sent(model) for k, model in result.clusters.items()}
-        result.arrays = dtypes.sent(result.arrays) if result.arrays else told.initial_arrays
+        result.arrays = dtypes.sent(result.arrays) if result.arrays else options.initial_arrays
         clients = self.grid.client_names
         result.client_clusters = {
-            clients.told(client): weights
+            clients.renamed(client): weights
             for client, weights in result.client_clusters.items()
             if client not in clients.mistaken
         }
@@ -1277,7 +1281,7 @@ class _Run(events.EventHandler):
 
     def _check_server(self) -> None:
         """Raise UserError if the method needs samples of the server."""
-        probe, starts = self.told.probe, self.told.starts
+        probe, starts = self.options.probe, self.options.starts
         try:
             self.method.check_server(0 if probe is None else probe.sets, bool(starts))
         except UserError as error:
@@ -1289,21 +1293,24 @@ class _Run(events.EventHandler):
                 f"{error}"
             ) from None
 
-    def _tell_start(self) -> None:
+    def _log_start(self) -> None:
         """Log the start of a strategy, like Flower's own."""
-        arguments, told = self.arguments, self.told
-        size = sum(len(values.data) for values in told.initial_arrays.values()) / _MEGABYTE
-        _tell(
+        arguments, options = self.arguments, self.options
+        size = sum(len(values.data) for values in options.initial_arrays.values()) / _MEGABYTE
+        _log(
             f"Starting {self._name} strategy:",
-            f"\t├── {told.length}",
+            f"\t├── {options.length}",
             f"\t├── ArrayRecord ({size:.2f} MB)",
         )
-        for what, config in (("train", told.train_config), ("evaluate", told.evaluate_config)):
+        for what, config in (
+            ("train", options.train_config),
+            ("evaluate", options.evaluate_config),
+        ):
             values = {key: "<bytes>" if isinstance(v, bytes) else v for key, v in config.items()}
-            _tell(f"\t├── ConfigRecord ({what}): {values or '(empty!)'}")
+            _log(f"\t├── ConfigRecord ({what}): {values or '(empty!)'}")
         fractions = arguments.fraction_train, arguments.fraction_evaluate
         least = arguments.min_train_nodes, arguments.min_evaluate_nodes
-        _tell(
+        _log(
             "\t├──> Sampling:",
             f"\t│\t├── Fraction: train ({fractions[0]:.2f}) | evaluate ({fractions[1]:.2f})",
             f"\t│\t├── Minimum nodes: train ({least[0]}) | evaluate ({least[1]})",
@@ -1324,8 +1331,8 @@ class _Run(events.EventHandler):
         UserError
             The ClientApp has no function for queries, and thus for the method's kinds of work.
         """
-        grid, clock, needs = self.told.grid, self._clock, self.method.needs.kinds
-        patience = min(_ASKING_SECONDS, self.told.timeout)
+        grid, clock, needs = self.options.grid, self._clock, self.method.needs.kinds
+        patience = min(_ASKING_SECONDS, self.options.timeout)
         node = next(iter(grid.get_node_ids()))
         greeting = Message(RecordDict(), node, MessageType.QUERY, ttl=patience)
         asked, until = list(grid.push_messages([greeting])), clock.now() + patience
@@ -1352,11 +1359,11 @@ class _Run(events.EventHandler):
         UserError
             On virtual time, they will not connect.
         """
-        clock, timeout = self._clock, self.told.timeout
+        clock, timeout = self._clock, self.options.timeout
         wanted, last, began = max(1, self.arguments.min_available_nodes), -1, clock.now()
-        while (online := len(list(self.told.grid.get_node_ids()))) < wanted:
+        while (online := len(list(self.options.grid.get_node_ids()))) < wanted:
             if online != last:
-                _tell(
+                _log(
                     f"Waiting for nodes to connect: {online} connected (minimum required: "
                     f"{wanted})."
                 )
@@ -1371,7 +1378,7 @@ class _Run(events.EventHandler):
 
     # Reports of clients and the loop.
 
-    def _heard(self, name: str, examples: int) -> None:
+    def _record_examples(self, name: str, examples: int) -> None:
         """Record a client's number of examples, unknown without a greeting."""
         client = self.method.progress.fleet.clients.get(name)
         if client is not None and client.num_examples != examples:
@@ -1382,7 +1389,7 @@ class _Run(events.EventHandler):
         super().__call__(event)
         shown = self.grid.client_names.shown(event)
         self.log(shown)
-        self.told.observe(shown)
+        self.options.observe(shown)
 
     def on_update_applied(self, event: events.UpdateApplied) -> None:
         """Count the event in its round."""
@@ -1432,7 +1439,7 @@ class _Run(events.EventHandler):
 
     def _ask_to_stop(self, number: int) -> None:
         """Call the user's stop function after a round whose models are tested."""
-        should_stop = self.told.should_stop
+        should_stop = self.options.should_stop
         if should_stop is None or number <= self._asked or self.stopped_after:
             return
         self._asked = number
@@ -1450,7 +1457,7 @@ class _Run(events.EventHandler):
 
     def _test_centrally(self, number: int) -> None:
         """Test a round's models by the user's function, once; round 0 at the start."""
-        test = self.told.evaluate_fn
+        test = self.options.evaluate_fn
         if test is None or number <= self._tested:
             return
         self._tested = number
@@ -1461,7 +1468,7 @@ class _Run(events.EventHandler):
             )
         else:
             # Methods whose clusters start from their clients' models.
-            mean, clusters = test(number, self.told.initial_arrays), {}
+            mean, clusters = test(number, self.options.initial_arrays), {}
         if mean is not None:
             result = self.method.result
             result.evaluate_metrics_serverapp[number] = mean
