@@ -18,6 +18,8 @@ from raceme.core.options import Value
 from raceme.core.registry import STRATEGIES
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from raceme.experiments.compare import RunAll
     from raceme.experiments.results import Comparison
     from raceme.experiments.suites import Suite
@@ -68,8 +70,6 @@ def run_suites(
     from raceme.core.signals import interrupted_by_signals
     from raceme.experiments.compare import compare as run_suite
     from raceme.experiments.compare import prepare
-    from raceme.experiments.tables import main_table, sweep_table
-    from raceme.reporting.artefacts import missing_line
 
     logging.getLogger("flwr").setLevel(logging.ERROR)
     console = Console(highlight=False)
@@ -91,16 +91,7 @@ def run_suites(
                 soft_wrap=True,
             )
             raise typer.Exit(130) from None
-        for text in (main_table(comparison), sweep_table(comparison)):
-            if text is not None:
-                console.print()
-                console.print(text.rich())
-                for line in text.lines:
-                    console.print(line, markup=False, soft_wrap=True)
-        console.print(f"\nTables, plots and runs: {plan.out}", markup=False, soft_wrap=True)
-        if comparison.unwritten:
-            said = missing_line(plan.out, comparison.unwritten)
-            print(f"raceme: {said}", file=sys.stderr)
+        _print_results(comparison, plan.out, console)
         done[plan.out.name] = comparison
         failed |= bool(comparison.unwritten)
         failed |= any(result.errors for result in comparison.results)
@@ -113,6 +104,22 @@ def run_suites(
         console.print(f"\nThe same as a file: {path}", markup=False, soft_wrap=True)
     if failed:
         raise typer.Exit(1)
+
+
+def _print_results(comparison: Comparison, out: Path, console: Console) -> None:
+    """Print the tables of a comparison and their folder, and what could not be written there."""
+    from raceme.experiments.tables import main_table, sweep_table
+    from raceme.reporting.artefacts import missing_line
+
+    for text in (main_table(comparison), sweep_table(comparison)):
+        if text is not None:
+            console.print()
+            console.print(text.rich())
+            for line in text.lines:
+                console.print(line, markup=False, soft_wrap=True)
+    console.print(f"\nTables, plots and runs: {out}", markup=False, soft_wrap=True)
+    if comparison.unwritten:
+        print(f"raceme: {missing_line(out, comparison.unwritten)}", file=sys.stderr)
 
 
 @contextmanager
