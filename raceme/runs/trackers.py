@@ -106,10 +106,8 @@ class Measurements(EventHandler):
         return {key: value for key, value in found.items() if math.isfinite(value)}
 
 
-def final(summary: object) -> dict[str, float]:
-    """Return the finite numbers of a run's summary by name, including one level of nesting."""
-    if not isinstance(summary, dict):
-        return {}
+def final(summary: Mapping[str, object]) -> dict[str, float]:
+    """Return the finite numbers of a run's summary by name."""
     return {
         name: float(value)
         for name, value in summary.items()
