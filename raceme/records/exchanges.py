@@ -11,16 +11,15 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from raceme.core.errors import UserError
 from raceme.core.events import grouped
 from raceme.core.timeline import Exchange, Switched
 from raceme.records.folder import MESSAGES, SUMMARY
+from raceme.records.summary import Floats
 
 CLIENTS = "clients.csv"
 
-Floats = NDArray[np.float64]
 Span = tuple[float, float]
 
 

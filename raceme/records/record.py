@@ -24,9 +24,8 @@ from raceme.core.events import Event, EventHandler, Membership, Placement, group
 from raceme.core.files import atomic_write
 from raceme.records.folder import TRACE, WALL_TIMES
 from raceme.records.store import each_event, plain
-from raceme.records.summary import Uploads
+from raceme.records.summary import Floats, Uploads
 
-Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 Texts = NDArray[np.str_]
 Flags = NDArray[np.bool_]

@@ -238,7 +238,7 @@ class Traffic:
 # -----------------------------------------------------------------------------
 
 
-FloatArray = NDArray[np.float64]
+Floats = NDArray[np.float64]
 
 
 class TaskAccuracies:
@@ -278,11 +278,11 @@ class TaskAccuracies:
         """Number of cluster models after each step; None if not tested."""
         return [self._clusters.get(step) for step in range(self.count)]
 
-    def matrix(self) -> FloatArray:
+    def matrix(self) -> Floats:
         """Return R, shape (T + 1, T + 1), with NaN for untested entries."""
         return self._means("accuracy")
 
-    def untrained(self) -> FloatArray:
+    def untrained(self) -> Floats:
         """Return the accuracy of the model before any training on each step, shape (T + 1,).
 
         Tested together with R[j − 1, j] by the same clients; NaN for step 0.
@@ -311,7 +311,7 @@ class TaskAccuracies:
             "clusters_after_steps": self.clusters,
         }
 
-    def _learnt(self, matrix: FloatArray) -> dict[str, float | None]:
+    def _learnt(self, matrix: Floats) -> dict[str, float | None]:
         """Return forgetting and transfers of the matrix R."""
         gains = -matrix if self.measure.is_error else matrix
         before = -self.untrained() if self.measure.is_error else self.untrained()
@@ -324,7 +324,7 @@ class TaskAccuracies:
         }
         return {name: _mean(learnt[name]) for name in _LEARNT}
 
-    def _means(self, quantity: str) -> FloatArray:
+    def _means(self, quantity: str) -> Floats:
         """Return the mean of a quantity over the clients, after each step and on each one."""
         means = np.full((self.count, self.count), np.nan)
         for after, per_client in self._scores.items():
@@ -342,7 +342,7 @@ _DIVERGED = 10.0
 _LEARNT = ("forgetting", "backward_transfer", "forward_transfer")
 
 
-def _mean(values: FloatArray) -> float | None:
+def _mean(values: Floats) -> float | None:
     """Return the mean of the finite values; None without any."""
     known = values[np.isfinite(values)]
     return float(known.mean()) if len(known) else None

@@ -30,6 +30,7 @@ from raceme.core.registry import EXPORT, explained
 from raceme.records.folder import (
     SIMILARITY,
     SUMMARY,
+    Arrays,
     VersionStore,
     clusters_in,
     model_file,
@@ -59,7 +60,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("raceme")
 
-Arrays = Mapping[str, NDArray[np.generic]]
 Similarities = tuple[list[str], NDArray[np.floating]]
 
 

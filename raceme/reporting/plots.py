@@ -21,6 +21,7 @@ from matplotlib.patches import Circle, FancyArrowPatch, Patch, Rectangle, Wedge
 from matplotlib.ticker import FixedLocator, Locator, MaxNLocator, PercentFormatter
 from numpy.typing import NDArray
 
+from raceme.core.clusters import Weights
 from raceme.core.errors import printable
 from raceme.core.events import (
     ACCURACY,
@@ -34,8 +35,8 @@ from raceme.core.events import (
     grouped,
     home,
 )
-from raceme.records.record import ClientEvaluations, Floats, Integers, RunRecord
-from raceme.records.summary import LONG, FloatArray, TaskAccuracies, Upload, Uploads, shares
+from raceme.records.record import ClientEvaluations, Integers, RunRecord
+from raceme.records.summary import LONG, Floats, TaskAccuracies, Upload, Uploads, shares
 from raceme.reporting.style import (
     CLOCK,
     FAINT,
@@ -1053,7 +1054,7 @@ def tasks_figure(record: RunRecord) -> Figure:
     return figure
 
 
-def means_over_time(tasks: TaskAccuracies) -> dict[str, FloatArray]:
+def means_over_time(tasks: TaskAccuracies) -> dict[str, Floats]:
     """Return accuracies after each step, by label: on that task, on all so far, on the next."""
     matrix = tasks.matrix()
     so_far = [row[: step + 1] for step, row in enumerate(matrix)]
@@ -1065,11 +1066,11 @@ def means_over_time(tasks: TaskAccuracies) -> dict[str, FloatArray]:
     return {label: values for label, values in found.items() if np.isfinite(values).any()}
 
 
-def _known_mean(values: FloatArray) -> float:
+def _known_mean(values: Floats) -> float:
     return float(np.mean(values[np.isfinite(values)])) if np.isfinite(values).any() else math.nan
 
 
-def _draw_map(axes: Axes, matrix: FloatArray, measure: Measure) -> None:
+def _draw_map(axes: Axes, matrix: Floats, measure: Measure) -> None:
     """Draw a cell per task (upwards) and step (to the right)."""
     count = len(matrix)
     axes.set_title(f"{measure.title} on each task")
@@ -1101,7 +1102,7 @@ def _steps_locator(count: int) -> Locator:
 
 
 def _write_numbers(
-    axes: Axes, matrix: FloatArray, measure: Measure, bounds: tuple[float, float]
+    axes: Axes, matrix: Floats, measure: Measure, bounds: tuple[float, float]
 ) -> None:
     """Write the value into each cell, accuracies in percent."""
     size = min(8.5, 60.0 / len(matrix))
@@ -1257,7 +1258,6 @@ def _draw_cluster_scores(axes: Axes, record: RunRecord) -> list[float]:
 # -----------------------------------------------------------------------------
 
 
-Weights = Mapping[int, float]
 Bands = dict[int, tuple[float, float]]
 """Start and height of a client's band, by cluster."""
 Drawn = tuple[float, dict[str, Bands]]

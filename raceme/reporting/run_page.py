@@ -38,7 +38,8 @@ from raceme.records.folder import (
     has_writer,
 )
 from raceme.records.positions import evenly_spread, read_similarity
-from raceme.records.record import ClientRecord, Flags, Floats, RunRecord, read_run
+from raceme.records.record import ClientRecord, Flags, RunRecord, read_run
+from raceme.records.summary import Floats
 from raceme.reporting.artefacts import figures_of
 from raceme.reporting.console import summary_rows
 from raceme.reporting.dashboard import frozen_run

@@ -26,7 +26,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from raceme.core.events import ClusterChange, ClustersChanged, DataChanged
 from raceme.core.files import atomic_write
 from raceme.records.positions import evenly_spread
-from raceme.records.record import Floats
+from raceme.records.summary import Floats
 
 INK = "#22272e"
 PAPER = "#fefefe"  # What is behind a text; unlike white, it is dark on a dark page.

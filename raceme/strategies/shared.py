@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from raceme.core.clusters import Clusters
+from raceme.core.clusters import Clusters, Matrix
 from raceme.core.errors import UserError, about
 from raceme.core.messages import ALL_EXAMPLES, LABEL_COUNTS, Vector, count_of
 from raceme.core.options import option
@@ -150,8 +150,6 @@ class StalenessParameters:
 # Splits of clusters: eigengaps of the Laplacian, spectral clustering.
 # -----------------------------------------------------------------------------
 
-
-Matrix = NDArray[np.float64]
 
 _LARGE = 300
 """Size from which computing only the first eigenvalues is faster."""

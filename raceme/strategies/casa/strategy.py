@@ -40,7 +40,7 @@ from raceme.strategies.casa.buffers import (
     comparable,
     shortener,
 )
-from raceme.strategies.shared import client_decay, cluster_decay, omega, staleness_bound
+from raceme.strategies.shared import Mask, client_decay, cluster_decay, omega, staleness_bound
 
 log = getLogger("raceme")
 
@@ -520,9 +520,6 @@ class CASA(Method):
 # are frozen at the received values, not set to 0: eq (16) leaves the server's as they are where
 # m = 0, and the paper does not say what the client does with them (our reading).
 # -----------------------------------------------------------------------------
-
-
-Mask = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from raceme.core.clusters import Matrix
 from raceme.core.messages import NUM_EXAMPLES, Role
 from raceme.strategies import profiles as keys
 from raceme.training.local import differentiate
@@ -17,8 +18,6 @@ _BATCH = 256
 _POINTS = 200
 _MARGIN = 1.02
 """FLUX fits its projection on 200 points, uniform in [0, 1.02 · the largest latent feature]."""
-
-Matrix = NDArray[np.float64]
 
 
 def principal_directions(work: ClientWork) -> Answer:
