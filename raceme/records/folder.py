@@ -48,11 +48,15 @@ log = logging.getLogger("raceme.folder")
 COMPARISON = "compare.json"
 """Results of a comparison, in its folder."""
 LOG = "run.log"
+MLFLOW = "mlflow-run.txt"
+"""Id of the MLflow run, for resumption."""
 POSITIONS = "positions.jsonl"
 REPORT = "report.html"
 SIMILARITY = "similarity.npz"
 STORE = "run.sqlite"
 SUMMARY = "summary.json"
+TENSORBOARD = "tensorboard"
+"""Folder of TensorBoard's files."""
 TRACE = "trace.jsonl"
 WALL_TIMES = "wall-times.csv"
 ERROR = "error.txt"
@@ -66,11 +70,13 @@ _FILES = {
     CONTROL,
     ERROR,
     LOG,
+    MLFLOW,
     POSITIONS,
     REPORT,
     SIMILARITY,
     STORE,
     SUMMARY,
+    TRACE,
     WALL_TIMES,
     "accuracy.png",
     "clusters.png",
@@ -83,7 +89,7 @@ MODELS = ("clusters", "clients")
 """Folders of models: one for each cluster, and one for each client."""
 CHECKPOINTS = "checkpoint"
 """Folder of the checkpoints of a run."""
-_FOLDERS = {CHECKPOINTS, *MODELS}
+_FOLDERS = {CHECKPOINTS, TENSORBOARD, *MODELS}
 
 
 def new_folder(out: str | Path | None, name: str) -> Path:
@@ -187,15 +193,19 @@ def foreign(folder: Path) -> str:
     for path in sorted(folder.iterdir()):
         ours = path.name.removesuffix("-journal") in _FILES or _is_partial(path)
         if path.is_dir() and not path.is_symlink():
-            ours = path.name in _FOLDERS and all(
-                inner.suffix == ".safetensors" or _is_partial(inner) for inner in path.iterdir()
-            )
+            ours = path.name in _FOLDERS and all(map(_is_of_folder, path.iterdir()))
         elif path.suffix == ".png" and path.is_file():
             with path.open("rb") as file:
                 ours = ours or _FIGURE in file.read(500)
         if not ours:
             return path.name
     return ""
+
+
+def _is_of_folder(path: Path) -> bool:
+    """Return whether a file in a folder of a run's is the run's."""
+    is_events = path.parent.name == TENSORBOARD and path.name.startswith("events.out.")
+    return is_events or path.suffix == ".safetensors" or _is_partial(path)
 
 
 def _is_partial(path: Path) -> bool:

@@ -36,7 +36,7 @@ from raceme.core.events import (
     is_news,
 )
 from raceme.core.options import Value
-from raceme.records.folder import SUMMARY
+from raceme.records.folder import MLFLOW, SUMMARY, TENSORBOARD
 
 # -----------------------------------------------------------------------------
 # Measurements for trackers at an evaluation: named numbers.
@@ -162,9 +162,6 @@ class Tracker(ABC):
 # -----------------------------------------------------------------------------
 
 
-FOLDER = "tensorboard"
-
-
 class TensorBoard(Tracker):
     """A run in TensorBoard; the step of each curve is the number of updates."""
 
@@ -175,7 +172,7 @@ class TensorBoard(Tracker):
 
         # After a resumption, repeated steps replace those of the lost process.
         purge = None if resumed is None else resumed + 1
-        self._writer = SummaryWriter(str(out / FOLDER), purge_step=purge)
+        self._writer = SummaryWriter(str(out / TENSORBOARD), purge_step=purge)
         self._parameters = parameters
         if resumed is None:
             lines = "\n".join(f"    {key} = {value!r}" for key, value in parameters.items())
@@ -221,9 +218,6 @@ def _grouped(name: str) -> str:
 # -----------------------------------------------------------------------------
 
 
-MLFLOW_RUN_FILE = "mlflow-run.txt"
-"""File in the run's folder with the id of the MLflow run, for resumption."""
-
 _EXPERIMENT = "raceme"
 _LONGEST = 6000
 """MLflow refuses longer values of parameters."""
@@ -241,7 +235,7 @@ class Mlflow(Tracker):
         from mlflow import MlflowClient
         from mlflow.entities import Param, RunStatus
 
-        kept = out / MLFLOW_RUN_FILE
+        kept = out / MLFLOW
         self._notes: list[str] = []
         with _alone():
             self._client = MlflowClient()

@@ -73,6 +73,18 @@ def test_a_run_with_something_of_somebody_in_it_is_not_removed(half: Path, tmp_p
     assert not half.exists()
 
 
+def test_a_run_with_a_trace_and_trackers_is_removed_whole(half: Path) -> None:
+    (half / "tensorboard").mkdir()
+    for name in ("trace.jsonl", "mlflow-run.txt", "tensorboard/events.out.tfevents.1.here"):
+        (half / name).write_text(name)
+    (half / "tensorboard" / "mine.txt").write_text("mine")
+    with pytest.raises(UserError, match="tensorboard in it belongs to no run"):
+        remove_run(half)
+    (half / "tensorboard" / "mine.txt").unlink()
+    remove_run(half)
+    assert not half.exists()
+
+
 @pytest.mark.parametrize("name", ["thesis.tex", "accuracy.png", "src/main.py"])
 def test_a_folder_of_something_else_is_not_used(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
