@@ -1174,7 +1174,7 @@ TABLES: dict[str, Callable[[Path], Table]] = {
     "external-pfllib": partial(
         external_pfllib,
         name="external-pfllib-fashion",
-        methods="fedrep ditto fedper fedavg casa",
+        methods="fedrep ditto fedper apfl fedavg fedprox casa",
     ),
     "external-pfllib-two-classes": partial(
         external_pfllib,
