@@ -938,6 +938,10 @@ _UNTUNED = [
     "noise",
 ]
 _FASHION = "fashion-"
+_ABLATED = (
+    *("iid", "groups", "rotation", "noise", "dirichlet"),
+    *("churn", "swap", "label-shift"),
+)
 _NATURAL = ("people", "writers", "speakers", "batches", "machines", "roles")
 _LARGER = ("characters", "har", "mnist-100-iid", "fashion-100")
 _RIVALS = (
@@ -1082,6 +1086,32 @@ def panicle_larger(docs: Path) -> Table:
         [case, *_bold([_with_time(of, method) for method in order])] for case, of in cases.items()
     ]
     return Table(("case", *(f"`{method}`" for method in order)), rows)
+
+
+def panicle_ablation(docs: Path) -> Table:
+    """Accuracy of Panicle, and what it changes by without each part."""
+    parts = ("no-clusters", "no-drift", "no-forward", "no-average", "no-own-model")
+    rows, changes = [], []
+    for case in _ABLATED:
+        of = Experiment.read(docs, f"ablation-{case}")
+        whole = of.mean("whole", "accuracy")
+        changes.append([100 * (of.mean(part, "accuracy") - whole) for part in parts])
+        cells = (number(change, 1) for change in changes[-1])
+        rows.append([case, spread(of.values("whole", "accuracy"), 1, 100.0), *cells])
+    means = (number(statistics.fmean(column), 1) for column in zip(*changes, strict=True))
+    rows.append(["mean", "", *means])
+    return Table(("case", "whole", *(part.replace("-", " ") for part in parts)), rows)
+
+
+def panicle_personalized(docs: Path) -> Table:
+    """Panicle beside personalized methods on natural fleets."""
+    methods = ("panicle", "fedrep", "fedper", "ditto", "apfl", "fedavg", "standalone")
+    rows = []
+    for case in ("people", "speakers", "writers", "batches"):
+        of = Experiment.read(docs, f"natural-{case}")
+        cells = [spread(of.values(method, "accuracy"), 1, 100.0) for method in methods]
+        rows.append([case, *_bold(cells)])
+    return Table(("fleet", *(f"`{method}`" for method in methods)), rows)
 
 
 # Attacks ----------------------------------------------------------------------------------------
@@ -1262,6 +1292,8 @@ TABLES: dict[str, Callable[[Path], Table]] = {
     "panicle-fashion": partial(panicle_untuned, images=_FASHION),
     "panicle-all": panicle_all,
     "panicle-larger": panicle_larger,
+    "panicle-ablation": panicle_ablation,
+    "panicle-personalized": panicle_personalized,
 }
 """The tables, by the names in their marks."""
 
