@@ -751,7 +751,7 @@ def _train_own(work: ClientWork, received: ArrayRecord, settings: TrainingSettin
         trains for an ordinary task where that one is shorter or longer, such as a probe.
     """
     client, state = _validating(work), work.state
-    spec = client.network.read(received)
+    spec = work.receive(received)
     _mix(client, state)
     alone = replace(settings, proximal_mu=0.0)
     if names.TASK_SHARE in work.settings:

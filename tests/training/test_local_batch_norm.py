@@ -106,6 +106,20 @@ def test_every_kind_of_work_uses_the_clients_own_batch_normalisation(tmp_path: P
     assert measured[0].tolist() == measured[1].tolist()
 
 
+def test_an_own_model_goes_on_from_the_clients_own_batch_normalisation(tmp_path: Path) -> None:
+    node = own_batch_norm(tmp_path)
+    x, y = np.tile(PAIR, (4, 1)), np.tile(LABELS, 4)
+    np.savez(tmp_path / "pair.npz", x_train=x, y_train=y, x_test=x, y_test=y)
+    app(message("train", {"task": 1, "own-model": 0.25}, batch_norm(1.0, 0.0, 0)), node)
+    scales = [numbers(node.state[name])["weight"] for name in ("batch-norm", "own-line")]  # type: ignore[arg-type]
+    # At a rate at which no weight changes it is a mixture of these, whatever has come.
+    asked = {"task": 2, "lr": 1e-9, "own-model": 0.25}
+    app(message("train", asked, batch_norm(7.0, 9.0, 100)), node)
+    mixed = numbers(node.state["own-line"])["weight"]  # type: ignore[arg-type]
+    assert (np.min(scales, axis=0) <= mixed).all()
+    assert (mixed <= np.max(scales, axis=0)).all()
+
+
 def test_of_a_residual_network_all_but_batch_normalisation_travels(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     x = rng.normal(size=(6, 3, 32, 32)).astype(np.float32)
