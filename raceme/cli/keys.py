@@ -158,7 +158,7 @@ def as_assignments(arguments: Sequence[str], named: Iterable[str]) -> list[str]:
         following = arguments[position] if position < len(arguments) else "--"
         is_alone = not equals and following.startswith("--")
         if is_alone and not is_switch:
-            _check_alone(name, own)
+            is_switch = _stands_alone(name, own)
         if not name.startswith("--") or (name in own and not is_switch):
             turned.append(argument)
             continue
@@ -176,14 +176,27 @@ def as_assignments(arguments: Sequence[str], named: Iterable[str]) -> list[str]:
     return turned
 
 
-def _check_alone(name: str, own: Collection[str]) -> None:
-    """Raise UserError if a word without a value is the option of a key, which takes one."""
+def _stands_alone(name: str, own: Collection[str]) -> bool:
+    """Return whether a word without a value is a boolean key that is not one of every run.
+
+    Raises
+    ------
+    UserError
+        It is the option of a key that takes a value.
+    """
     key = name.removeprefix("--")
     if key == name or "." in key:
-        return
-    # Keys of datasets and the like are in modules that are not imported for a command's own option.
-    if key in general_keys() or (name not in own and key in all_keys()):
+        return False
+    if key in general_keys():
+        is_boolean = False
+    elif name not in own and (found := all_keys().get(key)) is not None:
+        # Only now, as keys of datasets and the like are in modules that take time to import.
+        is_boolean = found.type.startswith(_BOOLEAN)
+    else:
+        return False
+    if not is_boolean:
         raise UserError(f"{name} needs a value: `raceme list {key} --keys` says which.")
+    return True
 
 
 def with_keys(

@@ -351,7 +351,11 @@ class Labels:
         self._wanted: dict[str, list[str]] = {}
         for part in where.split(",") if where.strip() else ():
             name, _, values = part.strip().partition("=")
-            self._wanted[name] = values.split("|")
+            if name in self._wanted:
+                raise UserError(
+                    f"where: {name} stands twice in {where!r}: join its values, {name}=A|B."
+                )
+            self._wanted[name] = [value.strip() for value in values.split("|")]
             if not all(_LABEL.fullmatch(f"{name}={value}") for value in self._wanted[name]):
                 raise UserError(
                     f"where: {where!r} is not a condition: expected NAME=VALUE, e.g. room=kitchen, "

@@ -58,6 +58,7 @@ def test_a_file_counts_more_than_what_a_client_states(
         ("group=3", True),
         ("group=0|1", False),
         ("id=c0|c1,floor=1", True),
+        ("id=c1 | c0 , floor=1", True),
         ("id=c1", False),
     ],
 )
@@ -65,6 +66,11 @@ def test_a_condition_names_all_that_must_hold(where: str, is_in: bool) -> None:
     # A label cannot give it another id.
     client = Client("c0", 1, group=3, labels=KITCHEN | {"id": "c1"})
     assert Labels(where=where).admit(client) is is_in
+
+
+def test_a_label_stands_once_in_a_condition() -> None:
+    with pytest.raises(UserError, match=r"id stands twice in 'id=c0,id=c1': join its values, id=A"):
+        Labels(where="id=c0,id=c1")
 
 
 @pytest.mark.parametrize("where", ["room", "room=", "=a", "room==a", "room=a|", "room=a,,floor=1"])
