@@ -36,6 +36,7 @@ from raceme.core.messages import (
     COMPUTE_SCALE,
     CONFIG,
     KIND,
+    LOCAL_STEPS,
     OWN_MODEL,
     OWN_SHARES,
     TASK_SHARE,
@@ -618,8 +619,10 @@ def training_cost(message: Message, context: Context, examples: int) -> Workload
     upload = sizes[0] if sizes and trains else 0
     share = float(config.get(TASK_SHARE, 1.0))  # type: ignore[arg-type]
     if trains and (kept := float(config.get(OWN_MODEL, 0.0))):  # type: ignore[arg-type]
-        # It trains for an ordinary task, of which this one is a share.
-        scale += (1.0 - kept) / share + kept * forward_cost(config, examples, len(OWN_SHARES))
+        # It trains for an ordinary task, of which this one is a share; in steps for as many.
+        ordinary = context.run_config if TASK_SHARE in config else config
+        trained = 1.0 if ordinary.get(LOCAL_STEPS) else 1.0 - kept
+        scale += trained / share + kept * forward_cost(config, examples, len(OWN_SHARES))
     return Workload(
         epochs=passes(config, examples),
         bytes_down=sum(sizes),

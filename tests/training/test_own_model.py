@@ -138,6 +138,8 @@ def test_what_an_own_model_costs_is_charged() -> None:
     assert scale(**OWN, **{"local-epochs": 2}) == pytest.approx(1.0 + own)
     assert scale(**OWN, **{"local-epochs": 2, "compute-scale": 0.25}) == pytest.approx(0.25 + own)
     assert scale(**OWN, **{"compute-scale": 0.25, "kind": "losses"}) == 0.25
+    # A number of mini-batches is the same of fewer samples; of 20 samples 8 pass thrice.
+    assert scale(**OWN, **{"local-steps": 2, "batch-size": 4}) == pytest.approx(2 + 0.25 * 5 / 1.2)
     # Two of five mini-batches of two passes: an own model trains for the other three as well.
     probe = {"local-epochs": 2, "batch-size": 4, "local-steps": 4, "task-share": 0.4}
     assert 0.4 * scale(**OWN, **probe) == pytest.approx(0.4 + own)
