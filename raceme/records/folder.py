@@ -28,8 +28,6 @@ from urllib.parse import quote, unquote
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import load_file, save_file
 
 from raceme import __version__
 from raceme.core.config import CONFIG, RunConfig, write_toml
@@ -272,6 +270,10 @@ def clusters_in(out: Path) -> list[int]:
 
 def read_model(path: Path) -> dict[str, NDArray[np.generic]]:
     """Read the file of a model; UserError if it is damaged."""
+    # Here and below: devices, which need the names of files only, have no safetensors.
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
     try:
         return dict(load_file(path))
     except (OSError, SafetensorError) as error:
@@ -819,6 +821,9 @@ class VersionStore:
         OSError
             It cannot be written: nothing has changed.
         """
+        from safetensors import SafetensorError
+        from safetensors.numpy import save_file
+
         before = self.of(cluster)
         version = Version(cluster, before[-1].number + 1 if before else 1, changes)
         tensors = {_CLUSTER + name: np.ascontiguousarray(a) for name, a in model.items()}
@@ -861,6 +866,8 @@ class VersionStore:
 
     def has_own(self, version: Version, client: str) -> bool:
         """Return whether a version has a model for a client alone."""
+        from safetensors import safe_open
+
         if version.key not in self._owners:
             with safe_open(self._folder / version.file, framework="numpy") as file:
                 parts = (name.split("/") for name in file.keys() if name.startswith(_CLIENT))  # noqa: SIM118
@@ -875,6 +882,8 @@ class VersionStore:
         OSError, SafetensorError
             Its file cannot be read.
         """
+        from safetensors import safe_open
+
         with safe_open(self._folder / version.file, framework="numpy") as file:
             names = list(file.keys())
             start = f"{_CLIENT}{quote(client, safe='')}/"

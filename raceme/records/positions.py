@@ -19,7 +19,6 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from raceme.core.clusters import unit_rows
 from raceme.core.errors import UserError
 from raceme.core.files import atomic_write
 from raceme.datasets.source import read_arrays
@@ -86,7 +85,8 @@ def positions_of_rows(rows: NDArray[np.floating]) -> Points:
     known = np.asarray(rows, np.float64)
     # Overflowed models have no position and must not affect others.
     known = np.where(np.isfinite(known), known, 0.0)
-    units = unit_rows(known)
+    lengths = np.linalg.norm(known, axis=1, keepdims=True)
+    units = known / np.where(lengths > 0, lengths, 1.0)
     centred = units - units.mean(axis=0) if len(units) else units
     if len(centred) < centred.shape[1]:
         values, vectors = np.linalg.eigh(centred @ centred.T)

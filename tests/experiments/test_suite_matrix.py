@@ -172,7 +172,7 @@ def test_compare_runs_the_variants_of_a_file(tmp_path: Path) -> None:
 
 def test_variants_of_the_package_have_names() -> None:
     found = all_shipped()
-    assert sum(map(len, found.values())) == 144
+    assert sum(map(len, found.values())) == 145
     assert found["casa-table1"]["mnist"] == "casa-table1.mnist"
     assert load_suite("casa-table1.mnist").title == "CASA, Table 1, MNIST"
     assert len(list(SHIPPED.glob("*.toml"))) <= 25
