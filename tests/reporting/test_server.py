@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import json
 import threading
 from collections.abc import Iterator
@@ -21,6 +22,22 @@ from raceme.reporting.dashboard.source import Watched
 
 LOCAL = Access("127.0.0.1")
 TOKEN = "a-token-that-nobody-guesses"
+
+
+def test_a_guess_is_compared_with_every_token_in_constant_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lengths: list[tuple[int, int]] = []
+
+    def compared(one: bytes, other: bytes) -> bool:
+        lengths.append((len(one), len(other)))
+        return hmac.compare_digest(one, other)
+
+    monkeypatch.setattr("raceme.flower.ports.secrets.compare_digest", compared)
+    access = Access("0.0.0.0", {"view": TOKEN, "operate": "another"})
+    assert access.role_of([TOKEN, "a"]) == "view"
+    # Also after one that is right, and of one length, whatever the guess.
+    assert lengths == [(32, 32)] * 4
 
 
 def client(
