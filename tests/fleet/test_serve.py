@@ -227,6 +227,7 @@ def test_devices_and_a_stock_supernode_work_side_by_side_and_survive_kills(tmp_p
         server.wait_for(r"update +\d+  client-2 ", 600)
         devices[0] = start(0)
         server.wait_for(r"update +\d+  client-0 ", 300)
+        server.wait_for(r"update +\d+  client-1 ", 300)
         assert stop(server) == 130
     count = len(updates(out))
     are_applied_once(out, count)
