@@ -1,9 +1,11 @@
 """Ten kinds of fleets beside the suite: clients with (Fashion-)MNIST at 14x14 pixels.
 
     raceme compare --suite benchmarks/untuned_fleets.toml --data-root data
+    raceme compare --suite benchmarks/unlike_clients.toml --data-root data
 
 A client has 100 training and 50 test samples unless its kind says otherwise. Groups that conflict
-have permuted labels, each its own.
+have permuted labels, each its own. The second suite has three more kinds, in which no two clients
+are alike, or only two.
 """
 
 from collections.abc import Sequence
@@ -25,6 +27,10 @@ FEWEST, MOST = 12, 1500
 """Training samples of the smallest and of the largest client of the kind `sizes`."""
 GROUPS = {"overlap": 4, "small": 20, "giant": 6, "scale": 3, "sizes": 2, "four": 4}
 GROUPS |= {"hierarchy": 6, "noise": 2}
+UNLIKE = {"own-labels": 24, "own-images": 24, "dominant": 10}
+"""Kinds of clients that have a permutation of labels or a shift and contrast of images each, or a
+class of 80 % of their samples."""
+GROUPS |= UNLIKE
 
 
 @dataclass(frozen=True)
@@ -62,12 +68,20 @@ class Fleet(Source):
         for client, (group, size) in enumerate(zip(groups, sizes, strict=True)):
             suited = np.isin(mnist.y[unused], OVERLAPPING[group] if kind == "overlap" else mnist.y)
             drawn = rng.choice(unused[suited], size + TEST, replace=False)
+            if kind == "dominant":
+                usual = unused[mnist.y[unused] == group]
+                most = rng.choice(usual, 4 * len(drawn) // 5, replace=False)
+                others = drawn[mnist.y[drawn] != group][: len(drawn) - len(most)]
+                drawn = rng.permutation(np.concatenate([most, others]))
             unused = unused[~np.isin(unused, drawn)]
             labels = permutations[group][mnist.y[drawn]]
             if kind == "noise" and client % 3 == 0:
                 wrong = rng.permutation(size)[: size // 5]
                 labels[wrong] = (labels[wrong] + rng.integers(1, CLASSES, len(wrong))) % CLASSES
             x.append(pixels[drawn] * (SCALES[group] if kind == "scale" else 1.0))
+            if kind == "own-images":
+                moved = np.roll(x[-1], rng.integers(-3, 4, 2), axis=(1, 2))
+                x[-1] = moved * rng.uniform(0.3, 2.0)
             y.append(labels)
         users, tests = [], []
         for size in sizes:
@@ -94,7 +108,7 @@ def groups_of(kind: str, clients: int) -> list[int]:
 def permutations_of(kind: str, rng: np.random.Generator) -> Sequence[Indices]:
     """Return each group's labels of the ten digits."""
     same = np.arange(CLASSES)
-    if kind in ("overlap", "scale"):
+    if kind in ("overlap", "scale", "own-images", "dominant"):
         return [same] * GROUPS[kind]
     if kind != "hierarchy":
         return [rng.permutation(CLASSES) for _ in range(GROUPS[kind])]
