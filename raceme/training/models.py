@@ -664,6 +664,18 @@ class Objective:
         """
         return cross_entropy(outputs, targets, reduction=reduction)
 
+    def likelihoods(self, losses: NDArray[np.float64], samples: int) -> NDArray[np.float64]:
+        """Return how likely some samples are under each model, as shares of the best.
+
+        Parameters
+        ----------
+        losses : ndarray
+            The mean loss of the samples under each model.
+        samples : int
+            Number of samples.
+        """
+        return np.asarray(np.exp(-samples * (losses - losses.min())))
+
     def scores(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return 1 for each correctly classified sample, else 0, shape (n,)."""
         return (outputs.argmax(dim=1) == targets).float()
@@ -692,6 +704,15 @@ class Regression(Objective):
     def loss(self, outputs: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
         """Return Huber's loss."""
         return huber_loss(outputs.squeeze(1), targets, reduction=reduction)
+
+    def likelihoods(self, losses: NDArray[np.float64], samples: int) -> NDArray[np.float64]:
+        """Return how likely some samples are under each model, as shares of the best.
+
+        How noisy the quantity is, is unknown: with normal noise whose variance is integrated out
+        (Jeffreys' prior), n samples of the mean loss L have a likelihood proportional to L^(−n/2).
+        """
+        losses = np.maximum(losses, np.finfo(np.float64).tiny)
+        return np.asarray((losses.min() / losses) ** (samples / 2))
 
     def scores(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the absolute error of each sample in the unit of the quantity, shape (n,)."""

@@ -801,5 +801,5 @@ def _mix(client: Client, state: RecordDict) -> None:
         mix(share)
         loss = test_locally(network, kept)[1]
         losses[place] = loss if math.isfinite(loss) else 1e300
-    weights = np.exp(-len(kept) * (losses - losses.min()))
+    weights = network.objective.likelihoods(losses, len(kept))
     mix(float(weights @ names.OWN_SHARES / weights.sum()))

@@ -110,6 +110,27 @@ def test_a_client_uses_the_posterior_mean_of_mixtures(
     assert kept[1, 0] == pytest.approx(slope, rel=1e-5)
 
 
+@pytest.mark.parametrize("unit", [1.0, 0.01])
+def test_of_a_quantity_the_noise_is_unknown(tmp_path: Path, unit: float) -> None:
+    x = np.array([-1.0, 1.0] * 4, np.float32)[:, None] * unit
+    path = tmp_path / "d.npz"
+    np.savez(path, x_train=x, y_train=x[:, 0], x_test=x, y_test=x[:, 0], unit="m")
+    config = RunConfig(dataset="npz", model="mclr", lr=0.1).with_values(data_file=str(path))
+    node = node_context({"device-id": "a"}, config)
+
+    def slope(value: float) -> ArrayRecord:
+        values = {"weight": [[value]], "bias": [0.0]}
+        arrays = {f"output.{k}": to_array(np.array(v, np.float32)) for k, v in values.items()}
+        return ArrayRecord(arrays)
+
+    node.state["own-line"] = slope(0.8)
+    tested = app(message("evaluate", MIXED, slope(0.0)), node).content["metrics"]
+    # The true slope is 1: of two samples kept, each mixture has the likelihood 1 / error^2.
+    errors = np.array([1.0, 0.8, 0.6, 0.4, 0.2])
+    used = (1 - errors) @ errors**-2 / (errors**-2).sum()
+    assert tested["loss"] == pytest.approx(unit**2 * (1 - used) ** 2 / 2, rel=1e-4)
+
+
 def test_a_useless_own_model_is_not_mixed_in() -> None:
     node = context(0)
     node.state["own-line"] = SPEC.pack(np.full(SPEC.size, 1e12, np.float32))
