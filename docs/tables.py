@@ -1209,7 +1209,7 @@ TABLES: dict[str, Callable[[Path], Table]] = {
     "external-pfllib": partial(
         external_pfllib,
         name="external-pfllib-fashion",
-        methods="fedrep ditto fedper apfl fedavg fedprox casa",
+        methods="fedrep ditto fedper apfl fedavg fedprox panicle casa",
     ),
     "external-pfllib-two-classes": partial(
         external_pfllib,
