@@ -56,6 +56,10 @@ SUMMARY = "summary.json"
 TENSORBOARD = "tensorboard"
 """Folder of TensorBoard's files."""
 TRACE = "trace.jsonl"
+WANDB = "wandb"
+"""Folder of Weights & Biases' files."""
+WANDB_RUN = "wandb-run.txt"
+"""Id of the Weights & Biases run, for resumption."""
 WALL_TIMES = "wall-times.csv"
 ERROR = "error.txt"
 """Traceback of a failed run."""
@@ -75,6 +79,7 @@ _FILES = {
     STORE,
     SUMMARY,
     TRACE,
+    WANDB_RUN,
     WALL_TIMES,
     "accuracy.png",
     "clusters.png",
@@ -87,7 +92,12 @@ MODELS = ("clusters", "clients")
 """Folders of models: one for each cluster, and one for each client."""
 CHECKPOINTS = "checkpoint"
 """Folder of the checkpoints of a run."""
-_FOLDERS = {CHECKPOINTS, TENSORBOARD, *MODELS}
+_FOLDERS = {CHECKPOINTS, TENSORBOARD, WANDB, *MODELS}
+_OF_TRACKERS = {
+    TENSORBOARD: ("events.out.",),
+    WANDB: ("debug", "latest-run", "offline-run-", "run-"),
+}
+"""How the names in the folders of trackers begin."""
 
 
 def new_folder(out: str | Path | None, name: str) -> Path:
@@ -202,8 +212,8 @@ def foreign(folder: Path) -> str:
 
 def _is_of_folder(path: Path) -> bool:
     """Return whether a file in a folder of a run's is the run's."""
-    is_events = path.parent.name == TENSORBOARD and path.name.startswith("events.out.")
-    return is_events or path.suffix == ".safetensors" or _is_partial(path)
+    is_of_tracker = path.name.startswith(_OF_TRACKERS.get(path.parent.name, ()))
+    return is_of_tracker or path.suffix == ".safetensors" or _is_partial(path)
 
 
 def _is_partial(path: Path) -> bool:

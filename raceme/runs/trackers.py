@@ -36,7 +36,7 @@ from raceme.core.events import (
     is_news,
 )
 from raceme.core.options import Value
-from raceme.records.folder import MLFLOW, SUMMARY, TENSORBOARD
+from raceme.records.folder import MLFLOW, SUMMARY, TENSORBOARD, WANDB_RUN
 
 # -----------------------------------------------------------------------------
 # Measurements for trackers at an evaluation: named numbers.
@@ -310,10 +310,6 @@ def _experiment(client: Any) -> str:
 # -----------------------------------------------------------------------------
 
 
-WANDB_RUN_FILE = "wandb-run.txt"
-"""File in the run's folder with the id of the Weights & Biases run, for resumption."""
-
-
 class Wandb(Tracker):
     """A run in Weights & Biases; the step of each chart is the number of updates."""
 
@@ -322,7 +318,7 @@ class Wandb(Tracker):
     ) -> None:
         import wandb
 
-        kept = out / WANDB_RUN_FILE
+        kept = out / WANDB_RUN
         known = kept.read_text(encoding="utf-8").strip() if kept.is_file() else None
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "raceme"),

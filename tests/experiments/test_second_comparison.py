@@ -74,9 +74,17 @@ def test_a_run_with_something_of_somebody_in_it_is_not_removed(half: Path, tmp_p
 
 
 def test_a_run_with_a_trace_and_trackers_is_removed_whole(half: Path) -> None:
-    (half / "tensorboard").mkdir()
-    for name in ("trace.jsonl", "mlflow-run.txt", "tensorboard/events.out.tfevents.1.here"):
+    for name in ("tensorboard", "wandb/offline-run-1"):
+        (half / name).mkdir(parents=True)
+    for name in (
+        "trace.jsonl",
+        "mlflow-run.txt",
+        "tensorboard/events.out.tfevents.1.here",
+        "wandb-run.txt",
+        "wandb/offline-run-1/run.wandb",
+    ):
         (half / name).write_text(name)
+    (half / "wandb" / "latest-run").symlink_to("offline-run-1")
     (half / "tensorboard" / "mine.txt").write_text("mine")
     with pytest.raises(UserError, match="tensorboard in it belongs to no run"):
         remove_run(half)
