@@ -592,7 +592,7 @@ def cdfl(docs: Path) -> Table:
 def cdfl_bar(docs: Path) -> Table:
     """CDFL with bars of the losses, beside FedSoft-Async, a tenth of the length."""
     rows = []
-    for k in (4, 6):
+    for k in (3, 4, 6):
         for bar, suffix, method in (
             ("0.5", "", "cdfl"),
             ("min", "-min", "cdfl"),
