@@ -426,6 +426,7 @@ def external_niid(docs: Path) -> Table:
         ("mnist", "MNIST"),
         ("fashion", "Fashion-MNIST"),
         ("cifar10", "CIFAR-10"),
+        ("cifar10-iid", "CIFAR-10, IID"),
     ):
         of = Experiment.read(docs, f"external-niid-bench-{dataset}")
         ours = accuracy(of, 2, _BEST)
