@@ -4,8 +4,8 @@
     raceme compare --suite benchmarks/unlike_clients.toml --data-root data
 
 A client has 100 training and 50 test samples unless its kind says otherwise. Groups that conflict
-have permuted labels, each its own. The second suite has three more kinds, in which no two clients
-are alike, or only two.
+have permuted labels, each its own. The second suite has three more kinds: each client has labels,
+or a shift and a contrast of its images, of its own, or one class as 80 % of its samples.
 """
 
 from collections.abc import Sequence
@@ -26,11 +26,7 @@ SCALES = (1.0, 0.15, 6.0)
 FEWEST, MOST = 12, 1500
 """Training samples of the smallest and of the largest client of the kind `sizes`."""
 GROUPS = {"overlap": 4, "small": 20, "giant": 6, "scale": 3, "sizes": 2, "four": 4}
-GROUPS |= {"hierarchy": 6, "noise": 2}
-UNLIKE = {"own-labels": 24, "own-images": 24, "dominant": 10}
-"""Kinds of clients that have a permutation of labels or a shift and contrast of images each, or a
-class of 80 % of their samples."""
-GROUPS |= UNLIKE
+GROUPS |= {"hierarchy": 6, "noise": 2, "own-labels": 24, "own-images": 24, "dominant": 10}
 
 
 @dataclass(frozen=True)
