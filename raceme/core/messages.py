@@ -292,6 +292,8 @@ OWN_MODEL = "own-model"
 """Share of its samples that a client keeps to validate a model of its own, that it trains too."""
 OWN_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Shares of the client's own model in the mixtures that it validates."""
+OWN_WHOLE = "own-whole"
+"""Record of a client's state: a copy of its own model that it trains on all samples."""
 OWN_MIXTURE = "own-mixture"
 """Completion that tests a mixture of the client's own model and the received one."""
 COMPLETED_BY = "completed-by"

@@ -39,6 +39,7 @@ from raceme.core.messages import (
     LOCAL_STEPS,
     OWN_MODEL,
     OWN_SHARES,
+    OWN_WHOLE,
     TASK_SHARE,
     TRAIN,
     TRAINING,
@@ -608,7 +609,8 @@ def training_cost(message: Message, context: Context, examples: int) -> Workload
 
     All arrays are sent down. Training returns one model of the size of the first one sent, or a
     quarter of it with ``upload=int8``; answers to other work are small and take no time. With a
-    model of the client's own, that is trained too, and mixtures of it are validated.
+    model of the client's own, that is trained too, and mixtures of it are validated; with a copy
+    that takes all samples, this as well.
     """
     if category(message) != MessageType.TRAIN:
         return None
@@ -622,6 +624,7 @@ def training_cost(message: Message, context: Context, examples: int) -> Workload
         # It trains for an ordinary task, of which this one is a share; in steps for as many.
         ordinary = context.run_config if TASK_SHARE in config else config
         trained = 1.0 if ordinary.get(LOCAL_STEPS) else 1.0 - kept
+        trained += OWN_WHOLE in context.state
         scale += trained / share + kept * forward_cost(config, examples, len(OWN_SHARES))
     return Workload(
         epochs=passes(config, examples),

@@ -664,17 +664,16 @@ class Objective:
         """
         return cross_entropy(outputs, targets, reduction=reduction)
 
-    def likelihoods(self, losses: NDArray[np.float64], samples: int) -> NDArray[np.float64]:
+    def likelihoods(self, losses: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return how likely some samples are under each model, as shares of the best.
 
         Parameters
         ----------
         losses : ndarray
-            The mean loss of the samples under each model.
-        samples : int
-            Number of samples.
+            The loss of each sample under each model, shape (models, samples).
         """
-        return np.asarray(np.exp(-samples * (losses - losses.min())))
+        sums = losses.sum(axis=1)
+        return np.asarray(np.exp(sums.min() - sums))
 
     def scores(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return 1 for each correctly classified sample, else 0, shape (n,)."""
@@ -705,14 +704,14 @@ class Regression(Objective):
         """Return Huber's loss."""
         return huber_loss(outputs.squeeze(1), targets, reduction=reduction)
 
-    def likelihoods(self, losses: NDArray[np.float64], samples: int) -> NDArray[np.float64]:
+    def likelihoods(self, losses: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return how likely some samples are under each model, as shares of the best.
 
         How noisy the quantity is, is unknown: with normal noise whose variance is integrated out
         (Jeffreys' prior), n samples of the mean loss L have a likelihood proportional to L^(−n/2).
         """
-        losses = np.maximum(losses, np.finfo(np.float64).tiny)
-        return np.asarray((losses.min() / losses) ** (samples / 2))
+        sums = np.maximum(losses.sum(axis=1), np.finfo(np.float64).tiny)
+        return np.asarray((sums.min() / sums) ** (losses.shape[1] / 2))
 
     def scores(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the absolute error of each sample in the unit of the quantity, shape (n,)."""

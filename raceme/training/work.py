@@ -731,12 +731,23 @@ def losses_of(
 # It never leaves the client, which uses a mixture of the two, as in APFL (Deng et al. 2020), with a
 # share by samples that its own model has not been trained on. From this mixture its own model
 # continues with each task: as if it were alone where the others are no help, and as a local
-# adaptation of their model where they are.
+# adaptation of their model where they are. A client that is better off alone, task after task, is
+# not held back by the others' model, nor by the samples that are kept for the choice.
 # -----------------------------------------------------------------------------
 
 
+Losses = NDArray[np.float64]
+"""The loss of each validation sample under mixtures of two models, shape (shares, samples)."""
 _OWN_LINE = "own-line"
 """Record of a client's state: its own model."""
+_SURE = "own-sure"
+"""Record of a client's state: for how many tasks its own model has nearly surely been the best."""
+_NEARLY = 0.9
+"""Share of the own model, by the chances of each to be the best, from which on it surely is."""
+_PATIENCE = 5
+"""Such tasks in a row after which a client trains as if it were alone."""
+_HUGE_LOSS = 1e30
+_DRAWS = 200
 
 
 def _train_own(work: ClientWork, received: ArrayRecord, settings: TrainingSettings) -> None:
@@ -751,16 +762,39 @@ def _train_own(work: ClientWork, received: ArrayRecord, settings: TrainingSettin
         trains for an ordinary task where that one is shorter or longer, such as a probe.
     """
     client, state = _validating(work), work.state
-    spec = work.receive(received)
-    _mix(client, state)
-    alone = replace(settings, proximal_mu=0.0)
+    network, spec = client.network, work.receive(received)
+    start, share = network.write(spec), 0.0
+    if (losses := _losses_of_mixtures(client, state)) is not None:
+        likely = network.objective.likelihoods(losses)
+        # What the samples rule out, such as a model that overflows, has no chance.
+        chances = _chances_to_be_best(losses, work.generator(part=2)) * (likely > 0.0)
+        surely = _mean_share(chances)
+        state[_SURE] = ConfigRecord({"tasks": _tasks_sure(state) + 1 if surely >= _NEARLY else 0})
+        is_alone = _tasks_sure(state) >= _PATIENCE
+        share = surely if is_alone else _mean_share(likely)
+    settings = replace(settings, proximal_mu=0.0)
     if names.TASK_SHARE in work.settings:
         run = client.config
-        alone = replace(alone, local_epochs=run.local_epochs, local_steps=run.local_steps)
-    train_locally(client.network, client.train, alone, work.generator(part=1), {})
-    # A training that diverged must not spoil all that follow.
-    if is_usable(client.network.weights):
-        state[_OWN_LINE] = client.network.write(spec)
+        settings = replace(settings, local_epochs=run.local_epochs, local_steps=run.local_steps)
+
+    def train(name: str, samples: Samples, part: int) -> None:
+        network.read(_mixture(start, state.array_records.get(name), share))
+        train_locally(network, samples, settings, work.generator(part), {})
+        # A training that diverged must not spoil all that follow.
+        if is_usable(network.weights):
+            state[name] = network.write(spec)
+
+    train(_OWN_LINE, client.train, 1)
+    if names.OWN_WHOLE in state:
+        train(names.OWN_WHOLE, work.client.train, 3)
+    if _tasks_sure(state) < _PATIENCE or client is work.client:
+        state.pop(names.OWN_WHOLE, None)
+    else:
+        state.setdefault(names.OWN_WHOLE, state[_OWN_LINE])
+
+
+def _tasks_sure(state: RecordDict) -> int:
+    return int(state.config_records.get(_SURE, {"tasks": 0})["tasks"])  # type: ignore[arg-type]
 
 
 def mix_with_own(work: ClientWork) -> None:
@@ -768,7 +802,12 @@ def mix_with_own(work: ClientWork) -> None:
 
     A client that has not trained yet, or has a single sample, uses the received model.
     """
-    _mix(_validating(work), work.state)
+    client, own = _validating(work), work.state.array_records
+    if (losses := _losses_of_mixtures(client, work.state)) is not None:
+        start = client.network.write(ModelSpec.of(own[_OWN_LINE]))
+        share = _mean_share(client.network.objective.likelihoods(losses))
+        used = own.get(names.OWN_WHOLE, own[_OWN_LINE])
+        client.network.read(_mixture(start, used, share))
 
 
 def _validating(work: ClientWork) -> Client:
@@ -778,28 +817,55 @@ def _validating(work: ClientWork) -> Client:
     return work.client.divided(work.number(names.OWN_MODEL, None))
 
 
-def _mix(client: Client, state: RecordDict) -> None:
-    """Mix the model in the network with the client's own.
+def _mixture(start: ArrayRecord, own: ArrayRecord | None, share: float) -> ArrayRecord:
+    """Return a mixture of a received model and, with a share, the client's own."""
+    if own is None or share == 0.0:
+        return start
+    spec = ModelSpec.of(own)
+    received, end = spec.unpack(start), spec.unpack(own)
+    mixed = np.asarray(received + np.float32(share) * (end - received), np.float32)
+    spec.copy_counters(received, mixed)
+    return spec.pack(mixed)
 
-    Its share is the mean of those that are compared, each weighted by the likelihood of the
-    validation samples: the posterior mean, with as much caution as few samples call for.
+
+def _losses_of_mixtures(client: Client, state: RecordDict) -> Losses | None:
+    """Return the losses under mixtures of the network's model and the client's own, if it has one.
+
+    The network has its model again in the end.
     """
     network, kept = client.network, client.validation
     if _OWN_LINE not in state or kept is None:
-        return
+        return None
     own = state.array_records[_OWN_LINE]
-    spec = ModelSpec.of(own)
-    start, end = spec.unpack(network.write(spec)), spec.unpack(own)
+    start = network.write(ModelSpec.of(own))
+    losses = np.empty((len(names.OWN_SHARES), len(kept)))
+    for row, share in zip(losses, names.OWN_SHARES, strict=True):
+        network.read(_mixture(start, own, share))
+        row[...] = sample_losses(network, kept)
+    network.read(start)
+    # The loss of a model that overflows is finite here, and the largest.
+    return np.where(losses < _HUGE_LOSS, losses, _HUGE_LOSS)
 
-    def mix(share: float) -> None:
-        mixed = np.asarray(start + np.float32(share) * (end - start), np.float32)
-        spec.copy_counters(start, mixed)
-        network.read(spec.pack(mixed))
 
-    losses = np.empty(len(names.OWN_SHARES))
-    for place, share in enumerate(names.OWN_SHARES):
-        mix(share)
-        loss = test_locally(network, kept)[1]
-        losses[place] = loss if math.isfinite(loss) else 1e300
-    weights = network.objective.likelihoods(losses, len(kept))
-    mix(float(weights @ names.OWN_SHARES / weights.sum()))
+def _mean_share(weights: NDArray[np.float64]) -> float:
+    """Return the mean of the shares that are compared, given a weight of each."""
+    return float(weights @ names.OWN_SHARES / weights.sum())
+
+
+def _chances_to_be_best(losses: Losses, rng: np.random.Generator) -> NDArray[np.float64]:
+    """Return the probability of each share that it has the least expected loss.
+
+    By draws from the posterior distribution of the expected losses, Student's t, of normal losses
+    with an unknown covariance (Jeffreys' prior). A difference that is small, but the same for all
+    samples, is certain, where the likelihood of few samples hardly changes by it. Nothing is known
+    from one sample.
+    """
+    shares, samples = losses.shape
+    if samples < 2:
+        return np.full(shares, 1 / shares)
+    means = losses.mean(axis=1)
+    noise = rng.normal(size=(_DRAWS, samples)) @ (losses - means[:, None]).T
+    noise /= np.sqrt(samples * rng.chisquare(samples - 1, size=(_DRAWS, 1)))
+    drawn = means + noise
+    is_best = drawn == drawn.min(axis=1, keepdims=True)
+    return np.asarray((is_best / is_best.sum(axis=1, keepdims=True)).mean(axis=0))
