@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from nodes import CONFIG, INITIAL, SPEC, context, message, node_context
+from scipy.stats import ttest_1samp
 
 from raceme.client_app import app
 from raceme.core.config import RunConfig
@@ -15,6 +16,7 @@ from raceme.core.errors import UserError
 from raceme.core.messages import from_array, to_array
 from raceme.runs.experiment import simulate
 from raceme.simulation.devices import training_cost
+from raceme.training.work import _chances_to_be_best
 
 OWN = {"own-model": 0.25}
 MIXED = {"completed-by": "own-mixture", **OWN}
@@ -108,6 +110,84 @@ def test_a_client_uses_the_posterior_mean_of_mixtures(
     app(message("train", {"task": 1, "lr": 1e-9, **OWN}, line(received)), node)
     kept = from_array(node.state["own-line"]["output.weight"])  # type: ignore[index]
     assert kept[1, 0] == pytest.approx(slope, rel=1e-5)
+
+
+def test_an_own_model_is_the_best_as_surely_as_samples_agree() -> None:
+    losses = np.array([2.0, 1.6, 2.3, 1.9, 2.2])
+    gains = np.array([0.1, 0.05, -0.04, 0.08, 0.0])
+    lines = losses - np.linspace(0.0, 1.0, 5)[:, None] * gains
+
+    def share(lines: np.ndarray) -> float:
+        drawn = [_chances_to_be_best(lines, np.random.default_rng(seed)) for seed in range(100)]
+        chances = np.mean(drawn, axis=0)
+        assert chances.sum() == pytest.approx(1.0)
+        return float(chances @ np.linspace(0.0, 1.0, 5))
+
+    # Losses are linear in the share: only 0 and 1 are ever best, by Student's test of the gains.
+    for samples in (2, 5):
+        p_value = ttest_1samp(gains[:samples], 0.0).pvalue
+        assert share(lines[:, :samples]) == pytest.approx(1 - p_value / 2, abs=0.01)
+    assert share(lines * 0.01) == pytest.approx(share(lines))
+    # Equal models are equally good, and one sample says nothing.
+    for unknown in (lines[[0] * 5], lines[:, :1]):
+        assert share(unknown) == pytest.approx(0.5)
+
+
+def test_a_client_that_is_surely_better_off_alone_trains_a_copy_on_all_samples(
+    tmp_path: Path,
+) -> None:
+    labels = np.arange(8) % 2
+    x = (2.0 * labels[:, None] - 1.0).astype(np.float32)
+    path = tmp_path / "d.npz"
+    np.savez(path, x_train=x, y_train=labels, x_test=x, y_test=labels)
+    config = RunConfig(dataset="npz", model="mclr", lr=0.1).with_values(data_file=str(path))
+    node = node_context({"device-id": "a"}, config)
+    half = {"own-model": 0.5, "local-epochs": 1, "batch-size": 1}
+
+    def train(task: int, slope: float) -> float:
+        asked = message("train", {"task": task, **half}, line(slope))
+        cost = training_cost(asked, node, 8)
+        app(asked, node)
+        assert cost is not None
+        return cost.scale
+
+    def slope(name: str) -> float:
+        weights = from_array(node.state[name]["output.weight"])  # type: ignore[index]
+        return float(weights[1, 0] - weights[0, 0])
+
+    node.state["own-line"] = line(4.0)
+    ordinary = [train(task, 3.0) for task in range(1, 6)]
+    # Five tasks in a row were sure, and the sixth trains the copy, at a cost: eight steps on
+    # samples that are all fitted alike, where the own model has four.
+    assert len(set(ordinary)) == 1
+    before = slope("own-line")
+    assert slope("own-whole") == before
+    assert train(6, 3.0) == ordinary[0] + 1.0
+    gained = slope("own-line") - before
+    assert slope("own-whole") - before == pytest.approx(2 * gained, rel=0.1)
+    # It is used in place of the own model, and given up when the others' is as good.
+    tested = app(message("evaluate", {**MIXED, **half}, line(-400.0)), node).content["metrics"]
+    assert tested["loss"] == pytest.approx(np.log1p(np.exp(-slope("own-whole"))), rel=1e-3)
+    train(7, 40.0)
+    assert "own-whole" not in node.state
+    assert train(8, 3.0) == ordinary[0]
+
+
+def test_a_client_that_trains_alone_takes_nothing_of_a_poisoned_model(tmp_path: Path) -> None:
+    # It is right of two samples in three, and its losses vary too much for Student's t to be sure.
+    labels = np.arange(20) % 2
+    x = (2.0 * labels[:, None] - 1.0).astype(np.float32)
+    x[::3] *= -1.0
+    path = tmp_path / "d.npz"
+    np.savez(path, x_train=x, y_train=labels, x_test=x, y_test=labels)
+    config = RunConfig(dataset="npz", model="mclr", lr=1e-9).with_values(data_file=str(path))
+    node = node_context({"device-id": "a"}, config)
+    node.state["own-line"] = line(2.2)
+    node.state["own-sure"] = ConfigRecord({"tasks": 50})
+    for task in range(1, 20):
+        app(message("train", {"task": task, "lr": 1e-9, "own-model": 0.5}, line(1e5)), node)
+        kept = from_array(node.state["own-line"]["output.weight"])  # type: ignore[index]
+        assert kept[1, 0] - kept[0, 0] == pytest.approx(2.2, abs=0.01)
 
 
 @pytest.mark.parametrize("unit", [1.0, 0.01])
