@@ -6,7 +6,7 @@ import logging
 import math
 import re
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.app import Message
 
 from raceme.core import messages as names
-from raceme.core.errors import UserError, about, printable
+from raceme.core.errors import UserError, about, check_known, printable
 from raceme.core.events import ClaimRefused
 from raceme.core.files import ReadingError, file_stamp, parse_toml, read_text
 from raceme.core.messages import count_of, error_line, name_of
@@ -361,6 +361,11 @@ class Labels:
                     f"where: {where!r} is not a condition: expected NAME=VALUE, e.g. room=kitchen, "
                     "or room=kitchen|garden,floor=1."
                 )
+
+    def check_ids(self, clients: Collection[str]) -> None:
+        """Raise a :class:`UserError` for an id in the condition that no simulated client has."""
+        for wanted in self._wanted.get("id", ()):
+            check_known("client in where", wanted, clients)
 
     def of(self, client_id: str, stated: object) -> dict[str, str]:
         """Return the labels of a client, given what it states."""

@@ -260,8 +260,10 @@ def build_grid(config: RunConfig, strategy: Method | None = None) -> VirtualGrid
         strategy.needs.fits_validation(kept_for_validation(fewest, share))
     names = datasets.client_names(config)
     labels = Path(config.labels) if config.labels else None
-    check_constraint("never-across", config.never_across, labels, _client_names(config))
-    check_constraint("together", config.together, labels, _client_names(config))
+    clients = _client_names(config)
+    check_constraint("never-across", config.never_across, labels, clients)
+    check_constraint("together", config.together, labels, clients)
+    Labels(labels, config.where).check_ids(clients)
     nodes = with_late_attackers(config, nodes_of(config.devices, examples, config.seed, names))
     executor = executor_for(
         target,

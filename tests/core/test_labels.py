@@ -73,6 +73,14 @@ def test_a_label_stands_once_in_a_condition() -> None:
         Labels(where="id=c0,id=c1")
 
 
+def test_an_id_that_no_simulated_client_has_is_said_at_the_start(tmp_path: Path) -> None:
+    keys = {"clients": 4, "max-updates": 4, "out": str(tmp_path / "out")}
+    config = RunConfig.from_mapping({**keys, "where": "id=client-1|client-9"})
+    with pytest.raises(UserError, match=r"Unknown client in where 'client-9'. .*Valid: client-0, "):
+        simulate(config)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("where", ["room", "room=", "=a", "room==a", "room=a|", "room=a,,floor=1"])
 def test_what_is_no_condition_is_said_at_the_start(where: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"where: .* is not a condition: expected NAME=VALUE"):
