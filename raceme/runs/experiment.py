@@ -384,6 +384,8 @@ def check_fleet(config: RunConfig, strategy: Method, devices: int = 0) -> None:
             config.num_clients,
             attack_of(config).options.attackers,
         )
+    elif len(attackers_of(config)) == config.num_clients:
+        log.warning("All clients attack: no result is that of an honest one. Lower --attackers.")
 
 
 def _warn_of_late_changes(config: RunConfig, strategy: Method, grid: Grid) -> None:

@@ -357,6 +357,7 @@ def test_a_fleet_too_small_for_its_method_is_said_at_the_start(
             (["--clients", "8", "--strategy", "casa-c"], ""),
             (["--clients", "1", "--strategy", "fedasync"], "One client trains alone"),
             (["--clients", "2", "--attack", "label-flip"], "The attack label-flip never happens"),
+            ([*flip, "--attackers", "1"], "All clients attack"),
             ([*join, "900", "--max-time", "30"], f"{never} 30 seconds"),
             ([*join, "0.01"], ""),
             ([*flip, "--attack-start", "900"], f"{never} 2 updates"),
