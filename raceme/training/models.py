@@ -948,12 +948,29 @@ class Samples:
 
     def where(self, wanted: NDArray[np.bool_]) -> Samples:
         """Return the samples selected by a mask, shape (n,) (copied)."""
-        positions = torch.from_numpy(np.flatnonzero(wanted)).to(self.y.device)
-        return self._with(self.x.index_select(0, positions), self.y.index_select(0, positions))
+        return self._at(np.flatnonzero(wanted))
 
     def every_other(self, first: int) -> Samples:
         """Return every other sample, from the given one on (copied); a single one in any case."""
         return self.where(np.arange(len(self)) % 2 == first % 2) if len(self) > 1 else self
+
+    def balanced(self) -> Samples:
+        """Return as many samples, of all classes equally many (copied): of rare ones, repeated.
+
+        Samples of a quantity are returned as they are.
+        """
+        if self.y.is_floating_point():
+            return self
+        classes = self.y.cpu().numpy()
+        of_kinds = [np.flatnonzero(classes == kind) for kind in np.unique(classes)]
+        turns = np.arange(-(-len(classes) // len(of_kinds)))
+        order = np.stack([of_kind[turns * len(of_kind) // len(turns)] for of_kind in of_kinds], 1)
+        return self._at(order.reshape(-1)[: len(classes)])
+
+    def _at(self, places: NDArray[np.int64]) -> Samples:
+        """Return the samples at some places (copied)."""
+        positions = torch.from_numpy(places).to(self.y.device)
+        return self._with(self.x.index_select(0, positions), self.y.index_select(0, positions))
 
     def _with(self, x: Tensor, y: Tensor) -> Samples:
         """Return samples in the same memory layout."""

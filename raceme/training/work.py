@@ -692,7 +692,7 @@ def train_model(
     client, network = work.client, work.client.network
     samples = client.train
     if names.HALF in work.settings:
-        samples = samples.every_other(int(work.number(names.HALF, None)))
+        samples = samples.every_other(int(work.number(names.HALF, None))).balanced()
     settings, rng = work.training_settings(), work.generator()
     scores = score_former(work, received if returned is None else returned)
     spec = work.receive(received)

@@ -48,6 +48,17 @@ def test_halves_of_samples_have_nothing_in_common(count: int) -> None:
     assert len(random_samples(1).every_other(1)) == 1
 
 
+def test_balanced_samples_have_all_classes_equally_often() -> None:
+    x = np.arange(9, dtype=np.float32)[:, None]
+    found = Samples(x, np.array([0, 0, 0, 0, 0, 1, 2, 2, 0])).balanced()
+    # Three of each: of the six of class 0, spread over all, and of rare ones, repeated.
+    assert found.y.tolist() == [0, 1, 2] * 3
+    assert found.x.flatten().tolist() == [0, 5, 6, 2, 5, 6, 4, 5, 7]
+    assert Samples(x[:5], np.array([0, 1, 0, 0, 0])).balanced().y.tolist() == [0, 1, 0, 1, 0]
+    quantities = Samples(x, x[:, 0])
+    assert quantities.balanced() is quantities
+
+
 def reference(
     weights: np.ndarray, x: np.ndarray, y: np.ndarray, classes: int
 ) -> tuple[float, np.ndarray]:

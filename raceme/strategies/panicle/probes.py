@@ -44,8 +44,9 @@ def settings_of_probe(
 ) -> dict[str, int | float]:
     """Return the settings of a probe besides the run's.
 
-    It has as many mini-batches as an ordinary task, within limits, of every other sample. The
-    simulator charges its share of such a task's computation.
+    It has as many mini-batches as an ordinary task, within limits, of every other sample, drawn so
+    that all classes count alike: clients whose classes are frequent and rare in other shares have
+    the same task. The simulator charges its share of an ordinary task's computation.
 
     Parameters
     ----------
