@@ -128,7 +128,7 @@ def test_the_data_file_of_a_comparison_is_written_from_its_folder(tmp_path: Path
     (runs / "compare.json").write_text(json.dumps(tree), encoding="utf-8")
     assert TABLES["main"](["--pack", str(runs), "--out", str(file)], DOCS) == 0
     after = json.loads(file.read_text(encoding="utf-8"))
-    assert len(after["rows"]) == len(before["rows"]) == 2
+    assert len(after["rows"]) == len(before["rows"]) == 7
     experiment = TABLES["Experiment"]
     for row in before["rows"]:
         (same,) = (
