@@ -763,14 +763,15 @@ def _train_own(work: ClientWork, received: ArrayRecord, settings: TrainingSettin
     """
     client, state = _validating(work), work.state
     network, spec = client.network, work.receive(received)
-    start, share = network.write(spec), 0.0
+    start, share, is_alone = network.write(spec), 0.0, False
     if (losses := _losses_of_mixtures(client, state)) is not None:
         likely = network.objective.likelihoods(losses)
         # What the samples rule out, such as a model that overflows, has no chance.
         chances = _chances_to_be_best(losses, work.generator(part=2)) * (likely > 0.0)
         surely = _mean_share(chances)
-        state[_SURE] = ConfigRecord({"tasks": _tasks_sure(state) + 1 if surely >= _NEARLY else 0})
-        is_alone = _tasks_sure(state) >= _PATIENCE
+        former = int(state.config_records.get(_SURE, {"tasks": 0})["tasks"])  # type: ignore[arg-type]
+        tasks = former + 1 if surely >= _NEARLY else 0
+        state[_SURE], is_alone = ConfigRecord({"tasks": tasks}), tasks >= _PATIENCE
         share = surely if is_alone else _mean_share(likely)
     settings = replace(settings, proximal_mu=0.0)
     if names.TASK_SHARE in work.settings:
@@ -778,7 +779,8 @@ def _train_own(work: ClientWork, received: ArrayRecord, settings: TrainingSettin
         settings = replace(settings, local_epochs=run.local_epochs, local_steps=run.local_steps)
 
     def train(name: str, samples: Samples, part: int) -> None:
-        network.read(_mixture(start, state.array_records.get(name), share))
+        own = state.array_records.get(name)
+        network.read(start if own is None else _mixtures(start, own)(share))
         train_locally(network, samples, settings, work.generator(part), {})
         # A training that diverged must not spoil all that follow.
         if is_usable(network.weights):
@@ -787,14 +789,10 @@ def _train_own(work: ClientWork, received: ArrayRecord, settings: TrainingSettin
     train(_OWN_LINE, client.train, 1)
     if names.OWN_WHOLE in state:
         train(names.OWN_WHOLE, work.client.train, 3)
-    if _tasks_sure(state) < _PATIENCE or client is work.client:
-        state.pop(names.OWN_WHOLE, None)
-    else:
+    if is_alone and client is not work.client:
         state.setdefault(names.OWN_WHOLE, state[_OWN_LINE])
-
-
-def _tasks_sure(state: RecordDict) -> int:
-    return int(state.config_records.get(_SURE, {"tasks": 0})["tasks"])  # type: ignore[arg-type]
+    else:
+        state.pop(names.OWN_WHOLE, None)
 
 
 def mix_with_own(work: ClientWork) -> None:
@@ -807,7 +805,7 @@ def mix_with_own(work: ClientWork) -> None:
         start = client.network.write(ModelSpec.of(own[_OWN_LINE]))
         share = _mean_share(client.network.objective.likelihoods(losses))
         used = own.get(names.OWN_WHOLE, own[_OWN_LINE])
-        client.network.read(_mixture(start, used, share))
+        client.network.read(_mixtures(start, used)(share))
 
 
 def _validating(work: ClientWork) -> Client:
@@ -817,15 +815,17 @@ def _validating(work: ClientWork) -> Client:
     return work.client.divided(work.number(names.OWN_MODEL, None))
 
 
-def _mixture(start: ArrayRecord, own: ArrayRecord | None, share: float) -> ArrayRecord:
-    """Return a mixture of a received model and, with a share, the client's own."""
-    if own is None or share == 0.0:
-        return start
+def _mixtures(start: ArrayRecord, own: ArrayRecord) -> Callable[[float], ArrayRecord]:
+    """Return the mixture of a received model and the client's own, given the share of its own."""
     spec = ModelSpec.of(own)
     received, end = spec.unpack(start), spec.unpack(own)
-    mixed = np.asarray(received + np.float32(share) * (end - received), np.float32)
-    spec.copy_counters(received, mixed)
-    return spec.pack(mixed)
+
+    def mixture(share: float) -> ArrayRecord:
+        mixed = np.asarray(received + np.float32(share) * (end - received), np.float32)
+        spec.copy_counters(received, mixed)
+        return spec.pack(mixed)
+
+    return mixture
 
 
 def _losses_of_mixtures(client: Client, state: RecordDict) -> Losses | None:
@@ -838,9 +838,10 @@ def _losses_of_mixtures(client: Client, state: RecordDict) -> Losses | None:
         return None
     own = state.array_records[_OWN_LINE]
     start = network.write(ModelSpec.of(own))
+    mixture = _mixtures(start, own)
     losses = np.empty((len(names.OWN_SHARES), len(kept)))
     for row, share in zip(losses, names.OWN_SHARES, strict=True):
-        network.read(_mixture(start, own, share))
+        network.read(mixture(share))
         row[...] = sample_losses(network, kept)
     network.read(start)
     # The loss of a model that overflows is finite here, and the largest.

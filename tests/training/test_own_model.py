@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from nodes import CONFIG, INITIAL, SPEC, context, message, node_context
 from scipy.stats import ttest_1samp
 
@@ -87,16 +87,22 @@ def line(slope: float) -> ArrayRecord:
     return ArrayRecord(arrays)
 
 
+def classes(count: int) -> tuple[np.ndarray, np.ndarray]:
+    labels = np.arange(count) % 2
+    return (2.0 * labels[:, None] - 1.0).astype(np.float32), labels
+
+
+def node_with(path: Path, x: np.ndarray, y: np.ndarray, **further: str) -> Context:
+    np.savez(path, x_train=x, y_train=y, x_test=x, y_test=y, **further)  # type: ignore[arg-type]
+    config = RunConfig(dataset="npz", model="mclr", lr=0.1).with_values(data_file=str(path))
+    return node_context({"device-id": "a"}, config)
+
+
 @pytest.mark.parametrize(("received", "own"), [(-4.0, 4.0), (4.0, -4.0), (1.0, 3.0), (-3.0, -1.0)])
 def test_a_client_uses_the_posterior_mean_of_mixtures(
     tmp_path: Path, received: float, own: float
 ) -> None:
-    labels = np.arange(8) % 2
-    x = (2.0 * labels[:, None] - 1.0).astype(np.float32)
-    path = tmp_path / "d.npz"
-    np.savez(path, x_train=x, y_train=labels, x_test=x, y_test=labels)
-    config = RunConfig(dataset="npz", model="mclr", lr=0.1).with_values(data_file=str(path))
-    node = node_context({"device-id": "a"}, config)
+    node = node_with(tmp_path / "d.npz", *classes(8))
     node.state["own-line"] = line(own)
     tested = app(message("evaluate", MIXED, line(received)), node).content["metrics"]
     # Two samples are kept, each of which has the loss log(1 + exp(-slope)).
@@ -136,12 +142,7 @@ def test_an_own_model_is_the_best_as_surely_as_samples_agree() -> None:
 def test_a_client_that_is_surely_better_off_alone_trains_a_copy_on_all_samples(
     tmp_path: Path,
 ) -> None:
-    labels = np.arange(8) % 2
-    x = (2.0 * labels[:, None] - 1.0).astype(np.float32)
-    path = tmp_path / "d.npz"
-    np.savez(path, x_train=x, y_train=labels, x_test=x, y_test=labels)
-    config = RunConfig(dataset="npz", model="mclr", lr=0.1).with_values(data_file=str(path))
-    node = node_context({"device-id": "a"}, config)
+    node = node_with(tmp_path / "d.npz", *classes(8))
     half = {"own-model": 0.5, "local-epochs": 1, "batch-size": 1}
 
     def train(task: int, slope: float) -> float:
@@ -175,13 +176,9 @@ def test_a_client_that_is_surely_better_off_alone_trains_a_copy_on_all_samples(
 
 def test_a_client_that_trains_alone_takes_nothing_of_a_poisoned_model(tmp_path: Path) -> None:
     # It is right of two samples in three, and its losses vary too much for Student's t to be sure.
-    labels = np.arange(20) % 2
-    x = (2.0 * labels[:, None] - 1.0).astype(np.float32)
+    x, labels = classes(20)
     x[::3] *= -1.0
-    path = tmp_path / "d.npz"
-    np.savez(path, x_train=x, y_train=labels, x_test=x, y_test=labels)
-    config = RunConfig(dataset="npz", model="mclr", lr=1e-9).with_values(data_file=str(path))
-    node = node_context({"device-id": "a"}, config)
+    node = node_with(tmp_path / "d.npz", x, labels)
     node.state["own-line"] = line(2.2)
     node.state["own-sure"] = ConfigRecord({"tasks": 50})
     for task in range(1, 20):
@@ -193,10 +190,7 @@ def test_a_client_that_trains_alone_takes_nothing_of_a_poisoned_model(tmp_path: 
 @pytest.mark.parametrize("unit", [1.0, 0.01])
 def test_of_a_quantity_the_noise_is_unknown(tmp_path: Path, unit: float) -> None:
     x = np.array([-1.0, 1.0] * 4, np.float32)[:, None] * unit
-    path = tmp_path / "d.npz"
-    np.savez(path, x_train=x, y_train=x[:, 0], x_test=x, y_test=x[:, 0], unit="m")
-    config = RunConfig(dataset="npz", model="mclr", lr=0.1).with_values(data_file=str(path))
-    node = node_context({"device-id": "a"}, config)
+    node = node_with(tmp_path / "d.npz", x, x[:, 0], unit="m")
 
     def slope(value: float) -> ArrayRecord:
         values = {"weight": [[value]], "bias": [0.0]}
