@@ -772,7 +772,7 @@ def _train_own(work: ClientWork, received: ArrayRecord, settings: TrainingSettin
         former = int(state.config_records.get(_SURE, {"tasks": 0})["tasks"])  # type: ignore[arg-type]
         tasks = former + 1 if surely >= _NEARLY else 0
         state[_SURE], is_alone = ConfigRecord({"tasks": tasks}), tasks >= _PATIENCE
-        share = surely if is_alone else _mean_share(likely)
+        share = max(surely, _mean_share(likely)) if is_alone else _mean_share(likely)
     settings = replace(settings, proximal_mu=0.0)
     if names.TASK_SHARE in work.settings:
         run = client.config
@@ -821,6 +821,9 @@ def _mixtures(start: ArrayRecord, own: ArrayRecord) -> Callable[[float], ArrayRe
     received, end = spec.unpack(start), spec.unpack(own)
 
     def mixture(share: float) -> ArrayRecord:
+        if share == 1.0:
+            # Not even the precision of the own model depends on the received one.
+            return own
         mixed = np.asarray(received + np.float32(share) * (end - received), np.float32)
         spec.copy_counters(received, mixed)
         return spec.pack(mixed)

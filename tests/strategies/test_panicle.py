@@ -206,13 +206,14 @@ def test_rearranging_gives_the_wanted_groups(pairs: list[tuple[int, int]]) -> No
     strategy._rearrange(clients, now, Partition(wanted, 1.0))
     then = [strategy.clusters.main(client) for client in clients]
     assert len(set(zip(then, wanted.tolist(), strict=True))) == len(set(then)) == wanted.max() + 1
-    # Latest models are counted where their clients are.
+    # Latest models are counted where their clients are, by their ten examples.
     for cluster, learned in strategy.state.learned.items():
         here = [client for client, k in zip(clients, then, strict=True) if k == cluster]
         latest = strategy.state.latest
         own = [latest[client] for client in here if client in latest]
         assert learned.counted == len(own)
-        assert np.allclose(learned.total, np.sum(own, axis=0), atol=1e-4)
+        assert learned.examples == 10 * len(own)
+        assert np.allclose(learned.total, 10 * np.sum(own, axis=0), atol=1e-3)
 
 
 def test_clusters_remember_each_origin_once_however_often_they_split_and_merge() -> None:
@@ -239,6 +240,21 @@ def test_members_count_alike_however_often_they_report() -> None:
             *((0.0, 1.0) if turn % 20 == 10 else (1.0, 0.0)),
         )
     assert strategy.models[0].vector.tolist() == pytest.approx([0.5, 0.5], abs=0.02)
+
+
+def test_members_weigh_by_their_examples() -> None:
+    strategy = fleet(2, clustering=False, forward=0.0)
+    for turn in range(40):
+        client, examples, model = [("c0", 30, (1.0, 0.0)), ("c1", 10, (0.0, 1.0))][turn % 2]
+        one = update(strategy, client, *model, examples=examples)
+        applied = strategy.applied([one])[0]
+        strategy.close_task(one.task)
+        strategy.progress.updates += 1
+        if turn == 1:
+            # α = 2 / log2(5) / 1.05 of two members with half a round, and 10 is half of the mean.
+            assert applied.weight == pytest.approx(0.5 * 2 / np.log2(5) / 1.05)
+    assert applied.weight == pytest.approx(0.5 * 0.5)
+    assert strategy.models[0].vector.tolist() == pytest.approx([0.75, 0.25], abs=0.01)
 
 
 def test_running_statistics_are_mixed_and_never_extrapolated() -> None:
@@ -294,7 +310,8 @@ def test_a_client_that_left_no_longer_moves_its_cluster() -> None:
     k = strategy.clusters.main("c0")
     strategy.on_leave("c0")
     assert "c0" not in strategy.state.latest
-    assert strategy._learned(k).total.tolist() == pytest.approx([8.0, 0.4])
+    learned = strategy._learned(k)
+    assert (learned.total / learned.examples).tolist() == pytest.approx([4.0, 0.2])
 
 
 # On virtual time.

@@ -174,6 +174,28 @@ def test_a_client_that_is_surely_better_off_alone_trains_a_copy_on_all_samples(
     assert train(8, 3.0) == ordinary[0]
 
 
+def test_a_received_model_out_of_all_bounds_costs_the_own_one_no_precision(tmp_path: Path) -> None:
+    node = node_with(tmp_path / "d.npz", *classes(8))
+    node.state["own-line"] = line(4.0)
+    tested = app(message("evaluate", MIXED, line(-1e9)), node).content["metrics"]
+    assert tested["loss"] == pytest.approx(np.log1p(np.exp(-4.0)), rel=1e-5)
+    app(message("train", {"task": 1, "lr": 1e-9, **OWN}, line(-1e9)), node)
+    assert from_array(node.state["own-line"]["output.weight"])[1, 0] == 4.0  # type: ignore[index]
+
+
+def test_a_client_that_trains_alone_keeps_its_model_where_the_likelihood_does(
+    tmp_path: Path,
+) -> None:
+    x, y = classes(8)
+    # Gains that differ by sample leave some doubt, and their sum, the likelihood, hardly any.
+    node = node_with(tmp_path / "d.npz", x * np.geomspace(0.05, 4.0, 8)[:, None], y)
+    node.state["own-line"], node.state["own-sure"] = line(4.0), ConfigRecord({"tasks": 5})
+    app(message("train", {"task": 1, "own-model": 0.5, "lr": 1e-9}, line(-20.0)), node)
+    assert "own-whole" in node.state
+    kept = from_array(node.state["own-line"]["output.weight"])  # type: ignore[index]
+    assert kept[1, 0] == pytest.approx(4.0, abs=0.2)
+
+
 def test_a_client_that_trains_alone_takes_nothing_of_a_poisoned_model(tmp_path: Path) -> None:
     # It is right of two samples in three, and its losses vary too much for Student's t to be sure.
     x, labels = classes(20)

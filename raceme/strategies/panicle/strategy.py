@@ -123,7 +123,9 @@ class Learned:
     mean : Model
         w̄: mean of the model's last versions, which clients use.
     total : Vector
-        Σ z_i: sum of the members' latest models. Shape (d,).
+        Σ n_i z_i: sum of the members' latest models, weighted by examples. Shape (d,).
+    examples : int
+        Σ n_i: examples of the models in this sum.
     counted : int
         Number of models in this sum.
     updates : int
@@ -134,6 +136,7 @@ class Learned:
 
     mean: Model
     total: Vector
+    examples: int = 0
     counted: int = 0
     updates: int = 0
     origins: list[int] = field(default_factory=list)
@@ -156,6 +159,8 @@ class PanicleState:
     latest : MutableMapping[str, Vector]
         z_i: latest model of each member that is online; of a probe, before there are clusters.
         Shape (d,).
+    examples : dict[str, int]
+        n_i: number of examples that each of these models was trained on.
     counts_in : dict[str, int]
         The cluster whose sum includes a client's latest model.
     landmarks : list[str]
@@ -173,6 +178,7 @@ class PanicleState:
     watches: dict[str, Watch] = field(default_factory=dict)
     learned: dict[int, Learned] = field(default_factory=dict)
     latest: MutableMapping[str, Vector] = field(default_factory=dict)
+    examples: dict[str, int] = field(default_factory=dict)
     counts_in: dict[str, int] = field(default_factory=dict)
     landmarks: list[str] = field(default_factory=list)
     sudden: dict[str, int] = field(default_factory=dict)
@@ -209,6 +215,11 @@ def share_of(members: int, rounds: float) -> float:
     """
     first = min(1.0, cluster_decay(members, 1.0, _ALPHA0))
     return max(1.0 / members, first / (1.0 + rounds / _EASE))
+
+
+def examples_of(update: Update) -> int:
+    """Return n_i: the examples that an update counts for, at least one."""
+    return max(1, update.num_examples)
 
 
 class Panicle(Method):
@@ -285,7 +296,7 @@ class Panicle(Method):
             probes.forget(client)
             self._withdraw(client)
         if not self.state.landmarks and client not in self.state.latest:
-            self._renew(client, self.clusters.main(client), update.vector)
+            self._renew(update, self.clusters.main(client))
         was_settled = self._is_settled(client)
         probes.add(client, direction)
         if not was_settled:
@@ -415,7 +426,7 @@ class Panicle(Method):
         state, model = self.state, self.models[cluster]
         latest = [state.latest[client] for client in members if client in state.latest]
         if latest:
-            model.average(latest, [1.0] * len(latest))
+            model.average(latest, [state.examples[c] for c in members if c in state.latest])
         former = [state.learned[source] for source in sources if source in state.learned]
         origins = [origin for learned in former for origin in learned.origins]
         # Each once: the parts of a split share theirs, and may be merged again.
@@ -467,6 +478,7 @@ class Panicle(Method):
         """Mix a member's model in: w ← (1 − α) w + α (z + β (w − w₀) − λ (z' − z̄)).
 
         z is its model and z' its former one, z̄ the mean of all members' latest ones, w₀ its base.
+        α and z̄ are weighted by examples, as in FedAvg.
         """
         client, state = update.task.client, self.state
         watch = self._watch(client)
@@ -491,7 +503,7 @@ class Panicle(Method):
         strength, steps = 1.0 / (alpha * m), _UNDER_WAY / (alpha * m)
         target: Vector = update.vector
         if state.counts_in.get(client) == k:
-            mean = np.asarray(learned.total / np.float32(learned.counted))
+            mean = np.asarray(learned.total / np.float32(learned.examples))
             gone = np.float32(min(1.0, strength)) * (state.latest[client] - mean)
             target = np.asarray(target - gone)
         if not has_moved:
@@ -499,35 +511,49 @@ class Panicle(Method):
             target = np.asarray(target + beta * (model.vector - update.base))
         # Up to m: equally fast members overtake each other.
         alpha *= min(1.0, m / max(1, staleness))
+        alpha = min(1.0, alpha * self._relative_size(update, k))
         # No mean of models, except for statistics: `move` checks that it is finite.
         target = contribution(target, update.vector, self.trainable)
         model.move(np.float32(alpha) * (target - model.vector))
         learned.updates += 1
         versions = min(self.parameters.average * learned.updates, m)
         learned.mean.mix(model.vector, 1.0 / max(1.0, versions))
-        self._renew(client, k, update.vector)
+        self._renew(update, k)
         return Outcome(k, staleness, alpha)
 
-    def _renew(self, client: str, cluster: int, vector: Vector) -> None:
+    def _relative_size(self, update: Update, cluster: int) -> float:
+        """Return n_i / n̄: examples of an update by their mean over the members' latest ones."""
+        client, learned, examples = update.task.client, self._learned(cluster), examples_of(update)
+        is_counted = self.state.counts_in.get(client) == cluster
+        former = self.state.examples[client] if is_counted else 0
+        total = learned.examples - former + examples
+        return examples * (learned.counted + (not is_counted)) / total
+
+    def _renew(self, update: Update, cluster: int) -> None:
         """Replace a member's latest model, if it is online."""
+        client, state = update.task.client, self.state
         self._withdraw(client)
         if self.clusters.online[client]:
-            self.state.latest[client] = vector
+            state.latest[client], state.examples[client] = update.vector, examples_of(update)
             self._count(client, cluster)
 
     def _count(self, client: str, cluster: int) -> None:
         """Add a client's latest model to its cluster's sum."""
         learned = self._learned(cluster)
-        learned.total += self.state.latest[client]
+        examples = self.state.examples[client]
+        learned.total += np.float32(examples) * self.state.latest[client]
+        learned.examples += examples
         learned.counted += 1
         self.state.counts_in[client] = cluster
 
     def _withdraw(self, client: str) -> None:
         """Drop a client's latest model, and subtract it from its cluster's sum."""
         vector = self.state.latest.pop(client, None)
+        examples = self.state.examples.pop(client, 0)
         learned = self.state.learned.get(self.state.counts_in.pop(client, -1))
         if vector is not None and learned is not None:
-            learned.total -= vector
+            learned.total -= np.float32(examples) * vector
+            learned.examples -= examples
             learned.counted -= 1
 
     # 5. Models in use.
