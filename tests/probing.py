@@ -20,13 +20,13 @@ def fleet(count: int, **options: object) -> Panicle:
     return strategy
 
 
-def probe(strategy: Panicle, client: str, *values: float) -> None:
+def probe(strategy: Panicle, client: str, *values: float, examples: int = 10) -> None:
     """Let a client answer a probe with a model."""
     cluster = strategy.clusters.main(client)
     version, updates = strategy.models[cluster].version, strategy.progress.updates
     task = InFlight(0, client, cluster, version, updates, 0.0, 0, phase="probe")
     strategy.open_task(task)
-    strategy.applied([Update(task, np.array(values, np.float32), 10, 0.0)])
+    strategy.applied([Update(task, np.array(values, np.float32), examples, 0.0)])
     strategy.close_task(task)
     strategy.progress.updates += 1
 

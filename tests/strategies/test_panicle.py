@@ -40,6 +40,17 @@ def test_clusters_form_when_all_have_answered_two_probes() -> None:
     assert strategy.models[strategy.clusters.main("c3")].vector.tolist() == pytest.approx(NORTH)
 
 
+def test_a_new_cluster_begins_as_the_mean_of_its_members_by_their_examples() -> None:
+    strategy = fleet(4)
+    # Two go east, one of them three times as far and with three times as many examples.
+    ways = {"c0": (EAST, 10), "c1": ((12.0, 0.6), 30), "c2": (NORTH, 10), "c3": (NORTH, 10)}
+    for _ in range(2):
+        for client, (way, examples) in ways.items():
+            probe(strategy, client, *way, examples=examples)
+    assert partition_of(strategy) == [["c0", "c1"], ["c2", "c3"]]
+    assert strategy.models[strategy.clusters.main("c0")].vector.tolist() == pytest.approx((10, 0.5))
+
+
 def test_clients_that_are_alike_stay_together() -> None:
     assert len(probed({f"c{i}": EAST for i in range(6)}).models) == 1
 
