@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 import re
 from typing import Any
 
@@ -9,8 +10,8 @@ from mkdocs.structure.files import File
 
 from raceme.core.config import all_keys
 
-OUTSIDE = re.compile(r"\[([^\]]*)\]\(\.\./(?!docs/)([^)#\s]*)[^)]*\)")
-"""A link from a page to a file of the checkout that the site does not contain."""
+LINK = re.compile(r"\[([^\]]*)\]\((?!https?:|#)([^)#\s]*)[^)]*\)")
+"""A link from a page to another file of the checkout."""
 
 
 def keys_page() -> str:
@@ -50,10 +51,16 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Name files of the checkout instead of linking them."""
-    markdown = OUTSIDE.sub(r"\1 (`\2`)", markdown)
-    return re.sub(r"\[([^\]]*)\]\((results/[\w-]+\.json)\)", r"\1 (`docs/\2`)", markdown)
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Name the files of the checkout that the site does not contain, instead of linking them."""
+    folder = posixpath.join("docs", posixpath.dirname(page.file.src_uri))
+
+    def named(link: re.Match[str]) -> str:
+        path = posixpath.normpath(posixpath.join(folder, link[2]))
+        is_in_site = path.startswith("docs/") and not path.endswith(".json")
+        return link[0] if is_in_site else f"{link[1]} (`{path}`)"
+
+    return LINK.sub(named, markdown)
 
 
 def on_page_content(html: str, **_: Any) -> str:

@@ -8,6 +8,7 @@ import runpy
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -124,3 +125,13 @@ def test_commands_are_understood(page: Path) -> None:
             wanted = {label for label in (given["methods"] or "").split(",") if label}
             for suite in map(load_suite, chosen):
                 assert wanted <= {method.label for method in suite.methods}, arguments
+
+
+def test_links_of_a_page_in_a_folder_are_links_of_the_site() -> None:
+    pytest.importorskip("mkdocs")
+    named = runpy.run_path(str(ROOT / "docs" / "hooks.py"))["on_page_markdown"]
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="guide/compare.md"))
+    kept = "[a](../panicle.md#limits), [b](resume.md), [c](#here), [d](https://e.org/f.json)"
+    assert named(kept, page) == kept
+    outside = "[g](../../docker/alerts.yml), [h](../results/i.json)"
+    assert named(outside, page) == "g (`docker/alerts.yml`), h (`docs/results/i.json`)"
