@@ -30,7 +30,7 @@ from scipy.stats import PermutationMethod, kendalltau, wilcoxon
 from raceme.core.config import read_toml, write_toml
 
 DOCS = Path(__file__).parent
-PAGES = ("results*.md", "panicle.md")
+PAGES = ("results*.md", "research/panicle.md")
 NEVER = "/"
 """Published time of a method that never reached the target."""
 Cell = Callable[[str], str]

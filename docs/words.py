@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 DOCS = Path(__file__).parent
-RESEARCH = ("results*.md", "research-*.md", "panicle.md", "performance.md")
+RESEARCH = ("results*.md", "research/*.md", "performance.md")
 
 
 def count(page: Path) -> int:
