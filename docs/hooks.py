@@ -41,7 +41,8 @@ def on_files(files: Any, config: Any) -> Any:
     with open(f"{root}/README.md", encoding="utf-8") as file:
         home = file.read()
     home = re.sub(r"\]\(docs/", "](", home)
-    # What is not a page of the site stays as a name.
+    # What is not a page of the site stays as a name, or as a badge.
+    home = re.sub(r"\[(!\[[^\]]*\]\([^)]*\))\]\((?!https?:)[^)]*\)", r"\1", home)
     home = re.sub(r"\[([^\]]*)\]\((?!https?:|#|[\w/-]+\.md|images/)[^)]*\)", r"\1", home)
     home = re.sub(r"\[([^\]]*)\]\([A-Z]+\.md\)", r"\1", home)
     files.append(
