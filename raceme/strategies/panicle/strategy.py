@@ -141,6 +141,12 @@ class Learned:
     updates: int = 0
     origins: list[int] = field(default_factory=list)
 
+    def add(self, vector: Vector, examples: int, times: int = 1) -> None:
+        """Add a member's latest model to the sum, or subtract it (−1 times)."""
+        self.total += np.float32(times * examples) * vector
+        self.examples += times * examples
+        self.counted += times
+
 
 @dataclass
 class PanicleState:
@@ -217,11 +223,6 @@ def share_of(members: int, rounds: float) -> float:
     return max(1.0 / members, first / (1.0 + rounds / _EASE))
 
 
-def examples_of(update: Update) -> int:
-    """Return n_i: the examples that an update counts for, at least one."""
-    return max(1, update.num_examples)
-
-
 class Panicle(Method):
     """Immediate clustering by short probes; evidence-based splits, moves and merges (our own)."""
 
@@ -265,9 +266,8 @@ class Panicle(Method):
 
     def _is_to_be_probed(self, client: str) -> bool:
         watch = self._watch(client)
-        if not self.parameters.clustering or watch.asked >= _PATIENCE:
-            return False
-        return watch.is_called or not self._is_settled(client)
+        is_asked = self.parameters.clustering and watch.asked < _PATIENCE
+        return is_asked and (watch.is_called or not self._is_settled(client))
 
     def _is_settled(self, client: str) -> bool:
         """Return whether a client needs no further probe: it is clear, or has had the most."""
@@ -281,20 +281,19 @@ class Panicle(Method):
 
     def on_update(self, update: Update) -> Outcome:
         """Place a client by its probe, or mix a member's update into its cluster's model."""
-        if update.task.phase == PROBE:
-            return self._take_probe(update)
-        return self._learn_from(update)
+        is_probe = update.task.phase == PROBE
+        return self._take_probe(update) if is_probe else self._learn_from(update)
 
     def _take_probe(self, update: Update) -> Outcome:
         """Add a probe's direction, place its client, and look for groups if due."""
         client, probes, now = update.task.client, self.state.probes, self.progress.updates
         watch = self._watch(client)
         direction = self._sketcher.direction(self.compared(update.vector - self.state.initial))
-        was_called = watch.is_called
-        watch.asked, watch.probed, watch.is_called, watch.length = 0, now, False, 0.0
-        if was_called and probes.is_clear(client) and probes.likeness(client, direction) < _ALIKE:
+        is_called = watch.is_called and probes.is_clear(client)
+        if is_called and probes.likeness(client, direction) < _ALIKE:
             probes.forget(client)
             self._withdraw(client)
+        watch.asked, watch.probed, watch.is_called, watch.length = 0, now, False, 0.0
         if not self.state.landmarks and client not in self.state.latest:
             self._renew(update, self.clusters.main(client))
         was_settled = self._is_settled(client)
@@ -314,10 +313,8 @@ class Panicle(Method):
         One probe is enough. A client that fits no cluster is placed when groups are looked for.
         """
         home, probes = self.clusters.home(client), self.state.probes
-        if len(self.models) == 1 or (probes.is_known(client) and not self._is_settled(client)):
-            return
-        groups = self._landmarks_beside(client)
-        if not groups:
+        is_open = probes.is_known(client) and not self._is_settled(client)
+        if len(self.models) == 1 or is_open or not (groups := self._landmarks_beside(client)):
             return
         distances = probes.distances_to_groups([client], list(groups.values()))[0]
         nearest = int(np.argmin(distances))
@@ -495,66 +492,50 @@ class Panicle(Method):
         staleness = update.age if has_moved else update.staleness
         if not self.clusters.is_placed(client) or (has_moved and base not in learned.origins):
             return Outcome(k, staleness, weight=0.0)
-        length = float(np.linalg.norm(self.compared(update.delta)))
-        if self._is_sudden(client, length):
+        if self._is_sudden(client, float(np.linalg.norm(self.compared(update.delta)))):
             self._call(client)
         model, m = self.models[k], max(1, self.clusters.size(k))
         alpha = share_of(m, learned.updates / m)
-        strength, steps = 1.0 / (alpha * m), _UNDER_WAY / (alpha * m)
         target: Vector = update.vector
         if state.counts_in.get(client) == k:
             mean = np.asarray(learned.total / np.float32(learned.examples))
-            gone = np.float32(min(1.0, strength)) * (state.latest[client] - mean)
+            gone = np.float32(min(1.0, 1.0 / (alpha * m))) * (state.latest[client] - mean)
             target = np.asarray(target - gone)
         if not has_moved:
-            beta = np.float32(min(self.parameters.forward, steps))
+            beta = np.float32(min(self.parameters.forward, _UNDER_WAY / (alpha * m)))
             target = np.asarray(target + beta * (model.vector - update.base))
         # Up to m: equally fast members overtake each other.
         alpha *= min(1.0, m / max(1, staleness))
-        alpha = min(1.0, alpha * self._relative_size(update, k))
+        self._renew(update, k)
+        if learned.counted:
+            alpha = min(1.0, alpha * (update.num_examples * learned.counted / learned.examples))
         # No mean of models, except for statistics: `move` checks that it is finite.
         target = contribution(target, update.vector, self.trainable)
         model.move(np.float32(alpha) * (target - model.vector))
         learned.updates += 1
         versions = min(self.parameters.average * learned.updates, m)
         learned.mean.mix(model.vector, 1.0 / max(1.0, versions))
-        self._renew(update, k)
         return Outcome(k, staleness, alpha)
-
-    def _relative_size(self, update: Update, cluster: int) -> float:
-        """Return n_i / n̄: examples of an update by their mean over the members' latest ones."""
-        client, learned, examples = update.task.client, self._learned(cluster), examples_of(update)
-        is_counted = self.state.counts_in.get(client) == cluster
-        former = self.state.examples[client] if is_counted else 0
-        total = learned.examples - former + examples
-        return examples * (learned.counted + (not is_counted)) / total
 
     def _renew(self, update: Update, cluster: int) -> None:
         """Replace a member's latest model, if it is online."""
         client, state = update.task.client, self.state
         self._withdraw(client)
         if self.clusters.online[client]:
-            state.latest[client], state.examples[client] = update.vector, examples_of(update)
+            state.latest[client], state.examples[client] = update.vector, update.num_examples
             self._count(client, cluster)
 
     def _count(self, client: str, cluster: int) -> None:
         """Add a client's latest model to its cluster's sum."""
-        learned = self._learned(cluster)
-        examples = self.state.examples[client]
-        learned.total += np.float32(examples) * self.state.latest[client]
-        learned.examples += examples
-        learned.counted += 1
+        self._learned(cluster).add(self.state.latest[client], self.state.examples[client])
         self.state.counts_in[client] = cluster
 
     def _withdraw(self, client: str) -> None:
         """Drop a client's latest model, and subtract it from its cluster's sum."""
-        vector = self.state.latest.pop(client, None)
-        examples = self.state.examples.pop(client, 0)
+        vector, examples = self.state.latest.pop(client, None), self.state.examples.pop(client, 0)
         learned = self.state.learned.get(self.state.counts_in.pop(client, -1))
         if vector is not None and learned is not None:
-            learned.total -= np.float32(examples) * vector
-            learned.examples -= examples
-            learned.counted -= 1
+            learned.add(vector, examples, times=-1)
 
     # 5. Models in use.
 
