@@ -12,13 +12,15 @@ import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from forking import Commands
 from processes import as_in_a_terminal
 
-from raceme.core.config import general_keys
+from raceme.core.config import RunConfig, general_keys
 from raceme.core.registry import STRATEGIES
+from raceme.runs.experiment import simulate
 
 Typed = Callable[..., subprocess.CompletedProcess[str]]
 RACEME = [sys.executable, "-c", "from raceme.cli import main; main()"]
@@ -340,47 +342,52 @@ def test_a_drift_that_the_devices_do_not_reach_is_said_at_the_start(
         assert (said in done.stderr) is expected
 
 
-def test_a_fleet_too_small_for_its_method_is_said_at_the_start(
-    command: Commands, tmp_path: Path
+FEW = "clients are too few for CASA to tell clusters apart"
+NEVER = "The attack label-flip never happens: the run ends after"
+FLIP = {"clients": 10, "attack": "label-flip"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        # CASA splits ten clients of digits, and not eight (eq 14: a gap of 0.016, 0.024).
+        ({"clients": 8}, f"8 {FEW}"),
+        ({"clients": 10}, ""),
+        ({"clients": 8, "strategy": "panicle"}, ""),
+        ({"clients": 8, "casa.gamma": 0.05}, ""),
+        ({"clients": 8, "strategy": "casa-c"}, ""),
+        ({"clients": 1, "strategy": "fedasync"}, "One client trains alone"),
+        ({**FLIP, "clients": 2, "strategy": "fedasync"}, "The attack label-flip never happens"),
+        ({**FLIP, "attackers": 1.0}, "All clients attack"),
+        ({**FLIP, "attackers-join": 900.0, "max-time": 30.0}, f"{NEVER} 30 seconds"),
+        ({**FLIP, "attackers-join": 0.01}, ""),
+        ({**FLIP, "attack-start": 900}, f"{NEVER} 2 updates"),
+        # Ten clients, two updates: the last request is the eleventh, number 10.
+        ({**FLIP, "attack-start": 10}, ""),
+        ({**FLIP, "attack-start": 11}, f"{NEVER} 2 updates"),
+        ({**FLIP, "strategy": "fedavg", "attack-start": 900}, f"{NEVER} 2 updates"),
+        ({**FLIP, "strategy": "fedavg", "attack-start": 1}, ""),
+    ],
+    ids=str,
+)
+def test_what_cannot_work_in_a_fleet_is_warned_of(
+    keys: dict[str, Any], said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """CASA splits ten clients of digits, and not eight (eq 14: they need a gap of 0.016, 0.024)."""
-    few = "clients are too few for CASA to tell clusters apart"
-    flip = ["--clients", "10", "--attack", "label-flip"]
-    join, rounds = [*flip, "--attackers-join"], [*flip, "--strategy", "fedavg"]
-    never = "The attack label-flip never happens: the run ends after"
-    for number, (keys, said) in enumerate(
-        (
-            (["--clients", "8"], f"8 {few}"),
-            (["--clients", "10"], ""),
-            (["--clients", "8", "--strategy", "panicle"], ""),
-            (["--clients", "8", "--set", "casa.gamma=0.05"], ""),
-            (["--clients", "8", "--strategy", "casa-c"], ""),
-            (["--clients", "1", "--strategy", "fedasync"], "One client trains alone"),
-            (["--clients", "2", "--attack", "label-flip"], "The attack label-flip never happens"),
-            ([*flip, "--attackers", "1"], "All clients attack"),
-            ([*join, "900", "--max-time", "30"], f"{never} 30 seconds"),
-            ([*join, "0.01"], ""),
-            ([*flip, "--attack-start", "900"], f"{never} 2 updates"),
-            # Ten clients, two updates: the last request is the eleventh, number 10.
-            ([*flip, "--attack-start", "10"], ""),
-            ([*flip, "--attack-start", "11"], f"{never} 2 updates"),
-            ([*rounds, "--attack-start", "900"], f"{never} 2 updates"),
-            ([*rounds, "--attack-start", "1"], ""),
-        )
-    ):
-        output = tmp_path / f"{number}.txt"
-        keys = [*keys, "--max-updates", "2", "--workers", "0", "--out", str(tmp_path / str(number))]
-        assert command.run("run", *keys, output=output) == 0
-        text = output.read_text()
-        assert said in text
-        summary = json.loads((tmp_path / str(number) / "summary.json").read_text())
-        late = never in said
-        assert ("missed_attack" in summary) is late
-        assert ("label-flip never happened" in " ".join(text.split())) is late
-        if said:
-            assert text.index(said) < text.index("evaluated at"), "before any work"
-        else:
-            assert "too few" not in text
+    short = {"max-updates": 2, "workers": "0", "out": str(tmp_path / "out")}
+    summary = simulate(RunConfig.from_mapping({**short, **keys})).summary
+    warned = [record.getMessage() for record in caplog.records if record.name == "raceme.run"]
+    assert [said in line for line in warned] == ([True] if said else [])
+    assert ("missed_attack" in summary) is (NEVER in said)
+
+
+def test_what_cannot_work_is_said_before_any_work(command: Commands, tmp_path: Path) -> None:
+    flip = ("--attack", "label-flip", "--attack-start", "900")
+    output, run = tmp_path / "said.txt", ("run", "--max-updates", "2", "--workers", "0", "--out")
+    assert command.run(*run, str(tmp_path / "out"), "--clients", "8", *flip, output=output) == 0
+    text = output.read_text()
+    assert text.index(FEW) < text.index("evaluated at")
+    assert text.index(NEVER) < text.index("evaluated at")
+    assert "label-flip never happened" in " ".join(text.split())
 
 
 def test_resuming_below_what_is_done_is_refused_and_loses_nothing(

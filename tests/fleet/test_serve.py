@@ -420,6 +420,7 @@ def test_a_run_that_has_ended_is_extended_without_repeating_an_update(tmp_path: 
     are_applied_once(out, 12)
 
 
+@pytest.mark.slow
 def test_a_kill_undoes_little_by_default(tmp_path: Path) -> None:
     checkpoints = tmp_path / "out" / CHECKPOINTS
     with loopback(tmp_path) as bed:

@@ -162,6 +162,7 @@ def test_a_name_that_was_pointed_here_gets_no_figures() -> None:
         assert "400" in ask(port, f"evil.example:{port}", "/metrics")
 
 
+@pytest.mark.slow
 def test_a_thousand_silent_connections_leave_a_run_its_files(tmp_path: Path) -> None:
     certs = tmp_path / "certs"
     make_certificates(certs, ["127.0.0.1"], ["kitchen", "garden"])
