@@ -507,6 +507,7 @@ class Panicle(Method):
         # Up to m: equally fast members overtake each other.
         alpha *= min(1.0, m / max(1, staleness))
         self._renew(update, k)
+        # Nobody counts if its only member has left meanwhile.
         if learned.counted:
             alpha = min(1.0, alpha * (update.num_examples * learned.counted / learned.examples))
         # No mean of models, except for statistics: `move` checks that it is finite.
