@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import (
     Encoding,
@@ -94,6 +95,7 @@ def test_the_reason_of_a_rejection_is_a_short_line(tmp_path: Path) -> None:
     assert max(map(len, reasons)) <= 300
 
 
+@pytest.mark.slow
 def test_one_that_leaves_and_comes_back_ends_no_run(tmp_path: Path) -> None:
     keys = [ec.generate_private_key(ec.SECP384R1()) for _ in range(2)]
     pems = [key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()) for key in keys]
