@@ -52,6 +52,8 @@ def timed(strategy: Any, spent: dict[str, float]) -> None:
 
 def measure(make: Callable[[], Any], clients: int, size: int, updates: int) -> dict[str, float]:
     """Feed updates to a strategy; return milliseconds per update, and peak memory in MB."""
+    # Methods import what they need when they first need it.
+    feed(make(), clients=100, size=1000, updates=300)
     row = feed(make(), clients, size, updates)
     tracemalloc.start()
     feed(make(), clients, size, updates)
@@ -81,7 +83,8 @@ def feed(strategy: Any, clients: int, size: int, updates: int) -> dict[str, floa
         cluster = strategy.clusters.main(str(client))
         version = strategy.models[cluster].version
         phase = strategy.request_for(str(client)).phase
-        sent[client] = InFlight(number, str(client), cluster, version, number, 0.0, 0, phase=phase)
+        done = strategy.progress.updates
+        sent[client] = InFlight(number, str(client), cluster, version, done, 0.0, 0, phase=phase)
         strategy.open_task(sent[client])
 
     for client in range(clients):
@@ -95,6 +98,7 @@ def feed(strategy: Any, clients: int, size: int, updates: int) -> dict[str, floa
         strategy.applied([update])[0]
         total += time.perf_counter() - started
         strategy.close_task(sent[client])
+        strategy.progress.updates += 1
         dispatch(client, number)
     per_update = {phase: seconds / updates * 1e3 for phase, seconds in spent.items()}
     return {**per_update, "total": total / updates * 1e3}

@@ -113,9 +113,9 @@ def round_of(strategy: Any, *models: tuple[float, ...]) -> list[Any]:
     return list(applied)
 
 
-def step(strategy: Any, client: str, *values: float) -> Any:
+def step(strategy: Any, client: str, *values: float, examples: int = 10) -> Any:
     """Let a client be given a task and answer it, as the event loop would."""
-    one = update(strategy, client, *values)
+    one = update(strategy, client, *values, examples=examples)
     applied = strategy.applied([one])[0]
     strategy.close_task(one.task)
     strategy.progress.updates += 1

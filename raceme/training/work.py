@@ -772,7 +772,7 @@ def _train_own(work: ClientWork, received: ArrayRecord, settings: TrainingSettin
         former = int(state.config_records.get(_SURE, {"tasks": 0})["tasks"])  # type: ignore[arg-type]
         tasks = former + 1 if surely >= _NEARLY else 0
         state[_SURE], is_alone = ConfigRecord({"tasks": tasks}), tasks >= _PATIENCE
-        share = max(surely, _mean_share(likely)) if is_alone else _mean_share(likely)
+        share = max(_mean_share(likely), surely if is_alone else 0.0)
     settings = replace(settings, proximal_mu=0.0)
     if names.TASK_SHARE in work.settings:
         run = client.config

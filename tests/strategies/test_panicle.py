@@ -257,10 +257,7 @@ def test_members_weigh_by_their_examples() -> None:
     strategy = fleet(2, clustering=False, forward=0.0)
     for turn in range(40):
         client, examples, model = [("c0", 30, (1.0, 0.0)), ("c1", 10, (0.0, 1.0))][turn % 2]
-        one = update(strategy, client, *model, examples=examples)
-        applied = strategy.applied([one])[0]
-        strategy.close_task(one.task)
-        strategy.progress.updates += 1
+        applied = step(strategy, client, *model, examples=examples)
         if turn == 1:
             # α = 2 / log2(5) / 1.05 of two members with half a round, and 10 is half of the mean.
             assert applied.weight == pytest.approx(0.5 * 2 / np.log2(5) / 1.05)

@@ -9,9 +9,10 @@ silhouette score replaces the clusters if the score reaches a level (`probes.py`
 
 A client whose updates suddenly grow is probed again, and moves to the cluster of its new probe; if
 many grow, all other clients are probed, and clusters learn fast for a while. Inside a cluster, each
-update moves the model by the mean of all members' latest changes, the updating client's renewed, so
-that no client dominates the model by being fast. Clients use a mean of the model's last versions,
-mixed with a model of their own as far as that helps on held-out samples (`own-model`).
+update moves the model by the mean of all members' latest changes, weighted by examples, the
+updating client's renewed, so that no client dominates the model by being fast. Clients use a mean
+of the model's last versions, mixed with a model of their own as far as that helps on held-out
+samples (`own-model`).
 """
 
 from __future__ import annotations
@@ -507,7 +508,7 @@ class Panicle(Method):
         # Up to m: equally fast members overtake each other.
         alpha *= min(1.0, m / max(1, staleness))
         self._renew(update, k)
-        # Nobody counts if its only member has left meanwhile.
+        # No model is in the sum if the cluster's only member has gone offline.
         if learned.counted:
             alpha = min(1.0, alpha * (update.num_examples * learned.counted / learned.examples))
         # No mean of models, except for statistics: `move` checks that it is finite.
