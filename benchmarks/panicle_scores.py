@@ -55,9 +55,9 @@ def looks(settings: Mapping[str, Any], seed: int) -> list[probes.Distances]:
     seen: list[probes.Distances] = []
     plain = strategy.better_partition
 
-    def better(distances: probes.Distances, now: probes.Labels, level: float) -> Any:
+    def better(distances: probes.Distances, *rest: Any) -> Any:
         seen.append(distances)
-        return plain(distances, now, level)
+        return plain(distances, *rest)
 
     keys = {"strategy": "panicle", "dataset": "digits", "clients": 20, "seed": seed, **settings}
     keys["max-updates"] = keys["eval-every"] = UPDATES * keys["clients"]
@@ -69,15 +69,6 @@ def looks(settings: Mapping[str, Any], seed: int) -> list[probes.Distances]:
     finally:
         strategy.better_partition = plain
     return seen
-
-
-def score(distances: probes.Distances, floor: float) -> float:
-    """Return the best score with another least denominator."""
-    default, probes.FLOOR = probes.FLOOR, floor
-    try:
-        return probes.best_partition(distances).score
-    finally:
-        probes.FLOOR = default
 
 
 def main() -> None:
@@ -94,8 +85,10 @@ def main() -> None:
         root = {"data-root": arguments.data_root} if arguments.data_root else {}
         seeds = [int(seed) for seed in arguments.seeds.split(",")]
         runs = [looks(fleet | root, seed) for fleet in fleets for seed in seeds]
-        last = [[score(run[-1], floor) for run in runs if run] for floor in FLOORS]
-        most = max(score(look, probes.FLOOR) for run in runs for look in run)
+        last = [
+            [probes.best_partition(run[-1], floor).score for run in runs if run] for floor in FLOORS
+        ]
+        most = max(probes.best_partition(look).score for run in runs for look in run)
         table.add_row(kind, *(f"{min(s):.2f} to {max(s):.2f}" for s in last), f"{most:.2f}")
     Console(width=120).print(table)
 

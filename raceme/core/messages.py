@@ -499,6 +499,13 @@ class ModelSpec:
         return tuple(Role.of(*array) for array in zip(self.names, self.dtypes, strict=True))
 
     @property
+    def outputs(self) -> int:
+        """Number of outputs by the last weights: that of classes, or 1 for a quantity."""
+        arrays = zip(self.shapes, self.roles, strict=True)
+        *_, last = [shape for shape, role in arrays if role is Role.TRAINABLE] or [()]
+        return next(iter(last), 1)
+
+    @property
     def layers(self) -> dict[str, list[str]]:
         """Names of the weights of each layer, in order."""
         roles = zip(self.names, self.roles, strict=True)

@@ -42,6 +42,12 @@ def test_a_spec_lists_names_shapes_and_types() -> None:
     assert spec.num_bytes == 6 * 4 + 8
 
 
+@pytest.mark.parametrize(("shape", "outputs"), [((10, 32), 10), ((10,), 10), ((1, 5), 1), ((), 1)])
+def test_outputs_are_those_of_the_last_weights(shape: tuple[int, ...], outputs: int) -> None:
+    names, shapes = ("hidden", "last", "steps"), ((32, 5), shape, (3,))
+    assert ModelSpec(names, shapes, ("float32", "float32", "int64")).outputs == outputs
+
+
 def test_arrays_follow_each_other_in_the_vector() -> None:
     record = record_of(w=np.array([[1, 2], [3, 4]], np.float32), b=np.float32([5]))
     spec = ModelSpec.of(record)

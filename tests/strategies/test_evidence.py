@@ -5,7 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raceme.strategies.panicle.probes import Partition, best_partition, silhouettes
+from raceme.strategies.panicle.probes import (
+    FLOOR,
+    Partition,
+    best_partition,
+    floor_by_chance,
+    silhouettes,
+)
 
 
 def grouped(sizes: list[int], within: float, between: float) -> np.ndarray:
@@ -33,6 +39,22 @@ def test_groups_that_are_all_much_alike_are_none() -> None:
     distances = grouped([10, 10], within=0.02, between=0.2)
     # (0.2 − 0.02) / 0.5, where Rousseeuw's own would be 0.9.
     assert silhouettes(distances, np.repeat([0, 1], 10)) == pytest.approx([0.36] * 20)
+
+
+def test_a_least_denominator_is_four_deviations_of_chance() -> None:
+    distances = grouped([10, 10], within=0.02, between=0.2)
+    apart = np.where(np.eye(20), 0.0, 0.1)
+    # The estimates differ by 0.1, each by a standard deviation of √(0.1² / 2) = 0.0707.
+    noisy = np.stack([distances + apart, distances])
+    assert floor_by_chance(noisy) == pytest.approx(0.2828, abs=1e-4)
+    # (0.2 − 0.02) / 0.2828 by one, and (0.3 − 0.12) / 0.3 by the other.
+    score = best_partition(noisy, floor_by_chance(noisy)).score
+    assert score == pytest.approx((0.18 / 0.2828 + 0.18 / 0.3) / 2, abs=1e-4)
+    assert best_partition(noisy).score == pytest.approx(0.18 / 0.5)
+    # It has limits, from nearly exact distances to those that are all chance.
+    assert floor_by_chance(np.stack([distances, distances])) == 0.1
+    assert floor_by_chance(np.stack([distances + 4 * apart, distances])) == FLOOR
+    assert floor_by_chance(np.zeros((2, 1, 1))) == 0.1
 
 
 def test_groups_whose_clients_are_alike_need_not_be_unrelated() -> None:

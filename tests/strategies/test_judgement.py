@@ -58,6 +58,19 @@ def test_clusters_are_given_up_if_their_evidence_is_clearly_too_little(
         assert found.score == pytest.approx(across / 0.5)
 
 
+def test_near_groups_of_a_quantity_count_in_all_that_is_decided() -> None:
+    distances, now = nested(0.2), np.zeros(16, np.int64)
+    both = np.stack([distances, distances])
+    # Groups within groups: 0.2 / 0.2, not 0.2 / 0.5.
+    found = better_partition(both, now, LEVEL, is_quantity=True)
+    assert found is not None
+    assert len(np.unique(found.labels)) == 4
+    # Clusters: (0.3 − 0.14) / 0.3 is too little to form, but enough to stay.
+    near = np.stack([apart(0.3, within=0.14)] * 2)
+    assert better_partition(near, np.repeat([0, 1], 3), LEVEL, is_quantity=True) is None
+    assert better_partition(near, np.repeat([0, 1], 3), LEVEL) is not None
+
+
 def nested(near: float) -> np.ndarray:
     """Distances of two distant pairs of near groups, of four clients each."""
     groups = np.repeat(np.arange(4), 4)

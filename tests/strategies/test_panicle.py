@@ -55,6 +55,17 @@ def test_clients_that_are_alike_stay_together() -> None:
     assert len(probed({f"c{i}": EAST for i in range(6)}).models) == 1
 
 
+@pytest.mark.parametrize(("shape", "clusters"), [((1, 2), 2), ((2,), 1)])
+def test_groups_of_a_quantity_may_be_near_each_other(shape: tuple[int, ...], clusters: int) -> None:
+    # Directions with a cosine of 0.8: one model with two outputs fits both, with one it does not.
+    strategy = fleet(6)
+    strategy._spec = ModelSpec(("w",), (shape,), ("float32",))
+    for _ in range(2):
+        for i in range(6):
+            probe(strategy, f"c{i}", *((4.0, 0.0) if i < 3 else (3.2, 2.4)))
+    assert len(strategy.models) == clusters
+
+
 def test_four_clients_of_four_kinds_are_four_clusters() -> None:
     kinds = {"c0": EAST, "c1": NORTH, "c2": WEST, "c3": (0.1, -4.0)}
     assert len(probed(kinds).models) == 4

@@ -274,7 +274,11 @@ class Probes:
 
 
 FLOOR = 0.5
-"""Least denominator of silhouettes: nearer groups count for less."""
+"""Least denominator of silhouettes: nearer groups count for less, as one model fits them."""
+_LOWEST = 0.1
+"""Least denominator where even near groups need models of their own."""
+_DEVIATIONS = 4.0
+"""Least denominator there, in standard deviations of the distances' chance."""
 _ALONE = 0.3
 """Distance of a client alone in its group from that group."""
 _MARGIN = 0.1
@@ -302,10 +306,26 @@ class Partition:
     score: float
 
 
+def floor_by_chance(distances: Distances) -> float:
+    """Return a least denominator of silhouettes: four standard deviations of chance, 0.1 to 0.5.
+
+    The two estimates of a distance differ by chance alone: its variance is half the mean square of
+    their difference.
+
+    Parameters
+    ----------
+    distances : Distances
+        Two estimates of the distance of every two clients, symmetric. Shape (2, m, m).
+    """
+    m = distances.shape[1]
+    variance = np.square(distances[0] - distances[1]).sum() / max(1, 2 * m * (m - 1))
+    return float(np.clip(_DEVIATIONS * np.sqrt(variance), _LOWEST, FLOOR))
+
+
 def silhouette(
-    own: float | NDArray[np.float64], other: float | NDArray[np.float64]
+    own: float | NDArray[np.float64], other: float | NDArray[np.float64], floor: float = FLOOR
 ) -> NDArray[np.float64]:
-    """Return ``(b − a) / max(a, b, 0.5)``: how much nearer the own group is than another one.
+    """Return ``(b − a) / max(a, b, floor)``: how much nearer the own group is than another one.
 
     Clients that are alike have distances that are all chance, and so is their ratio: hence the
     least denominator.
@@ -314,11 +334,13 @@ def silhouette(
     ----------
     own, other : float or NDArray[np.float64]
         a and b: mean distances from the two groups.
+    floor : float
+        Least denominator.
     """
-    return np.asarray((other - own) / np.maximum(np.maximum(own, other), FLOOR))
+    return np.asarray((other - own) / np.maximum(np.maximum(own, other), floor))
 
 
-def silhouettes(distances: Distances, labels: Labels) -> NDArray[np.float64]:
+def silhouettes(distances: Distances, labels: Labels, floor: float = FLOOR) -> NDArray[np.float64]:
     """Return how much nearer each client is to its own group than to the nearest other one.
 
     A client alone is 0.3 from its own group; without another group, all are 0.
@@ -329,6 +351,8 @@ def silhouettes(distances: Distances, labels: Labels) -> NDArray[np.float64]:
         Distance of every two clients, symmetric. Shape (m, m).
     labels : Labels
         Group of each client, from 0; no group is empty. Shape (m,).
+    floor : float
+        Least denominator.
     """
     groups = int(labels.max()) + 1 if len(labels) else 0
     if groups < 2:
@@ -342,10 +366,10 @@ def silhouettes(distances: Distances, labels: Labels) -> NDArray[np.float64]:
     means = sums / sizes
     means[own] = np.inf
     b = means.min(axis=1)
-    return silhouette(a, b)
+    return silhouette(a, b, floor)
 
 
-def best_partition(distances: Distances) -> Partition:
+def best_partition(distances: Distances, floor: float = FLOOR) -> Partition:
     """Return at least two groups with the highest score; with nearly equal scores the fewer.
 
     Average linkage gives one partition for each number of groups. Each estimate's partition is
@@ -356,6 +380,8 @@ def best_partition(distances: Distances) -> Partition:
     ----------
     distances : Distances
         Two estimates of the distance of every two clients, symmetric. Shape (2, m, m).
+    floor : float
+        Least denominator of silhouettes.
     """
     from scipy.cluster.hierarchy import fcluster, linkage
     from scipy.spatial.distance import squareform
@@ -369,14 +395,15 @@ def best_partition(distances: Distances) -> Partition:
     for groups in range(2, min(count, max(_FEW, count // 3)) + 1):
         halves = (numbered(fcluster(tree, groups, "maxclust")) for tree in trees)
         scores = [
-            silhouettes(d, half).mean() for d, half in zip(distances[::-1], halves, strict=True)
+            silhouettes(d, half, floor).mean()
+            for d, half in zip(distances[::-1], halves, strict=True)
         ]
         if (score := float(np.mean(scores))) > best.score + _TIE:
             best = Partition(numbered(fcluster(whole, groups, "maxclust")), score)
     return best
 
 
-def divided(distances: Distances, labels: Labels, level: float) -> Labels:
+def divided(distances: Distances, labels: Labels, level: float, floor: float = FLOOR) -> Labels:
     """Divide groups that consist of groups themselves, as long as the score reaches the level.
 
     Beside a distant group, near ones count as one: the silhouette is highest for the coarse
@@ -391,19 +418,23 @@ def divided(distances: Distances, labels: Labels, level: float) -> Labels:
         Group of each client, from 0. Shape (m,).
     level : float
         Least silhouette score of groups.
+    floor : float
+        Least denominator of silhouettes.
     """
     found = labels.copy()
     for group in range(int(labels.max()) + 1):
         rows = np.flatnonzero(labels == group)
         inside = distances[:, rows[:, None], rows]
-        best = best_partition(inside)
+        best = best_partition(inside, floor)
         if best.score >= level and np.bincount(best.labels).min() > 1:
-            parts = divided(inside, best.labels, level)
+            parts = divided(inside, best.labels, level, floor)
             found[rows] = np.where(parts > 0, found.max() + parts, group)
     return found
 
 
-def better_partition(distances: Distances, now: Labels, level: float) -> Partition | None:
+def better_partition(
+    distances: Distances, now: Labels, level: float, is_quantity: bool = False
+) -> Partition | None:
     """Return the groups that should replace the clusters; None to keep these.
 
     The best groups, divided further, if their score reaches the level; one group, with the score of
@@ -417,16 +448,20 @@ def better_partition(distances: Distances, now: Labels, level: float) -> Partiti
         The cluster of each client. Shape (m,).
     level : float
         Least silhouette score of groups.
+    is_quantity : bool
+        Whether models predict a quantity: near groups of clients, whose classes one model can tell
+        apart, then count as far as chance permits.
     """
     if len(now) < 2:
         return None
-    best = best_partition(distances)
+    floor = floor_by_chance(distances) if is_quantity else FLOOR
+    best = best_partition(distances, floor)
     if best.score >= level:
-        wanted = divided(distances, best.labels, level)
+        wanted = divided(distances, best.labels, level, floor)
         is_new = not np.array_equal(numbered(wanted), numbered(now))
         return Partition(wanted, best.score) if is_new else None
     clusters, present = np.unique(now, return_inverse=True)
-    score = float(silhouettes(distances.mean(axis=0), present).mean())
+    score = float(silhouettes(distances.mean(axis=0), present, floor).mean())
     if len(clusters) > 1 and score < level - _MARGIN:
         return Partition(np.zeros_like(now), score)
     return None

@@ -334,8 +334,7 @@ class Panicle(Method):
             landmarks = [c for c in self.state.landmarks if c != client and self._comparable(c)]
             return grouped((self.clusters.main(other), other) for other in landmarks)
 
-        groups = found()
-        if groups.keys() != self.models.keys():
+        if (groups := found()).keys() != self.models.keys():
             # All landmarks of a cluster may have left, while other members are online.
             self._draw_landmarks()
             groups = found()
@@ -374,7 +373,8 @@ class Panicle(Method):
         """Replace the clusters if another partition is better."""
         clients, now, rows = self._draw_landmarks()
         probes, drawn = self.state.probes, self.state.landmarks
-        better = better_partition(probes.distances(drawn), now[rows], self.parameters.level)
+        level, is_quantity = self.parameters.level, self.spec.outputs == 1
+        better = better_partition(probes.distances(drawn), now[rows], level, is_quantity)
         if better is None:
             return
         labels = better.labels
