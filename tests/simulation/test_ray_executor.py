@@ -79,6 +79,7 @@ def test_the_tasks_of_an_actor_that_dies_are_done_again_and_that_is_said(
     assert "and repeats it elsewhere: The actor died unexpectedly" in line
 
 
+@pytest.mark.slow
 def test_a_task_at_which_actors_die_again_and_again_is_named(actors) -> None:
     message = message_to(5, "query.die")
     with pytest.raises(UserError, match=r"3 of Ray's actors died at the same task.* on node 5\."):

@@ -138,6 +138,7 @@ def test_newcomers_without_a_seat_go_where_they_belong(make: type[Method], clien
     assert adjusted_rand_score(groups, fleet.labels()) == 1.0
 
 
+@pytest.mark.slow
 def test_what_is_kept_of_pairs_does_not_grow_with_the_fleet() -> None:
     small, large = (trained(casa(50), [0, 1] * half, 2).method.state for half in (100, 200))
     assert small.similarity.shape == large.similarity.shape

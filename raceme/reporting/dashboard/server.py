@@ -450,7 +450,8 @@ async def _serve(
 
 _NICE = 10
 """What the run computes comes first."""
-_END_SECONDS = 10.0
+_END_SECONDS = 60.0
+"""For its last words, as long as a busy machine may keep it from them."""
 
 
 @dataclass(frozen=True)
