@@ -204,7 +204,9 @@ def from_tree(kind: Any, tree: Any) -> Any:
     ValueError
         The tree has other fields than the dataclass, or other types.
     """
-    wanted = _TYPES.get(get_origin(kind) or kind)
+    kind = _without_aliases(kind)
+    origin, arguments = get_origin(kind), get_args(kind)
+    wanted = _TYPES.get(origin or kind)
     if wanted and type(tree) not in wanted:
         raise ValueError(f"{repr(tree)[:40]} is no {getattr(kind, '__name__', kind)}")
     if is_dataclass(kind) and isinstance(kind, type):
@@ -215,7 +217,6 @@ def from_tree(kind: Any, tree: Any) -> Any:
         if set(names) != set(tree):
             raise ValueError(f"not a {kind.__name__}: fields {sorted(tree)}, not {sorted(names)}")
         return kind(**{name: _field(kind, name, hints[name], tree[name]) for name in names})
-    origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         if tree is None:
             return None
@@ -264,6 +265,7 @@ def check_kind(kind: Any, where: str, within: tuple[Any, ...] = ()) -> None:
     UserError
         A part of it would be lost or changed.
     """
+    kind = _without_aliases(kind)
     origin, arguments = get_origin(kind), get_args(kind)
     inner = [one for one in arguments if one not in (type(None), Ellipsis)]
     if kind in within:
@@ -287,9 +289,17 @@ def check_kind(kind: Any, where: str, within: tuple[Any, ...] = ()) -> None:
         )
 
 
+def _without_aliases(kind: Any) -> Any:
+    """Return what an alias made by ``type Name[...] = ...`` stands for, as numpy's NDArray is."""
+    while hasattr(alias := get_origin(kind) or kind, "__value__"):
+        arguments = get_args(kind)
+        kind = alias.__value__[arguments] if arguments else alias.__value__
+    return kind
+
+
 def _check_dtype(array: np.ndarray[Any, Any], arguments: tuple[Any, ...]) -> None:
-    """Raise ValueError if an array's dtype contradicts its annotation NDArray[kind]."""
-    wanted = get_args(arguments[1])[0] if len(arguments) == 2 else None
+    """Raise ValueError if an array's dtype contradicts its annotation, where that states one."""
+    wanted = next((get_args(one)[0] for one in arguments if get_origin(one) is np.dtype), None)
     if isinstance(wanted, type) and not issubclass(array.dtype.type, wanted):
         raise ValueError(f"an array of {array.dtype} where {wanted.__name__} belongs")
 
