@@ -174,8 +174,8 @@ def cosines(first: NDArray[np.floating], second: NDArray[np.floating]) -> Matrix
     Matrix
         Shape (a, b), within [-1, 1].
     """
-    products = unit_rows(first) @ unit_rows(second).T
-    return np.clip(np.asarray(products, np.float64), -1.0, 1.0)
+    products: Matrix = np.asarray(unit_rows(first) @ unit_rows(second).T, np.float64)
+    return np.clip(products, -1.0, 1.0, out=products)
 
 
 def unit_rows(rows: NDArray[_Float]) -> NDArray[_Float]:

@@ -157,6 +157,33 @@ LOSS_MEASURE = Measure(_LOSS)
 
 
 # -----------------------------------------------------------------------------
+# Equality of events.
+# -----------------------------------------------------------------------------
+
+
+class _Record:
+    """Base of the events: two are equal if they have the same type and values.
+
+    NaN stands for a missing number, and equals NaN. The equality that `dataclass` generates
+    depends on the version of Python there. Subclasses are dataclasses with ``eq=False``.
+    """
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and _are_equal(vars(self), vars(other))
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    """Return whether values are equal, with NaN equal to NaN, also inside of containers."""
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_are_equal(one[key], other[key]) for key in one)
+    if isinstance(one, tuple | list) and type(one) is type(other):
+        return len(one) == len(other) and all(map(_are_equal, one, other))
+    return bool(one == other or (one != one and other != other))
+
+
+# -----------------------------------------------------------------------------
 # Decisions of a run's protection and their reports.
 # -----------------------------------------------------------------------------
 
@@ -181,8 +208,8 @@ class Verdict(StrEnum):
         return self in (Verdict.REFUSED, Verdict.EXCLUDED)
 
 
-@dataclass(frozen=True)
-class UpdateJudged:
+@dataclass(frozen=True, eq=False)
+class UpdateJudged(_Record):
     """A decision of the protection other than acceptance.
 
     Refused updates are also reported as `UpdateRejected`, others as `UpdateApplied`.
@@ -213,8 +240,8 @@ class UpdateJudged:
 # -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class ClientJoined:
+@dataclass(frozen=True, eq=False)
+class ClientJoined(_Record):
     """A client joined, for the first time or again.
 
     Attributes
@@ -242,16 +269,16 @@ class ClientJoined:
     labels: str = ""
 
 
-@dataclass(frozen=True)
-class ClientLeft:
+@dataclass(frozen=True, eq=False)
+class ClientLeft(_Record):
     """A client is no longer online."""
 
     time: float
     client: str
 
 
-@dataclass(frozen=True)
-class ClaimRefused:
+@dataclass(frozen=True, eq=False)
+class ClaimRefused(_Record):
     """A node without the key of its stated id was refused.
 
     Attributes
@@ -270,8 +297,8 @@ class ClaimRefused:
     reason: str
 
 
-@dataclass(frozen=True)
-class KeyChanged:
+@dataclass(frozen=True, eq=False)
+class KeyChanged(_Record):
     """A device's registered key changed during the run.
 
     Attributes
@@ -287,8 +314,8 @@ class KeyChanged:
     change: str
 
 
-@dataclass(frozen=True)
-class VersionDecided:
+@dataclass(frozen=True, eq=False)
+class VersionDecided(_Record):
     """A version of a cluster's model came into use on the devices, or was held back.
 
     Attributes
@@ -311,8 +338,8 @@ class VersionDecided:
     reason: str = ""
 
 
-@dataclass(frozen=True)
-class UpdateApplied:
+@dataclass(frozen=True, eq=False)
+class UpdateApplied(_Record):
     """A client's update was accepted.
 
     Attributes
@@ -375,8 +402,8 @@ class UpdateApplied:
     joules: float | None = None
 
 
-@dataclass(frozen=True)
-class AnswerTaken:
+@dataclass(frozen=True, eq=False)
+class AnswerTaken(_Record):
     """A client's answer to work other than training was accepted.
 
     Attributes
@@ -397,8 +424,8 @@ class AnswerTaken:
     bytes_up: int
 
 
-@dataclass(frozen=True)
-class UpdateRejected:
+@dataclass(frozen=True, eq=False)
+class UpdateRejected(_Record):
     """A reply was not used: an error, a lost task, or an invalid update."""
 
     time: float
@@ -407,8 +434,8 @@ class UpdateRejected:
     dispatched_at: float
 
 
-@dataclass(frozen=True)
-class Evaluated:
+@dataclass(frozen=True, eq=False)
+class Evaluated(_Record):
     """The online clients tested the models of one time.
 
     Each client tests the model that serves it, on its own test data.
@@ -489,8 +516,8 @@ class TaskScore(NamedTuple):
     untrained: float | None = None
 
 
-@dataclass(frozen=True)
-class TasksTested:
+@dataclass(frozen=True, eq=False)
+class TasksTested(_Record):
     """At the end of a step, clients tested their models on all steps so far.
 
     Reported by runs with ``eval-tasks``, also at the end of the run. No client has trained on the
@@ -522,8 +549,8 @@ class TasksTested:
     measure: Measure = ACCURACY
 
 
-@dataclass(frozen=True)
-class ClustersScored:
+@dataclass(frozen=True, eq=False)
+class ClustersScored(_Record):
     """The server tested each cluster's model on a test set.
 
     Reported with an evaluation if the server has a test set per distribution; cluster k corresponds
@@ -564,8 +591,8 @@ class ClusterChange(StrEnum):
     """A cluster without members was removed."""
 
 
-@dataclass(frozen=True)
-class ClustersChanged:
+@dataclass(frozen=True, eq=False)
+class ClustersChanged(_Record):
     """Clients or clusters changed, by any operation of `Clusters`.
 
     Attributes
@@ -594,8 +621,8 @@ class ClustersChanged:
     threshold: float = math.nan
 
 
-@dataclass(frozen=True)
-class DataChanged:
+@dataclass(frozen=True, eq=False)
+class DataChanged(_Record):
     """Clients' data changed to another step: drift, or the next task.
 
     Attributes
@@ -698,8 +725,8 @@ class MeasureSchema:
         return self.name if self.figure in ("shares", "graph") else f"measure-{self.name}"
 
 
-@dataclass(frozen=True)
-class Measured:
+@dataclass(frozen=True, eq=False)
+class Measured(_Record):
     """A measurement of a method.
 
     Attributes
@@ -782,8 +809,8 @@ class Ending(StrEnum):
         return self in (Ending.LIMIT, Ending.TARGET, Ending.AT_REST)
 
 
-@dataclass(frozen=True)
-class RunEnded:
+@dataclass(frozen=True, eq=False)
+class RunEnded(_Record):
     """The run ended.
 
     Attributes

@@ -438,8 +438,8 @@ class PositionsReader:
             raise ValueError("the line is not whole")
         told = json.loads(line)
         time, names = float(told["time"]), [*self._names, *map(str, told["new"])]
-        points = np.frombuffer(base64.b64decode(told["points"], validate=True), "<i2")
-        points = points.reshape(-1, int(told["dimensions"]))
+        flat = np.frombuffer(base64.b64decode(told["points"], validate=True), "<i2")
+        points = flat.reshape(-1, int(told["dimensions"]))
         clients = tuple(names[number] for number in told.get("clients", range(len(names))))
         is_known = min(told.get("clients", (0,)), default=0) >= 0
         fits = len(clients) == len(points) and points.shape[1] >= 2

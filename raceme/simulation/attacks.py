@@ -469,7 +469,7 @@ class MinMax(Attack):
         return float(squares.max())
 
     def reach(
-        self, slopes: NDArray[np.float32], offsets: NDArray[np.float32], bound: float
+        self, slopes: NDArray[np.floating], offsets: NDArray[np.floating], bound: float
     ) -> float:
         """Return the largest γ with γ² + 2 γ slope + offset ≤ bound for all."""
         roots = -slopes + np.sqrt(np.maximum(slopes**2 - offsets + bound, 0.0))
@@ -484,7 +484,7 @@ class MinSum(MinMax):
         return float(squares.mean())
 
     def reach(
-        self, slopes: NDArray[np.float32], offsets: NDArray[np.float32], bound: float
+        self, slopes: NDArray[np.floating], offsets: NDArray[np.floating], bound: float
     ) -> float:
         """Return the largest γ at which the mean is within the bound."""
         return super().reach(slopes.mean(keepdims=True), offsets.mean(keepdims=True), bound)
@@ -513,7 +513,7 @@ class Claims(Attack):
             for name in {LOSSES, ACCURACIES, SHARES} & set(numbers):
                 numbers[name] = _exchanged(numbers[name])
             if SHARES in numbers:
-                numbers[SHARES] = numbers[SHARES] / numbers[SHARES].sum()
+                numbers[SHARES] = np.divide(numbers[SHARES], numbers[SHARES].sum())
             if LABEL_MASSES in numbers:
                 numbers[LABEL_MASSES] = np.roll(numbers[LABEL_MASSES], 1, axis=0)
             if CHOSEN in told:
