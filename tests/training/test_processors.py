@@ -32,7 +32,13 @@ IMAGES = RunConfig(clients=16, partition="iid", model="cnn3x3", batch_size=40)
 def _gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let torch find the stand-in for a GPU."""
     there = SimpleNamespace(is_available=lambda: True, manual_seed=lambda seed: None)
-    monkeypatch.setattr(torch, "get_device_module", lambda name: there)
+    others = torch.get_device_module
+    # A build with CUDA asks for its own device, too.
+    monkeypatch.setattr(
+        torch,
+        "get_device_module",
+        lambda name: there if torch.device(name) == PLACE else others(name),
+    )
     monkeypatch.setattr(processors, "GPUS", (str(PLACE),))
 
 
