@@ -401,7 +401,9 @@ def _keys(
     """
     from raceme.core.config import registry_of
     from raceme.core.errors import UserError
+    from raceme.core.versions import check_versions
 
+    check_versions()
     keys: dict[str, Any] = {}
     for name, value in settings.items():
         keys[name.replace("_", "-")] = _plain(value)

@@ -12,6 +12,7 @@ from raceme.core.clients import ON_TRUST
 from raceme.core.config import RunConfig
 from raceme.core.errors import PlainFormatter, show_log, shown_by_flower
 from raceme.core.signals import StopRequest, end_with_parent
+from raceme.core.versions import check_versions
 from raceme.flower.grid import has_devices, parent_pid
 from raceme.reporting.artefacts import missing_line
 from raceme.reporting.console import RunProgress
@@ -30,6 +31,7 @@ def main(grid: Grid, context: Context) -> None:
 
     The keys are those of `raceme run`; those of simulated devices have no effect.
     """
+    check_versions()
     # Flower shows the output of a ServerApp.
     show_log(sys.stderr, PlainFormatter("%(levelname)s: %(message)s"))
     parent = parent_pid()

@@ -24,6 +24,7 @@ from typer.core import TyperCommand, TyperGroup
 from raceme import __version__
 from raceme.core.errors import UserError
 from raceme.core.registry import STRATEGIES, explained, summary_of
+from raceme.core.versions import check_versions
 
 COMMANDS = {
     "run": "raceme.cli.run:run",
@@ -67,6 +68,7 @@ class _Commands(TyperGroup):
 
 def _imported(name: str) -> Any:
     """Import a command's module, and return the command."""
+    check_versions()
     module, attribute = COMMANDS[name].split(":")
     function = getattr(import_module(module), attribute)
     if isinstance(function, typer.Typer):

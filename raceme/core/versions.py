@@ -1,0 +1,63 @@
+"""Check of the installed versions against those that Raceme supports.
+
+The supported versions are those of ``pyproject.toml``, read from the metadata of the installation.
+"""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import PackageNotFoundError, distribution, version
+
+from raceme.core.errors import UserError
+
+NIGHTLY = {"flwr": "flwr-nightly"}
+"""Distributions that replace another one."""
+
+
+def check_versions() -> None:
+    """Check that Python and the required packages are of supported versions.
+
+    Raises
+    ------
+    UserError
+        One is not, or is missing.
+    """
+    from packaging.requirements import Requirement
+    from packaging.specifiers import SpecifierSet
+
+    try:
+        own = distribution("raceme")
+    except PackageNotFoundError:
+        # A checkout that is on the path without an installation.
+        return
+    supported = SpecifierSet(own.metadata["Requires-Python"] or "")
+    if not supported.contains(platform.python_version(), prereleases=True):
+        raise UserError(
+            f"Raceme {own.version} supports Python {_words(supported)}; this is "
+            f"{platform.python_version()}."
+        )
+    for required in map(Requirement, own.requires or ()):
+        if required.marker is not None and not required.marker.evaluate({"extra": ""}):
+            continue
+        found = _installed(required.name)
+        if found is None or not required.specifier.contains(found, prereleases=True):
+            here = "it is not installed" if found is None else f"{found} is installed"
+            raise UserError(
+                f"Raceme {own.version} needs {required.name} {_words(required.specifier)}; {here}: "
+                f"python3 -m pip install '{required.name}{required.specifier}'"
+            )
+
+
+def _installed(name: str) -> str | None:
+    """Return the installed version of a package; None without one."""
+    for candidate in (name, NIGHTLY.get(name, name)):
+        try:
+            return version(candidate)
+        except PackageNotFoundError:
+            pass
+    return None
+
+
+def _words(versions: object) -> str:
+    """Write bounds of a version, the lower one first."""
+    return " and ".join(sorted(str(versions).split(","), key=lambda bound: bound[0] == "<"))
