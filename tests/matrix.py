@@ -3,8 +3,8 @@
 ``python -m tests.matrix`` makes an environment for each combination with uv, in ``--environments
 FOLDER`` (kept if it is named), runs the tests in it, and prints a table, the one in
 ``docs/dependencies.md``. The lowest versions are those that ``pyproject.toml`` admits and that are
-published as wheels for the Python. Interpreters are found on the PATH. What stands after ``--`` goes to ``uv pip install``, for example
-an index with the CPU build of torch; after ``--tests`` a selection of tests replaces the whole::
+published as wheels for the Python. Interpreters are found on the PATH. Further options go to `uv
+pip`, such as an index with the CPU build of torch; ``--tests`` selects tests::
 
     python -m tests.matrix --pythons 3.13 --resolutions lowest-direct --tests "tests/core -x"
 """

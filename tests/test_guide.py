@@ -123,10 +123,14 @@ def test_python_of_the_readme(
 
 
 def commands_of_the_readme() -> list[list[str]]:
-    """Return the words of each command in the README's blocks, in order, but the installation."""
+    """Return the words of each command in the README's blocks, in order, but the installation.
+
+    `tests/slow/test_start.py` types that.
+    """
     blocks = [text for language, text in typed(ROOT / "README.md") if language == "bash"]
-    lines = "".join(blocks[1:]).replace("\\\n", " ").splitlines()
-    return [shlex.split(line, comments=True) for line in lines if line.strip()]
+    lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    commands = [shlex.split(line, comments=True) for line in lines if line.strip()]
+    return [words for words in commands if words[0] == "raceme"]
 
 
 def start_raceme(words: list[str], folder: Path) -> subprocess.Popen[str]:

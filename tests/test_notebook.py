@@ -286,6 +286,7 @@ def test_a_run_that_ends_early_warns(here: Path, caplog: pytest.LogCaptureFixtur
     assert "The run ended early: the last 100 replies were unusable" in caplog.messages[-1]
 
 
+@pytest.mark.smoke
 def test_a_run_is_resumed_with_the_same_data_only(here: Path) -> None:
     settings = {**TINY, "out": "first", "checkpoint_every": 2}
     raceme.run("fedasync", data=readings(), model=net, **settings)
@@ -559,6 +560,7 @@ comparison = raceme.compare(["casa", "fedasync"], out="compared", **keys); compa
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
 def test_progress_in_jupyter_is_one_output_that_changes(folder: Path, tmp_path: Path) -> None:
     """A real kernel runs the cells."""
     nbformat = pytest.importorskip("nbformat.v4")

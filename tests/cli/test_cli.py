@@ -59,6 +59,7 @@ def models(out: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted((out / "clusters").iterdir())}
 
 
+@pytest.mark.smoke
 def test_a_run_leaves_everything_and_its_configuration_repeats_it(
     raceme: Typed, tmp_path: Path
 ) -> None:

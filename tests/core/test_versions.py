@@ -88,6 +88,7 @@ def test_the_python_interface_says_it_too(tmp_path: Path) -> None:
     assert "needs flwr >=1.39" in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.smoke
 def test_other_extras_are_not_required(tmp_path: Path) -> None:
     installed(tmp_path, "raceme", "9.0", "Requires-Dist: no-such-package>=1; extra == 'server'")
     assert raceme(tmp_path, "list").returncode == 0

@@ -53,6 +53,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.smoke
 def test_a_comparison_leaves_tables_plots_and_all_runs(finished: Path) -> None:
     for name in ("accuracy.png", "time-to-target.png", "staleness.png", "purity.png"):
         assert (finished / name).stat().st_size > 1000

@@ -404,6 +404,7 @@ def test_clusters_never_span_two_rooms(tmp_path: Path) -> None:
     are_applied_once(out, len(updates(out)))
 
 
+@pytest.mark.smoke
 def test_a_run_that_has_ended_is_extended_without_repeating_an_update(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with loopback(tmp_path) as bed:

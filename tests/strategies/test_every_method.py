@@ -16,6 +16,7 @@ NEEDS: dict[str, dict[str, Any]] = {"cdfl": {"proxy": "20"}}
 """Keys without which a method does not start."""
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", list(STRATEGIES))
 def test_a_method_starts_is_stored_and_resumed(name: str, tmp_path: Path) -> None:
     settings = {"clients": 8, "workers": 0, "eval-every": 10}
