@@ -38,7 +38,7 @@ log = logging.getLogger("raceme.serve")
 
 SERVICE = "flwr.proto.Fleet"
 MEDIA_TYPE = "application/protobuf"
-SUPPORTED = ((1, 39), (1, 43))
+SUPPORTED = ((1, 39), (1, 42))
 """The oldest and the newest release of Flower whose SuperNodes and SuperLinks are known to work."""
 
 _PUBLIC_KEY, _SIGNATURE, _TIMESTAMP = "flwr-public-key", "flwr-signature", "flwr-timestamp"
