@@ -17,12 +17,7 @@ from typing import Any
 
 import grpc
 from flwr.app import Message
-from flwr.common.constant import (
-    HEARTBEAT_MAX_INTERVAL,
-    HEARTBEAT_MIN_INTERVAL,
-    NOOP_ACCOUNT_NAME,
-    NOOP_FLWR_AID,
-)
+from flwr.common.constant import NOOP_ACCOUNT_NAME, NOOP_FLWR_AID
 from flwr.common.serde import fab_to_proto, message_from_proto, message_to_proto, run_to_proto
 from flwr.proto.fab_pb2 import GetFabResponse
 from flwr.proto.fleet_pb2 import (
@@ -42,7 +37,6 @@ from flwr.proto.message_pb2 import (
     PushObjectResponse,
 )
 from flwr.proto.run_pb2 import GetRunResponse
-from flwr.supercore.error import ApiErrorCode
 from google.protobuf.message import DecodeError
 from google.protobuf.message import Message as ProtoMessage
 from starlette.applications import Starlette
@@ -50,15 +44,29 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from raceme.flower import fleet_client as wire
-from raceme.flower.fleet_client import LARGEST_CALL, Certificates
 from raceme.flower.fleet_protocol import (
     CALLS,
+    FLEET_SERVICE,
+    GREET,
+    GREET_PATH,
+    HEARTBEAT_MAX_INTERVAL,
+    HEARTBEAT_MIN_INTERVAL,
+    LARGEST_CALL,
+    LONGEST_WAIT,
     MEDIA_TYPE,
+    NEXT,
+    SEND,
     SERVICE,
+    SINCE,
     Caller,
+    Certificates,
+    ErrorNumber,
     FleetError,
+    Greeting,
+    NextRequest,
+    SendRequest,
     Signatures,
+    own_greeting,
     path_of,
 )
 from raceme.flower.link_state import LinkState
@@ -178,7 +186,7 @@ class FleetCalls:
                 caller, request.node.node_id if hasattr(request, "node") else request.node_id
             )
         if getattr(request, "run_id", self._state.run_id) != self._state.run_id:
-            raise _refused(ApiErrorCode.FLEET_RUN_STATUS_NOT_ALLOWED, "This server has another run")
+            raise _refused(ErrorNumber.FLEET_RUN_STATUS_NOT_ALLOWED, "This server has another run")
         answer: Callable[[Any], ProtoMessage] = getattr(self, f"_{_SNAKE[name]}")
         return answer(request)
 
@@ -198,7 +206,7 @@ class FleetCalls:
         FleetError
             Its protocol is not supported.
         """
-        greeting, own = wire.Greeting.from_bytes(request), wire.own_greeting()
+        greeting, own = Greeting.from_bytes(request), own_greeting()
         node = self._state.get_node_id_by_public_key(caller.key)
         if greeting.protocol != own.protocol:
             error = FleetError(_Code.FAILED_PRECONDITION, _other_protocol(greeting, own))
@@ -227,7 +235,7 @@ class FleetCalls:
             node = self._state.create_node(NOOP_FLWR_AID, NOOP_ACCOUNT_NAME, request.public_key, 0)
         except ValueError:
             raise _refused(
-                ApiErrorCode.PUBLIC_KEY_ALREADY_IN_USE, "Public key already in use"
+                ErrorNumber.PUBLIC_KEY_ALREADY_IN_USE, "Public key already in use"
             ) from None
         return RegisterNodeFleetResponse(node_id=node)
 
@@ -252,7 +260,7 @@ class FleetCalls:
     def _get_fab(self, request: Any) -> ProtoMessage:
         fab = self._state.get_fab(request.hash_str)
         if fab is None:
-            raise _refused(ApiErrorCode.FLEET_GET_FAB_FAILED, "There is no such app bundle")
+            raise _refused(ErrorNumber.FLEET_GET_FAB_FAILED, "There is no such app bundle")
         return GetFabResponse(fab=fab_to_proto(fab))
 
     def _pull_messages(self, request: Any) -> ProtoMessage:
@@ -302,14 +310,14 @@ class FleetCalls:
     def _deactivate_node(self, request: Any) -> ProtoMessage:
         if not self._state.deactivate_node(request.node_id):
             raise _refused(
-                ApiErrorCode.FLEET_NODE_DEACTIVATION_FAILED, "Failed to deactivate the node"
+                ErrorNumber.FLEET_NODE_DEACTIVATION_FAILED, "Failed to deactivate the node"
             )
         return DeactivateNodeResponse()
 
     def _unregister_node(self, request: Any) -> ProtoMessage:
         if self._registered is not None:
             raise _refused(
-                ApiErrorCode.FLEET_SUPERNODE_UNREGISTRATION_DISABLED,
+                ErrorNumber.FLEET_SUPERNODE_UNREGISTRATION_DISABLED,
                 "All nodes must be unregistered by the server's owner",
             )
         self._state.delete_node(NOOP_FLWR_AID, request.node_id)
@@ -317,20 +325,20 @@ class FleetCalls:
 
 
 _REGISTER, _ACTIVATE = "RegisterNode", "ActivateNode"
-_FIRST = {_REGISTER, _ACTIVATE, wire.GREET}
+_FIRST = {_REGISTER, _ACTIVATE, GREET}
 """Calls of nodes that are not known yet."""
 _SNAKE = {name: path_of(name).rpartition("/")[2].replace("-", "_") for name in CALLS}
 
 
 _CODES = {
-    ApiErrorCode.PUBLIC_KEY_ALREADY_IN_USE: _Code.FAILED_PRECONDITION,
-    ApiErrorCode.FLEET_SUPERNODE_REGISTRATION_DISABLED: _Code.FAILED_PRECONDITION,
-    ApiErrorCode.FLEET_SUPERNODE_UNREGISTRATION_DISABLED: _Code.FAILED_PRECONDITION,
-    ApiErrorCode.FLEET_INVALID_HEARTBEAT_INTERVAL: _Code.INVALID_ARGUMENT,
-    ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED: _Code.FAILED_PRECONDITION,
-    ApiErrorCode.FLEET_NODE_DEACTIVATION_FAILED: _Code.FAILED_PRECONDITION,
-    ApiErrorCode.FLEET_RUN_STATUS_NOT_ALLOWED: _Code.PERMISSION_DENIED,
-    ApiErrorCode.FLEET_GET_FAB_FAILED: _Code.PERMISSION_DENIED,
+    ErrorNumber.PUBLIC_KEY_ALREADY_IN_USE: _Code.FAILED_PRECONDITION,
+    ErrorNumber.FLEET_SUPERNODE_REGISTRATION_DISABLED: _Code.FAILED_PRECONDITION,
+    ErrorNumber.FLEET_SUPERNODE_UNREGISTRATION_DISABLED: _Code.FAILED_PRECONDITION,
+    ErrorNumber.FLEET_INVALID_HEARTBEAT_INTERVAL: _Code.INVALID_ARGUMENT,
+    ErrorNumber.FLEET_NODE_ACTIVATION_FAILED: _Code.FAILED_PRECONDITION,
+    ErrorNumber.FLEET_NODE_DEACTIVATION_FAILED: _Code.FAILED_PRECONDITION,
+    ErrorNumber.FLEET_RUN_STATUS_NOT_ALLOWED: _Code.PERMISSION_DENIED,
+    ErrorNumber.FLEET_GET_FAB_FAILED: _Code.PERMISSION_DENIED,
 }
 HTTP_STATUS = {
     _Code.UNAUTHENTICATED: 401,
@@ -341,19 +349,19 @@ HTTP_STATUS = {
 }
 
 
-def _refused(number: ApiErrorCode, details: str) -> FleetError:
+def _refused(number: ErrorNumber, details: str) -> FleetError:
     return FleetError(_CODES[number], details, int(number))
 
 
 def _not_registered() -> FleetError:
     return _refused(
-        ApiErrorCode.FLEET_SUPERNODE_REGISTRATION_DISABLED,
+        ErrorNumber.FLEET_SUPERNODE_REGISTRATION_DISABLED,
         "All nodes must be registered by the server's owner",
     )
 
 
 def _not_activated() -> FleetError:
-    return _refused(ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED, "Failed to activate the node")
+    return _refused(ErrorNumber.FLEET_NODE_ACTIVATION_FAILED, "Failed to activate the node")
 
 
 def _unknown_node() -> FleetError:
@@ -363,7 +371,7 @@ def _unknown_node() -> FleetError:
 
 def _check_interval(seconds: float) -> None:
     if not HEARTBEAT_MIN_INTERVAL <= seconds <= HEARTBEAT_MAX_INTERVAL:
-        raise _refused(ApiErrorCode.FLEET_INVALID_HEARTBEAT_INTERVAL, "Invalid heartbeat interval")
+        raise _refused(ErrorNumber.FLEET_INVALID_HEARTBEAT_INTERVAL, "Invalid heartbeat interval")
 
 
 def _announced(message: Message, tree: ObjectTree) -> PullMessagesResponse:
@@ -401,7 +409,7 @@ class _GrpcCalls(grpc.GenericRpcHandler):  # type: ignore[misc]
             return grpc.stream_unary_rpc_method_handler(partial(_abort, error))
         if (own := self._answers.get(details.method)) is not None:
             return grpc.unary_unary_rpc_method_handler(partial(_answered, partial(own, caller)))
-        if details.method != f"/{SERVICE}/{name}" or name not in CALLS:
+        if details.method != f"/{FLEET_SERVICE}/{name}" or name not in CALLS:
             return None
         return grpc.unary_unary_rpc_method_handler(
             partial(_answered, partial(self._flowers, name, caller)),
@@ -467,7 +475,7 @@ class _HttpApi:
         names = {path_of(name): name for name in CALLS}
         routes = [
             Route(path, partial(self._answer, name), methods=["POST"])
-            for path, name in {**names, wire.GREET_PATH: wire.GREET}.items()
+            for path, name in {**names, GREET_PATH: GREET}.items()
         ]
         own = certificates
         tls = None if own is None else server_tls(own.certificate, own.key)
@@ -493,7 +501,7 @@ class _HttpApi:
             if request.headers.get("content-type", "").partition(";")[0] != MEDIA_TYPE:
                 raise FleetError(_Code.INVALID_ARGUMENT, f"{MEDIA_TYPE} is expected")
             body = await _body_of(request, self._largest)
-            if name == wire.GREET:
+            if name == GREET:
                 answer, _ = self._calls.greet(caller, body)
             else:
                 asked = CALLS[name].request.FromString(body)
@@ -645,8 +653,8 @@ class FleetApi:
             ("grpc.max_receive_message_length", self._state.largest),
         ]
         server = grpc.aio.server(options=[*_OPTIONS, *limits])
-        own = {wire.GREET: self._greet, wire.NEXT: self._next, wire.SEND: self._send}
-        answers = {f"/{wire.SERVICE}/{name}": answer for name, answer in own.items()}
+        own = {GREET: self._greet, NEXT: self._next, SEND: self._send}
+        answers = {f"/{SERVICE}/{name}": answer for name, answer in own.items()}
         server.add_generic_rpc_handlers((_GrpcCalls(self.calls, answers),))
         try:
             if self._certificates is None:
@@ -675,10 +683,10 @@ class FleetApi:
 
     async def _next(self, caller: Caller, request: bytes) -> bytes:
         """Hand out the next message; wait for it if there is none."""
-        asked = wire.NextRequest.from_bytes(request)
+        asked = NextRequest.from_bytes(request)
         self.calls.check(caller, asked.node)
         found = self._state.next_for(asked.node, asked.have)
-        if found is None and await self._wait(asked.node, min(asked.patience, wire.LONGEST_WAIT)):
+        if found is None and await self._wait(asked.node, min(asked.patience, LONGEST_WAIT)):
             # Its key may have been revoked meanwhile.
             self.calls.check(caller, asked.node)
             found = self._state.next_for(asked.node, asked.have)
@@ -691,7 +699,7 @@ class FleetApi:
 
     async def _send(self, caller: Caller, request: bytes) -> bytes:
         """Take a whole reply."""
-        sent = wire.SendRequest.from_bytes(request)
+        sent = SendRequest.from_bytes(request)
         self.calls.check(caller, sent.node)
         if not self._state.accept(sent.node, sent.asked, sent.body):
             raise FleetError(_Code.PERMISSION_DENIED, _FOREIGN_REPLY)
@@ -739,10 +747,10 @@ def _give_up(future: asyncio.Future[bool]) -> None:
         future.set_result(False)
 
 
-def _other_protocol(device: wire.Greeting, server: wire.Greeting) -> str:
+def _other_protocol(device: Greeting, server: Greeting) -> str:
     return (
         f"this device has raceme {device.version[:40]} (protocol {device.protocol}), the server "
-        f"{server.version} (protocol {server.protocol}, which raceme {wire.SINCE} was the first to "
+        f"{server.version} (protocol {server.protocol}, which raceme {SINCE} was the first to "
         f"have): install the server's with 'pip install raceme=={server.version}', or from a "
         "checkout of that version, then start the device again"
     )

@@ -34,7 +34,7 @@ from flwr.superlink.federation import NoOpFederationManager
 
 from raceme.flower import messages
 from raceme.flower.app import App
-from raceme.flower.fleet_client import LARGEST, LARGEST_CALL
+from raceme.flower.fleet_protocol import LARGEST, LARGEST_CALL
 
 # -----------------------------------------------------------------------------
 # The message cache: messages with their content, as long as they may be asked for.

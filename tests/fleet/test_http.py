@@ -28,8 +28,8 @@ from raceme.core.signals import StopSignal
 from raceme.fleet.certificates import make_certificates, read_certificates
 from raceme.fleet.device import OtherTransportError, StoppedError, join
 from raceme.flower import fleet_protocol, fleet_server
-from raceme.flower.fleet_client import Endpoint, generate_keys, knows_key
-from raceme.flower.fleet_protocol import MEDIA_TYPE, Signer, path_of
+from raceme.flower.fleet_client import Endpoint, knows_key
+from raceme.flower.fleet_protocol import MEDIA_TYPE, Signer, generate_keys, path_of
 from raceme.flower.link_state import LinkState
 
 

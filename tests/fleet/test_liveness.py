@@ -25,8 +25,7 @@ from test_serve import are_applied_once, start_server, updates
 from raceme import __version__
 from raceme.core.errors import UserError
 from raceme.flower import fleet_client, fleet_protocol, link_state
-from raceme.flower.fleet_client import generate_keys
-from raceme.flower.fleet_protocol import Signatures, Signer
+from raceme.flower.fleet_protocol import Signatures, Signer, generate_keys
 from raceme.flower.messages import NODE_UNAVAILABLE
 from raceme.records.folder import command
 

@@ -20,9 +20,9 @@ from serving import Server, answer, fetch, light_device, number_of, round_trip, 
 
 from raceme.core.errors import UserError
 from raceme.flower import fleet_client as direct
-from raceme.flower import fleet_client as wire
+from raceme.flower import fleet_protocol as wire
 from raceme.flower import link_state as message_state
-from raceme.flower.fleet_client import Greeting
+from raceme.flower.fleet_protocol import Greeting
 from raceme.flower.link_state import MessageCache
 from raceme.flower.messages import NODE_UNAVAILABLE, SERVER_NODE_ID, encode, identify_process
 
@@ -88,12 +88,12 @@ def test_both_kinds_of_devices_work_side_by_side(
 def greets(monkeypatch: pytest.MonkeyPatch, greeting: Greeting) -> Iterator[None]:
     """Let devices, which are in this process too, greet as another version would."""
 
-    def greeted(transport: wire.Transport, calls: wire.Calls) -> Greeting:
+    def greeted(transport: direct.Transport, calls: direct.Calls) -> Greeting:
         answer = calls.invoke(transport.greet, greeting.to_bytes())
         return Greeting.from_bytes(answer)
 
     with monkeypatch.context() as patch:
-        patch.setattr(wire, "_greeted", greeted)
+        patch.setattr(direct, "_greeted", greeted)
         yield
 
 

@@ -21,7 +21,7 @@ from raceme.fleet.device import RunOverError
 from raceme.fleet.served_grid import ServedGrid
 from raceme.flower import fleet_client as direct
 from raceme.flower import link_state as message_state
-from raceme.flower.fleet_client import generate_keys
+from raceme.flower.fleet_protocol import generate_keys
 from raceme.flower.fleet_server import FleetApi
 from raceme.flower.link_state import LinkState
 from raceme.flower.messages import NODE_UNAVAILABLE, identify_process

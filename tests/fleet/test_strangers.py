@@ -29,8 +29,8 @@ from raceme.core.signals import StopSignal
 from raceme.fleet.certificates import make_certificates, read_device_key
 from raceme.fleet.device import join
 from raceme.fleet.serve import StatusPort
-from raceme.flower.fleet_client import Endpoint, ObjectPushError, generate_keys
-from raceme.flower.fleet_protocol import Signer
+from raceme.flower.fleet_client import Endpoint, ObjectPushError
+from raceme.flower.fleet_protocol import Signer, generate_keys
 from raceme.flower.fleet_server import FleetApi
 from raceme.flower.link_state import LinkState
 from raceme.flower.messages import identify_process
