@@ -15,7 +15,6 @@ from typing import Any, Protocol, cast
 import grpc
 import httpx
 from flwr.app import Message
-from flwr.app.message import remove_content_from_message
 from flwr.common.serde import message_from_proto, message_to_proto, run_from_proto
 from flwr.proto.fab_pb2 import GetFabRequest
 from flwr.proto.fleet_pb2 import (
@@ -73,7 +72,16 @@ from raceme.flower.fleet_protocol import (
     path_of,
     public_key_bytes,
 )
-from raceme.flower.messages import decode, encode, joined, parted, set_message_id, size_of, split
+from raceme.flower.messages import (
+    decode,
+    encode,
+    joined,
+    parted,
+    set_message_id,
+    size_of,
+    split,
+    without_content,
+)
 
 # -----------------------------------------------------------------------------
 # A device's calls at a server that is Raceme's too.
@@ -414,10 +422,9 @@ class Link:
         set_message_id(reply, reply.object_id)
         with inflatable.no_object_id_recompute():
             tree = inflatable.get_object_tree(reply)
-            head = remove_content_from_message(reply) if reply.has_content() else reply
             announced = PushMessagesRequest(
                 node=self._node,
-                messages_list=[message_to_proto(head)],
+                messages_list=[message_to_proto(without_content(reply))],
                 message_object_trees=[tree],
                 clientapp_runtime_list=[seconds],
             )

@@ -17,8 +17,7 @@ from typing import Any
 
 import grpc
 from flwr.app import Message
-from flwr.common.constant import NOOP_ACCOUNT_NAME, NOOP_FLWR_AID
-from flwr.common.serde import fab_to_proto, message_from_proto, message_to_proto, run_to_proto
+from flwr.common.serde import message_from_proto, message_to_proto
 from flwr.proto.fab_pb2 import GetFabResponse
 from flwr.proto.fleet_pb2 import (
     ActivateNodeResponse,
@@ -69,7 +68,7 @@ from raceme.flower.fleet_protocol import (
     own_greeting,
     path_of,
 )
-from raceme.flower.link_state import LinkState
+from raceme.flower.link_state import FleetObserver, LinkState
 from raceme.flower.messages import encode, join
 from raceme.flower.ports import http_server, listen, server_tls
 
@@ -154,11 +153,11 @@ class FleetCalls:
         """
         caller = self._signatures.caller(metadata)
         key = caller.key
-        is_known = self._state.get_node_id_by_public_key(key) is not None
+        is_known = self._state.node_of(key) is not None
         if not is_known and self._registered is not None:
             # It may have been registered meanwhile.
             self.admit()
-            is_known = self._state.get_node_id_by_public_key(key) is not None
+            is_known = self._state.node_of(key) is not None
         # Unknown keys are not kept: any caller can make as many as it likes.
         if is_known:
             self._signatures.remember(key, metadata)
@@ -192,7 +191,7 @@ class FleetCalls:
 
     def check(self, caller: Caller, node: int) -> None:
         """Refuse a node that says that it is another one, and one whose place another has taken."""
-        if self._state.get_node_id_by_public_key(caller.key) != node:
+        if self._state.node_of(caller.key) != node:
             raise _unknown_node()
         if not self._state.is_current(node, caller.session):
             raise FleetError(_Code.FAILED_PRECONDITION, _REPLACED)
@@ -207,7 +206,7 @@ class FleetCalls:
             Its protocol is not supported.
         """
         greeting, own = Greeting.from_bytes(request), own_greeting()
-        node = self._state.get_node_id_by_public_key(caller.key)
+        node = self._state.node_of(caller.key)
         if greeting.protocol != own.protocol:
             error = FleetError(_Code.FAILED_PRECONDITION, _other_protocol(greeting, own))
             self._signatures.tell(error)
@@ -232,7 +231,7 @@ class FleetCalls:
             raise _not_registered()
         self._state.make_room()
         try:
-            node = self._state.create_node(NOOP_FLWR_AID, NOOP_ACCOUNT_NAME, request.public_key, 0)
+            node = self._state.register(request.public_key)
         except ValueError:
             raise _refused(
                 ErrorNumber.PUBLIC_KEY_ALREADY_IN_USE, "Public key already in use"
@@ -240,39 +239,34 @@ class FleetCalls:
         return RegisterNodeFleetResponse(node_id=node)
 
     def _activate_node(self, request: Any, session: str) -> ProtoMessage:
-        node = self._state.get_node_id_by_public_key(request.public_key)
+        node = self._state.node_of(request.public_key)
         if node is not None:
             _check_interval(request.heartbeat_interval)
-            if self._state.activate_node(node, request.heartbeat_interval, session):
+            if self._state.activate(node, request.heartbeat_interval, session):
                 return ActivateNodeResponse(node_id=node)
         raise _not_activated()
 
     def _send_node_heartbeat(self, request: Any) -> ProtoMessage:
         _check_interval(request.heartbeat_interval)
         node, interval = request.node.node_id, request.heartbeat_interval
-        success = self._state.acknowledge_node_heartbeat(node, interval)
+        success = self._state.beat(node, interval)
         return SendNodeHeartbeatResponse(success=success)
 
     def _get_run(self, request: Any) -> ProtoMessage:
-        (run,) = self._state.get_run_info(run_ids=[request.run_id])
-        return GetRunResponse(run=run_to_proto(run))
+        return GetRunResponse(run=self._state.run_record())
 
     def _get_fab(self, request: Any) -> ProtoMessage:
-        fab = self._state.get_fab(request.hash_str)
+        fab = self._state.bundle(request.hash_str)
         if fab is None:
             raise _refused(ErrorNumber.FLEET_GET_FAB_FAILED, "There is no such app bundle")
-        return GetFabResponse(fab=fab_to_proto(fab))
+        return GetFabResponse(fab=fab)
 
     def _pull_messages(self, request: Any) -> ProtoMessage:
-        for message in self._state.get_message_ins(request.node.node_id, 1):
-            message_id = message.metadata.message_id
-            if message_id in self._state.object_store:
-                return _announced(message, self._state.object_store.get_object_tree(message_id))
-            self._state.delete_messages({message_id})
-        return PullMessagesResponse()
+        found = self._state.next_announced(request.node.node_id)
+        return PullMessagesResponse() if found is None else _announced(*found)
 
     def _pull_object(self, request: Any) -> ProtoMessage:
-        content = self._state.get_object(request.run_id, request.object_id)
+        content = self._state.get_object(request.object_id)
         return PullObjectResponse(
             object_found=content is not None,
             object_available=bool(content),
@@ -280,7 +274,7 @@ class FleetCalls:
         )
 
     def _confirm_message_received(self, request: Any) -> ProtoMessage:
-        self._state.object_store.delete(request.message_object_id)
+        self._state.confirm(request.message_object_id)
         return ConfirmMessageReceivedResponse()
 
     def _push_messages(self, request: Any) -> ProtoMessage:
@@ -290,10 +284,7 @@ class FleetCalls:
         if head.metadata.src_node_id != request.node.node_id:
             raise FleetError(_Code.PERMISSION_DENIED, _FOREIGN_REPLY)
         message = message_from_proto(head)
-        session = self._state.start_session(self._state.run_id)
-        _, missing = self._state.store_message_and_object_tree(
-            message, request.message_object_trees[0], session
-        )
+        session, missing = self._state.announce(message, request.message_object_trees[0])
         return PushMessagesResponse(
             reconnect=Reconnect(reconnect=5),
             results={message.metadata.message_id: 0},
@@ -302,13 +293,13 @@ class FleetCalls:
         )
 
     def _push_object(self, request: Any) -> ProtoMessage:
-        stored = self._state.store_object(
-            request.run_id, request.session_id, request.object_id, request.object_content
+        stored = self._state.put_object(
+            request.session_id, request.object_id, request.object_content
         )
         return PushObjectResponse(stored=stored)
 
     def _deactivate_node(self, request: Any) -> ProtoMessage:
-        if not self._state.deactivate_node(request.node_id):
+        if not self._state.deactivate(request.node_id):
             raise _refused(
                 ErrorNumber.FLEET_NODE_DEACTIVATION_FAILED, "Failed to deactivate the node"
             )
@@ -320,7 +311,7 @@ class FleetCalls:
                 ErrorNumber.FLEET_SUPERNODE_UNREGISTRATION_DISABLED,
                 "All nodes must be unregistered by the server's owner",
             )
-        self._state.delete_node(NOOP_FLWR_AID, request.node_id)
+        self._state.unregister(request.node_id)
         return UnregisterNodeFleetResponse()
 
 
@@ -528,7 +519,7 @@ async def _body_of(request: Request, largest: int) -> bytes:
     return bytes(body)
 
 
-class FleetApi:
+class FleetApi(FleetObserver):
     """The server: entered it holds its port, and answers once it is started.
 
     Parameters
@@ -587,7 +578,7 @@ class FleetApi:
         except BaseException:
             self._end_loop()
             raise
-        self._state.on_work = self._on_work
+        self._state.observers.append(self)
         # The first checkpoint has them already, so that they stay the nodes that they are.
         self.calls.admit()
         return self
@@ -723,8 +714,9 @@ class FleetApi:
             if self._waiting.get(node) is future:
                 del self._waiting[node]
 
-    def _on_work(self, node: int) -> None:
-        self._with_work.append(node)
+    def on_work(self, node_id: int) -> None:
+        """Wake a node that waits for a message."""
+        self._with_work.append(node_id)
         # Every call from another thread writes to a socket: one wakes all nodes that wait for it.
         if not self._is_waking:
             self._is_waking = True

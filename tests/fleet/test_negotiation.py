@@ -46,7 +46,7 @@ def sent_and_answered(server: Server, *, seed: int = 3) -> tuple[str, str, int]:
     with light_device(server) as link:
         identify_process(server.state.run_id, SERVER_NODE_ID)
         (key,) = server.grid.push_messages([Message(model(seed), link.node_id, "train", ttl=60.0)])
-        objects = len(server.state.object_store)
+        objects = len(server.state.objects)
         message = fetch(link)
         answer(link, message)
         (reply,) = server.wait(key)
@@ -218,14 +218,14 @@ def test_a_supernode_with_the_key_of_a_device_gets_what_it_can_read(
 ) -> None:
     with light_device(server) as link:
         waiting = server.push(link.node_id, 1)
-        server.state.deactivate_node(link.node_id)
+        server.state.deactivate(link.node_id)
         # It has not greeted.
-        assert server.state.activate_node(link.node_id, 30.0)
+        assert server.state.activate(link.node_id, 30.0)
         (reply,) = server.wait(waiting)
         assert reply.error.code == NODE_UNAVAILABLE
-        assert server.state.get_message_ins(link.node_id, 1) == []
+        assert server.state.next_head(link.node_id) is None
         again = server.push(link.node_id, 2)
-        assert again in server.state.object_store
+        assert again in server.state.objects
 
 
 @pytest.mark.parametrize("hours", [5, -5])
