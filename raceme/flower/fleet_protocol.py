@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import IntEnum
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Self, cast, get_type_hints
 
@@ -33,6 +32,7 @@ from flwr.proto import fab_pb2, fleet_pb2, heartbeat_pb2, message_pb2, run_pb2
 from google.protobuf.message import Message
 
 from raceme import __version__
+from raceme.flower import installed_flower
 
 log = logging.getLogger("raceme.serve")
 
@@ -67,7 +67,7 @@ class ErrorNumber(IntEnum):
     FLEET_GET_FAB_FAILED = 2009
 
 
-SUPPORTED = ((1, 39), (1, 42))
+SUPPORTED = ((1, 39), (1, 43))
 """The oldest and the newest release of Flower whose SuperNodes and SuperLinks are known to work."""
 
 _PUBLIC_KEY, _SIGNATURE, _TIMESTAMP = "flwr-public-key", "flwr-signature", "flwr-timestamp"
@@ -252,17 +252,6 @@ def _versions() -> dict[str, str]:
         _VERSION: release,
         "flwr-component-name": "SuperNode",
     }
-
-
-def installed_flower() -> tuple[str, str]:
-    """Return the name of the installed distribution of Flower, and its version."""
-    for package in ("flwr", "flwr-nightly"):
-        try:
-            return package, version(package)
-        except PackageNotFoundError:
-            continue
-    # A checkout on the module path has no metadata.
-    return "flwr", "unknown"
 
 
 class Signatures:

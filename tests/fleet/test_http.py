@@ -239,7 +239,7 @@ def test_a_release_that_is_not_supported_is_told_which_are(
     with serving(tmp_path) as server:
         status, details = call(server, transport, "ActivateNode", request, headers)
     assert status == 412
-    assert details.endswith("supported are 1.39 to 1.42")
+    assert details.endswith("supported are 1.39 to 1.43")
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,6 @@ import grpc
 import numpy as np
 import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
-from flwr.server.superlink.linkstate import in_memory_linkstate
-from flwr.supercore import date
 from log_lines import lines_with
 from serving import Server, answer, fetch, light_device, number_of, round_trip, serving
 
@@ -244,7 +242,6 @@ def test_a_clock_that_is_set_sends_nobody_offline_and_loses_no_message(
         clock = SimpleNamespace(time=wall, monotonic=time.monotonic)
         clock.strftime, clock.gmtime = time.strftime, time.gmtime
         monkeypatch.setattr(message_state, "time", clock)
-        monkeypatch.setattr(in_memory_linkstate, "now", lambda: date.now() + jump)
         monkeypatch.setattr(server.state._skew, "_wall", wall)
         server.state._looked_at = 0.0
         assert server.state.online() == [link.node_id]
