@@ -594,6 +594,10 @@ class LinkState:
         left = asked.metadata.created_at + asked.metadata.ttl - stated.created_at
         if stated.ttl - left > _TTL_TOLERANCE:
             return False
+        # It may be announced again, but for no other message, and no other one for this message.
+        same = self.reply_heads.get(stated.message_id, reply)
+        if same.metadata.reply_to_message_id != stated.reply_to_message_id:
+            return False
         known = self._reply_ids.get(stated.reply_to_message_id, stated.message_id)
         return stated.reply_to_message_id not in self._bodies and known == stated.message_id
 
