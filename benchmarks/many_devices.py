@@ -57,12 +57,8 @@ from raceme.fleet.device import (  # noqa: E402
 )
 from raceme.fleet.served_grid import ServedGrid  # noqa: E402
 from raceme.flower.app import App  # noqa: E402
-from raceme.flower.fleet_client import (  # noqa: E402
-    LONGEST_WAIT,
-    Endpoint,
-    RejoinError,
-    generate_keys,
-)
+from raceme.flower.fleet_client import Endpoint, RejoinError  # noqa: E402
+from raceme.flower.fleet_protocol import LONGEST_WAIT, generate_keys  # noqa: E402
 from raceme.flower.fleet_server import FleetApi  # noqa: E402
 from raceme.flower.link_state import LinkState  # noqa: E402
 from raceme.flower.messages import identify_process  # noqa: E402

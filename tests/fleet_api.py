@@ -16,6 +16,7 @@ from flwr.superlink.cli.flower_superlink import _run_fleet_api_grpc_rere
 from flwr.superlink.federation import NoOpFederationManager
 
 from raceme.flower import fleet_client as fleet
+from raceme.flower.fleet_protocol import Keys
 
 
 class FleetApi:
@@ -31,7 +32,7 @@ class FleetApi:
         self.endpoint = fleet.Endpoint(address, insecure=True)
         self._state = state
 
-    def register(self, keys: fleet.Keys) -> int:
+    def register(self, keys: Keys) -> int:
         """Make a device's key known, as `flwr supernode register` does; return its node."""
         return self._state.create_node("owner", "owner", public_key_to_bytes(keys[1]), 30)
 

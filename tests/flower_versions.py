@@ -1,14 +1,18 @@
 """What works with which release of Flower: ``python -m tests.flower_versions 1.39 1.40 1.41 1.42``.
 
-Makes an environment for each release (in ``--environments FOLDER``, kept if it is named), runs the
-scenarios of `SCENARIOS` in it, and one fleet whose nodes have all of the releases; prints a table,
-the one in ``docs/flower-users.md``.
+Makes an environment for each release (in ``--environments FOLDER``, kept if it is named; with uv
+where that is installed), runs the scenarios of `SCENARIOS` in it, and one fleet whose nodes have
+all of the releases; prints a table, the one in ``docs/flower-users.md``. ``--nightly`` adds the
+newest nightly build of Flower, also alone: whether a release will work is known before it is out.
+``--only`` selects scenarios by a part of their names.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -37,26 +41,39 @@ SCENARIOS = {
     ],
     "a SuperLink with TLS and keys": ["tests/fleet/test_device.py", "-k", "tls"],
 }
+NIGHTLY = "nightly"
 MIXED = "one `raceme serve`, SuperNodes of all releases"
 
 
 def main() -> None:
     """Run the matrix; exit with 1 if something does not work."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("releases", nargs="+", help="e.g. 1.39 1.42")
+    parser.add_argument("releases", nargs="*", help="e.g. 1.39 1.42")
+    parser.add_argument("--nightly", action="store_true", help="the newest nightly build, too")
+    parser.add_argument("--only", nargs="+", default=[""], help="parts of scenarios' names")
     parser.add_argument("--environments", type=Path, help="folder to keep the environments in")
     arguments = parser.parse_args()
+    releases = [*arguments.releases, *([NIGHTLY] if arguments.nightly else [])]
+    if not releases:
+        parser.error("name releases of Flower, or --nightly")
+
+    def is_wanted(name: str) -> bool:
+        return any(part in name for part in arguments.only)
+
     with ExitStack() as stack:
         folder = arguments.environments or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        pythons = {
-            release: environment(folder / release, release) for release in arguments.releases
-        }
+        pythons = {release: environment(folder / release, release) for release in releases}
         rows = {
             name: [works(python, selection) for python in pythons.values()]
             for name, selection in SCENARIOS.items()
+            if is_wanted(name)
         }
-    rows[MIXED] = [mixed_fleet(pythons)] * len(pythons)
-    print(f"| | {' | '.join(pythons)} |\n|---|{'---|' * len(pythons)}")
+        if is_wanted(MIXED):
+            rows[MIXED] = [mixed_fleet(pythons)] * len(pythons)
+        heads = [
+            version_of(python) if name == NIGHTLY else name for name, python in pythons.items()
+        ]
+    print(f"| | {' | '.join(heads)} |\n|---|{'---|' * len(heads)}")
     for name, cells in rows.items():
         print(f"| {name} | {' | '.join('yes' if cell else '**no**' for cell in cells)} |")
     sys.exit(not all(map(all, rows.values())))
@@ -65,11 +82,39 @@ def main() -> None:
 def environment(folder: Path, release: str) -> Path:
     """Return the Python of an environment with a release of Flower; made if need be."""
     python = folder / "bin" / "python"
-    if not python.exists():
-        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-        install = [python, "-m", "pip", "install", "--quiet", "-e", f"{ROOT}[dev]"]
-        subprocess.run([*install, f"flwr=={release}.*"], check=True)
+    if (folder / "bin" / "flower-supernode").exists():
+        return python
+    if uv := shutil.which("uv"):
+        subprocess.run([uv, "venv", "--clear", "--python", sys.executable, folder], check=True)
+        install = [uv, "pip", "install", "--quiet", "--python", python]
+        remove = [uv, "pip", "uninstall", "--python", python]
+    else:
+        subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
+        install = [python, "-m", "pip", "install", "--quiet"]
+        remove = [python, "-m", "pip", "uninstall", "--yes"]
+    raceme = ["-e", f"{ROOT}[dev]"]
+    if release == NIGHTLY:
+        # Another distribution with the same package; what else it needs, Raceme's own needs too.
+        subprocess.run([*install, *raceme], check=True)
+        subprocess.run([*remove, "flwr"], check=True)
+        subprocess.run([*install, "flwr-nightly"], check=True)
+    else:
+        subprocess.run([*install, *raceme, f"flwr=={release}.*"], check=True)
     return python
+
+
+def version_of(python: Path) -> str:
+    """Return the version of Flower in an environment."""
+    code = "from raceme.flower import installed_flower; print(installed_flower()[1])"
+    told = subprocess.run(
+        [python, "-c", code], env=surroundings(python), check=True, capture_output=True, text=True
+    )
+    return told.stdout.strip()
+
+
+def number_of(release: str) -> tuple[float, ...]:
+    """Return a release as something that can be compared; a nightly build is the newest."""
+    return (math.inf,) if release == NIGHTLY else tuple(map(int, release.split(".")))
 
 
 def works(python: Path, selection: Sequence[str]) -> bool:
@@ -85,7 +130,7 @@ def works(python: Path, selection: Sequence[str]) -> bool:
 
 def mixed_fleet(pythons: dict[str, Path]) -> bool:
     """Return whether SuperNodes of all releases train for one server, which has the newest."""
-    *_, newest = pythons.values()
+    newest = pythons[max(pythons, key=number_of)]
     count = len(pythons)
     with tempfile.TemporaryDirectory() as place, ExitStack() as stack:
         grpc, http = (f"127.0.0.1:{free_port()}" for _ in range(2))
@@ -104,7 +149,7 @@ def mixed_fleet(pythons: dict[str, Path]) -> bool:
         ports = ["--address", grpc, "--http", http, "--metrics", "off"]
         server = start("server", newest, "-m", "raceme", "serve", *run, *limits, *ports)
         for number, (release, python) in enumerate(pythons.items()):
-            speaks_http = tuple(map(int, release.split("."))) >= (1, 40)
+            speaks_http = number_of(release) >= (1, 40)
             start(
                 f"node-{release}",
                 python,

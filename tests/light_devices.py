@@ -23,14 +23,8 @@ from flwr.app import (
 from raceme.core import messages as names
 from raceme.core.signals import StopSignal
 from raceme.fleet.device import RunOverError, StoppedError, join
-from raceme.flower.fleet_client import (
-    LONGEST_WAIT,
-    Endpoint,
-    Keys,
-    Link,
-    RejoinError,
-    generate_keys,
-)
+from raceme.flower.fleet_client import Endpoint, Link, RejoinError
+from raceme.flower.fleet_protocol import LONGEST_WAIT, Keys, generate_keys
 from raceme.flower.messages import identify_process
 
 ECHOED = ("task", "version", "step")

@@ -13,13 +13,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import TypeVar
 
+from raceme.flower import installed_flower
+
 Found = TypeVar("Found")
 
-FLOWER = tuple(map(int, version("flwr").split(".")[:2]))
+FLOWER = tuple(map(int, installed_flower()[1].split(".")[:2]))
 ROOT = Path(__file__).resolve().parent.parent
 _RACEME = [sys.executable, "-c", "from raceme.cli import main; main()"]
 

@@ -16,7 +16,8 @@ from raceme.core.signals import StopSignal
 from raceme.fleet.device import join
 from raceme.fleet.served_grid import ServedGrid
 from raceme.flower.app import App
-from raceme.flower.fleet_client import Certificates, Endpoint, Keys, Link, generate_keys
+from raceme.flower.fleet_client import Endpoint, Link
+from raceme.flower.fleet_protocol import Certificates, Keys, generate_keys
 from raceme.flower.fleet_server import FleetApi
 from raceme.flower.link_state import RECONNECT_SECONDS, LinkState
 from raceme.flower.messages import SERVER_NODE_ID, identify_process

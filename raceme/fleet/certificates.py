@@ -34,7 +34,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from raceme.core.clients import parse_labels, read_labels
 from raceme.core.errors import UserError, about, check_known, os_errors_as_user_errors
 from raceme.core.files import atomic_write
-from raceme.flower.fleet_client import Certificates
+from raceme.flower.fleet_protocol import Certificates
 from raceme.flower.ports import ROLES, VIEW, Access, is_loopback, new_token
 
 DEVICE_KEYS = "device-keys"

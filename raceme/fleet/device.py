@@ -30,14 +30,8 @@ from raceme.core.options import Value
 from raceme.core.signals import StopSignal, heeds_hang_up
 from raceme.fleet.tasks import Apps, Interrupter, Invitations, Tasks, Trust, When
 from raceme.flower import fleet_client as fleet
-from raceme.flower.fleet_client import (
-    LONGEST_WAIT,
-    Endpoint,
-    Keys,
-    Link,
-    RejoinError,
-    knows_key,
-)
+from raceme.flower.fleet_client import Endpoint, Link, RejoinError, knows_key
+from raceme.flower.fleet_protocol import LONGEST_WAIT, Keys, generate_keys, own_greeting
 
 log = logging.getLogger("raceme.device")
 
@@ -619,7 +613,7 @@ def _stay_online(options: DeviceOptions, tasks: Tasks, stop: StopSignal, hurry: 
                 # A file that is just being written leaves the device the key that it had.
                 if registered is None:
                     raise
-        keys = registered or fleet.generate_keys()
+        keys = registered or generate_keys()
         try:
             with join(endpoint, keys, stop, register=register, answered=answered) as link:
                 pause.reset()
@@ -628,7 +622,7 @@ def _stay_online(options: DeviceOptions, tasks: Tasks, stop: StopSignal, hurry: 
                     raise RejoinError("an earlier process of this device was online until now")
                 log.info("online at %s as node %d", endpoint.address, link.node_id)
                 if link.server is not None and (
-                    difference := link.server.difference(fleet.own_greeting())
+                    difference := link.server.difference(own_greeting())
                 ):
                     log.warning("the server has %s", difference)
                 _serve(link, tasks, stop)

@@ -65,9 +65,8 @@ from raceme.fleet.certificates import (
     warn_if_early,
 )
 from raceme.fleet.served_grid import Rollouts, ServedGrid
-from raceme.fleet.tasks import OWN_APP
 from raceme.flower.app import App, app_metadata, build_bundle, server_context
-from raceme.flower.fleet_client import SINCE, Certificates
+from raceme.flower.fleet_protocol import OWN_APP, SINCE, Certificates
 from raceme.flower.fleet_server import FleetApi, PortInUseError
 from raceme.flower.link_state import RECONNECT_SECONDS, LinkState
 from raceme.flower.messages import (

@@ -53,7 +53,7 @@ from raceme.core.messages import (
 )
 from raceme.core.strategy import Method
 from raceme.flower.grid import PatientGrid
-from raceme.flower.link_state import LinkState
+from raceme.flower.link_state import FleetObserver, LinkState
 from raceme.flower.messages import Run, join, split
 from raceme.records.folder import Pair, Stage, Version, VersionStore, is_no_worse
 
@@ -164,7 +164,7 @@ _KEPT_REPLIES = 4
 _KIND = "served"
 
 
-class ServedGrid(PatientGrid):
+class ServedGrid(PatientGrid, FleetObserver):
     """Exchanges messages through the link state; a reply ends the wait for it.
 
     Its clock is the wall clock, which starts when enough clients are online. Checkpoints include
@@ -224,8 +224,7 @@ class ServedGrid(PatientGrid):
         self._kept: Counter[int] = Counter()
         self.turns: list[Callable[[], bool]] = []
         self.rollouts: Rollouts | None = None
-        state.on_news = self.tell
-        state.on_reply = self._keep
+        state.observers.append(self)
 
     # A clock and the wait for replies.
 
@@ -301,15 +300,19 @@ class ServedGrid(PatientGrid):
             self._has_news = True
             self._news.notify_all()
 
-    def _keep(self, message_id: str, parcel: Callable[[], list[bytes]]) -> None:
+    def on_news(self) -> None:
+        """End the wait for replies."""
+        self.tell()
+
+    def on_reply(self, message_id: str, encoded: Callable[[], list[bytes]]) -> None:
         """Journal a reply that a restart from the last checkpoint would wait for.
 
         Replies beyond a node's share are requested again after a restart.
         """
         if message_id not in self._saved:
             return
-        node = self._state.message_ins_store[message_id].metadata.dst_node_id
-        parts = parcel()
+        node = self._state.heads[message_id].metadata.dst_node_id
+        parts = encoded()
         size = sum(map(len, parts))
         if self._kept[node] + size <= _KEPT_REPLIES * self._state.largest:
             self._kept[node] += size
@@ -343,7 +346,7 @@ class ServedGrid(PatientGrid):
 
     def get_nodes(self) -> Iterable[Any]:
         """Return the online nodes with their public keys."""
-        return self._state.get_node_info(node_ids=self._state.online())
+        return self._state.online_nodes()
 
     def key_changes(self) -> list[tuple[str, str]]:
         """Return the devices whose registered keys have changed since the last call, and how."""
@@ -356,7 +359,7 @@ class ServedGrid(PatientGrid):
     @property
     def run(self) -> Run:
         """The run that messages belong to."""
-        return self._state.get_run_info(run_ids=[self._state.run_id])[0]
+        return self._state.run
 
     # Checkpoints.
 
@@ -370,7 +373,7 @@ class ServedGrid(PatientGrid):
             self._journal.drop(self._files[0])
             self._kept.clear()
             tree = self._state.state_dict()
-            self._saved = frozenset(self._state.message_ins_store)
+            self._saved = frozenset(self._state.heads)
         return {
             "kind": _KIND,
             "time": self.now(),
@@ -390,7 +393,7 @@ class ServedGrid(PatientGrid):
         if tree["open"]:
             self._open()
         self._nodes = self._online = self._state.online()
-        self._saved = frozenset(self._state.message_ins_store)
+        self._saved = frozenset(self._state.heads)
         # New replies belong to the same checkpoint until the next.
         self._journal.begin()
         self._files = [tree["journal"]]

@@ -51,7 +51,8 @@ from raceme.core.registry import (
 from raceme.datasets.npz import stamp_of
 from raceme.flower import app as bundles
 from raceme.flower import fleet_client as fleet
-from raceme.flower.fleet_client import SINCE, Link, RejoinError
+from raceme.flower.fleet_client import Link, RejoinError
+from raceme.flower.fleet_protocol import OWN_APP, SINCE
 from raceme.flower.messages import (
     CLIENT_APP_RAISED_EXCEPTION,
     INVALID_APP,
@@ -66,8 +67,6 @@ from raceme.flower.messages import (
 # Trust: the apps, models and data that a device's owner allows.
 # -----------------------------------------------------------------------------
 
-
-OWN_APP = "raceme/raceme"
 
 _MODEL = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _IMPORTED = {

@@ -24,14 +24,15 @@ from flwr.common.config import (
     get_project_config,
     parse_config_args,
 )
-from flwr.common.constant import HEARTBEAT_DEFAULT_INTERVAL, HEARTBEAT_PATIENCE
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key, Stage
 from flwr.server import SimpleClientManager
 from flwr.serverapp import ServerApp
 from flwr.serverapp.server_app import LoadServerAppError
 from flwr.serverapp.strategy import strategy_utils
 from flwr.supercore.object_ref import load_app as load_object
+from flwr.supercore.run import RunNotRunningException as RunNotRunningException
 
+from raceme.flower.fleet_protocol import HEARTBEAT_DEFAULT_INTERVAL, HEARTBEAT_PATIENCE
 from raceme.flower.messages import SERVER_NODE_ID, Run
 
 Value = str | int | float | bool

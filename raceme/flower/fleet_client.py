@@ -1,34 +1,20 @@
-"""A device's side of Flower's Fleet API, and the calls that Raceme's devices make beside it.
-
-A device greets the server before it goes online; a server of Flower's own does not know the call,
-and both then keep to Flower's. `Next` asks for a message, waits for it at the server, and brings it
-whole; `Send` takes a whole reply: two calls for an update. Like all calls they are signed.
-"""
+"""A device's side of Flower's Fleet API, and the calls that Raceme's devices make beside it."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import random
 import ssl
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache, partial
-from pathlib import Path
-from typing import Any, Protocol, Self, cast, get_type_hints
+from functools import partial
+from typing import Any, Protocol, cast
 
 import grpc
 import httpx
-from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.app import Message
-from flwr.app.message import remove_content_from_message
-from flwr.common.constant import (
-    HEARTBEAT_CALL_TIMEOUT,
-    HEARTBEAT_DEFAULT_INTERVAL,
-    HEARTBEAT_MIN_INTERVAL,
-)
 from flwr.common.serde import message_from_proto, message_to_proto, run_from_proto
 from flwr.proto.fab_pb2 import GetFabRequest
 from flwr.proto.fleet_pb2 import (
@@ -44,7 +30,7 @@ from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
 from flwr.proto.message_pb2 import ObjectTree, PushObjectRequest
 from flwr.proto.node_pb2 import Node
 from flwr.proto.run_pb2 import GetRunRequest
-from flwr.supercore.error import ApiErrorCode, FlowerError
+from flwr.supercore.error import FlowerError
 from flwr.supercore.inflatable import inflatable_object as inflatable
 from flwr.supercore.inflatable.inflatable_protobuf_utils import (
     make_confirm_message_received_fn_protobuf,
@@ -57,140 +43,45 @@ from flwr.supercore.inflatable.inflatable_utils import (
     pull_and_inflate_object_from_tree,
     push_objects,
 )
-from flwr.supercore.primitives.asymmetric import generate_key_pairs, public_key_to_bytes
 from flwr.supercore.run import Run as Run
 from google.protobuf.message import Message as ProtoMessage
 
-from raceme import __version__
-from raceme.flower.fleet_protocol import CALLS, MEDIA_TYPE, Signer, path_of
-from raceme.flower.fleet_protocol import SERVICE as FLEET_SERVICE
-from raceme.flower.messages import decode, encode, joined, parted, set_message_id, size_of, split
-
-SERVICE = "raceme.Fleet"
-GREET, NEXT, SEND = "Greet", "Next", "Send"
-GREET_PATH = "/v1/raceme/greet"
-"""Where a server is greeted over HTTP; the other calls are made over gRPC only."""
-PROTOCOL = 2
-"""Raised when calls, or what travels in them, change: messages, their settings and replies too."""
-SINCE = "0.2.0"
-"""The first release that has this protocol."""
-LONGEST_WAIT = 15.0
-"""Seconds that `Next` may take to be answered; routers drop connections on which nothing happens
-for longer than about a minute."""
-LARGEST = 1024 * 1024
-"""Bytes of the arrays of a message that travels whole; a larger one does in Flower's objects, each
-of which can be sent again. One call has to get through a slow link."""
-
-LARGEST_CALL = 2**31 - 1
-"""Bytes of a call: what gRPC and protocol buffers can carry."""
-_LONGEST_HEAD = 1000
-"""Bytes of all that a call states beside its body."""
-_LONGEST_VERSION = 40
-
-
-# Evaluated anew they would take longer than all else that a call needs.
-_hints = cache(get_type_hints)
-
-
-class _Travelling:
-    """What is said in a call: fields as JSON, then, behind a zero byte, a body if there is one."""
-
-    def to_bytes(self) -> bytes:
-        """Return the fields as JSON, a zero byte, and the body."""
-        stated = dict(vars(self))
-        body: bytes = stated.pop("body", b"")
-        return json.dumps(stated).encode() + b"\0" + body
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> Self:
-        """Read it; what else later versions say is left out.
-
-        Raises
-        ------
-        ValueError
-            It is none.
-        """
-        head, _, body = data.partition(b"\0")
-        read = json.loads(head.decode()) if len(head) < _LONGEST_HEAD else None
-        stated = {**read, "body": body} if isinstance(read, dict) else {}
-        kinds = _hints(cast(Any, cls))
-        # What has a default was not there in earlier versions.
-        stated = {name: stated.get(name, vars(cls).get(name)) for name in kinds}
-        if any(type(stated[name]) is not kind for name, kind in kinds.items()):
-            raise ValueError(f"no {cls.__name__}")
-        return cls(**stated)
-
-
-@dataclass(frozen=True)
-class Greeting(_Travelling):
-    """A device greets, or a server answers its greeting.
-
-    Attributes
-    ----------
-    protocol : int
-        Version of the calls below; server and device must have the same.
-    version : str
-        Version of the Raceme package, for messages only.
-    digest : str
-        SHA-256 of its code; empty if it is not said.
-    """
-
-    protocol: int
-    version: str
-    digest: str = ""
-
-    def difference(self, own: Greeting) -> str:
-        """Return how the other side's code differs from this one's; empty if it does not."""
-        if self.version != own.version:
-            version = self.version[:_LONGEST_VERSION]
-            return f"raceme {version}, this is {own.version}: both have protocol {PROTOCOL}"
-        if "" not in (self.digest, own.digest) and self.digest != own.digest:
-            return f"raceme {own.version} with other code than here: install the same on both sides"
-        return ""
-
-
-@cache
-def own_greeting() -> Greeting:
-    """Return what this process says of itself."""
-    package, digest = Path(__file__).parents[1], hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
-        digest.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes())
-    return Greeting(PROTOCOL, __version__, digest.hexdigest())
-
-
-@dataclass(frozen=True)
-class NextRequest(_Travelling):
-    """A node asks for its next message.
-
-    Attributes
-    ----------
-    patience : float
-        Seconds that the answer may take.
-    have : str
-        Id of the last message that has arrived there; empty if there was none.
-    """
-
-    node: int
-    patience: float = 0.0
-    have: str = ""
-
-
-@dataclass(frozen=True)
-class SendRequest(_Travelling):
-    """A node answers a message.
-
-    Attributes
-    ----------
-    asked : str
-        Id of the message that the reply is to.
-    body : bytes
-        The encoded reply, with all its arrays.
-    """
-
-    node: int
-    asked: str
-    body: bytes
-
+from raceme.flower.fleet_protocol import (
+    CALLS,
+    FLEET_SERVICE,
+    GREET,
+    GREET_PATH,
+    HEARTBEAT_CALL_TIMEOUT,
+    HEARTBEAT_DEFAULT_INTERVAL,
+    HEARTBEAT_MIN_INTERVAL,
+    LARGEST,
+    LARGEST_CALL,
+    LONGEST_HEAD,
+    LONGEST_WAIT,
+    MEDIA_TYPE,
+    NEXT,
+    SEND,
+    SERVICE,
+    ErrorNumber,
+    Greeting,
+    Keys,
+    NextRequest,
+    SendRequest,
+    Signer,
+    own_greeting,
+    path_of,
+    public_key_bytes,
+)
+from raceme.flower.messages import (
+    decode,
+    encode,
+    joined,
+    parted,
+    set_message_id,
+    size_of,
+    split,
+    without_content,
+)
 
 # -----------------------------------------------------------------------------
 # A device's calls at a server that is Raceme's too.
@@ -202,7 +93,7 @@ _SLACK_SECONDS = 5.0
 
 
 class Direct:
-    """The calls of `raceme.flower.fleet_client`, on behalf of one node.
+    """Raceme's own calls, on behalf of one node.
 
     Parameters
     ----------
@@ -266,8 +157,6 @@ class Direct:
 # -----------------------------------------------------------------------------
 
 
-Keys = tuple[ec.EllipticCurvePrivateKey, ec.EllipticCurvePublicKey]
-
 _CHANNEL_OPTIONS = [
     ("grpc.max_send_message_length", LARGEST_CALL),
     ("grpc.max_receive_message_length", LARGEST_CALL),
@@ -303,21 +192,6 @@ class Endpoint:
     insecure: bool = False
     root_certificates: bytes | None = None
     transport: str = AUTO
-
-
-@dataclass(frozen=True)
-class Certificates:
-    """The server's certificate and key, and the authority behind them, in PEM.
-
-    Attributes
-    ----------
-    authority, certificate, key : bytes
-        Certificate of the authority, the server's own, and its private key.
-    """
-
-    authority: bytes
-    certificate: bytes
-    key: bytes
 
 
 class Calls(Protocol):
@@ -450,7 +324,7 @@ class _HttpTransport:
             raise HttpError(grpc.StatusCode.UNAVAILABLE, str(error)) from None
         if response.is_error:
             code = _CODES.get(response.status_code, grpc.StatusCode.INTERNAL)
-            raise HttpError(code, response.text[:_LONGEST_HEAD])
+            raise HttpError(code, response.text[:LONGEST_HEAD])
         if response.headers.get("content-type", "").partition(";")[0] != MEDIA_TYPE:
             raise HttpError(grpc.StatusCode.UNIMPLEMENTED, "the answer is none of a Fleet API")
         return response.content
@@ -548,10 +422,9 @@ class Link:
         set_message_id(reply, reply.object_id)
         with inflatable.no_object_id_recompute():
             tree = inflatable.get_object_tree(reply)
-            head = remove_content_from_message(reply) if reply.has_content() else reply
             announced = PushMessagesRequest(
                 node=self._node,
-                messages_list=[message_to_proto(head)],
+                messages_list=[message_to_proto(without_content(reply))],
                 message_object_trees=[tree],
                 clientapp_runtime_list=[seconds],
             )
@@ -668,7 +541,7 @@ def connect(endpoint: Endpoint, keys: Keys, calls: Calls, *, register: bool) -> 
         Make the node known first, and forget it on the way out; a SuperLink that authenticates
         its nodes allows neither.
     """
-    public_key = public_key_to_bytes(keys[1])
+    public_key = public_key_bytes(keys[1])
     calls.leaving = False
     with _transport(endpoint, keys, calls.wait_for) as (transport, channel):
 
@@ -745,11 +618,6 @@ def signed_channel(endpoint: Endpoint, keys: Keys) -> grpc.Channel:
     return grpc.intercept_channel(open_channel(endpoint), _SigningInterceptor(Signer(*keys)))
 
 
-def generate_keys() -> Keys:
-    """Make a key pair for a node that registers itself."""
-    return generate_key_pairs()
-
-
 def is_pull(request: object) -> bool:
     """Return whether a request asks for the next message, which is handed out only once."""
     return isinstance(request, PullMessagesRequest)
@@ -778,9 +646,9 @@ def error_text(error: grpc.RpcError) -> str:
 
 
 _QUESTION_SECONDS = 5.0
-_KNOWS = {
-    int(ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED): False,
-    int(ApiErrorCode.FLEET_INVALID_HEARTBEAT_INTERVAL): True,
+_KNOWS: dict[int, bool] = {
+    ErrorNumber.FLEET_NODE_ACTIVATION_FAILED: False,
+    ErrorNumber.FLEET_INVALID_HEARTBEAT_INTERVAL: True,
 }
 
 
@@ -790,7 +658,7 @@ def knows_key(endpoint: Endpoint, keys: Keys) -> bool | None:
     To a node that cannot go online it does not say why. A request that could never be granted it
     refuses for that reason only if it knows the key.
     """
-    request = ActivateNodeRequest(public_key=public_key_to_bytes(keys[1]), heartbeat_interval=-1.0)
+    request = ActivateNodeRequest(public_key=public_key_bytes(keys[1]), heartbeat_interval=-1.0)
     with _transport(endpoint, keys, lambda _call: True) as (transport, _):
         try:
             transport("ActivateNode", request, _QUESTION_SECONDS)

@@ -1,12 +1,16 @@
-"""Flower's Fleet API as both sides speak it: its calls, over gRPC and HTTP, and their signatures.
+"""The Fleet API as server and device both speak it: Flower's calls, signed, and Raceme's own.
 
 The messages are Flower's protocol buffers, which have been the same since 1.39. Up to 1.42 a
 SuperLink can serve them over gRPC, from 1.40 on it serves them over HTTP, at ``/v1/fleet/…``.
+Constants of the protocol are written out here, with their names in Flower; a test compares them
+with the installed release.
 """
 
 from __future__ import annotations
 
 import binascii
+import hashlib
+import json
 import logging
 import re
 import secrets
@@ -15,29 +19,54 @@ from base64 import b64decode, b64encode
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from enum import IntEnum
 from functools import cache
-from importlib.metadata import version
-from typing import Any
+from pathlib import Path
+from typing import Any, Self, cast, get_type_hints
 
 import grpc
-from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from flwr.common.constant import SYSTEM_TIME_TOLERANCE, TIMESTAMP_TOLERANCE
 from flwr.proto import fab_pb2, fleet_pb2, heartbeat_pb2, message_pb2, run_pb2
-from flwr.supercore.primitives.asymmetric import (
-    bytes_to_public_key,
-    public_key_to_bytes,
-    sign_message,
-    verify_signature,
-)
 from google.protobuf.message import Message
 
 from raceme import __version__
+from raceme.flower import installed_flower
 
 log = logging.getLogger("raceme.serve")
 
-SERVICE = "flwr.proto.Fleet"
+FLEET_SERVICE = "flwr.proto.Fleet"
 MEDIA_TYPE = "application/protobuf"
+OWN_APP = "raceme/raceme"
+"""Name of the app bundle for which a device runs its own code."""
+
+# flwr.common.constant: HEARTBEAT_*, in seconds but for the last.
+HEARTBEAT_CALL_TIMEOUT = 5
+HEARTBEAT_DEFAULT_INTERVAL = 30
+HEARTBEAT_MIN_INTERVAL = 10
+HEARTBEAT_MAX_INTERVAL = 1800
+HEARTBEAT_PATIENCE = 2
+"""Intervals of heartbeats after which a silent node is offline."""
+
+# flwr.common.constant: TIMESTAMP_TOLERANCE, SYSTEM_TIME_TOLERANCE.
+_OLDEST_SECONDS = 300
+_SKEW_SECONDS = 5
+
+
+class ErrorNumber(IntEnum):
+    """Numbers of errors of the Fleet API (`ApiErrorCode` in flwr.supercore.error)."""
+
+    PUBLIC_KEY_ALREADY_IN_USE = 23
+    FLEET_SUPERNODE_REGISTRATION_DISABLED = 2001
+    FLEET_SUPERNODE_UNREGISTRATION_DISABLED = 2002
+    FLEET_INVALID_HEARTBEAT_INTERVAL = 2003
+    FLEET_NODE_ACTIVATION_FAILED = 2004
+    FLEET_NODE_DEACTIVATION_FAILED = 2005
+    FLEET_RUN_STATUS_NOT_ALLOWED = 2007
+    FLEET_GET_FAB_FAILED = 2009
+
+
 SUPPORTED = ((1, 39), (1, 43))
 """The oldest and the newest release of Flower whose SuperNodes and SuperLinks are known to work."""
 
@@ -94,6 +123,21 @@ def path_of(name: str) -> str:
     return "/v1/fleet/" + re.sub(r"(?<!^)(?=[A-Z])", "-", name).lower()
 
 
+@dataclass(frozen=True)
+class Certificates:
+    """The server's certificate and key, and the authority behind them, in PEM.
+
+    Attributes
+    ----------
+    authority, certificate, key : bytes
+        Certificate of the authority, the server's own, and its private key.
+    """
+
+    authority: bytes
+    certificate: bytes
+    key: bytes
+
+
 class FleetError(Exception):
     """A call is refused.
 
@@ -110,6 +154,11 @@ class FleetError(Exception):
     def __init__(self, code: grpc.StatusCode, details: str, number: int | None = None) -> None:
         super().__init__(details)
         self.code, self.details, self.number = code, details, number
+
+
+Keys = tuple[ec.EllipticCurvePrivateKey, ec.EllipticCurvePublicKey]
+
+_ALGORITHM = ec.ECDSA(hashes.SHA256())
 
 
 @dataclass(frozen=True)
@@ -129,6 +178,18 @@ class Caller:
     session: str = ""
 
 
+def generate_keys() -> Keys:
+    """Make a key pair on the curve that Flower's SuperNodes use."""
+    private = ec.generate_private_key(ec.SECP384R1())
+    return private, private.public_key()
+
+
+def public_key_bytes(key: ec.EllipticCurvePublicKey) -> bytes:
+    """Return a public key in PEM, which is the name of its node."""
+    info = serialization.PublicFormat.SubjectPublicKeyInfo
+    return key.public_bytes(serialization.Encoding.PEM, info)
+
+
 class Signer:
     """Signs the calls of one node, each signature for a while, and names the connection.
 
@@ -144,7 +205,7 @@ class Signer:
         self, private_key: ec.EllipticCurvePrivateKey, public_key: ec.EllipticCurvePublicKey
     ) -> None:
         self._private = private_key
-        self.public_bytes = public_key_to_bytes(public_key)
+        self.public_bytes = public_key_bytes(public_key)
         # One value: heartbeats are signed in another thread.
         self._signed = (float("-inf"), "", b"")
         self._session = f"{__version__[:20]}/{secrets.token_hex(8)}"
@@ -177,7 +238,7 @@ class Signer:
         now = time.monotonic()
         if now >= signed_at + _REUSED_SECONDS:
             timestamp = datetime.now(UTC).isoformat()
-            signature = sign_message(self._private, timestamp.encode())
+            signature = self._private.sign(timestamp.encode(), _ALGORITHM)
             self._signed = (now, timestamp, signature)
         return timestamp, signature
 
@@ -185,9 +246,10 @@ class Signer:
 @cache
 def _versions() -> dict[str, str]:
     # To look into the installed metadata takes longer than a call.
+    package, release = installed_flower()
     return {
-        "flwr-package-name": "flwr",
-        _VERSION: version("flwr"),
+        "flwr-package-name": package,
+        _VERSION: release,
         "flwr-component-name": "SuperNode",
     }
 
@@ -258,20 +320,20 @@ def _bytes_of(metadata: Mapping[str, Any], name: str) -> bytes:
 
 def _verify(key: bytes, timestamp: str, signature: bytes) -> None:
     try:
-        if not verify_signature(bytes_to_public_key(key), timestamp.encode("ascii"), signature):
-            raise ValueError
+        public = cast(ec.EllipticCurvePublicKey, serialization.load_pem_public_key(key))
+        public.verify(signature, timestamp.encode("ascii"), _ALGORITHM)
         age = (datetime.now(UTC) - datetime.fromisoformat(timestamp)).total_seconds()
     # Keys of another kind have no such signatures.
-    except (ValueError, TypeError, AttributeError, UnsupportedAlgorithm):
+    except (ValueError, TypeError, AttributeError, InvalidSignature, UnsupportedAlgorithm):
         raise _unauthenticated("Invalid signature") from None
     # A signature is of the time alone, so that it can be used again as long.
-    if not -SYSTEM_TIME_TOLERANCE < age < TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE:
+    if not -_SKEW_SECONDS < age < _OLDEST_SECONDS + _SKEW_SECONDS:
         when = f"{abs(age):.0f} s {'ago' if age > 0 else 'ahead'}"
         # Flower's SuperLink answers UNAUTHENTICATED, at which a SuperNode ends without the reason.
         raise FleetError(
             grpc.StatusCode.FAILED_PRECONDITION,
             f"Invalid timestamp: by the server's clock the call was signed {when}, and at most "
-            f"{TIMESTAMP_TOLERANCE} s are allowed. Set the device's clock",
+            f"{_OLDEST_SECONDS} s are allowed. Set the device's clock",
         )
 
 
@@ -291,3 +353,138 @@ def _check_version(stated: object) -> None:
         grpc.StatusCode.FAILED_PRECONDITION,
         f"This node has Flower {str(stated)[:_TEXT]!a}; supported are {oldest} to {newest}",
     )
+
+
+# -----------------------------------------------------------------------------
+# Raceme's own calls, which its devices make beside Flower's.
+#
+# A device greets the server before it goes online; a server of Flower's own does not know the call,
+# and both then keep to Flower's. `Next` asks for a message, waits for it at the server, and brings
+# it whole; `Send` takes a whole reply: two calls for an update. Like all calls they are signed.
+# -----------------------------------------------------------------------------
+
+
+SERVICE = "raceme.Fleet"
+GREET, NEXT, SEND = "Greet", "Next", "Send"
+GREET_PATH = "/v1/raceme/greet"
+"""Where a server is greeted over HTTP; the other calls are made over gRPC only."""
+PROTOCOL = 2
+"""Raised when calls, or what travels in them, change: messages, their settings and replies too."""
+SINCE = "0.2.0"
+"""The first release that has this protocol."""
+LONGEST_WAIT = 15.0
+"""Seconds that `Next` may take to be answered; routers drop connections on which nothing happens
+for longer than about a minute."""
+LARGEST = 1024 * 1024
+"""Bytes of the arrays of a message that travels whole; a larger one does in Flower's objects, each
+of which can be sent again. One call has to get through a slow link."""
+
+LARGEST_CALL = 2**31 - 1
+"""Bytes of a call: what gRPC and protocol buffers can carry."""
+LONGEST_HEAD = 1000
+"""Bytes of all that a call states beside its body."""
+_LONGEST_VERSION = 40
+
+
+# Evaluated anew they would take longer than all else that a call needs.
+_hints = cache(get_type_hints)
+
+
+class _Travelling:
+    """What is said in a call: fields as JSON, then, behind a zero byte, a body if there is one."""
+
+    def to_bytes(self) -> bytes:
+        """Return the fields as JSON, a zero byte, and the body."""
+        stated = dict(vars(self))
+        body: bytes = stated.pop("body", b"")
+        return json.dumps(stated).encode() + b"\0" + body
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        """Read it; what else later versions say is left out.
+
+        Raises
+        ------
+        ValueError
+            It is none.
+        """
+        head, _, body = data.partition(b"\0")
+        read = json.loads(head.decode()) if len(head) < LONGEST_HEAD else None
+        stated = {**read, "body": body} if isinstance(read, dict) else {}
+        kinds = _hints(cast(Any, cls))
+        # What has a default was not there in earlier versions.
+        stated = {name: stated.get(name, vars(cls).get(name)) for name in kinds}
+        if any(type(stated[name]) is not kind for name, kind in kinds.items()):
+            raise ValueError(f"no {cls.__name__}")
+        return cls(**stated)
+
+
+@dataclass(frozen=True)
+class Greeting(_Travelling):
+    """A device greets, or a server answers its greeting.
+
+    Attributes
+    ----------
+    protocol : int
+        Version of the calls below; server and device must have the same.
+    version : str
+        Version of the Raceme package, for messages only.
+    digest : str
+        SHA-256 of its code; empty if it is not said.
+    """
+
+    protocol: int
+    version: str
+    digest: str = ""
+
+    def difference(self, own: Greeting) -> str:
+        """Return how the other side's code differs from this one's; empty if it does not."""
+        if self.version != own.version:
+            version = self.version[:_LONGEST_VERSION]
+            return f"raceme {version}, this is {own.version}: both have protocol {PROTOCOL}"
+        if "" not in (self.digest, own.digest) and self.digest != own.digest:
+            return f"raceme {own.version} with other code than here: install the same on both sides"
+        return ""
+
+
+@cache
+def own_greeting() -> Greeting:
+    """Return what this process says of itself."""
+    package, digest = Path(__file__).parents[1], hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes())
+    return Greeting(PROTOCOL, __version__, digest.hexdigest())
+
+
+@dataclass(frozen=True)
+class NextRequest(_Travelling):
+    """A node asks for its next message.
+
+    Attributes
+    ----------
+    patience : float
+        Seconds that the answer may take.
+    have : str
+        Id of the last message that has arrived there; empty if there was none.
+    """
+
+    node: int
+    patience: float = 0.0
+    have: str = ""
+
+
+@dataclass(frozen=True)
+class SendRequest(_Travelling):
+    """A node answers a message.
+
+    Attributes
+    ----------
+    asked : str
+        Id of the message that the reply is to.
+    body : bytes
+        The encoded reply, with all its arrays.
+    """
+
+    node: int
+    asked: str
+    body: bytes

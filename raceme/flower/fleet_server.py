@@ -17,13 +17,7 @@ from typing import Any
 
 import grpc
 from flwr.app import Message
-from flwr.common.constant import (
-    HEARTBEAT_MAX_INTERVAL,
-    HEARTBEAT_MIN_INTERVAL,
-    NOOP_ACCOUNT_NAME,
-    NOOP_FLWR_AID,
-)
-from flwr.common.serde import fab_to_proto, message_from_proto, message_to_proto, run_to_proto
+from flwr.common.serde import message_from_proto, message_to_proto
 from flwr.proto.fab_pb2 import GetFabResponse
 from flwr.proto.fleet_pb2 import (
     ActivateNodeResponse,
@@ -42,7 +36,6 @@ from flwr.proto.message_pb2 import (
     PushObjectResponse,
 )
 from flwr.proto.run_pb2 import GetRunResponse
-from flwr.supercore.error import ApiErrorCode
 from google.protobuf.message import DecodeError
 from google.protobuf.message import Message as ProtoMessage
 from starlette.applications import Starlette
@@ -50,18 +43,32 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from raceme.flower import fleet_client as wire
-from raceme.flower.fleet_client import LARGEST_CALL, Certificates
 from raceme.flower.fleet_protocol import (
     CALLS,
+    FLEET_SERVICE,
+    GREET,
+    GREET_PATH,
+    HEARTBEAT_MAX_INTERVAL,
+    HEARTBEAT_MIN_INTERVAL,
+    LARGEST_CALL,
+    LONGEST_WAIT,
     MEDIA_TYPE,
+    NEXT,
+    SEND,
     SERVICE,
+    SINCE,
     Caller,
+    Certificates,
+    ErrorNumber,
     FleetError,
+    Greeting,
+    NextRequest,
+    SendRequest,
     Signatures,
+    own_greeting,
     path_of,
 )
-from raceme.flower.link_state import LinkState
+from raceme.flower.link_state import FleetObserver, LinkState
 from raceme.flower.messages import encode, join
 from raceme.flower.ports import http_server, listen, server_tls
 
@@ -146,11 +153,11 @@ class FleetCalls:
         """
         caller = self._signatures.caller(metadata)
         key = caller.key
-        is_known = self._state.get_node_id_by_public_key(key) is not None
+        is_known = self._state.node_of(key) is not None
         if not is_known and self._registered is not None:
             # It may have been registered meanwhile.
             self.admit()
-            is_known = self._state.get_node_id_by_public_key(key) is not None
+            is_known = self._state.node_of(key) is not None
         # Unknown keys are not kept: any caller can make as many as it likes.
         if is_known:
             self._signatures.remember(key, metadata)
@@ -178,13 +185,13 @@ class FleetCalls:
                 caller, request.node.node_id if hasattr(request, "node") else request.node_id
             )
         if getattr(request, "run_id", self._state.run_id) != self._state.run_id:
-            raise _refused(ApiErrorCode.FLEET_RUN_STATUS_NOT_ALLOWED, "This server has another run")
+            raise _refused(ErrorNumber.FLEET_RUN_STATUS_NOT_ALLOWED, "This server has another run")
         answer: Callable[[Any], ProtoMessage] = getattr(self, f"_{_SNAKE[name]}")
         return answer(request)
 
     def check(self, caller: Caller, node: int) -> None:
         """Refuse a node that says that it is another one, and one whose place another has taken."""
-        if self._state.get_node_id_by_public_key(caller.key) != node:
+        if self._state.node_of(caller.key) != node:
             raise _unknown_node()
         if not self._state.is_current(node, caller.session):
             raise FleetError(_Code.FAILED_PRECONDITION, _REPLACED)
@@ -198,8 +205,8 @@ class FleetCalls:
         FleetError
             Its protocol is not supported.
         """
-        greeting, own = wire.Greeting.from_bytes(request), wire.own_greeting()
-        node = self._state.get_node_id_by_public_key(caller.key)
+        greeting, own = Greeting.from_bytes(request), own_greeting()
+        node = self._state.node_of(caller.key)
         if greeting.protocol != own.protocol:
             error = FleetError(_Code.FAILED_PRECONDITION, _other_protocol(greeting, own))
             self._signatures.tell(error)
@@ -224,47 +231,42 @@ class FleetCalls:
             raise _not_registered()
         self._state.make_room()
         try:
-            node = self._state.create_node(NOOP_FLWR_AID, NOOP_ACCOUNT_NAME, request.public_key, 0)
+            node = self._state.register(request.public_key)
         except ValueError:
             raise _refused(
-                ApiErrorCode.PUBLIC_KEY_ALREADY_IN_USE, "Public key already in use"
+                ErrorNumber.PUBLIC_KEY_ALREADY_IN_USE, "Public key already in use"
             ) from None
         return RegisterNodeFleetResponse(node_id=node)
 
     def _activate_node(self, request: Any, session: str) -> ProtoMessage:
-        node = self._state.get_node_id_by_public_key(request.public_key)
+        node = self._state.node_of(request.public_key)
         if node is not None:
             _check_interval(request.heartbeat_interval)
-            if self._state.activate_node(node, request.heartbeat_interval, session):
+            if self._state.activate(node, request.heartbeat_interval, session):
                 return ActivateNodeResponse(node_id=node)
         raise _not_activated()
 
     def _send_node_heartbeat(self, request: Any) -> ProtoMessage:
         _check_interval(request.heartbeat_interval)
         node, interval = request.node.node_id, request.heartbeat_interval
-        success = self._state.acknowledge_node_heartbeat(node, interval)
+        success = self._state.beat(node, interval)
         return SendNodeHeartbeatResponse(success=success)
 
     def _get_run(self, request: Any) -> ProtoMessage:
-        (run,) = self._state.get_run_info(run_ids=[request.run_id])
-        return GetRunResponse(run=run_to_proto(run))
+        return GetRunResponse(run=self._state.run_record())
 
     def _get_fab(self, request: Any) -> ProtoMessage:
-        fab = self._state.get_fab(request.hash_str)
+        fab = self._state.bundle(request.hash_str)
         if fab is None:
-            raise _refused(ApiErrorCode.FLEET_GET_FAB_FAILED, "There is no such app bundle")
-        return GetFabResponse(fab=fab_to_proto(fab))
+            raise _refused(ErrorNumber.FLEET_GET_FAB_FAILED, "There is no such app bundle")
+        return GetFabResponse(fab=fab)
 
     def _pull_messages(self, request: Any) -> ProtoMessage:
-        for message in self._state.get_message_ins(request.node.node_id, 1):
-            message_id = message.metadata.message_id
-            if message_id in self._state.object_store:
-                return _announced(message, self._state.object_store.get_object_tree(message_id))
-            self._state.delete_messages({message_id})
-        return PullMessagesResponse()
+        found = self._state.next_announced(request.node.node_id)
+        return PullMessagesResponse() if found is None else _announced(*found)
 
     def _pull_object(self, request: Any) -> ProtoMessage:
-        content = self._state.get_object(request.run_id, request.object_id)
+        content = self._state.get_object(request.object_id)
         return PullObjectResponse(
             object_found=content is not None,
             object_available=bool(content),
@@ -272,7 +274,7 @@ class FleetCalls:
         )
 
     def _confirm_message_received(self, request: Any) -> ProtoMessage:
-        self._state.object_store.delete(request.message_object_id)
+        self._state.confirm(request.message_object_id)
         return ConfirmMessageReceivedResponse()
 
     def _push_messages(self, request: Any) -> ProtoMessage:
@@ -282,10 +284,7 @@ class FleetCalls:
         if head.metadata.src_node_id != request.node.node_id:
             raise FleetError(_Code.PERMISSION_DENIED, _FOREIGN_REPLY)
         message = message_from_proto(head)
-        session = self._state.start_session(self._state.run_id)
-        _, missing = self._state.store_message_and_object_tree(
-            message, request.message_object_trees[0], session
-        )
+        session, missing = self._state.announce(message, request.message_object_trees[0])
         return PushMessagesResponse(
             reconnect=Reconnect(reconnect=5),
             results={message.metadata.message_id: 0},
@@ -294,43 +293,43 @@ class FleetCalls:
         )
 
     def _push_object(self, request: Any) -> ProtoMessage:
-        stored = self._state.store_object(
-            request.run_id, request.session_id, request.object_id, request.object_content
+        stored = self._state.put_object(
+            request.session_id, request.object_id, request.object_content
         )
         return PushObjectResponse(stored=stored)
 
     def _deactivate_node(self, request: Any) -> ProtoMessage:
-        if not self._state.deactivate_node(request.node_id):
+        if not self._state.deactivate(request.node_id):
             raise _refused(
-                ApiErrorCode.FLEET_NODE_DEACTIVATION_FAILED, "Failed to deactivate the node"
+                ErrorNumber.FLEET_NODE_DEACTIVATION_FAILED, "Failed to deactivate the node"
             )
         return DeactivateNodeResponse()
 
     def _unregister_node(self, request: Any) -> ProtoMessage:
         if self._registered is not None:
             raise _refused(
-                ApiErrorCode.FLEET_SUPERNODE_UNREGISTRATION_DISABLED,
+                ErrorNumber.FLEET_SUPERNODE_UNREGISTRATION_DISABLED,
                 "All nodes must be unregistered by the server's owner",
             )
-        self._state.delete_node(NOOP_FLWR_AID, request.node_id)
+        self._state.unregister(request.node_id)
         return UnregisterNodeFleetResponse()
 
 
 _REGISTER, _ACTIVATE = "RegisterNode", "ActivateNode"
-_FIRST = {_REGISTER, _ACTIVATE, wire.GREET}
+_FIRST = {_REGISTER, _ACTIVATE, GREET}
 """Calls of nodes that are not known yet."""
 _SNAKE = {name: path_of(name).rpartition("/")[2].replace("-", "_") for name in CALLS}
 
 
 _CODES = {
-    ApiErrorCode.PUBLIC_KEY_ALREADY_IN_USE: _Code.FAILED_PRECONDITION,
-    ApiErrorCode.FLEET_SUPERNODE_REGISTRATION_DISABLED: _Code.FAILED_PRECONDITION,
-    ApiErrorCode.FLEET_SUPERNODE_UNREGISTRATION_DISABLED: _Code.FAILED_PRECONDITION,
-    ApiErrorCode.FLEET_INVALID_HEARTBEAT_INTERVAL: _Code.INVALID_ARGUMENT,
-    ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED: _Code.FAILED_PRECONDITION,
-    ApiErrorCode.FLEET_NODE_DEACTIVATION_FAILED: _Code.FAILED_PRECONDITION,
-    ApiErrorCode.FLEET_RUN_STATUS_NOT_ALLOWED: _Code.PERMISSION_DENIED,
-    ApiErrorCode.FLEET_GET_FAB_FAILED: _Code.PERMISSION_DENIED,
+    ErrorNumber.PUBLIC_KEY_ALREADY_IN_USE: _Code.FAILED_PRECONDITION,
+    ErrorNumber.FLEET_SUPERNODE_REGISTRATION_DISABLED: _Code.FAILED_PRECONDITION,
+    ErrorNumber.FLEET_SUPERNODE_UNREGISTRATION_DISABLED: _Code.FAILED_PRECONDITION,
+    ErrorNumber.FLEET_INVALID_HEARTBEAT_INTERVAL: _Code.INVALID_ARGUMENT,
+    ErrorNumber.FLEET_NODE_ACTIVATION_FAILED: _Code.FAILED_PRECONDITION,
+    ErrorNumber.FLEET_NODE_DEACTIVATION_FAILED: _Code.FAILED_PRECONDITION,
+    ErrorNumber.FLEET_RUN_STATUS_NOT_ALLOWED: _Code.PERMISSION_DENIED,
+    ErrorNumber.FLEET_GET_FAB_FAILED: _Code.PERMISSION_DENIED,
 }
 HTTP_STATUS = {
     _Code.UNAUTHENTICATED: 401,
@@ -341,19 +340,19 @@ HTTP_STATUS = {
 }
 
 
-def _refused(number: ApiErrorCode, details: str) -> FleetError:
+def _refused(number: ErrorNumber, details: str) -> FleetError:
     return FleetError(_CODES[number], details, int(number))
 
 
 def _not_registered() -> FleetError:
     return _refused(
-        ApiErrorCode.FLEET_SUPERNODE_REGISTRATION_DISABLED,
+        ErrorNumber.FLEET_SUPERNODE_REGISTRATION_DISABLED,
         "All nodes must be registered by the server's owner",
     )
 
 
 def _not_activated() -> FleetError:
-    return _refused(ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED, "Failed to activate the node")
+    return _refused(ErrorNumber.FLEET_NODE_ACTIVATION_FAILED, "Failed to activate the node")
 
 
 def _unknown_node() -> FleetError:
@@ -363,7 +362,7 @@ def _unknown_node() -> FleetError:
 
 def _check_interval(seconds: float) -> None:
     if not HEARTBEAT_MIN_INTERVAL <= seconds <= HEARTBEAT_MAX_INTERVAL:
-        raise _refused(ApiErrorCode.FLEET_INVALID_HEARTBEAT_INTERVAL, "Invalid heartbeat interval")
+        raise _refused(ErrorNumber.FLEET_INVALID_HEARTBEAT_INTERVAL, "Invalid heartbeat interval")
 
 
 def _announced(message: Message, tree: ObjectTree) -> PullMessagesResponse:
@@ -401,7 +400,7 @@ class _GrpcCalls(grpc.GenericRpcHandler):  # type: ignore[misc]
             return grpc.stream_unary_rpc_method_handler(partial(_abort, error))
         if (own := self._answers.get(details.method)) is not None:
             return grpc.unary_unary_rpc_method_handler(partial(_answered, partial(own, caller)))
-        if details.method != f"/{SERVICE}/{name}" or name not in CALLS:
+        if details.method != f"/{FLEET_SERVICE}/{name}" or name not in CALLS:
             return None
         return grpc.unary_unary_rpc_method_handler(
             partial(_answered, partial(self._flowers, name, caller)),
@@ -467,7 +466,7 @@ class _HttpApi:
         names = {path_of(name): name for name in CALLS}
         routes = [
             Route(path, partial(self._answer, name), methods=["POST"])
-            for path, name in {**names, wire.GREET_PATH: wire.GREET}.items()
+            for path, name in {**names, GREET_PATH: GREET}.items()
         ]
         own = certificates
         tls = None if own is None else server_tls(own.certificate, own.key)
@@ -493,7 +492,7 @@ class _HttpApi:
             if request.headers.get("content-type", "").partition(";")[0] != MEDIA_TYPE:
                 raise FleetError(_Code.INVALID_ARGUMENT, f"{MEDIA_TYPE} is expected")
             body = await _body_of(request, self._largest)
-            if name == wire.GREET:
+            if name == GREET:
                 answer, _ = self._calls.greet(caller, body)
             else:
                 asked = CALLS[name].request.FromString(body)
@@ -520,7 +519,7 @@ async def _body_of(request: Request, largest: int) -> bytes:
     return bytes(body)
 
 
-class FleetApi:
+class FleetApi(FleetObserver):
     """The server: entered it holds its port, and answers once it is started.
 
     Parameters
@@ -579,7 +578,7 @@ class FleetApi:
         except BaseException:
             self._end_loop()
             raise
-        self._state.on_work = self._on_work
+        self._state.observers.append(self)
         # The first checkpoint has them already, so that they stay the nodes that they are.
         self.calls.admit()
         return self
@@ -645,8 +644,8 @@ class FleetApi:
             ("grpc.max_receive_message_length", self._state.largest),
         ]
         server = grpc.aio.server(options=[*_OPTIONS, *limits])
-        own = {wire.GREET: self._greet, wire.NEXT: self._next, wire.SEND: self._send}
-        answers = {f"/{wire.SERVICE}/{name}": answer for name, answer in own.items()}
+        own = {GREET: self._greet, NEXT: self._next, SEND: self._send}
+        answers = {f"/{SERVICE}/{name}": answer for name, answer in own.items()}
         server.add_generic_rpc_handlers((_GrpcCalls(self.calls, answers),))
         try:
             if self._certificates is None:
@@ -675,10 +674,10 @@ class FleetApi:
 
     async def _next(self, caller: Caller, request: bytes) -> bytes:
         """Hand out the next message; wait for it if there is none."""
-        asked = wire.NextRequest.from_bytes(request)
+        asked = NextRequest.from_bytes(request)
         self.calls.check(caller, asked.node)
         found = self._state.next_for(asked.node, asked.have)
-        if found is None and await self._wait(asked.node, min(asked.patience, wire.LONGEST_WAIT)):
+        if found is None and await self._wait(asked.node, min(asked.patience, LONGEST_WAIT)):
             # Its key may have been revoked meanwhile.
             self.calls.check(caller, asked.node)
             found = self._state.next_for(asked.node, asked.have)
@@ -691,7 +690,7 @@ class FleetApi:
 
     async def _send(self, caller: Caller, request: bytes) -> bytes:
         """Take a whole reply."""
-        sent = wire.SendRequest.from_bytes(request)
+        sent = SendRequest.from_bytes(request)
         self.calls.check(caller, sent.node)
         if not self._state.accept(sent.node, sent.asked, sent.body):
             raise FleetError(_Code.PERMISSION_DENIED, _FOREIGN_REPLY)
@@ -715,8 +714,9 @@ class FleetApi:
             if self._waiting.get(node) is future:
                 del self._waiting[node]
 
-    def _on_work(self, node: int) -> None:
-        self._with_work.append(node)
+    def on_work(self, node_id: int) -> None:
+        """Wake a node that waits for a message."""
+        self._with_work.append(node_id)
         # Every call from another thread writes to a socket: one wakes all nodes that wait for it.
         if not self._is_waking:
             self._is_waking = True
@@ -739,10 +739,10 @@ def _give_up(future: asyncio.Future[bool]) -> None:
         future.set_result(False)
 
 
-def _other_protocol(device: wire.Greeting, server: wire.Greeting) -> str:
+def _other_protocol(device: Greeting, server: Greeting) -> str:
     return (
         f"this device has raceme {device.version[:40]} (protocol {device.protocol}), the server "
-        f"{server.version} (protocol {server.protocol}, which raceme {wire.SINCE} was the first to "
+        f"{server.version} (protocol {server.protocol}, which raceme {SINCE} was the first to "
         f"have): install the server's with 'pip install raceme=={server.version}', or from a "
         "checkout of that version, then start the device again"
     )

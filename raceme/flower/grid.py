@@ -12,19 +12,18 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeGuard
 
 from flwr.app import Error, Message, Metadata, RecordDict
-from flwr.app.message import make_message
 from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, PullObjectRequest
+from flwr.proto.recorddict_pb2 import StringList
 from flwr.proto.runtime_pb2 import PullAppMessagesRequest
 from flwr.serverapp import Grid
-from flwr.supercore.constant import SYSTEM_MESSAGE_TYPE
-from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 from flwr.supercore.run import Run
 
 if TYPE_CHECKING:
     from flwr.superlink.grid.http_grid import HttpGrid
 
-from raceme.flower.messages import MESSAGE_UNAVAILABLE, SERVER_NODE_ID, set_message_id
+from raceme.flower.messages import MESSAGE_UNAVAILABLE, SERVER_NODE_ID, made, set_message_id
+from raceme.flower.objects import ids_of
 
 
 class OwnGrid(Grid):
@@ -92,6 +91,8 @@ class PatientGrid(OwnGrid, ABC):
 _UPLOAD_SECONDS = 60.0
 """Longest wait for the next part of a reply that was announced."""
 _POLL_SECONDS = 0.2
+_SYSTEM_MESSAGE = "system"
+"""Type of messages of no node (flwr.supercore.constant: SYSTEM_MESSAGE_TYPE)."""
 _AT_ONCE = 8
 """Parts that are fetched at the same time."""
 
@@ -186,17 +187,15 @@ class PromptGrid(GridWrapper, PatientGrid):
         """Ask which replies were announced."""
         if not message_ids:
             return
-        request = PullAppMessagesRequest(message_ids=message_ids)
-        answer = self._grid._runtime_client.PullMessages(request)
+        answer = self._grid._runtime_client.PullMessages(_request_for(message_ids))
         now = self._clock()
         for head, tree in zip(answer.messages_list, answer.message_object_trees, strict=True):
             stated = head.metadata
-            parts = dict.fromkeys(part.object_id for part in iterate_object_tree(tree))
             self._uploads[stated.reply_to_message_id] = _Upload(
                 message_id=stated.message_id,
                 reply_to=stated.reply_to_message_id,
                 sender=stated.src_node_id,
-                missing=deque(parts),
+                missing=deque(ids_of(tree)),
                 progressed_at=now,
             )
 
@@ -269,13 +268,22 @@ class PromptGrid(GridWrapper, PatientGrid):
             group_id="",
             created_at=time.time(),
             ttl=0,
-            message_type=SYSTEM_MESSAGE_TYPE,
+            message_type=_SYSTEM_MESSAGE,
         )
-        return make_message(metadata=metadata, error=Error(MESSAGE_UNAVAILABLE, reason))
+        return made(metadata=metadata, error=Error(MESSAGE_UNAVAILABLE, reason))
 
     @property
     def _run_id(self) -> int:
         return self._grid.run.run_id
+
+
+def _request_for(message_ids: list[str]) -> PullAppMessagesRequest:
+    """Ask for the replies to some messages, as the installed release of Flower does."""
+    if "message_ids" in PullAppMessagesRequest.DESCRIPTOR.fields_by_name:
+        return PullAppMessagesRequest(message_ids=message_ids)
+    # From 1.43 on.
+    filters = {"reply_to_message_ids": StringList(vals=message_ids)}
+    return PullAppMessagesRequest(**filters)
 
 
 def prompt(grid: Grid) -> Grid:

@@ -1,8 +1,8 @@
-"""Flower's link state and object store in this process, as a grid and a Fleet API both use them.
+"""The state of the served fleet: its nodes, messages to them, replies, and the app bundle.
 
-What Flower's own lacks for that: it says when a reply is there as a whole, and when nodes come and
-go; it finds the messages of a node without looking at all others; and messages to Raceme's own
-devices stay whole.
+A grid and the Fleet API use it, in one process. It says when a reply is there as a whole, and when
+nodes come and go; messages to Raceme's own devices stay whole, those to SuperNodes are trees of
+objects. Its rules for nodes, messages and replies are those of Flower's SuperLink.
 """
 
 from __future__ import annotations
@@ -10,31 +10,42 @@ from __future__ import annotations
 import hashlib
 import logging
 import secrets
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from itertools import islice
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from flwr.app import Message, RecordDict
-from flwr.app.message import remove_content_from_message
-from flwr.common.constant import NOOP_ACCOUNT_NAME, NOOP_FLWR_AID, Status
 from flwr.common.serde import message_from_proto, message_to_proto
+from flwr.proto.fab_pb2 import Fab
 from flwr.proto.message_pb2 import Message as ProtoMessage
 from flwr.proto.message_pb2 import ObjectTree
-from flwr.proto.node_pb2 import NodeInfo
-from flwr.proto.task_pb2 import TaskStatus
-from flwr.server.superlink.linkstate.in_memory_linkstate import InMemoryLinkState
-from flwr.supercore.constant import NOOP_FEDERATION_ID, NodeStatus, TaskType
-from flwr.supercore.fab import Fab
-from flwr.supercore.inflatable import inflatable_object as inflatable
+from flwr.proto.run_pb2 import Run, RunStatus
+from flwr.proto.transport_pb2 import Scalar
+from flwr.supercore.inflatable.inflatable_object import (
+    get_all_nested_objects,
+    get_object_tree,
+    no_object_id_recompute,
+)
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
-from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectStore
-from flwr.superlink.federation import NoOpFederationManager
 
 from raceme.flower import messages
-from raceme.flower.app import App
-from raceme.flower.fleet_client import LARGEST, LARGEST_CALL
+from raceme.flower.fleet_protocol import HEARTBEAT_PATIENCE, LARGEST, LARGEST_CALL
+from raceme.flower.objects import (
+    ObjectStore,
+    Uploads,
+    check_object,
+    check_tree,
+    ids_of,
+    object_id,
+)
+
+if TYPE_CHECKING:
+    from raceme.flower.app import App, Value
 
 # -----------------------------------------------------------------------------
 # The message cache: messages with their content, as long as they may be asked for.
@@ -105,7 +116,7 @@ _LEAST_SECONDS = 10.0
 
 
 class ClockSkew:
-    """Compares the wall clock, by which Flower tells which nodes are online, with a steady one.
+    """Compares the wall clock, by which it is told which nodes are online, with a steady one.
 
     Parameters
     ----------
@@ -150,6 +161,13 @@ LIVE_SECONDS = 14.0
 _WORK_SECONDS = 60.0
 """Silence of a device until what it works on is lost: the network may come back sooner."""
 _ISO_TIME = "%Y-%m-%dT%H:%M:%S+00:00"
+_EARLIEST = 1740700800.0
+"""A message that was made before Flower had such messages, at the end of February 2025, comes from
+a clock that is not set (flwr.server.utils.validator)."""
+_TTL_TOLERANCE = 0.1
+"""Seconds that a reply may live longer than what is left of its message (flwr.common.constant:
+MESSAGE_TTL_TOLERANCE)."""
+_RUNNING = "running"
 _LOOK_SECONDS = 1.0
 """How often it is looked for messages whose replies will never come."""
 _MOST_ABSENT = 1000
@@ -160,7 +178,50 @@ Encoded = list[bytes]
 whole, nothing, the id of the message that it answers, and itself."""
 
 
-class LinkState(InMemoryLinkState):
+@dataclass
+class Node:
+    """A node that is known, by its key.
+
+    Attributes
+    ----------
+    node_id : int
+        Random number of 64 bits.
+    public_key : bytes
+        Its key (PEM).
+    is_online : bool
+        Whether it counted as online when that was looked at last.
+    online_until : float or None
+        Wall clock time until which its last heartbeat counts; None if it has never been online.
+    """
+
+    node_id: int
+    public_key: bytes
+    is_online: bool = False
+    online_until: float | None = None
+
+
+class FleetObserver:
+    """Is told what happens in the served fleet, in the thread in which it happens."""
+
+    def on_work(self, node_id: int) -> None:
+        """Note that there is a message for a node."""
+
+    def on_news(self) -> None:
+        """Note that a reply is there, or a node has come or gone."""
+
+    def on_reply(self, message_id: str, encoded: Callable[[], Encoded]) -> None:
+        """Take a whole reply before its sender is told that it has arrived.
+
+        Parameters
+        ----------
+        message_id : str
+            The message that it answers.
+        encoded : Callable
+            Returns the reply as :meth:`LinkState.receive` takes it.
+        """
+
+
+class LinkState:
     """Nodes, messages and replies of one run, which can be saved and restored.
 
     Parameters
@@ -172,12 +233,16 @@ class LinkState(InMemoryLinkState):
     ----------
     run_id : int
         Id of the one run that is served.
-    on_work : Callable
-        Called with a node for which there is a message.
-    on_news : Callable
-        Called when a reply is there, or a node has come or gone.
-    on_reply : Callable
-        Called with a whole reply before its sender is told that it has arrived.
+    nodes : dict[int, Node]
+        Nodes by their ids, in the order in which they first came.
+    heads : dict[str, Message]
+        Messages by their ids, without their content, until they are forgotten.
+    reply_heads : dict[str, Message]
+        Replies that were announced, by their own ids, without their content.
+    objects : ObjectStore
+        Contents of messages and replies that travel as objects.
+    observers : list[FleetObserver]
+        Told of messages, replies and nodes.
     key_changes : deque
         Devices whose keys were registered, revoked or rotated, and which of it: taken out by the
         grid.
@@ -193,10 +258,16 @@ class LinkState(InMemoryLinkState):
     largest = LARGEST_CALL
 
     def __init__(self, app: App) -> None:
-        super().__init__(NoOpFederationManager(), InMemoryObjectStore())
-        self.on_work: Callable[[int], None] = _ignore
-        self.on_news: Callable[[], None] = _ignore
-        self.on_reply: Callable[[str, Callable[[], Encoded]], None] = _ignore
+        self.lock = threading.RLock()
+        self.observers: list[FleetObserver] = []
+        self.nodes: dict[int, Node] = {}
+        self._ids: dict[bytes, int] = {}
+        self.heads: dict[str, Message] = {}
+        self.reply_heads: dict[str, Message] = {}
+        # Ids of the replies to messages, from when they are announced.
+        self._reply_ids: dict[str, str] = {}
+        self.objects = ObjectStore()
+        self._uploads = Uploads()
         self._undelivered: dict[int, deque[str]] = {}
         self._handed_out: dict[int, str] = {}
         # Objects that are still to come of replies that have been announced.
@@ -217,22 +288,47 @@ class LinkState(InMemoryLinkState):
         self._skew = ClockSkew()
         self._registered: dict[bytes, str] | None = None
         self.key_changes: deque[tuple[str, str]] = deque()
-        digest = hashlib.sha256(app.bundle).hexdigest()
-        self.store_fab(Fab(digest, app.bundle, {}))
-        self.run_id = self.create_run(
-            app.name,
-            app.version,
-            digest,
-            dict(app.run_config),
-            NOOP_FEDERATION_ID,
-            None,
-            flwr_aid=NOOP_FLWR_AID,
-            primary_task_type=TaskType.SERVER_APP,
-        )
-        # Claiming the task, as Flower's own server apps do, would begin a lease on it.
-        task = self.task_store[cast(int, self.run_ids[self.run_id].run.primary_task_id)]
-        task.status.CopyFrom(TaskStatus(status=Status.RUNNING, sub_status="", details=""))
+        self._app, self._bundle_hash = app, hashlib.sha256(app.bundle).hexdigest()
+        self._began = datetime.now(UTC).isoformat()
+        self._task = _random_id()
+        self.run_id = _random_id()
         messages.identify_process(self.run_id)
+
+    # What nodes and apps are told of the run.
+
+    def run_record(self) -> Run:
+        """Return the run as SuperNodes are told of it, with the words of a SuperLink's own runs."""
+        app = self._app
+        return Run(
+            run_id=self.run_id,
+            fab_id=app.name,
+            fab_version=app.version,
+            fab_hash=self._bundle_hash,
+            override_config={key: _scalar(value) for key, value in app.run_config.items()},
+            pending_at=self._began,
+            status=RunStatus(status=_RUNNING),
+            flwr_aid="<id:none>",
+            federation="@none/default",
+            primary_task_type="flwr-serverapp",
+            primary_task_id=self._task,
+            # A series has one run.
+            series_id=self.run_id,
+        )
+
+    @property
+    def run(self) -> messages.Run:
+        """The run as a grid states it."""
+        app, run = self._app, messages.empty_run(self.run_id)
+        run.fab_id, run.fab_version, run.fab_hash = app.name, app.version, self._bundle_hash
+        run.override_config = dict(app.run_config)
+        run.pending_at, run.status.status = self._began, _RUNNING
+        return run
+
+    def bundle(self, digest: str) -> Fab | None:
+        """Return the app bundle, if that is its hash."""
+        if digest != self._bundle_hash:
+            return None
+        return Fab(hash_str=digest, content=self._app.bundle)
 
     # What a grid does.
 
@@ -249,37 +345,45 @@ class LinkState(InMemoryLinkState):
             if stored is None:
                 return None
             self._undelivered.setdefault(node, deque()).append(stored)
-        self.on_work(node)
+        for observer in self.observers:
+            observer.on_work(node)
         return stored
 
     def _push_whole(self, message: Message) -> str | None:
         # As hard to guess as a hash: a node that names it may answer it.
         message_id = secrets.token_hex(32)
         messages.set_message_id(message, message_id)
-        if self.store_message_ins(remove_content_from_message(message)) is None:
+        if not self._keep_head(messages.without_content(message)):
             return None
         self._cache.put(message_id, messages.copied(message))
         return message_id
 
     def _push_objects(self, message: Message) -> str | None:
-        with inflatable.no_object_id_recompute():
+        with no_object_id_recompute():
             message_id = str(message.object_id)
             messages.set_message_id(message, message_id)
-            head = remove_content_from_message(message)
-            session = self.start_session(self.run_id)
-            tree = inflatable.get_object_tree(message)
-            stored, missing = self.store_message_and_object_tree(head, tree, session)
-            if not stored:
+            if not self._keep_head(messages.without_content(message)):
                 return None
-            objects = inflatable.get_all_nested_objects(message)
-            # Their ids have just been computed from them.
-            store = cast(InMemoryObjectStore, self.object_store)
-            store.verify = False
-            for object_id in missing:
+            missing = self.objects.announce(get_object_tree(message))
+            objects = get_all_nested_objects(message)
+            for key in missing:
                 # A reply that is on its way may have announced the same object: it completes it.
-                self.store_object(self.run_id, session, object_id, objects[object_id].deflate())
-            store.verify = True
+                self._take_object(key, objects[key].deflate())
         return message_id
+
+    def _keep_head(self, head: Message) -> bool:
+        """Note a message without its content; return whether it can be sent."""
+        stated = head.metadata
+        node = self.nodes.get(stated.dst_node_id)
+        if not _is_valid(head) or stated.run_id != self.run_id or stated.reply_to_message_id:
+            return False
+        if stated.src_node_id != messages.SERVER_NODE_ID:
+            return False
+        # It has been online, now or before.
+        if node is None or node.online_until is None:
+            return False
+        self.heads.setdefault(stated.message_id, head)
+        return True
 
     def take(self, message_ids: Collection[str], most: int | None = None) -> list[Message]:
         """Return the replies that are there to some messages, in order of arrival, and drop both.
@@ -313,45 +417,65 @@ class LinkState(InMemoryLinkState):
                 self._arrived.pop(message_id, None)
                 self._cache.drop(message_id)
                 self._bodies.pop(message_id, None)
-                reply_id = self.message_ins_id_to_message_res_id.get(message_id, "")
+                reply_id = self._reply_ids.get(message_id, "")
                 self._forget_missing(reply_id)
-                self.delete_messages({message_id})
-                self.object_store.delete(message_id)
-                self.object_store.delete(reply_id)
+                self._uploads.end(reply_id)
+                self._drop_heads(message_id)
+                self.objects.delete(message_id)
+                self.objects.delete(reply_id)
+
+    def _drop_heads(self, message_id: str) -> None:
+        """Drop the heads of a message and of its reply."""
+        self.heads.pop(message_id, None)
+        self.reply_heads.pop(self._reply_ids.pop(message_id, ""), None)
 
     def _forget_missing(self, reply_id: str) -> None:
         """Wait for no more objects of a reply."""
         self._sizes.pop(reply_id, None)
-        for object_id in self._missing.pop(reply_id, ()):
-            waiting = self._waiting.get(object_id, set())
+        for key in self._missing.pop(reply_id, ()):
+            waiting = self._waiting.get(key, set())
             waiting.discard(reply_id)
             if not waiting:
-                self._waiting.pop(object_id, None)
+                self._waiting.pop(key, None)
 
     def online(self) -> list[int]:
         """Return the nodes that are online, in the order in which they first came."""
-        with self.lock:
-            present = self.get_nodes(self.run_id)
-            return [node for node in self.nodes if node in present]
+        return [node.node_id for node in self.online_nodes()]
 
-    def get_message_ins(
-        self, node_id: int, limit: int | None, *, run_id: int | None = None
-    ) -> list[Message]:
-        """Hand out the next message of a node."""
+    def online_nodes(self) -> list[Node]:
+        """Return the nodes that are online, with their keys."""
+        with self.lock:
+            self._mark_offline(self.nodes.values())
+            return [node for node in self.nodes.values() if node.is_online]
+
+    def next_head(self, node_id: int) -> Message | None:
+        """Hand out the next message of a node, without its content."""
         with self.lock:
             queue = self._undelivered.get(node_id, deque())
             while queue:
                 message_id = queue.popleft()
-                message = self.message_ins_store.get(message_id)
+                message = self.heads.get(message_id)
                 if message and not self._is_answered(message_id) and message_id not in self._lost:
                     message.metadata.delivered_at = time.strftime(_ISO_TIME, time.gmtime())
                     self._handed_out[node_id] = message_id
-                    return [message]
+                    return message
             self._undelivered.pop(node_id, None)
-            return []
+            return None
+
+    def next_announced(self, node_id: int) -> tuple[Message, ObjectTree] | None:
+        """Hand out the next message of a SuperNode: its head, and the tree of its objects."""
+        with self.lock:
+            head = self.next_head(node_id)
+            if head is None:
+                return None
+            message_id = head.metadata.message_id
+            if message_id in self.objects:
+                return head, self.objects.tree(message_id)
+            self._drop_heads(message_id)
+            return None
 
     def _is_answered(self, message_id: str) -> bool:
-        return message_id in self._arrived or message_id in self.message_ins_id_to_message_res_id
+        return message_id in self._arrived or message_id in self._reply_ids
 
     # What Raceme's devices do.
 
@@ -377,22 +501,22 @@ class LinkState(InMemoryLinkState):
             self._direct.add(node_id)
             if self._handed_out.get(node_id, have) != have:
                 self._take_back(self._handed_out.pop(node_id))
-            while found := self.get_message_ins(node_id, 1):
-                message_id = found[0].metadata.message_id
+            while head := self.next_head(node_id):
+                message_id = head.metadata.message_id
                 whole = self._cache.hand_out(message_id)
                 if whole is not None:
                     return whole, None
-                if message_id in self.object_store:
-                    return found[0], self.object_store.get_object_tree(message_id)
+                if message_id in self.objects:
+                    return head, self.objects.tree(message_id)
                 self._lose(message_id)
             return None
 
     def _take_back(self, message_id: str) -> None:
         """Let a message be handed out again, or note that it is lost with its content."""
-        message = self.message_ins_store.get(message_id)
+        message = self.heads.get(message_id)
         if message is None or self._is_answered(message_id):
             return
-        if message_id in self._cache or message_id in self.object_store:
+        if message_id in self._cache or message_id in self.objects:
             message.metadata.delivered_at = ""
             queue = self._undelivered.setdefault(message.metadata.dst_node_id, deque())
             queue.appendleft(message_id)
@@ -401,7 +525,7 @@ class LinkState(InMemoryLinkState):
 
     def _lose(self, message_id: str) -> None:
         self._lost[message_id] = None
-        self.on_news()
+        self._tell()
 
     def accept(self, node_id: int, asked: str, body: bytes) -> bool:
         """Take a whole reply of one of Raceme's devices.
@@ -412,85 +536,146 @@ class LinkState(InMemoryLinkState):
             Whether it is that node's to answer. A reply that is not wanted any more is dropped.
         """
         with self.lock:
-            message = self.message_ins_store.get(asked)
+            message = self.heads.get(asked)
             if message is None or self._is_answered(asked):
                 return True
             if message.metadata.dst_node_id != node_id:
                 return False
-            self.on_reply(asked, lambda: [b"", asked.encode(), body])
+            self._tell_of_reply(asked, lambda: [b"", asked.encode(), body])
             self._bodies[asked] = body
             self._cache.drop(asked)
             self._lost.pop(asked, None)
             self._arrived[asked] = ""
-        self.on_news()
+        self._tell()
         return True
 
-    # What all nodes do, beyond what Flower's state does then.
+    # What all nodes do.
 
-    def store_message_and_object_tree(
-        self, message: Message, object_tree: ObjectTree, session_id: str
-    ) -> tuple[bool, list[str]]:
-        """Take the head of a message or reply, and note what of a reply is still to come."""
+    def announce(self, reply: Message, tree: ObjectTree) -> tuple[str, list[str]]:
+        """Take the head of a reply, and note what of it is still to come.
+
+        Returns
+        -------
+        tuple[str, list[str]]
+            Id of the session in which objects are pushed, and the ids of those that are to be: none
+            if the reply is not wanted.
+
+        Raises
+        ------
+        ValueError
+            The tree is none.
+        """
+        check_tree(tree)
+        asked, reply_id = reply.metadata.reply_to_message_id, reply.metadata.message_id
+        if tree.object_id != reply_id:
+            raise ValueError("a reply has the id of its object")
         with self.lock:
-            asked = message.metadata.reply_to_message_id
-            known = self.message_ins_id_to_message_res_id.get(asked, message.metadata.message_id)
-            if asked in self._bodies or known != message.metadata.message_id:
-                # A second reply to the same message.
-                return False, []
-            stored, missing = super().store_message_and_object_tree(
-                message, object_tree, session_id
-            )
-            if stored and asked and asked not in self._arrived:
-                reply_id = message.metadata.message_id
+            if not self._is_wanted(reply):
+                return self._uploads.begin("", ()), []
+            self.reply_heads.setdefault(reply_id, reply)
+            self._reply_ids[asked] = reply_id
+            missing = self.objects.announce(tree)
+            if asked not in self._arrived:
                 self._missing[reply_id] = set(missing)
-                for object_id in missing:
-                    self._waiting.setdefault(object_id, set()).add(reply_id)
+                for key in missing:
+                    self._waiting.setdefault(key, set()).add(reply_id)
                 self._note(reply_id)
-            return stored, missing
+            return self._uploads.begin(reply_id, missing), missing
 
-    def store_object(
-        self, run_id: int, session_id: str, object_id: str, object_content: bytes
-    ) -> bool:
+    def _is_wanted(self, reply: Message) -> bool:
+        """Return whether a reply answers a message of this run, in time, and is the first to."""
+        stated = reply.metadata
+        asked = self.heads.get(stated.reply_to_message_id)
+        if asked is None or not _is_valid(reply) or stated.run_id != self.run_id:
+            return False
+        sender, server = asked.metadata.dst_node_id, messages.SERVER_NODE_ID
+        if (stated.src_node_id, stated.dst_node_id) != (sender, server):
+            return False
+        left = asked.metadata.created_at + asked.metadata.ttl - stated.created_at
+        if stated.ttl - left > _TTL_TOLERANCE:
+            return False
+        # It may be announced again, but for no other message, and no other one for this message.
+        same = self.reply_heads.get(stated.message_id, reply)
+        if same.metadata.reply_to_message_id != stated.reply_to_message_id:
+            return False
+        known = self._reply_ids.get(stated.reply_to_message_id, stated.message_id)
+        return stated.reply_to_message_id not in self._bodies and known == stated.message_id
+
+    def put_object(self, session: str, key: str, content: bytes) -> bool:
         """Take an object, unless its reply is too large; the last one of a reply completes it."""
-        # Always this lock first, then those of Flower's own.
         with self.lock:
-            for reply_id in self._waiting.get(object_id, ()):
-                size = self._sizes[reply_id] = self._sizes.get(reply_id, 0) + len(object_content)
+            for reply_id in self._waiting.get(key, ()):
+                size = self._sizes[reply_id] = self._sizes.get(reply_id, 0) + len(content)
                 if size > self.largest:
                     return False
-            stored = super().store_object(run_id, session_id, object_id, object_content)
-            if stored:
-                for reply_id in self._waiting.pop(object_id, ()):
-                    self._missing.get(reply_id, set()).discard(object_id)
-                    self._note(reply_id)
-            return stored
+            pushed = self._uploads.expects(session, key)
+            if pushed is None:
+                return False
+            if self._uploads.is_over(pushed):
+                self._give_up(pushed)
+                return False
+            try:
+                if object_id(content) != key:
+                    raise ValueError("its hash is another one")
+                check_object(content)
+            except ValueError as error:
+                log.debug("An object of a reply is refused: %s", error)
+                return False
+            self._uploads.took(pushed, key)
+            self._take_object(key, content)
+            return True
 
-    def get_object(self, run_id: int, object_id: str) -> bytes | None:
-        """Hand out an object."""
+    def _take_object(self, key: str, content: bytes) -> None:
+        """Keep an object, and note the replies that it completes."""
+        self.objects.put(key, content)
+        for reply_id in self._waiting.pop(key, ()):
+            self._missing.get(reply_id, set()).discard(key)
+            self._note(reply_id)
+
+    def get_object(self, key: str) -> bytes | None:
+        """Hand out an object: nothing if it is still to come, None if it never will."""
         with self.lock:
-            return super().get_object(run_id, object_id)
+            content = self.objects.get(key)
+            if content == b"":
+                for reply_id in self._uploads.overdue(key):
+                    self._give_up(reply_id)
+                content = self.objects.get(key)
+            return content
 
-    def _check_stored_messages(self, message_ids: set[str], run_id: int | None = None) -> None:
-        """Leave messages whose time is up where they are: they are answered with an error."""
+    def confirm(self, message_id: str) -> None:
+        """Drop the objects of a message: its node has them."""
+        with self.lock:
+            self.objects.delete(message_id)
 
-    def _check_and_tag_offline_nodes(self, node_ids: list[int] | None = None) -> None:
+    def _give_up(self, reply_id: str) -> None:
+        """Drop a reply of which the rest has not come; another one may still."""
+        self._uploads.end(reply_id)
+        if reply_id not in self._missing:
+            return
+        self._forget_missing(reply_id)
+        self.objects.delete(reply_id)
+        reply = self.reply_heads.pop(reply_id, None)
+        if reply is not None:
+            self._reply_ids.pop(reply.metadata.reply_to_message_id, None)
+
+    def _mark_offline(self, nodes: Iterable[Node]) -> None:
         """Mark nodes offline that are silent for too long; a clock that is set does not count."""
-        with self.lock:
-            jump = self._skew.seconds()
-            if jump:
-                for node in self.nodes.values():
-                    if node.HasField("online_until"):
-                        node.online_until += jump
-                for message in self.message_ins_store.values():
-                    # Later is no harm; a reply's time to live must not be longer than what is left.
-                    message.metadata.ttl += max(jump, 0.0)
-            super()._check_and_tag_offline_nodes(node_ids)
+        jump = self._skew.seconds()
+        if jump:
+            for node in self.nodes.values():
+                if node.online_until is not None:
+                    node.online_until += jump
+            for message in self.heads.values():
+                # Later is no harm; a reply's time to live must not be longer than what is left.
+                message.metadata.ttl += max(jump, 0.0)
+        now = time.time()
+        for node in nodes:
+            if node.is_online and cast(float, node.online_until) <= now:
+                node.is_online = False
 
-    def _on_push_session_expired(self, message_object_ids: set[str]) -> None:
-        """Drop replies of which the rest has not come."""
-        super()._on_push_session_expired(message_object_ids)
-        for reply_id in message_object_ids:
-            self._forget_missing(reply_id)
+    def node_of(self, public_key: bytes) -> int | None:
+        """Return the node that has a key; None if there is none."""
+        return self._ids.get(public_key)
 
     def is_current(self, node_id: int, session: str) -> bool:
         """Return whether a session is that of the process that has last become this node."""
@@ -501,7 +686,23 @@ class LinkState(InMemoryLinkState):
         """Return the version of Raceme on a node; empty if it is not known, or a SuperNode."""
         return self._sessions.get(node_id, "").rpartition("/")[0]
 
-    def activate_node(self, node_id: int, heartbeat_interval: float, session: str = "") -> bool:
+    def register(self, public_key: bytes) -> int:
+        """Make a node known, which is not online yet; return its id.
+
+        Raises
+        ------
+        ValueError
+            Another node has this key.
+        """
+        with self.lock:
+            if public_key in self._ids:
+                raise ValueError("Public key already in use")
+            node_id = _random_id()
+            self.nodes[node_id] = Node(node_id, public_key)
+            self._ids[public_key] = node_id
+            return node_id
+
+    def activate(self, node_id: int, heartbeat_interval: float, session: str = "") -> bool:
         """Let a node come online. What it had been given before is lost: it starts anew.
 
         One of Raceme's devices takes the place of a process with its key that counts as online:
@@ -509,11 +710,16 @@ class LinkState(InMemoryLinkState):
         """
         with self.lock:
             node = self.nodes.get(node_id)
-            if node is not None and node.status == NodeStatus.ONLINE and session:
-                node.status = NodeStatus.OFFLINE
-                self.renewed.add(node_id)
-            if not super().activate_node(node_id, heartbeat_interval):
+            if node is None:
                 return False
+            if node.is_online and session:
+                node.is_online = False
+                self.renewed.add(node_id)
+            self._mark_offline([node])
+            if node.is_online:
+                return False
+            node.is_online = True
+            node.online_until = time.time() + HEARTBEAT_PATIENCE * heartbeat_interval
             self._sessions[node_id] = session
             self._live(node_id)
             was_direct = node_id in self._direct
@@ -524,20 +730,24 @@ class LinkState(InMemoryLinkState):
             self._handed_out.pop(node_id, None)
             # A SuperNode cannot read what waits for one of Raceme's devices with the same key.
             all_lost = was_direct and node_id not in self._direct
-            for message_id, message in self.message_ins_store.items():
+            for message_id, message in self.heads.items():
                 if message.metadata.dst_node_id != node_id or message_id in self._arrived:
                     continue
                 if message.metadata.delivered_at or all_lost:
                     self._lost[message_id] = None
-        self.on_news()
+        self._tell()
         return True
 
-    def acknowledge_node_heartbeat(self, node_id: int, heartbeat_interval: float) -> bool:
-        """Take a heartbeat."""
+    def beat(self, node_id: int, heartbeat_interval: float) -> bool:
+        """Take a heartbeat; return whether the node is known. One that was offline is back."""
         with self.lock:
-            done = super().acknowledge_node_heartbeat(node_id, heartbeat_interval)
+            node = self.nodes.get(node_id)
+            if node is None:
+                return False
+            node.is_online = True
+            node.online_until = time.time() + HEARTBEAT_PATIENCE * heartbeat_interval
             self._live(node_id)
-        return done
+            return True
 
     def _live(self, node_id: int) -> None:
         """Let one of Raceme's devices count as online as long as its heartbeats promise."""
@@ -548,39 +758,45 @@ class LinkState(InMemoryLinkState):
     def make_room(self) -> None:
         """Forget the oldest of many nodes that were registered and never came online."""
         with self.lock:
-            absent = [key for key, node in self.nodes.items() if not node.HasField("online_until")]
+            absent = [key for key, node in self.nodes.items() if node.online_until is None]
             if len(absent) >= _MOST_ABSENT:
-                self.delete_node(NOOP_FLWR_AID, absent[0])
+                self.unregister(absent[0])
 
-    def deactivate_node(self, node_id: int) -> bool:
+    def deactivate(self, node_id: int) -> bool:
         """Let a node go offline."""
         with self.lock:
-            done = super().deactivate_node(node_id)
-            if done:
-                # It does not come back with what it has.
-                self.nodes[node_id].online_until = 0.0
+            node = self.nodes.get(node_id)
+            if node is not None:
+                self._mark_offline([node])
+            if node is None or not node.is_online:
+                return False
+            # It does not come back with what it has.
+            node.is_online, node.online_until = False, 0.0
         self._looked_at = 0.0
-        self.on_news()
-        return done
+        self._tell()
+        return True
 
-    def delete_node(self, owner_aid: str, node_id: int) -> None:
+    def unregister(self, node_id: int) -> None:
         """Forget a node; a device without a registered key is a new one each time it joins."""
         with self.lock:
-            node = self.nodes.get(node_id)
-            if node is not None and not node.HasField("online_until"):
-                # It has never been online, which Flower's own code does not expect here.
-                node.online_until = 0.0
-            super().delete_node(owner_aid, node_id)
-            self.node_public_key_to_node_id.pop(self.nodes.pop(node_id).public_key, None)
+            node = self.nodes.pop(node_id)
+            self._ids.pop(node.public_key, None)
             self._handed_out.pop(node_id, None)
             self._undelivered.pop(node_id, None)
             self._greeted.discard(node_id)
             self._direct.discard(node_id)
             self._sessions.pop(node_id, None)
             self.renewed.discard(node_id)
-            self.owner_to_node_ids[owner_aid].discard(node_id)
         self._looked_at = 0.0
-        self.on_news()
+        self._tell()
+
+    def _tell(self) -> None:
+        for observer in self.observers:
+            observer.on_news()
+
+    def _tell_of_reply(self, message_id: str, encoded: Callable[[], Encoded]) -> None:
+        for observer in self.observers:
+            observer.on_reply(message_id, encoded)
 
     # Replies.
 
@@ -589,14 +805,14 @@ class LinkState(InMemoryLinkState):
         if self._missing.get(reply_id):
             return
         self._forget_missing(reply_id)
-        reply = self.message_res_store.get(reply_id)
+        reply = self.reply_heads.get(reply_id)
         if reply is None:
             return
         asked = reply.metadata.reply_to_message_id
-        self.on_reply(asked, lambda: self._encoded(reply))
+        self._tell_of_reply(asked, lambda: self._encoded(reply))
         self._lost.pop(asked, None)
         self._arrived[asked] = reply_id
-        self.on_news()
+        self._tell()
 
     def _encoded(self, message: Message) -> Encoded:
         tree, contents = self._objects(message.metadata.message_id)
@@ -604,14 +820,13 @@ class LinkState(InMemoryLinkState):
 
     def _objects(self, message_id: str) -> tuple[ObjectTree, dict[str, bytes]]:
         """Return the tree of the objects of a message; their contents by id, children first."""
-        tree = self.object_store.get_object_tree(message_id)
-        ids = dict.fromkeys(node.object_id for node in inflatable.iterate_object_tree(tree))
-        return tree, {key: self.object_store.get(key) or b"" for key in ids}
+        tree = self.objects.tree(message_id)
+        return tree, {key: self.objects.get(key) or b"" for key in ids_of(tree)}
 
     def _inflated(self, message_id: str) -> Message:
         """Return the reply to a message with its content."""
         reply_id = self._arrived[message_id]
-        sender = self.message_ins_store[message_id].metadata.dst_node_id
+        sender = self.heads[message_id].metadata.dst_node_id
         reason = "the reply is not what was announced"
         try:
             if message_id in self._bodies:
@@ -642,8 +857,8 @@ class LinkState(InMemoryLinkState):
             return []
         self._looked_at = now
         # Marks those that are silent for too long.
-        online, wall = self.get_nodes(self.run_id), time.time()
-        for message_id, message in list(self.message_ins_store.items()):
+        online, wall = set(self.online()), time.time()
+        for message_id, message in list(self.heads.items()):
             metadata = message.metadata
             is_over = metadata.created_at + metadata.ttl <= wall
             if is_over and message_id not in message_ids:
@@ -652,7 +867,7 @@ class LinkState(InMemoryLinkState):
                 is_over or self._has_left(metadata.dst_node_id, online, wall)
             ):
                 self._lost[message_id] = None
-        return [key for key in message_ids if key not in self.message_ins_store]
+        return [key for key in message_ids if key not in self.heads]
 
     def _has_left(self, node_id: int, online: Collection[int], wall: float) -> bool:
         """Return whether a node will not answer what it was given any more."""
@@ -660,10 +875,10 @@ class LinkState(InMemoryLinkState):
         if node is None or node_id in online:
             return node is None
         silent = _WORK_SECONDS - LIVE_SECONDS if self._sessions.get(node_id) else 0.0
-        return bool(node.online_until + silent <= wall)
+        return (node.online_until or 0.0) + silent <= wall
 
     def _error(self, message_id: str, code: int, reason: str) -> Message:
-        return messages.error_reply(self.message_ins_store[message_id], code, reason)
+        return messages.error_reply(self.heads[message_id], code, reason)
 
     # Checkpoints and figures.
 
@@ -680,11 +895,11 @@ class LinkState(InMemoryLinkState):
                 self._compare(self._registered, keys)
             self._registered = dict(keys)
             for key in keys:
-                if self.get_node_id_by_public_key(key) is None:
-                    self.create_node(NOOP_FLWR_AID, NOOP_ACCOUNT_NAME, key, 0)
-            for key, node in list(self.node_public_key_to_node_id.items()):
+                if key not in self._ids:
+                    self.register(key)
+            for key, node in list(self._ids.items()):
                 if key not in keys:
-                    self.delete_node(NOOP_FLWR_AID, node)
+                    self.unregister(node)
 
     def _compare(self, before: Mapping[bytes, str], now: Mapping[bytes, str]) -> None:
         """Say which devices have other keys than before, and remember it for the run."""
@@ -699,7 +914,7 @@ class LinkState(InMemoryLinkState):
     def counts(self) -> dict[str, int]:
         """Return how many messages wait for their node, are with it, and are answered."""
         with self.lock:
-            heads = list(self.message_ins_store.items())
+            heads = list(self.heads.items())
             sent = sum(bool(head.metadata.delivered_at) for _, head in heads)
             answered = sum(self._is_answered(key) for key, _ in heads)
         return {"waiting": len(heads) - sent, "at-work": sent - answered, "answered": answered}
@@ -710,29 +925,22 @@ class LinkState(InMemoryLinkState):
         Of messages that their nodes have fetched only the heads are left.
         """
         with self.lock:
-            run = self.run_ids[self.run_id].run
             return {
                 "run": self.run_id,
-                "series": run.series_id,
-                "nodes": [node.SerializeToString() for node in self.nodes.values()],
+                "nodes": [asdict(node) for node in self.nodes.values()],
                 "direct": sorted(self._direct),
-                "messages": [self._message_tree(key) for key in self.message_ins_store],
+                "messages": [self._message_tree(key) for key in self.heads],
                 "replies": [self._encoded_reply(key) for key in self._arrived],
             }
 
     def load_state_dict(self, tree: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned, in a new state."""
         with self.lock:
-            record = self.run_ids.pop(self.run_id)
-            record.run.run_id, record.run.series_id = tree["run"], tree["series"]
-            self.task_store[cast(int, record.run.primary_task_id)].run_id = tree["run"]
             self.run_id = tree["run"]
-            self.run_ids[self.run_id] = record
             messages.identify_process(self.run_id)
-            for known in (self.nodes, self.node_public_key_to_node_id, self.owner_to_node_ids):
-                known.clear()
-            for data in tree["nodes"]:
-                self._restore_node(NodeInfo.FromString(data))
+            self.nodes, self._ids = {}, {}
+            for saved in tree["nodes"]:
+                self._restore_node(Node(**saved))
             self._direct = set(tree["direct"])
             for saved in tree["messages"]:
                 self._restore_message(saved)
@@ -744,23 +952,24 @@ class LinkState(InMemoryLinkState):
         with self.lock:
             if not parcel[0]:
                 asked = parcel[1].decode()
-                message = self.message_ins_store.get(asked)
+                message = self.heads.get(asked)
                 if message is None or self._is_answered(asked):
                     return False
                 return self.accept(message.metadata.dst_node_id, asked, parcel[2])
             head = message_from_proto(ProtoMessage.FromString(parcel[0]))
             tree = ObjectTree.FromString(parcel[1])
-            session = self.start_session(self.run_id)
-            stored, missing = self.store_message_and_object_tree(head, tree, session)
-            contents = {inflatable.get_object_id(content): content for content in parcel[2:]}
-            for object_id in missing:
-                self.store_object(self.run_id, session, object_id, contents[object_id])
-        return stored
+            if not self._is_wanted(head):
+                return False
+            session, missing = self.announce(head, tree)
+            contents = {object_id(content): content for content in parcel[2:]}
+            for key in missing:
+                self.put_object(session, key, contents[key])
+        return True
 
     def _message_tree(self, message_id: str) -> dict[str, Any]:
-        message = self.message_ins_store[message_id]
+        message = self.heads[message_id]
         # The objects go when the node confirms that it has them.
-        whole = message_id in self.object_store
+        whole = message_id in self.objects
         content = None if message.metadata.delivered_at else self._cache.get(message_id)
         return {
             "delivered": message.metadata.delivered_at,
@@ -769,26 +978,25 @@ class LinkState(InMemoryLinkState):
             "parcel": self._encoded(message) if whole else [head_of(message)],
         }
 
-    def _restore_node(self, node: NodeInfo) -> None:
-        if node.status == NodeStatus.ONLINE:
+    def _restore_node(self, node: Node) -> None:
+        if node.is_online:
             node.online_until = time.time() + self.reconnect
         self.nodes[node.node_id] = node
-        self.node_public_key_to_node_id[node.public_key] = node.node_id
-        self.owner_to_node_ids.setdefault(node.owner_aid, set()).add(node.node_id)
+        self._ids[node.public_key] = node.node_id
 
     def _restore_message(self, saved: Mapping[str, Any]) -> None:
         parcel = saved["parcel"]
         message = message_from_proto(ProtoMessage.FromString(parcel[0]))
         message_id, node = message.metadata.message_id, message.metadata.dst_node_id
         message.metadata.delivered_at = saved["delivered"]
-        self.message_ins_store[message_id] = message
+        self.heads[message_id] = message
         if saved["body"]:
             self._cache.put(message_id, messages.decode(saved["body"]))
         if saved["whole"]:
             tree = ObjectTree.FromString(parcel[1])
-            self.object_store.preregister(self.run_id, tree)
+            self.objects.announce(tree)
             for content in parcel[2:]:
-                self.object_store.put(inflatable.get_object_id(content), content)
+                self.objects.put(object_id(content), content)
         if saved["delivered"]:
             self._handed_out[node] = message_id
         else:
@@ -797,7 +1005,7 @@ class LinkState(InMemoryLinkState):
     def _encoded_reply(self, asked: str) -> Encoded:
         if asked in self._bodies:
             return [b"", asked.encode(), self._bodies[asked]]
-        return self._encoded(self.message_res_store[self._arrived[asked]])
+        return self._encoded(self.reply_heads[self._arrived[asked]])
 
 
 def _unavailable(message_id: str) -> Message:
@@ -806,8 +1014,30 @@ def _unavailable(message_id: str) -> Message:
     return messages.error_reply(asked, messages.MESSAGE_UNAVAILABLE, "the message has expired")
 
 
-def _ignore(*_arguments: object) -> None:
-    """Do nothing."""
+def _random_id() -> int:
+    """Return a number of 64 bits; 0 stands for none, and 1 for the server."""
+    return 2 + secrets.randbelow(2**64 - 2)
+
+
+def _scalar(value: Value) -> Scalar:
+    if isinstance(value, bool):
+        return Scalar(bool=value)
+    if isinstance(value, int):
+        return Scalar(sint64=value)
+    return Scalar(double=value) if isinstance(value, float) else Scalar(string=value)
+
+
+def _is_valid(message: Message) -> bool:
+    """Return whether a message or a reply states all that it has to, and is still of use."""
+    stated = message.metadata
+    return (
+        bool(stated.message_id and stated.message_type)
+        and not stated.delivered_at
+        and stated.ttl > 0
+        and stated.created_at >= _EARLIEST
+        and stated.created_at + stated.ttl > time.time()
+        and message.has_content() != message.has_error()
+    )
 
 
 def head_of(message: Message) -> bytes:

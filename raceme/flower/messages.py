@@ -13,23 +13,33 @@ from functools import lru_cache
 from typing import IO, Any
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
-from flwr.app.message import make_message
-from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
+from flwr.app import (
+    Array,
+    ArrayRecord,
+    ConfigRecord,
+    Error,
+    Message,
+    Metadata,
+    MetricRecord,
+    RecordDict,
+)
 from flwr.common.serde import message_from_proto, message_to_proto
 from flwr.proto.message_pb2 import Message as ProtoMessage
 from flwr.supercore.run import Run as Run
-from flwr.supercore.run import RunNotRunningException as RunNotRunningException
 from flwr.supercore.task_identity import TaskIdentity
 from numpy.typing import NDArray
 
-SERVER_NODE_ID = SUPERLINK_NODE_ID
-CLIENT_APP_RAISED_EXCEPTION = ErrorCode.CLIENT_APP_RAISED_EXCEPTION
-INVALID_APP = ErrorCode.INVALID_FAB
-LOAD_APP_EXCEPTION = ErrorCode.LOAD_CLIENT_APP_EXCEPTION
-MESSAGE_UNAVAILABLE = ErrorCode.MESSAGE_UNAVAILABLE
-NODE_UNAVAILABLE = ErrorCode.NODE_UNAVAILABLE
-REPLY_MESSAGE_UNAVAILABLE = ErrorCode.REPLY_MESSAGE_UNAVAILABLE
+SERVER_NODE_ID = 1
+"""The node that messages come from (flwr.common.constant: SUPERLINK_NODE_ID)."""
+
+# Codes of error replies (flwr.common.constant: ErrorCode).
+UNKNOWN_ERROR = 0
+LOAD_APP_EXCEPTION = 1
+CLIENT_APP_RAISED_EXCEPTION = 2
+MESSAGE_UNAVAILABLE = 3
+REPLY_MESSAGE_UNAVAILABLE = 4
+NODE_UNAVAILABLE = 5
+INVALID_APP = 7
 
 
 def identify_process(run_id: int = 1, node_id: int = SERVER_NODE_ID, task_id: int = 1) -> None:
@@ -41,6 +51,21 @@ def identify_process(run_id: int = 1, node_id: int = SERVER_NODE_ID, task_id: in
     TaskIdentity.run_id = run_id
     TaskIdentity.node_id = node_id
     TaskIdentity.task_id = task_id
+
+
+def made(
+    metadata: Metadata, content: RecordDict | None = None, error: Error | None = None
+) -> Message:
+    """Return a message with metadata of another; ``Message(...)`` accepts that, undocumented."""
+    message: Message = Message(  # type: ignore[call-overload]
+        metadata=metadata, content=content, error=error
+    )
+    return message
+
+
+def without_content(message: Message) -> Message:
+    """Return a message with an empty content, or itself if it is an error."""
+    return message if message.has_error() else made(message.metadata, RecordDict())
 
 
 def set_message_id(message: Message, message_id: str) -> None:
@@ -65,9 +90,7 @@ def error_reply(message: Message, code: int, reason: str) -> Message:
 
 def refused(reply: Message, reason: str) -> Message:
     """Return a reply as an error, as if its client had said that it could not do its work."""
-    error = Error(ErrorCode.UNKNOWN, reason)
-    refusal: Message = Message(error=error, metadata=reply.metadata)  # type: ignore[call-overload]
-    return refusal
+    return made(reply.metadata, error=Error(UNKNOWN_ERROR, reason))
 
 
 def empty_run(run_id: int = 1) -> Run:
@@ -146,7 +169,7 @@ def joined(message: Message) -> Message:
             content[name] = _one(record)
         else:
             content[name] = record
-    return make_message(metadata=message.metadata, content=content)
+    return made(metadata=message.metadata, content=content)
 
 
 def parted(message: Message) -> Message:
@@ -176,7 +199,7 @@ def copied(message: Message) -> Message:
         else:
             content[name] = _like(record)
     # Flower's code notes in the metadata of the first what became of it.
-    return make_message(metadata=copy(message.metadata), content=content)
+    return made(metadata=copy(message.metadata), content=content)
 
 
 def size_of(message: Message) -> int:

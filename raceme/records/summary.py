@@ -29,6 +29,7 @@ from raceme.core.events import (
     home,
 )
 from raceme.core.files import atomic_write
+from raceme.flower import installed_flower
 from raceme.records.store import plain
 
 # -----------------------------------------------------------------------------
@@ -903,7 +904,8 @@ class RunSummary(EventHandler):
             **self.measures.result(),
             "versions": {
                 "raceme": raceme.__version__,
-                **{package: _version(package) for package in ("flwr", "torch", "numpy")},
+                "flwr": installed_flower()[1],
+                **{package: _version(package) for package in ("torch", "numpy")},
                 "python": platform.python_version(),
             },
         }

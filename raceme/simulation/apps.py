@@ -41,7 +41,6 @@ from raceme.core.signals import handled_by
 from raceme.core.strategy import Method
 from raceme.datasets.source import own_randomness, seed_process, without_operators
 from raceme.flower import app as compat
-from raceme.flower.messages import RunNotRunningException
 from raceme.records import exchanges
 from raceme.records.folder import MESSAGES, STORE, SUMMARY, new_folder
 from raceme.records.record import read_run
@@ -394,7 +393,7 @@ class Halted(BaseException):
     """
 
 
-class OtherThreadError(UserError, RunNotRunningException):
+class OtherThreadError(UserError, compat.RunNotRunningException):
     """Raised when another thread than the ServerApp's uses the grid.
 
     Flower's older driver API looks for nodes in a thread of its own, which ends at the second of

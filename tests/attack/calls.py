@@ -31,18 +31,17 @@ from flwr.proto.node_pb2 import Node
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes, sign_message
 from serving import Server, answer, fetch, light_device, serving
 
-from raceme.flower.fleet_client import (
+from raceme.flower.fleet_client import Endpoint, Link, inflatable, signed_channel
+from raceme.flower.fleet_protocol import (
+    MEDIA_TYPE,
     SEND,
     SERVICE,
-    Endpoint,
     Keys,
-    Link,
     SendRequest,
+    Signer,
     generate_keys,
-    inflatable,
-    signed_channel,
+    path_of,
 )
-from raceme.flower.fleet_protocol import MEDIA_TYPE, Signer, path_of
 from raceme.flower.messages import encode, identify_process
 
 SUBJECTS = ("silence", "bombs", "uploads", "answers", "replays", "registrations", "clocks")

@@ -28,8 +28,8 @@ from raceme.core.signals import StopSignal
 from raceme.fleet.certificates import make_certificates, read_certificates
 from raceme.fleet.device import OtherTransportError, StoppedError, join
 from raceme.flower import fleet_protocol, fleet_server
-from raceme.flower.fleet_client import Endpoint, generate_keys, knows_key
-from raceme.flower.fleet_protocol import MEDIA_TYPE, Signer, path_of
+from raceme.flower.fleet_client import Endpoint, knows_key
+from raceme.flower.fleet_protocol import MEDIA_TYPE, Signer, generate_keys, path_of
 from raceme.flower.link_state import LinkState
 
 
@@ -59,7 +59,7 @@ def test_a_message_and_its_reply_arrive_as_they_were_sent(tmp_path: Path) -> Non
         replies = server.wait(*sent)
         assert [number_of(reply) for reply in replies] == [7, 8]
         assert (replies[0].content["arrays"].to_numpy_ndarrays()[0] == 7).all()
-        assert len(server.state.object_store) == 0
+        assert len(server.state.objects) == 0
         assert link.receive() is None
 
 
@@ -192,10 +192,7 @@ def test_a_recorded_signature_is_of_no_use_to_another_node_or_later(
     recorded, owner = signed()
     forged, thief = signed()
     with serving(tmp_path) as server:
-        nodes = [
-            server.state.create_node("owner", "owner", public_key, 30)
-            for public_key in (owner, thief)
-        ]
+        nodes = [server.state.register(public_key) for public_key in (owner, thief)]
         pulls = [PullMessagesRequest(node=Node(node_id=node)) for node in nodes]
 
         def replay(pull: PullMessagesRequest, headers: dict[str, str]) -> tuple[int, str]:

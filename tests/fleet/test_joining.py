@@ -15,10 +15,11 @@ from raceme.core.signals import StopSignal
 from raceme.fleet.device import DeviceOptions, PatientCalls, _stay_online
 from raceme.fleet.tasks import Apps, Interrupter, Tasks
 from raceme.flower import fleet_client as fleet
+from raceme.flower.fleet_protocol import Keys, generate_keys
 
 
 @contextmanager
-def device(api: FleetApi, keys: fleet.Keys) -> Iterator[None]:
+def device(api: FleetApi, keys: Keys) -> Iterator[None]:
     """Let a device try to be online."""
     stop = StopSignal()
     tasks = Tasks(Apps(), {}, Interrupter(0.0))
@@ -47,7 +48,7 @@ def said(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[str], bool]]:
 def test_a_device_that_has_just_been_registered_is_online_at_once(
     said: Callable[[str], bool],
 ) -> None:
-    keys = fleet.generate_keys()
+    keys = generate_keys()
     with fleet_api() as api, device(api, keys):
         wait_until(lambda: said("not accepted: this key is not registered: copy its .pub"), 20)
         assert said("and device-keys, if the server has that file")
@@ -61,7 +62,7 @@ def test_a_device_whose_former_self_was_online_lets_the_strategy_notice(
     said: Callable[[str], bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("raceme.fleet.device._ABSENCE_SECONDS", 0.1)
-    keys = fleet.generate_keys()
+    keys = generate_keys()
     with fleet_api() as api, ExitStack() as former:
         api.register(keys)
         calls = PatientCalls(StopSignal(), api.endpoint)

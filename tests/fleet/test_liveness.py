@@ -25,8 +25,7 @@ from test_serve import are_applied_once, start_server, updates
 from raceme import __version__
 from raceme.core.errors import UserError
 from raceme.flower import fleet_client, fleet_protocol, link_state
-from raceme.flower.fleet_client import generate_keys
-from raceme.flower.fleet_protocol import Signatures, Signer
+from raceme.flower.fleet_protocol import Signatures, Signer, generate_keys
 from raceme.flower.messages import NODE_UNAVAILABLE
 from raceme.records.folder import command
 
@@ -66,7 +65,7 @@ def test_a_process_with_the_key_takes_the_place_of_an_earlier_one_at_once(
             former.receive()
         answer(own, fetch(own))
         assert number_of(server.wait(again)[0]) == 2
-        assert not server.state.message_ins_store
+        assert not server.state.heads
         # Nor does its end take the node offline.
         former._calls.leaving = True
         with pytest.raises(RpcError, match="another process with this device's key"):
@@ -76,9 +75,9 @@ def test_a_process_with_the_key_takes_the_place_of_an_earlier_one_at_once(
 
 def test_a_supernode_of_flowers_waits_until_the_former_is_gone(server: Server) -> None:
     with light_device(server, KEYS) as link:
-        assert not server.state.activate_node(link.node_id, 30.0)
+        assert not server.state.activate(link.node_id, 30.0)
         round_trip(server, link, 1)
-    assert server.state.activate_node(link.node_id, 30.0)
+    assert server.state.activate(link.node_id, 30.0)
 
 
 @pytest.mark.parametrize("transport", ["grpc", "http"])
@@ -98,17 +97,17 @@ def test_a_silent_device_is_offline_soon_and_its_work_is_lost_later(
             time.sleep(0.05)
         # The network is down for a while.
         monkeypatch.setattr(fleet_client, "_beat", lambda *_: False)
-        beat = server.state.acknowledge_node_heartbeat
-        monkeypatch.setattr(server.state, "acknowledge_node_heartbeat", lambda *_: False)
+        beat = server.state.beat
+        monkeypatch.setattr(server.state, "beat", lambda *_: False)
         wait_until(lambda: not server.state.online(), 5)
         server.state._looked_at = 0.0
         assert server.grid.pull_messages([first, second]) == []
-        monkeypatch.setattr(server.state, "acknowledge_node_heartbeat", beat)
+        monkeypatch.setattr(server.state, "beat", beat)
         wait_until(server.state.online, 5)
         answer(link, message)
         assert number_of(server.wait(first)[0]) == 1
         # Now it stays away.
-        monkeypatch.setattr(server.state, "acknowledge_node_heartbeat", lambda *_: False)
+        monkeypatch.setattr(server.state, "beat", lambda *_: False)
         wait_until(lambda: not server.state.online(), 5)
         monkeypatch.setattr(link_state, "_WORK_SECONDS", 0.0)
         server.state._looked_at = 0.0

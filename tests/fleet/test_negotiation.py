@@ -13,16 +13,14 @@ import grpc
 import numpy as np
 import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
-from flwr.server.superlink.linkstate import in_memory_linkstate
-from flwr.supercore import date
 from log_lines import lines_with
 from serving import Server, answer, fetch, light_device, number_of, round_trip, serving
 
 from raceme.core.errors import UserError
 from raceme.flower import fleet_client as direct
-from raceme.flower import fleet_client as wire
+from raceme.flower import fleet_protocol as wire
 from raceme.flower import link_state as message_state
-from raceme.flower.fleet_client import Greeting
+from raceme.flower.fleet_protocol import Greeting
 from raceme.flower.link_state import MessageCache
 from raceme.flower.messages import NODE_UNAVAILABLE, SERVER_NODE_ID, encode, identify_process
 
@@ -46,7 +44,7 @@ def sent_and_answered(server: Server, *, seed: int = 3) -> tuple[str, str, int]:
     with light_device(server) as link:
         identify_process(server.state.run_id, SERVER_NODE_ID)
         (key,) = server.grid.push_messages([Message(model(seed), link.node_id, "train", ttl=60.0)])
-        objects = len(server.state.object_store)
+        objects = len(server.state.objects)
         message = fetch(link)
         answer(link, message)
         (reply,) = server.wait(key)
@@ -88,12 +86,12 @@ def test_both_kinds_of_devices_work_side_by_side(
 def greets(monkeypatch: pytest.MonkeyPatch, greeting: Greeting) -> Iterator[None]:
     """Let devices, which are in this process too, greet as another version would."""
 
-    def greeted(transport: wire.Transport, calls: wire.Calls) -> Greeting:
+    def greeted(transport: direct.Transport, calls: direct.Calls) -> Greeting:
         answer = calls.invoke(transport.greet, greeting.to_bytes())
         return Greeting.from_bytes(answer)
 
     with monkeypatch.context() as patch:
-        patch.setattr(wire, "_greeted", greeted)
+        patch.setattr(direct, "_greeted", greeted)
         yield
 
 
@@ -218,14 +216,14 @@ def test_a_supernode_with_the_key_of_a_device_gets_what_it_can_read(
 ) -> None:
     with light_device(server) as link:
         waiting = server.push(link.node_id, 1)
-        server.state.deactivate_node(link.node_id)
+        server.state.deactivate(link.node_id)
         # It has not greeted.
-        assert server.state.activate_node(link.node_id, 30.0)
+        assert server.state.activate(link.node_id, 30.0)
         (reply,) = server.wait(waiting)
         assert reply.error.code == NODE_UNAVAILABLE
-        assert server.state.get_message_ins(link.node_id, 1) == []
+        assert server.state.next_head(link.node_id) is None
         again = server.push(link.node_id, 2)
-        assert again in server.state.object_store
+        assert again in server.state.objects
 
 
 @pytest.mark.parametrize("hours", [5, -5])
@@ -244,7 +242,6 @@ def test_a_clock_that_is_set_sends_nobody_offline_and_loses_no_message(
         clock = SimpleNamespace(time=wall, monotonic=time.monotonic)
         clock.strftime, clock.gmtime = time.strftime, time.gmtime
         monkeypatch.setattr(message_state, "time", clock)
-        monkeypatch.setattr(in_memory_linkstate, "now", lambda: date.now() + jump)
         monkeypatch.setattr(server.state._skew, "_wall", wall)
         server.state._looked_at = 0.0
         assert server.state.online() == [link.node_id]

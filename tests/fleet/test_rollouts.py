@@ -24,7 +24,8 @@ from raceme.core.errors import UserError
 from raceme.core.signals import StopSignal
 from raceme.fleet.device import join
 from raceme.fleet.served_grid import _TRY, Rollouts
-from raceme.flower.fleet_client import Endpoint, generate_keys
+from raceme.flower.fleet_client import Endpoint
+from raceme.flower.fleet_protocol import generate_keys
 from raceme.flower.messages import identify_process
 from raceme.records.folder import Stage, VersionStore
 from raceme.strategies import FedAsync, FedAsyncParameters, Plan

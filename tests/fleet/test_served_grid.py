@@ -21,7 +21,7 @@ from raceme.fleet.device import RunOverError
 from raceme.fleet.served_grid import ServedGrid
 from raceme.flower import fleet_client as direct
 from raceme.flower import link_state as message_state
-from raceme.flower.fleet_client import generate_keys
+from raceme.flower.fleet_protocol import generate_keys
 from raceme.flower.fleet_server import FleetApi
 from raceme.flower.link_state import LinkState
 from raceme.flower.messages import NODE_UNAVAILABLE, identify_process
@@ -55,9 +55,9 @@ def test_a_message_and_its_reply_arrive_as_they_were_sent(tmp_path: Path) -> Non
         assert [number_of(reply) for reply in replies] == [7, 8]
         assert (replies[0].content["arrays"].to_numpy_ndarrays()[0] == 7).all()
         # Nothing of it is kept.
-        assert len(server.state.object_store) == 0
-        assert not server.state.message_ins_store
-        assert not server.state.message_res_store
+        assert len(server.state.objects) == 0
+        assert not server.state.heads
+        assert not server.state.reply_heads
 
 
 def test_of_many_replies_those_that_came_first_are_handed_out_first_and_the_others_next(
@@ -86,8 +86,8 @@ def test_nodes_may_come_while_it_is_looked_who_is_there() -> None:
 
     def come() -> int:
         for number in range(2000):
-            node = state.create_node("owner", "name", b"key %d" % number, 30.0)
-            state.activate_node(node, 30.0)
+            node = state.register(b"key %d" % number)
+            state.activate(node, 30.0)
         return number
 
     sys.setswitchinterval(1e-6)
@@ -111,9 +111,9 @@ def test_objects_travel_together_if_they_are_small_and_are_the_same_bits_if_not(
     with serving(tmp_path) as server, light_device(server) as link:
         handed_out, single = server.state.get_object, []
 
-        def noted(run_id: int, object_id: str) -> bytes | None:
+        def noted(object_id: str) -> bytes | None:
             single.append(object_id)
-            return handed_out(run_id, object_id)
+            return handed_out(object_id)
 
         monkeypatch.setattr(server.state, "get_object", noted)
         message_id = server.push(link.node_id, 7)
@@ -131,16 +131,16 @@ def test_a_device_waits_at_the_server_until_there_is_work(
 ) -> None:
     with serving(tmp_path) as server, light_device(server) as link:
         asked = []
-        handed_out = server.state.get_message_ins
+        handed_out = server.state.next_head
 
-        def noted(node_id: int, limit: int | None, **more: Any) -> list[Message]:
+        def noted(node_id: int) -> Message | None:
             asked.append(node_id)
             if len(asked) == 1:
                 waiting.append(Later(lambda: server.push(link.node_id, 5)))
-            return handed_out(node_id, limit, **more)
+            return handed_out(node_id)
 
         waiting: list[Later] = []
-        monkeypatch.setattr(server.state, "get_message_ins", noted)
+        monkeypatch.setattr(server.state, "next_head", noted)
         assert number_of(fetch(link)) == 5
         # Once when it came and once when there was something, not again and again.
         assert len(asked) <= 2
@@ -156,16 +156,16 @@ def test_work_for_several_devices_at_once_wakes_all_that_wait(
     with serving(tmp_path) as server, ExitStack() as stack:
         links = [stack.enter_context(light_device(server)) for _ in range(4)]
         asked, all_wait = set(), threading.Event()
-        handed_out = server.state.get_message_ins
+        handed_out = server.state.next_head
 
-        def noted(node_id: int, limit: int | None, **more: Any) -> list[Message]:
-            found = handed_out(node_id, limit, **more)
+        def noted(node_id: int) -> Message | None:
+            found = handed_out(node_id)
             asked.add(node_id)
             if len(asked) == len(links):
                 all_wait.set()
             return found
 
-        monkeypatch.setattr(server.state, "get_message_ins", noted)
+        monkeypatch.setattr(server.state, "next_head", noted)
         fetching = [Later(partial(fetch, link)) for link in links]
         assert all_wait.wait(10)
         # The Fleet API, which needs the lock for the first, comes to the others when all are there.
@@ -198,7 +198,7 @@ def test_a_message_that_is_given_up_is_not_handed_out(tmp_path: Path) -> None:
         server.grid.forget([second])
         answer(link, message)
         assert link.receive() is None
-        assert len(server.state.object_store) == 0
+        assert len(server.state.objects) == 0
 
 
 def test_the_messages_of_a_node_that_leaves_are_answered_with_an_error(tmp_path: Path) -> None:
@@ -220,16 +220,16 @@ def test_what_a_registered_device_was_given_is_lost_when_it_starts_anew(tmp_path
     with serving(tmp_path) as server, light_device(server) as link:
         other = server.push(link.node_id, 3)
         with ExitStack() as stack:
-            known = dict.fromkeys(server.state.node_public_key_to_node_id, "other")
+            known = {node.public_key: "other" for node in server.state.nodes.values()}
             server.state.admit({**known, _pem(keys): "kitchen"})
             device = stack.enter_context(light_device(server, keys))
             fetched, waiting = (server.push(device.node_id, number) for number in (1, 2))
             fetch(device)
             # It goes offline and comes back before anybody has noticed.
-            server.state.deactivate_node(device.node_id)
+            server.state.deactivate(device.node_id)
             server.state.greet(device.node_id)
             session = server.state._sessions[device.node_id]
-            assert server.state.activate_node(device.node_id, 30.0, session)
+            assert server.state.activate(device.node_id, 30.0, session)
             (reply,) = server.wait(fetched, waiting, other)
             assert reply.metadata.reply_to_message_id == fetched
             assert reply.error.code == NODE_UNAVAILABLE
@@ -285,7 +285,7 @@ def test_open_messages_and_nodes_survive_a_restart(tmp_path: Path, devices: Exit
         assert server.grid.now() >= tree["time"]
         # A message to one of Raceme's devices is whole before the device has called again.
         soon = server.push(links[1].node_id, 9)
-        assert soon not in server.state.object_store
+        assert soon not in server.state.objects
         server.grid.forget([soon])
         # What was there, what is still being worked on, and what was not fetched.
         assert number_of(server.wait(fetched, waiting, answered)[0]) == 2
@@ -328,7 +328,7 @@ def test_replies_since_the_checkpoint_are_there_after_a_crash_and_others_are_not
         (reply,) = server.wait(known)
         assert reply.metadata.reply_to_message_id == known
         assert number_of(reply) == 1
-        assert not server.state.message_res_store
+        assert not server.state.reply_heads
         assert all(reply.has_error() for reply in server.grid.pull_messages([unknown]))
         round_trip(server, link, 3)
         devices.close()
@@ -346,14 +346,14 @@ def test_registered_devices_stay_their_nodes_from_the_first_checkpoint_on(tmp_pa
         grid = ServedGrid(state, tmp_path / "journal", api.start)
         tree = grid.state_dict()
         grid.close()
-    nodes = {key: state.get_node_id_by_public_key(key) for key in keys[:2]}
+    nodes = {key: state.node_of(key) for key in keys[:2]}
     # One is shut out meanwhile, and another let in.
     with serving(
         tmp_path / "journal", registered=lambda: dict.fromkeys(keys[1:], ""), saved=tree
     ) as server:
-        assert server.state.get_node_id_by_public_key(keys[0]) is None
-        assert server.state.get_node_id_by_public_key(keys[1]) == nodes[keys[1]]
-        assert server.state.get_node_id_by_public_key(keys[2]) not in (None, *nodes.values())
+        assert server.state.node_of(keys[0]) is None
+        assert server.state.node_of(keys[1]) == nodes[keys[1]]
+        assert server.state.node_of(keys[2]) not in (None, *nodes.values())
         assert len(server.state.nodes) == 2
 
 

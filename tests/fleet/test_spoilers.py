@@ -23,7 +23,8 @@ from serving import serving
 from raceme.core import events
 from raceme.core.signals import StopSignal
 from raceme.fleet.device import join
-from raceme.flower.fleet_client import Endpoint, Keys
+from raceme.flower.fleet_client import Endpoint
+from raceme.flower.fleet_protocol import Keys
 from raceme.flower.messages import identify_process
 from raceme.strategies import FedAsync, Plan
 

@@ -14,13 +14,11 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import grpc
 import numpy as np
 import pytest
 from flwr.app import ArrayRecord, Message, RecordDict
-from flwr.common.constant import NOOP_ACCOUNT_NAME, NOOP_FLWR_AID
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 from processes import free_port, loopback, raceme
 from serving import APP, fetch, light_device, serving
@@ -29,8 +27,8 @@ from raceme.core.signals import StopSignal
 from raceme.fleet.certificates import make_certificates, read_device_key
 from raceme.fleet.device import join
 from raceme.fleet.serve import StatusPort
-from raceme.flower.fleet_client import Endpoint, ObjectPushError, generate_keys
-from raceme.flower.fleet_protocol import Signer
+from raceme.flower.fleet_client import Endpoint, ObjectPushError
+from raceme.flower.fleet_protocol import Signer, generate_keys
 from raceme.flower.fleet_server import FleetApi
 from raceme.flower.link_state import LinkState
 from raceme.flower.messages import identify_process
@@ -144,12 +142,12 @@ def test_of_a_body_that_is_refused_little_is_read(port_of: type, tmp_path: Path)
 
 def test_of_nodes_that_register_and_never_come_the_latest_are_kept() -> None:
     state = LinkState(APP)
-    online = state.create_node(NOOP_FLWR_AID, NOOP_ACCOUNT_NAME, b"device", 0)
-    assert state.activate_node(online, 30.0)
+    online = state.register(b"device")
+    assert state.activate(online, 30.0)
     made = []
     for number in range(1100):
         state.make_room()
-        made.append(state.create_node(NOOP_FLWR_AID, NOOP_ACCOUNT_NAME, b"stranger %d" % number, 0))
+        made.append(state.register(b"stranger %d" % number))
     assert online in state.nodes
     assert len(state.nodes) == 1001
     assert made[-1] in state.nodes
@@ -309,8 +307,7 @@ def test_objects_of_a_reply_beyond_the_limit_are_refused(tmp_path: Path) -> None
 
 def stored(state: LinkState) -> dict[str, bytes]:
     """Return the contents of all objects that are held."""
-    store: Any = state.object_store
-    return {key: store.get(key) or b"" for key in store.store}
+    return {key: content or b"" for key, content in state.objects._contents.items()}
 
 
 def test_an_id_of_five_thousand_digits_is_none(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from raceme.core.signals import StopSignal
 from raceme.fleet.certificates import make_certificates
 from raceme.fleet.device import PatientCalls, StoppedError, read_authority
 from raceme.flower import fleet_client as fleet
+from raceme.flower.fleet_protocol import generate_keys
 
 NOW = datetime.now(UTC)
 DAY = timedelta(days=1)
@@ -110,7 +111,7 @@ def connect(address: str, authority: bytes) -> None:
     """Register with a server as a device does."""
     endpoint = fleet.Endpoint(address, root_certificates=authority)
     calls = PatientCalls(Impatient(), endpoint)
-    with fleet.connect(endpoint, fleet.generate_keys(), calls, register=True):
+    with fleet.connect(endpoint, generate_keys(), calls, register=True):
         raise AssertionError("there is no SuperLink")
 
 

@@ -14,15 +14,16 @@ from raceme.core.signals import StopSignal
 from raceme.fleet.device import NotAcceptedError, PatientCalls
 from raceme.flower import fleet_client as fleet
 from raceme.flower.fleet_client import knows_key, signed_channel
+from raceme.flower.fleet_protocol import Keys, generate_keys
 
 
-def stub(api: FleetApi, keys: fleet.Keys) -> FleetStub:
+def stub(api: FleetApi, keys: Keys) -> FleetStub:
     """Make calls that are signed with some keys."""
     return FleetStub(signed_channel(api.endpoint, keys))
 
 
 def test_a_superlink_says_whether_it_knows_a_key_without_anybody_going_online() -> None:
-    keys, other = fleet.generate_keys(), fleet.generate_keys()
+    keys, other = generate_keys(), generate_keys()
     with fleet_api() as api:
         assert knows_key(api.endpoint, keys) is False
         api.register(keys)
@@ -40,7 +41,7 @@ def test_a_superlink_says_whether_it_knows_a_key_without_anybody_going_online() 
 
 @pytest.mark.parametrize("registered_only", [True, False])
 def test_nobody_acts_for_a_node_without_its_private_key(registered_only: bool) -> None:
-    owner, thief = fleet.generate_keys(), fleet.generate_keys()
+    owner, thief = generate_keys(), generate_keys()
     with fleet_api(registered_only) as api:
         node = api.register(owner)
         api.register(thief)
@@ -54,7 +55,7 @@ def test_nobody_acts_for_a_node_without_its_private_key(registered_only: bool) -
 
 
 def test_a_public_key_alone_makes_no_node_that_could_be_used() -> None:
-    owner, thief = fleet.generate_keys(), fleet.generate_keys()
+    owner, thief = generate_keys(), generate_keys()
     stolen = public_key_to_bytes(owner[1])
     with fleet_api(registered_only=False) as api:
         node = stub(api, thief).RegisterNode(RegisterNodeFleetRequest(public_key=stolen))

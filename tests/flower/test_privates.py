@@ -1,14 +1,31 @@
 """What is private in Flower is used in one module only, and is still as that module expects."""
 
 import ast
+import re
 import time
+from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 from flwr.app import Array, ArrayRecord, Error, Message, RecordDict
+from flwr.app.message import make_message, remove_content_from_message
+from flwr.common import constant
+from flwr.common.serde import fab_from_proto, message_to_proto, run_from_proto
+from flwr.supercore.constant import (
+    NOOP_FEDERATION_ID,
+    OBJECT_PUSH_SESSION_TTL_SECONDS,
+    SYSTEM_MESSAGE_TYPE,
+    TaskType,
+)
+from flwr.supercore.error import ApiErrorCode
+from flwr.supercore.primitives import asymmetric
 from flwr.supercore.task_identity import TaskIdentity
 
 import raceme
+from raceme.flower import fleet_protocol, grid, link_state, messages, objects
+from raceme.flower.app import App
+from raceme.flower.fleet_protocol import ErrorNumber, Signer
 from raceme.flower.messages import (
     CLIENT_APP_RAISED_EXCEPTION,
     MESSAGE_UNAVAILABLE,
@@ -44,6 +61,154 @@ def imports_of(path: Path) -> set[str]:
 
 def is_within(name: str, *packages: str) -> bool:
     return any(name == package or name.startswith(f"{package}.") for package in packages)
+
+
+# -----------------------------------------------------------------------------
+# What `raceme serve` reaches of Flower's private code.
+# -----------------------------------------------------------------------------
+
+
+SERVE, APPS = "raceme.fleet.serve", "raceme.flower.app"
+MOST_PRIVATE = 10
+DOCUMENTED = (*PUBLIC, "flwr.clientapp.mod", "flwr.clientapp.typing", "flwr.serverapp.strategy")
+SUPERLINK = ("flwr.superlink", "flwr.server.superlink")
+PAGE = PACKAGE.parent / "docs" / "dependencies.md"
+
+
+def imported(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """Yield what is imported at run time, wherever: a module, and a name in it or nothing."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((str(node.module), alias.name) for alias in node.names)
+        yield from imported(node)
+
+
+def file_of(module: str) -> Path | None:
+    """Return the file of a module of Raceme; None if there is no such module."""
+    place = PACKAGE.parent.joinpath(*module.split("."))
+    files = (place.with_suffix(".py"), place / "__init__.py")
+    return next((file for file in files if file.is_file()), None)
+
+
+def reached(start: str) -> dict[str, set[tuple[str, str]]]:
+    """Return what each module imports that another one imports, the first included."""
+    found: dict[str, set[tuple[str, str]]] = {}
+    todo = [start]
+    while todo:
+        module = todo.pop()
+        file = file_of(module)
+        if file is None or module in found:
+            continue
+        found[module] = set(imported(ast.parse(file.read_text(encoding="utf-8"))))
+        for name, item in found[module]:
+            todo += [name, f"{name}.{item}"]
+    return found
+
+
+def privates(names: set[tuple[str, str]]) -> set[str]:
+    """Return those of some imported names that Flower does not document."""
+    return {
+        f"{module}.{name}".rstrip(".")
+        for module, name in names
+        if is_within(module, "flwr")
+        # The protocol buffers are the wire.
+        and not is_within(module, "flwr.proto")
+        and not (module in DOCUMENTED and (not name or is_exported(module, name)))
+    }
+
+
+def is_exported(module: str, name: str) -> bool:
+    loaded = import_module(module)
+    return name in getattr(loaded, "__all__", vars(loaded))
+
+
+def listed(heading: str) -> set[str]:
+    """Return the names of Flower in the table below a heading of the page."""
+    _, _, rest = PAGE.read_text(encoding="utf-8").partition(f"\n### {heading}\n")
+    assert rest, heading
+    section = re.split(r"^#", rest, maxsplit=1, flags=re.MULTILINE)[0]
+    return set(re.findall(r"^\| `(flwr\.[^`]*)` \|", section, flags=re.MULTILINE))
+
+
+def test_a_server_needs_few_private_names_of_flower_and_the_page_lists_them() -> None:
+    modules = reached(SERVE)
+    apps = privates(modules.pop(APPS))
+    fleet = set().union(*map(privates, modules.values()))
+    assert {"raceme.flower.link_state", "raceme.flower.fleet_server"} <= modules.keys()
+    assert fleet == listed("The served fleet")
+    assert apps == listed("Flower apps")
+    assert not [name for name in fleet | apps if is_within(name, *SUPERLINK)]
+    core = {name for name in apps if is_within(name, "flwr.supercore")}
+    assert len(fleet | core) <= MOST_PRIVATE
+
+
+def test_a_server_imports_nothing_of_a_device() -> None:
+    modules = reached(SERVE)
+    assert not {"raceme.flower.fleet_client", "raceme.fleet.device"} & modules.keys()
+
+
+def test_constants_of_the_protocol_are_flowers() -> None:
+    assert {number.name: int(number) for number in ErrorNumber} == {
+        number.name: int(ApiErrorCode[number.name]) for number in ErrorNumber
+    }
+    for name in ("CALL_TIMEOUT", "DEFAULT_INTERVAL", "MIN_INTERVAL", "MAX_INTERVAL", "PATIENCE"):
+        name = f"HEARTBEAT_{name}"
+        assert getattr(fleet_protocol, name) == getattr(constant, name), name
+    assert fleet_protocol._OLDEST_SECONDS == constant.TIMESTAMP_TOLERANCE
+    assert fleet_protocol._SKEW_SECONDS == constant.SYSTEM_TIME_TOLERANCE
+    assert link_state._TTL_TOLERANCE == constant.MESSAGE_TTL_TOLERANCE
+    assert link_state._RUNNING == constant.Status.RUNNING
+    assert objects.UPLOAD_SECONDS == OBJECT_PUSH_SESSION_TTL_SECONDS
+    assert grid._SYSTEM_MESSAGE == SYSTEM_MESSAGE_TYPE
+    assert SERVER_NODE_ID == constant.SUPERLINK_NODE_ID
+    codes = constant.ErrorCode
+    assert messages.UNKNOWN_ERROR == codes.UNKNOWN
+    assert messages.LOAD_APP_EXCEPTION == codes.LOAD_CLIENT_APP_EXCEPTION
+    assert messages.INVALID_APP == codes.INVALID_FAB
+    for name in ("CLIENT_APP_RAISED_EXCEPTION", "MESSAGE_UNAVAILABLE", "NODE_UNAVAILABLE"):
+        assert getattr(messages, name) == getattr(codes, name)
+    assert REPLY_MESSAGE_UNAVAILABLE == codes.REPLY_MESSAGE_UNAVAILABLE
+
+
+def test_keys_and_signatures_are_flowers() -> None:
+    private, public = fleet_protocol.generate_keys()
+    signed = dict(Signer(private, public).metadata())
+    key, signature = signed["flwr-public-key-bin"], signed["flwr-signature-bin"]
+    assert asymmetric.bytes_to_public_key(key) == public
+    assert asymmetric.verify_signature(public, signed["flwr-timestamp"].encode(), signature)
+    assert public.curve.name == asymmetric.generate_key_pairs()[1].curve.name
+
+
+def test_a_run_is_told_as_flower_tells_it() -> None:
+    config = {"rounds": 3, "rate": 0.5, "fast": True, "name": "x"}
+    state = link_state.LinkState(App("tests/none", "1.0.0", b"a bundle", config))
+    told = run_from_proto(state.run_record())
+    assert told.override_config == config
+    assert type(told.override_config["fast"]) is bool
+    assert (told.run_id, told.fab_id, told.fab_version) == (state.run_id, "tests/none", "1.0.0")
+    assert (told.status.status, told.primary_task_type) == ("running", TaskType.SERVER_APP)
+    assert (told.flwr_aid, told.federation_id) == (constant.NOOP_FLWR_AID, NOOP_FEDERATION_ID)
+    bundle = state.bundle(told.fab_hash)
+    assert bundle is not None
+    assert fab_from_proto(bundle).content == b"a bundle"
+    assert state.bundle("another") is None
+    assert state.run.override_config == config
+    assert (state.run.run_id, state.run.fab_hash) == (told.run_id, told.fab_hash)
+
+
+def test_heads_of_messages_are_as_flower_makes_them() -> None:
+    identify_process()
+    message = Message(RecordDict({"a": array_record({})}), 42, "train")
+    alone = messages.without_content(message)
+    assert message_to_proto(alone) == message_to_proto(remove_content_from_message(message))
+    error = messages.made(message.metadata, error=Error(3, "gone"))
+    flowers = make_message(message.metadata, error=Error(3, "gone"))
+    assert message_to_proto(error) == message_to_proto(flowers)
+    assert messages.without_content(error) is error
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
