@@ -64,7 +64,8 @@ def run(
         ``torch.nn.Module``. It is given ``input_shape`` and ``num_classes`` if it takes arguments.
     **settings
         Keys of a run, and hyper-parameters of the method: ``max_updates=100, gamma=0.2``. With
-        ``resume=FOLDER``, all others are those of the earlier run.
+        ``resume=FOLDER``, all others are those of the earlier run; code of others that it names,
+        ``module:Class``, is imported if it is named again, or with ``trust=FOLDER``.
 
     Returns
     -------
@@ -83,9 +84,11 @@ def run(
     from raceme.reporting.console import RunProgress
     from raceme.runs.experiment import resolve, simulate
 
-    earlier = keys_to_resume(settings.get("resume"))
-    name = STRATEGIES.name_of(earlier.get("strategy", "casa") if strategy is None else strategy)
-    keys = with_prefixes(earlier | _keys(settings, data, model) | {"strategy": name}, [name])
+    typed = _keys(settings, data, model)
+    if strategy is not None:
+        typed["strategy"] = STRATEGIES.name_of(strategy)
+    keys = {"strategy": "casa"} | keys_to_resume(settings.get("resume"), typed) | typed
+    keys = with_prefixes(keys, [str(keys["strategy"])])
     with _TURN, _flower_silenced():
         config = resolve(RunConfig.from_mapping(keys))
         progress = RunProgress(config.planned_updates, console=_console())

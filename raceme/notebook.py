@@ -215,17 +215,25 @@ class OpenRun:
         device: str | None = None,
         labels: Sequence[str] = (),
         out: str | Path | None = None,
+        trust: str | Path = "",
     ) -> Path:
         """Write a model for use without Raceme, as `raceme export` does; return its folder.
 
         Raises
         ------
         UserError
-            There is no such model or format, or the folder exists.
+            There is no such model or format, the folder exists, or the run names a model or dataset
+            of one's own and is not in the folder `trust`.
         """
         folder = None if out is None else Path(out)
         return export_model(
-            self.folder, kind, cluster=cluster, device=device, labels=labels, out=folder
+            self.folder,
+            kind,
+            cluster=cluster,
+            device=device,
+            labels=labels,
+            out=folder,
+            trust=str(trust),
         )[0]
 
     def plot_accuracy(self) -> Figure:

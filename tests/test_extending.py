@@ -107,7 +107,7 @@ def test_keys_of_ones_own_and_the_configuration_that_repeats_them(folder: Path) 
     own = ["--strategy", "my_method:Mine", "--mine.alpha", "0.3", "--set", "mine.every=6"]
     raceme(folder, "run", *own, *SMALL, "--out", "one")
     assert read_toml(folder / "one" / "config.toml")["mine.alpha"] == 0.3
-    raceme(folder, "run", "--config", "one/config.toml", "--out", "two")
+    raceme(folder, "run", "--config", "one/config.toml", "--trust", "one", "--out", "two")
     one, two = (summary(folder / name) for name in ("one", "two"))
     assert one["accuracy"] == two["accuracy"]
     wrong = run(folder, "run", "--strategy", "my_method:Mine", "--mine.alfa", "0.3")

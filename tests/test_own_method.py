@@ -84,7 +84,7 @@ def test_a_run_that_goes_on_with_other_code_says_so(
     run = ["run", "--strategy", "goingon:Own", "--clients", "2", "--workers", "0", "--out", "out"]
     limits = ["--max-updates", "4", "--set", "checkpoint-every=2"]
     CliRunner().invoke(app, [*run, *limits], catch_exceptions=False)
-    resume = ["run", "--resume", "out", "--max-updates"]
+    resume = ["run", "--resume", "out", "--trust", "out", "--max-updates"]
     CliRunner().invoke(app, [*resume, "6"], catch_exceptions=False)
     assert "has changed since" not in caplog.text
     (folder / "goingon.py").write_text("from raceme.strategies import FedAsync as Own # other\n")
@@ -271,7 +271,8 @@ def test_a_mistake_after_a_resumption_is_not_blamed_on_the_checkpoint(
     CliRunner().invoke(app, [*run.split(), "--max-updates", "4"], catch_exceptions=False)
     # That of the checkpoint.
     monkeypatch.setattr("late.Late.after", 2)
-    monkeypatch.setattr("sys.argv", ["raceme", "run", "--resume", "out", "--max-updates", "8"])
+    resume = "raceme run --resume out --strategy late:Late --max-updates 8"
+    monkeypatch.setattr("sys.argv", resume.split())
     with pytest.raises(SystemExit):
         main()
     last = capfd.readouterr().err.splitlines()[-1]

@@ -201,7 +201,10 @@ def compare(
     overview: Callable[[Mapping[str, Comparison]], PlainTable | None] | None = None
     if suite is not None and (cases := variants(suite)):
         folder = out or dated_folder(f"compare-{suite.name.removesuffix('.toml')}")
-        chosen = [(load_suite(case), name) for name, case in parts(str(suite), cases, only).items()]
+        chosen = [
+            (load_suite(case, keys, methods or ()), name)
+            for name, case in parts(str(suite), cases, only).items()
+        ]
         overview = regret_table
     elif only:
         raise UserError(
@@ -209,7 +212,7 @@ def compare(
         )
     else:
         named = [*STRATEGIES] if every else methods or []
-        one = of_names(named, keys) if suite is None else load_suite(suite)
+        one = of_names(named, keys) if suite is None else load_suite(suite, keys, methods or ())
         folder = out or dated_folder(f"compare-{keys.get('dataset', one.dataset)}")
         chosen = [(one, "")]
     planned = []

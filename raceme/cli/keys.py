@@ -22,6 +22,7 @@ from raceme.core.config import (
     FEW_DEVICES,
     all_keys,
     check_key,
+    check_keys_trusted,
     check_names,
     general_keys,
     keys_to_resume,
@@ -53,12 +54,13 @@ SHOWN: Mapping[str, Sequence[str]] = {
         "partition",
         "target-accuracy",
         "workers",
+        "trust",
         *_COMPARED,
         *_LIMITS,
     ),
     "reproduce": (*_COMPARED, *_LIMITS),
-    "serve": ("strategy", "dataset", "model", "max-updates", "seed", "out"),
-    "up": ("strategy", "dataset", "max-updates", "seed", "resume", "out"),
+    "serve": ("strategy", "dataset", "model", "max-updates", "seed", "trust", "out"),
+    "up": ("strategy", "dataset", "max-updates", "seed", "resume", "trust", "out"),
 }
 """Keys shown in the help of a command; `raceme run` shows all."""
 _FIRST = (
@@ -74,6 +76,7 @@ _FIRST = (
     "seed",
     "workers",
     "resume",
+    "trust",
     "out",
 )
 """Keys shown first in the help of `raceme run`, with --config and --set; others are grouped."""
@@ -205,7 +208,7 @@ def with_keys(
     """Add options for keys of a run, --config and --set to a command, which gets one mapping.
 
     Keys come from the folder of --resume, if any, then --config, options, and --set; later ones
-    take precedence. Register with ``cls=KeyCommand``.
+    take precedence. Code that the first two name needs trust. Register with ``cls=KeyCommand``.
 
     Parameters
     ----------
@@ -223,11 +226,12 @@ def with_keys(
     def wrapped(**values: Any) -> None:
         config, assignments = values.pop("config"), values.pop("assignments")
         given = {name: values.pop(item.name) for name, item in shown.items()}
-        keys = keys_to_resume(given.get("resume"))
+        typed = {name: value for name, value in given.items() if value is not None}
+        typed.update(parse_assignment(text) for text in assignments or [])
         from_file = read_toml(config, pipe=True) if config else {}
-        keys.update(from_file)
-        keys.update({name: value for name, value in given.items() if value is not None})
-        keys.update(parse_assignment(text) for text in assignments or [])
+        if config:
+            check_keys_trusted(config, from_file, typed)
+        keys = keys_to_resume(given.get("resume"), typed) | from_file | typed
         # Report typing errors before slow imports.
         check_names(keys)
         try:

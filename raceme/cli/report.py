@@ -158,13 +158,20 @@ def export(
         Path | None,
         typer.Option(help="folder to make", show_default="in the run's: export/MODEL-FORMAT"),
     ] = None,
+    trust: Annotated[
+        str,
+        typer.Option(
+            metavar="FOLDER",
+            help="import the model and the dataset (module:name) that runs in it name",
+        ),
+    ] = "",
 ) -> None:
     """Write a model of a run for use without Raceme, with a program that uses it."""
     from raceme.reporting.artefacts import export_model
 
     names = [name.strip() for name in labels.split(",")] if labels else []
     made, compared = export_model(
-        folder, kind, cluster=cluster, device=device, labels=names, out=out
+        folder, kind, cluster=cluster, device=device, labels=names, out=out, trust=trust
     )
     print(f"{made}: checked on {compared}. To use it: python {made / 'predict.py'} INPUT.npy")
 

@@ -6,6 +6,7 @@ declare their own as dataclasses, which :meth:`RunConfig.read` fills with the va
 
 from __future__ import annotations
 
+import logging
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -16,7 +17,7 @@ from typing import Any, TypeVar
 
 import tomli_w
 
-from raceme.core.errors import UserError, unknown_name
+from raceme.core.errors import UserError, printable, unknown_name
 from raceme.core.files import ReadingError, parse_toml, read_text, whole_path
 from raceme.core.options import (
     AUTO,
@@ -44,6 +45,8 @@ from raceme.core.registry import (
     PROTECTIONS,
     STRATEGIES,
     Registry,
+    files_of,
+    is_local,
     source_digest,
 )
 
@@ -60,6 +63,11 @@ CONFIG = "config.toml"
 
 SET = "set"
 """The key that contains other keys, like the option ``--set``."""
+
+TRUST = "trust"
+"""The key that names a trusted folder or file, from the user alone."""
+
+_trusted = logging.getLogger("raceme.trust")
 
 
 def read_toml(path: Path, pipe: bool = False) -> dict[str, Value]:
@@ -84,22 +92,32 @@ def read_toml(path: Path, pipe: bool = False) -> dict[str, Value]:
     return flat
 
 
-def keys_to_resume(folder: str | Path | None) -> dict[str, Value]:
+def keys_to_resume(folder: str | Path | None, typed: Mapping[str, Any]) -> dict[str, Value]:
     """Return the keys of an earlier run that is resumed; none without a folder.
+
+    Parameters
+    ----------
+    folder : str or Path or None
+        Folder of the earlier run.
+    typed : Mapping[str, Value]
+        Keys of the user, which take precedence.
 
     Raises
     ------
     UserError
-        There is no run in the folder.
+        There is no run in the folder, or it names code that is not trusted.
     """
     if not folder:
         return {}
-    if not (Path(folder) / CONFIG).is_file():
+    path = Path(folder) / CONFIG
+    if not path.is_file():
         raise UserError(
             f"There is no run in {folder} to resume: expected the folder of a run, as `raceme run` "
             "names it in its last line."
         )
-    return read_toml(Path(folder) / CONFIG)
+    keys = read_toml(path)
+    check_keys_trusted(path, keys, typed)
+    return keys
 
 
 def read_tree(path: Path, what: str, pipe: bool = False) -> dict[str, Any]:
@@ -352,6 +370,11 @@ class RunConfig:
     client_map: bool = option(True, "record the positions of clients for the map of `raceme watch`")
     client_models: bool = option(False, "also write the model of each client at the end")
     resume: str = option("", "folder of a run to resume from its last checkpoint", path=True)
+    trust: str = option(
+        "",
+        "folder or file whose names of own code (module:name) may be imported, e.g. that of resume",
+        path=True,
+    )
     out: str = option(
         "", "folder for the results (empty: runs/<date>-<time>-<strategy>-<dataset>)", path=True
     )
@@ -642,6 +665,109 @@ def code_of(keys: Mapping[str, Any]) -> str:
     return source_digest(filter(None, modules))
 
 
+# -----------------------------------------------------------------------------
+# Trust: a name in a file is imported only if the user names it too, or trusts the file.
+# -----------------------------------------------------------------------------
+
+
+def imported_by(keys: Mapping[str, Any]) -> dict[str, str]:
+    """Return the names in some keys that a run would import from outside Raceme, by key.
+
+    Names of installed packages are not among them, as their owner has installed them.
+    """
+    given = present_names(expanded(keys), general_keys())
+    found = {}
+    for key in general_keys():
+        registry, name = registry_of(key), str(given.get(key, ""))
+        is_file = key == "devices" and (name.endswith(".toml") or name.startswith("trace:"))
+        # Definitions of scripts and notebooks are in this process, or nowhere.
+        if registry is not None and ":" in name and not is_file and not is_local(name):
+            found[key] = name
+    return found
+
+
+def check_keys_trusted(
+    path: Path, keys: Mapping[str, Any], typed: Mapping[str, Any], *, again: bool = True
+) -> None:
+    """Check that what the keys in a file would import is named by the user, or trusted.
+
+    Parameters
+    ----------
+    path : Path
+        The file.
+    keys : Mapping[str, Value]
+        Its keys.
+    typed : Mapping[str, Value]
+        Keys of the user: those of the same name replace the file's, and `TRUST` may name it.
+    again : bool
+        Whether the user can replace them.
+
+    Raises
+    ------
+    UserError
+        Something is neither, or the file sets `TRUST`.
+    """
+    if expanded(keys).get(TRUST):
+        raise UserError(f"{path} sets {TRUST}, which is typed only: remove it from the file.")
+    given = expanded(typed)
+    named = {key: name for key, name in imported_by(keys).items() if key not in given}
+    options = " ".join(f"--{key} {name}" for key, name in named.items())
+    otherwise = f", or name it again: {options}" if again else ""
+    # A run is its folder.
+    folder = path.parent if path.name == CONFIG else path
+    check_trusted(path, named.items(), str(given.get(TRUST, "")), folder, otherwise)
+
+
+def check_trusted(
+    path: Path,
+    named: Iterable[tuple[str, str]],
+    trust: str,
+    folder: Path | None = None,
+    otherwise: str = "",
+) -> None:
+    """Check that the code which a file names may be imported, and log what is.
+
+    Nothing is imported.
+
+    Parameters
+    ----------
+    path : Path
+        The file: a run's configuration or checkpoint, a suite, or a file of keys.
+    named : Iterable[tuple[str, str]]
+        What it names, e.g. ``strategy``, and the name, ``module:attribute``.
+    trust : str
+        The trusted folder or file; empty for none.
+    folder : Path, optional
+        What to trust as a remedy; by default the file.
+    otherwise : str
+        Another remedy.
+
+    Raises
+    ------
+    UserError
+        The file is neither trusted nor in a trusted folder.
+    """
+    each = []
+    for what, name in named:
+        module = name.partition(":")[0]
+        files = " and ".join(files_of(module)) or f"no module {module} is found here"
+        each.append(f"{what} {name} ({files})")
+    if not each:
+        return
+    code = printable(", ".join(each), _LONGEST_LIST)
+    if trust and path.resolve().is_relative_to(Path(trust).expanduser().resolve()):
+        _trusted.warning("Importing what %s names: %s", path, code)
+        return
+    raise UserError(
+        f"{path} names code that is not Raceme's: {code}. Nothing was imported. If you trust it, "
+        f"add --trust {path if folder is None else folder}{printable(otherwise, _LONGEST_LIST)}."
+    )
+
+
+_LONGEST_LIST = 1000
+"""Characters of the names in an error."""
+
+
 _OWN_NAMES = {"model": MODELS, "devices": DEVICES}
 """Keys that take names or other values."""
 
@@ -672,16 +798,27 @@ def all_keys() -> dict[str, Key]:
 
 
 def keys_of(keys: Mapping[str, Any]) -> dict[str, Key]:
-    """Return the declarations of a run's keys, by the names in them.
+    """Return the declarations of a run's keys, by the names of Raceme's own in them.
 
-    Readers that are not installed here are left out.
+    Others are left out: reading a configuration imports no code that it names.
     """
     known = _keys_of(())
     for name, item in general_keys().items():
-        if item.metadata["names"] is not None:
+        registry, chosen = item.metadata["names"], str(keys.get(name, item.default))
+        if registry is not None and registry.is_own(chosen):
+            # A package that the module needs may be missing here.
             with suppress(UserError):
-                known |= _keys_of([(item.metadata["names"], str(keys.get(name, item.default)))])
+                known |= _keys_of([(registry, chosen)])
     return known
+
+
+def own_keys(config: RunConfig) -> dict[str, Key]:
+    """Return the declarations of the keys that a run's users and installed packages declare."""
+    found: dict[str, Key] = {}
+    for registry, chosen in config._readers():
+        if not registry.is_own(chosen):
+            found |= {name: _key(item) for name, item in _declared_by(registry, chosen).items()}
+    return found
 
 
 def check_key(name: str, value: Any, further: Iterable[_Reader] = ()) -> tuple[Key, Any]:

@@ -19,7 +19,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-from flwr.app import Array, ArrayRecord
+from flwr.app import Array, ArrayRecord, ConfigRecord
 from numpy.typing import NDArray
 
 from raceme.core.errors import LONGEST_LINE, printable, quoted
@@ -97,6 +97,15 @@ def reason_of(message: Message) -> str:
     """Return why the server refuses a node, as it says in a message of type `REFUSED`."""
     stated = message.content.get(CONFIG) if message.has_content() else None
     return printable(stated[REASON]) if stated and REASON in stated else "no reason given"
+
+
+def functions_in(message: Message) -> list[str]:
+    """Return the users' functions, ``module:function``, that a message has a client import."""
+    record = message.content.get(CONFIG) if message.has_content() else None
+    if not isinstance(record, ConfigRecord):
+        return []
+    named = (record.get(KIND), record.get(COMPLETED_BY))
+    return [name for name in named if isinstance(name, str) and ":" in name]
 
 
 def unit_of(stated: object) -> str | None:

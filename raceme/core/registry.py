@@ -17,7 +17,6 @@ import sys
 import tomllib
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from contextlib import suppress
 from dis import get_instructions
 from functools import cache, cached_property
 from hashlib import sha256
@@ -321,8 +320,7 @@ class Registry(Mapping[str, Any]):
         expected = f"expected {self._expected.format(name=attribute or 'build')}"
         see_current_folder()
         try:
-            local = module.startswith(_LOCAL)
-            found: Any = _defined_as(target) if local else import_module(module)
+            found: Any = _defined_as(target) if is_local(module) else import_module(module)
             _USERS.add(module)
         except (Exception, SystemExit) as error:
             few = len(self._targets) <= _FEW
@@ -378,6 +376,11 @@ def definitions() -> dict[str, bytes]:
 def define(pickled: Mapping[str, bytes]) -> None:
     """Add the definitions of the parent's script or notebook in a worker process."""
     _pickled.update(pickled)
+
+
+def is_local(name: str) -> bool:
+    """Return whether a name is of an object of a script or notebook, which is never imported."""
+    return name.startswith(_LOCAL)
 
 
 def _defined(kind: str, chosen: Any) -> str:
@@ -467,11 +470,9 @@ def source_digest(modules: Iterable[str]) -> str:
     """
     waiting = []
     for module in modules:
-        see_current_folder()
-        # One that cannot be imported is reported where it is needed.
-        with suppress(Exception):
-            found = find_spec(module)
-            waiting += [Path(found.origin)] if found and found.origin else []
+        # One that cannot be found is reported where it is needed.
+        *_, spec = (None, *specs_of(module))
+        waiting += [Path(spec.origin)] if spec is not None and spec.origin else []
     sources: dict[Path, bytes] = {}
     while waiting:
         file = waiting.pop()
@@ -580,17 +581,53 @@ def _docstrings(module: str) -> Mapping[str, str]:
 
 def _tree(module: str) -> ast.Module:
     """Return a module's syntax tree, empty without source."""
-    parts = module.split(".")
+    *_, spec = (None, *specs_of(module))
     try:
-        # Top-level modules are found without importing, submodules in their folder.
-        spec: ModuleSpec | None = find_spec(parts[0])
-        for end in range(2, len(parts) + 1):
-            places = None if spec is None else spec.submodule_search_locations
-            spec = None if places is None else PathFinder.find_spec(".".join(parts[:end]), places)
-        source = spec.loader.get_source(module)  # type: ignore[union-attr]
+        source = spec.loader.get_source(spec.name)  # type: ignore[union-attr]
         return ast.parse(source or "")
     except (ImportError, AttributeError, SyntaxError, ValueError):
         return ast.Module([], [])
+
+
+def specs_of(module: str) -> list[ModuleSpec]:
+    """Find a module and the packages around it, outermost first, without importing any.
+
+    `importlib.util.find_spec` of a dotted name would import the packages. The current folder is
+    searched last, as after :func:`see_current_folder`.
+
+    Returns
+    -------
+    list[ModuleSpec]
+        Named by their last part; empty if the module is not found.
+    """
+    top, *parts = module.split(".")
+    try:
+        spec = find_spec(top) or PathFinder.find_spec(top, [os.getcwd()])
+        found = [] if spec is None else [spec]
+        for part in parts:
+            places = None if spec is None else spec.submodule_search_locations
+            # By its last part alone: the search of a dotted name asks for the imported package.
+            spec = None if places is None else PathFinder.find_spec(part, [*places])
+            if spec is None:
+                return []
+            found.append(spec)
+    # `__main__` and damaged names.
+    except (ImportError, AttributeError, KeyError, ValueError):
+        return []
+    return found
+
+
+def files_of(module: str) -> list[str]:
+    """Return the files that the import of a module runs, without importing; empty if not found.
+
+    They are those of packages around it too. Modules in the interpreter are called by name.
+    """
+    return [
+        str(spec.origin) if spec.has_location else f"Python's {spec.name}"
+        for spec in specs_of(module)
+        # Folders without __init__.py run nothing.
+        if spec.loader is not None
+    ]
 
 
 # -----------------------------------------------------------------------------

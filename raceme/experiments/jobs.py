@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from raceme.core.config import CONFIG, RunConfig, code_of, read_toml
+from raceme.core.config import CONFIG, RunConfig, code_of, imported_by, read_toml
 from raceme.core.errors import UserError, one_line, os_errors_as_user_errors
 from raceme.core.events import Ending, Evaluated, EventHandler, UpdateApplied
 from raceme.core.files import ReadingError, parse_json, read_text
@@ -188,8 +188,10 @@ def _check_same(job: Job) -> None:
     wanted = job.config.with_values(out="").to_mapping()
     try:
         # A run of a release without the key had no such models.
-        stored = {"own-model": False, **read_toml(job.folder / CONFIG)}
-        found = RunConfig.from_mapping(stored).to_mapping()
+        found = {"own-model": False, **read_toml(job.folder / CONFIG)}
+        # Only the code of this run may be imported; that of another differs as text.
+        if imported_by(found).items() <= imported_by(wanted).items():
+            found = RunConfig.from_mapping(found).to_mapping()
     except UserError as error:
         raise UserError(f"{job.folder} holds a finished run that cannot be read: {error}") from None
     names = [*wanted, *(name for name in found if name not in wanted)]

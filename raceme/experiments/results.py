@@ -456,9 +456,8 @@ def _result(path: Path, entry: Mapping[str, Any], timing: Timing, score: Score) 
         options=dict(entry["options"]),
         published=() if row is None else (read_published(path, "published", row),),
     )
-    if "asynchronous" in entry:
-        # Looking it up would import the strategy, which a script or notebook may define.
-        method.__dict__["asynchronous"] = bool(entry["asynchronous"])
+    # Looking it up would import the strategy.
+    method.__dict__["asynchronous"] = bool(entry["asynchronous"])
     runs = []
     for summary in entry["runs"]:
         # Numbers used in tables.

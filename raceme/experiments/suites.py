@@ -17,7 +17,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, TypeVar
 
-from raceme.core.config import RunConfig, check_key, read_tree
+from raceme.core.config import TRUST, RunConfig, check_key, check_keys_trusted, read_tree
 from raceme.core.errors import UserError, check_known, unknown_name
 from raceme.core.events import Measure
 from raceme.core.options import Value, key_of, written
@@ -499,7 +499,9 @@ _REMARK = "remark"
 _Choice = TypeVar("_Choice", bound=StrEnum)
 
 
-def load_suite(name: Path | str) -> Suite:
+def load_suite(
+    name: Path | str, typed: Mapping[str, Value] | None = None, labels: Sequence[str] = ()
+) -> Suite:
     """Read a suite: a TOML file, a suite of the package, or a variant of either.
 
     Parameters
@@ -507,12 +509,16 @@ def load_suite(name: Path | str) -> Suite:
     name : Path or str
         A file or the name of a suite of the package, optionally with a variant after a dot:
         ``"casa-table1.mnist"``.
+    typed : Mapping[str, Value], optional
+        Keys of the user that will replace those of the suite; `trust` among them may name it.
+    labels : Sequence[str]
+        Methods that the user names; one that is called as its code, ``module:Class``, is trusted.
 
     Raises
     ------
     UserError
         The file is missing, is not TOML or has an unknown key; it has several variants and none is
-        named; or its published tables lack a row or column.
+        named; its published tables lack a row or column; or it names code that is not trusted.
     """
     path, variant = _located(str(name), Path())
     tree = _tree(path, variant, ())
@@ -520,12 +526,20 @@ def load_suite(name: Path | str) -> Suite:
         listed = ", ".join(tree["variants"])
         raise UserError(f"The suite {name} has variants: name one of them, as {name}.x ({listed}).")
     methods = _table(path, "methods", tree.get("methods", {}))
-    return Suite(
+    suite = Suite(
         title=str(tree.get("title", path.stem)),
         methods=tuple(_method(path, label, entry) for label, entry in methods.items()),
         settings=_settings(path, tree.get("settings", {})),
         **read_values(path, tree),
     )
+    given = typed or {}
+    check_keys_trusted(path, suite.settings, given)
+    for method in suite.methods:
+        # A method's own settings precede those of the user, who can name the method alone.
+        named = {} if method.strategy in labels else {"strategy": method.strategy}
+        trust = {TRUST: given.get(TRUST, "")}
+        check_keys_trusted(path, {**method.settings, **named}, trust, again=False)
+    return suite
 
 
 def read_values(path: Path, tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 import raceme
+from raceme.core.config import TRUST
 from raceme.core.events import WITHIN, Measure
 from raceme.experiments.results import Comparison, Result, Run, Spread
 from raceme.experiments.suites import (
@@ -496,7 +497,7 @@ def to_json(comparison: Comparison) -> str:
     content = {
         "title": suite.title,
         "dataset": suite.dataset,
-        "settings": dict(suite.settings),
+        "settings": {name: value for name, value in suite.settings.items() if name != TRUST},
         "scale": suite.scale,
         **written_values(suite),
         "measure": comparison.measure.name,

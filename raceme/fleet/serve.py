@@ -92,6 +92,7 @@ from raceme.records.folder import (
     Stage,
     VersionStore,
     new_folder,
+    recorded,
 )
 from raceme.records.record import line_of
 from raceme.records.store import each_event
@@ -110,7 +111,7 @@ from raceme.training.models import initial_arrays
 def app_of(config: RunConfig) -> App:
     """Return this package as the app bundle that the devices of a run fetch."""
     # The server's paths are its own affair, and the same run must have the same bundle again.
-    keys = config.with_values(out="", resume="", device_keys="", labels="").to_mapping()
+    keys = config.with_values(out="", resume="", trust="", device_keys="", labels="").to_mapping()
     components = {"serverapp": "raceme.server_app:app", "clientapp": "raceme.client_app:app"}
     app = {"publisher": "raceme", "components": components, "config": as_tables(keys)}
     project = {
@@ -865,8 +866,7 @@ def is_complete(config: RunConfig) -> bool:
     endings = [end for end in each_event(out, RunEnded) if isinstance(end, RunEnded)]
     if not endings or not endings[-1].ending.is_complete:
         return False
-    asked = config.with_values(out="", resume="").to_mapping()
-    return read_toml(out / CONFIG) == asked
+    return read_toml(out / CONFIG) == recorded(config)
 
 
 @contextmanager

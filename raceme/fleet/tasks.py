@@ -25,7 +25,6 @@ from raceme.core.config import RunConfig, expanded
 from raceme.core.errors import UserError, quoted
 from raceme.core.files import Stamp
 from raceme.core.messages import (
-    COMPLETED_BY,
     CONFIG,
     INVITATION,
     KIND,
@@ -36,6 +35,7 @@ from raceme.core.messages import (
     TASK,
     error_line,
     from_array,
+    functions_in,
     reason_of,
 )
 from raceme.core.options import Value
@@ -185,11 +185,8 @@ class Trust:
 
     def check_work(self, message: Message) -> None:
         """Raise RefusedAppError for a message with untrusted client work."""
-        record = message.content.get(CONFIG)
-        if not self.apps or not isinstance(record, ConfigRecord):
-            return
-        for name in (record.get(KIND), record.get(COMPLETED_BY)):
-            if isinstance(name, str) and ":" in name and name not in self.models:
+        for name in functions_in(message) if self.apps else ():
+            if name not in self.models:
                 raise RefusedAppError(
                     INVALID_APP,
                     f"the client work {quoted(name)} is not trusted on this device: its owner "

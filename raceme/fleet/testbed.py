@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import raceme
-from raceme.core.config import FEW_DEVICES, RunConfig, write_toml
+from raceme.core.config import FEW_DEVICES, TRUST, RunConfig, imported_by, write_toml
 from raceme.core.errors import UserError
 from raceme.core.options import Value
 from raceme.records.folder import STORE, SUMMARY, check_new, dated_folder
@@ -541,12 +541,16 @@ def run_testbed(config: RunConfig, show: Show, shapes: Sequence[Shape] | None = 
         bed = Testbed(home, watch)
         stack.enter_context(bed.stack)
         keys = home / "run.toml"
-        write_toml(config.with_values(out=str(out)).to_mapping(), keys)
+        named = config.with_values(out=str(out), trust="").to_mapping()
+        write_toml(named, keys)
         port, address = _free_port(), "127.0.0.1" if shapes is None else "0.0.0.0"
         # Its devices end with it: a resumed run has new ones. Wait for all, as their order of
         # readiness is random.
         serve = f"serve --config {keys} --address {address}:{port} --metrics off --reconnect 0"
         wanted = ["--clients-min", str(config.num_clients)]
+        # This process has checked whose code it is.
+        code = imported_by(named) | ({TRUST: config.trust} if config.trust else {})
+        wanted += [word for key, name in code.items() for word in (f"--{key}", name)]
         bed.start(_SERVER, [*_RACEME, *serve.split(), *wanted])
         bed.wait_for_port(port, _SERVER)
         for index, room in enumerate(rooms):

@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raceme import __version__
-from raceme.core.config import CONFIG, RunConfig, write_toml
+from raceme.core.config import CONFIG, TRUST, RunConfig, write_toml
 from raceme.core.errors import (
     PlainFormatter,
     UserError,
@@ -40,6 +40,7 @@ from raceme.core.errors import (
     unknown_name,
 )
 from raceme.core.files import absolute, atomic_write, flush
+from raceme.core.options import Value
 
 log = logging.getLogger("raceme.folder")
 
@@ -220,9 +221,17 @@ def _is_partial(path: Path) -> bool:
     return path.name.startswith(".") and path.name.endswith(".partial")
 
 
+def recorded(config: RunConfig) -> dict[str, Value]:
+    """Return the keys that the folder of a run records."""
+    keys = config.with_values(out="", resume="").to_mapping()
+    # Given anew by each user.
+    del keys[TRUST]
+    return keys
+
+
 def _write_config(out: Path, config: RunConfig) -> None:
     with os_errors_as_user_errors(f"Cannot write to {out}"), atomic_write(out / CONFIG) as file:
-        write_toml(config.with_values(out="", resume="").to_mapping(), file)
+        write_toml(recorded(config), file)
 
 
 def resumed_folder(config: RunConfig) -> Path:

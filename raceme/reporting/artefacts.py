@@ -23,7 +23,14 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from raceme import datasets
-from raceme.core.config import CONFIG, RunConfig, read_toml
+from raceme.core.config import (
+    CONFIG,
+    RunConfig,
+    check_trusted,
+    expanded,
+    imported_by,
+    read_toml,
+)
 from raceme.core.errors import UserError, check_known, one_line, os_errors_as_user_errors
 from raceme.core.files import atomic_write
 from raceme.core.registry import EXPORT, explained
@@ -235,6 +242,7 @@ def export_model(
     device: str | None = None,
     labels: Sequence[str] = (),
     out: Path | None = None,
+    trust: str = "",
 ) -> tuple[Path, str]:
     """Write a model of a run with `model.json` and `predict.py`, and compare it with the run's.
 
@@ -250,6 +258,8 @@ def export_model(
         Names of the classes; by default those of the dataset, or numbers.
     out : Path, optional
         New folder; by default ``export/<model>-<format>`` in that of the run.
+    trust : str
+        Folder whose runs may name code that is imported, such as a model of one's own.
 
     Returns
     -------
@@ -259,8 +269,8 @@ def export_model(
     Raises
     ------
     UserError
-        There is no such model or format, the folder exists, a package is missing, or the network
-        cannot be exported.
+        There is no such model or format, the folder exists, a package is missing, the run names
+        code that is not trusted, or the network cannot be exported.
     """
     check_known("format", kind, _WRITERS)
     for package in EXPORT if kind == "onnx" else ():
@@ -270,7 +280,7 @@ def export_model(
             raise explained(error) from None
     if not (run / CONFIG).is_file():
         raise UserError(f"{run} is not the folder of a run.")
-    config = RunConfig.from_mapping(read_toml(run / CONFIG))
+    config, strategy = _config_of_model(run, trust)
     name, arrays, about = _chosen(run, cluster, device)
     out = run / "export" / f"{name}-{kind}" if out is None else out
     if out.exists():
@@ -285,6 +295,7 @@ def export_model(
         partial_ = Path(tempfile.mkdtemp(prefix=f".{out.name}-", suffix=".partial", dir=out.parent))
         try:
             about |= description_of(config, data, stated, kind)
+            about["run"]["strategy"] = strategy
             (partial_ / "model.json").write_text(json.dumps(about, indent=2) + "\n")
             imports, own = _written(kind, network, data, partial_)
             program = _TEMPLATE.read_text(encoding="utf-8")
@@ -296,6 +307,31 @@ def export_model(
         finally:
             shutil.rmtree(partial_, ignore_errors=True)
     return out, f"{_SAMPLES} samples, largest difference of an output {difference:.1g}"
+
+
+_NEEDED = ("dataset", "model")
+"""Keys whose code an export needs."""
+
+
+def _config_of_model(run: Path, trust: str) -> tuple[RunConfig, str]:
+    """Return the configuration of a run's model and inputs, and the name of its strategy.
+
+    No other code that the run names is imported.
+
+    Raises
+    ------
+    UserError
+        The run names such code, and is not trusted.
+    """
+    keys = read_toml(run / CONFIG)
+    code = imported_by(keys)
+    needed = [(key, code[key]) for key in _NEEDED if key in code]
+    check_trusted(run / CONFIG, needed, trust, run)
+    others = code.keys() - set(_NEEDED)
+    # The keys that unneeded code declares cannot be read without it.
+    kept = {name: value for name, value in expanded(keys).items() if name not in others}
+    config = RunConfig.from_mapping(kept, lenient=bool(others))
+    return config, code.get("strategy", config.strategy)
 
 
 def _chosen(

@@ -600,6 +600,9 @@ def run_page(folder: Path, links: str) -> str:
         versions = versions_table({k: [str(v)] for k, v in summary["versions"].items()})
         target = summary["target"]
         title = f"{summary['strategy']} on {summary['dataset']}"
+        keys = {name: (key.default, key.help) for name, key in keys_of(config).items()}
+        for name, key in summary.get("own_keys", {}).items():
+            keys.setdefault(name, (key["default"], str(key["help"])))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(
             f"{folder / SUMMARY} is not what `raceme run` writes: {type(error).__name__} {error}."
@@ -615,7 +618,6 @@ def run_page(folder: Path, links: str) -> str:
         del figures["clusters"]
     if len(record.updates.seq) and record.updates.staleness.max() > 0:
         figures["staleness"] = partial(staleness_figure, {"": record}, height=1.5)
-    keys = {name: (key.default, key.help) for name, key in keys_of(config).items()}
     return render(
         "run.html",
         frozen=frozen_run(folder),

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 import raceme
-from raceme.core.config import RunConfig, code_of, keys_of
+from raceme.core.config import RunConfig, check_trusted, code_of, imported_by, keys_of
 from raceme.core.errors import UserError, one_line
 from raceme.core.events import Ending, Event, RunEnded
 from raceme.core.files import (
@@ -29,6 +29,7 @@ from raceme.core.files import (
     flush,
     parse_json,
 )
+from raceme.core.messages import functions_in
 from raceme.core.options import Value
 from raceme.core.progress import Progress
 from raceme.core.registry import users_line
@@ -36,6 +37,7 @@ from raceme.core.strategy import Method
 from raceme.core.timeline import Resumable, timeline_of
 from raceme.records.folder import CHECKPOINTS, STORE
 from raceme.records.store import RunStore
+from raceme.simulation.virtual_grid import saved_messages
 
 # -----------------------------------------------------------------------------
 # Trees of plain values and arrays in one safetensors file, written atomically.
@@ -305,6 +307,7 @@ CONDITIONS = (
     "download",
     "trace",
     "track",
+    "trust",
     "workers",
 )
 """Keys that do not change results. Locations of data are among them, so that a run can move to
@@ -421,7 +424,10 @@ class Checkpointer:
             if reason and path is not None:
                 # The checkpoint's grandparent is the run's folder.
                 virtual = timeline_of(self._grid).is_virtual
-                command = f"raceme run --resume {path.parent.parent}"
+                run = path.parent.parent
+                command = f"raceme run --resume {run}"
+                if imported_by(self._config.to_mapping()):
+                    command += f" --trust {run}"
                 log.info("To resume: %s", command if virtual else "the same command again")
         failure = self._store.failure
         return reason or (f"{STORE} can no longer be written: {failure}" if failure else "")
@@ -534,7 +540,12 @@ def restore(folder: CheckpointFolder, config: RunConfig, strategy: Method, grid:
     tree, path = folder.load(check)
     if resumable is not None:
         try:
+            # Of real devices their owners decide.
+            if timeline_of(grid).is_virtual:
+                _check_work(tree["grid"], path, config)
             resumable.load_state_dict(tree["grid"])
+        except UserError:
+            raise
         except Exception as error:
             raise UserError(
                 f"The checkpoint {path} cannot be used: the state of its grid does not fit this "
@@ -542,6 +553,20 @@ def restore(folder: CheckpointFolder, config: RunConfig, strategy: Method, grid:
             ) from None
     log.info("Resuming from %s", path)
     return Restored(int(tree["events"]), float(tree["wall-time"]), path)
+
+
+def _check_work(tree: Mapping[str, Any], path: Path, config: RunConfig) -> None:
+    """Check that the functions in open messages are of the run's own modules, or trusted.
+
+    Raises
+    ------
+    UserError
+        One is neither.
+    """
+    own = {name.partition(":")[0] for name in imported_by(config.to_mapping()).values()}
+    found = {name for message in saved_messages(tree) for name in functions_in(message)}
+    others = sorted(name for name in found if name.partition(":")[0] not in own)
+    check_trusted(path, [("work", name) for name in others], config.trust, path.parents[1])
 
 
 @contextmanager

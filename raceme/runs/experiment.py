@@ -21,7 +21,7 @@ from raceme import datasets
 from raceme.core import messages as names
 from raceme.core.clients import BoundToKeys, Labels, check_constraint
 from raceme.core.clusters import Model, blended
-from raceme.core.config import CONFIG, RunConfig, read_toml
+from raceme.core.config import CONFIG, RunConfig, own_keys, read_toml
 from raceme.core.constraints import ConstrainedMethod
 from raceme.core.errors import UserError
 from raceme.core.events import (
@@ -668,6 +668,11 @@ def _further_result(
     found: dict[str, Any] = {}
     if code:
         found["code"] = code
+    if keys := own_keys(config):
+        # A page of the run does not import them.
+        found["own_keys"] = {
+            name: {"default": key.default, "help": key.help} for name, key in keys.items()
+        }
     if schedule_of(config) is not None and not summary.has_drifted:
         found["missed_drift"] = config.drift
     if config.attack != NONE and not _has_attacked(config, strategy, summary.time):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -234,6 +234,16 @@ def exchange_of(pending: Pending, answered: float, reply: Message | None) -> Exc
 
 
 Tree = dict[str, Any]
+
+
+def saved_messages(tree: Mapping[str, Any]) -> Iterator[Message]:
+    """Return the open messages in the saved state of a grid, whose work a resumed run repeats."""
+    return map(_saved_message, tree["pending"])
+
+
+def _saved_message(saved: Tree) -> Message:
+    head = saved["message"]
+    return message_of(head, unpack(Packed(**head["content"])))
 
 
 def _reply_tree(reply: Message) -> Tree:
@@ -522,8 +532,7 @@ class VirtualGrid(PatientGrid):
         for reply in tree["arrived"]:
             self._keep(reply["id"], _reply_from(reply))
         for saved in tree["pending"]:
-            head = saved["message"]
-            message = message_of(head, unpack(Packed(**head["content"])))
+            message = _saved_message(saved)
             progress = {name: saved[name] for name in _SAVED}
             pending = Pending(message, self._client_of(message), **progress)
             self._pending[message.metadata.message_id] = pending

@@ -205,7 +205,7 @@ def test_help_shows_types_and_units(
     groups = re.split(r"─ (Options|Data|Fleet|Method|Limits|Output) ─", shown)
     assert groups[1::2] == ["Options", "Data", "Fleet", "Method", "Limits", "Output"]
     found = [re.findall(r"│ (--[\w-]+)", group) for group in groups[2::2]]
-    assert len(found[0]) == 16, "fifteen and --help"
+    assert len(found[0]) == 17, "sixteen and --help"
     keys = [f"--{name}" for name in general_keys()]
     assert sorted(name for group in found for name in group) == sorted(
         [*keys, "--config", "--set", "--help", "--watch", "--watch-address"]
