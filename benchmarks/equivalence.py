@@ -84,7 +84,7 @@ NEW_FIELDS = {("ClientJoined", "labels")}
 
 TEXTS = ("reason",)
 """Fields of events with a sentence for people."""
-WALL_CLOCK = ("started_at", "finished_at", "cpu_seconds", "joules", "wall_time")
+WALL_CLOCK = ("started_at", "finished_at", "cpu_seconds", "wall_time")
 """Fields of events that a simulated run leaves empty, or that differ from run to run."""
 
 
