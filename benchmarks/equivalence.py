@@ -77,12 +77,14 @@ NEW_KEYS: frozenset[str] = frozenset(
     | {f"{name}.{key}" for name in _WINDOWED for key in ("stale", "unfinished")}
 )
 """Keys that the committed file does not have: left out of configurations."""
+REMOVED_KEYS: dict[str, Any] = {"never-across": "", "together": ""}
+"""Keys that only the committed file has, with their defaults: added to keys and configurations."""
 NEW_FIELDS = {("ClientJoined", "labels")}
 """Fields of events that the runs of the committed file did not have: left out of hashes."""
 
 TEXTS = ("reason",)
 """Fields of events with a sentence for people."""
-WALL_CLOCK = ("started_at", "finished_at", "cpu_seconds", "joules", "wall_time")
+WALL_CLOCK = ("started_at", "finished_at", "cpu_seconds", "wall_time")
 """Fields of events that a simulated run leaves empty, or that differ from run to run."""
 
 
@@ -239,7 +241,8 @@ def digest(value: Any) -> str:
 
 def named_as_before(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a configuration under the names of the committed file."""
-    return {KEYS.get(k, k): v for k, v in config.items() if k not in NEW_KEYS}
+    kept = {KEYS.get(name, name): v for name, v in config.items() if name not in NEW_KEYS}
+    return kept | REMOVED_KEYS
 
 
 class Stream:
@@ -625,7 +628,7 @@ def static_parts() -> dict[str, Any]:
     configurations = result_configurations(root / "docs" / "results")
     results = Counter(digest(named_as_before(config)) for config in configurations)
     return {
-        "keys": {KEYS.get(name, name): keys[name] for name in sorted(keys) if name not in NEW_KEYS},
+        "keys": dict(sorted(named_as_before(keys).items())),
         "suites": expanded,
         "results": {"configurations": results.total(), "hashes": dict(sorted(results.items()))},
     }

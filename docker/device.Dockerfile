@@ -22,6 +22,7 @@ RUN /opt/raceme/bin/python -c "import torch" 2>/dev/null \
     || /opt/raceme/bin/pip install --no-cache-dir --index-url "${TORCH_INDEX}" "torch==${TORCH}"
 COPY pyproject.toml README.md LICENSE /src/
 COPY raceme /src/raceme
+COPY stubs /src/stubs
 RUN /opt/raceme/bin/pip install --no-cache-dir /src
 
 FROM ${BASE}

@@ -12,6 +12,7 @@ RUN python3 -m venv /opt/raceme \
         "torch==${TORCH}" "torchvision==${TORCHVISION}"
 COPY pyproject.toml README.md LICENSE /src/
 COPY raceme /src/raceme
+COPY stubs /src/stubs
 RUN /opt/raceme/bin/pip install --no-cache-dir "/src[server]"
 
 FROM ${BASE}

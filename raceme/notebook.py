@@ -209,7 +209,7 @@ class OpenRun:
 
     def export(
         self,
-        kind: str = "torchscript",
+        kind: str = "safetensors",
         *,
         cluster: int | None = None,
         device: str | None = None,

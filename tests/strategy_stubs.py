@@ -1,4 +1,4 @@
-"""Writes raceme/strategies/__init__.pyi from the methods' hyper-parameters.
+"""Writes the stub of raceme.strategies, which the wheel has, from the methods' hyper-parameters.
 
 ``python tests/strategy_stubs.py`` after a hyper-parameter has changed.
 """
@@ -14,7 +14,7 @@ import raceme.strategies as strategies
 from raceme.core.registry import STRATEGIES
 from raceme.core.scheduling import FlowerArguments
 
-STUB = Path(strategies.__file__).with_suffix(".pyi")
+STUB = Path(__file__).parents[1] / "stubs" / "strategies.pyi"
 HEAD = '''"""Written by ``python tests/strategy_stubs.py``: what editors and type checkers know."""
 
 # ruff: noqa

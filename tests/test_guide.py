@@ -104,7 +104,7 @@ def test_churn(tmp_path: Path) -> None:
 def test_models(tmp_path: Path) -> None:
     follow("models", tmp_path)
     assert len(list((tmp_path / "models-run" / "clients").glob("*.safetensors"))) == 12
-    assert (tmp_path / "client-3" / "model.pt").is_file()
+    assert (tmp_path / "client-3" / "model.safetensors").is_file()
 
 
 @pytest.mark.slow

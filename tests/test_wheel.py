@@ -93,6 +93,7 @@ def test_the_metadata_are_those_of_the_project(wheel: Path) -> None:
         (metadata,) = [name for name in names if name.endswith(".dist-info/METADATA")]
         stated = message_from_bytes(archive.read(metadata))
     assert "raceme/py.typed" in names
+    assert "raceme/strategies/__init__.pyi" in names
     assert any(name.endswith("uPlot.LICENSE") and "licenses" in name for name in names)
     assert not [name for name in names if name.startswith(("tests", "docs", "benchmarks"))]
     assert stated["Author"] == "Raceme contributors"

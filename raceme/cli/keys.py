@@ -83,8 +83,7 @@ _FIRST = (
 _GROUPS = {
     "Data": "data-root download test-fraction validation-fraction validation-share proxy pretrain "
     "pretrain-epochs",
-    "Fleet": "concurrency task-timeout device vectorised device-keys labels where never-across "
-    "together",
+    "Fleet": "concurrency task-timeout device vectorised device-keys labels where",
     "Method": "model lr batch-size local-epochs local-steps optimizer momentum weight-decay "
     "weight-decay-on augment batch-norm own-model upload protection attack",
     "Limits": "max-rounds stop-at-target eval-every eval-rounds eval-steps eval-clients eval-tasks",

@@ -146,8 +146,8 @@ def export(
         str | None, typer.Option(metavar="ID", help="the model that this device uses")
     ] = None,
     kind: Annotated[
-        str, typer.Option("--format", metavar="NAME", help="torchscript, onnx or safetensors")
-    ] = "torchscript",
+        str, typer.Option("--format", metavar="NAME", help="safetensors or onnx")
+    ] = "safetensors",
     labels: Annotated[
         str,
         typer.Option(

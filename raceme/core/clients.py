@@ -296,38 +296,6 @@ def read_labels(path: Path) -> dict[str, dict[str, str]]:
     return listed
 
 
-def check_constraint(
-    key: str, label: str, path: Path | None = None, clients: Iterable[str] = ()
-) -> None:
-    """Check a label that constrains clusters.
-
-    Parameters
-    ----------
-    key, label : str
-        The key of the run, and its value; empty for no constraint.
-    path : Path, optional
-        File of labels by client.
-    clients : Iterable[str]
-        Simulated clients, which state no labels; one of them has to have it.
-
-    Raises
-    ------
-    UserError
-        It is no name of a label, or no client has it.
-    """
-    if label and not _LABEL.fullmatch(f"{label}=x"):
-        raise UserError(
-            f"{key}: {printable(label, 80)!r} is not the name of a label: expected one name, e.g. "
-            "room."
-        )
-    listed = {} if path is None else read_labels(path)
-    found = [listed.get(client, {}) for client in clients] if label not in ("", "group") else []
-    if found and not any(label in labels for labels in found):
-        known = sorted({name for labels in found for name in labels})
-        there = f"they have {', '.join(known)}" if known else "give a file of them, labels=FILE"
-        raise UserError(f"{key}: no client has a label {label!r}: {there}.")
-
-
 class Labels:
     """Labels of clients: those that they state, and those of a file, which count more.
 

@@ -363,8 +363,6 @@ class RunConfig:
     where: str = option(
         "", "only clients with these labels take part: room=kitchen|garden or id=attic (empty: all)"
     )
-    never_across: str = option("", "label, e.g. room, whose values never share a cluster")
-    together: str = option("", "label, e.g. owner: clients of a value are always in one cluster")
     track: str = option("", "trackers, separated by commas: tensorboard, mlflow, wandb")
     trace: bool = option(False, "also write every event as a JSON line to trace.jsonl")
     client_map: bool = option(True, "record the positions of clients for the map of `raceme watch`")

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import re
-import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -34,7 +31,7 @@ from raceme.core import messages as names
 from raceme.core.clients import Client
 from raceme.core.errors import UserError, check_known, shown_by_flower
 from raceme.core.evaluation import EvaluateFn, Packer, mean_metrics, tested_by_server
-from raceme.core.events import ACCURACY, LOSS_MEASURE, change_line, home, is_news
+from raceme.core.events import ACCURACY, LOSS_MEASURE, change_line, is_news
 from raceme.core.messages import InvalidModelError, Vector, from_array, to_array
 from raceme.core.progress import Plan, Progress, rounds_over
 from raceme.core.requests import InvalidReplyError
@@ -197,50 +194,17 @@ def _some(names: list[str]) -> str:
 
 Metrics = Mapping[str, object]
 
-_WORDS = re.compile(r"[^a-z0-9]+")
-_TESTED = ("eval", "evaluate", "evaluation", "test", "val", "valid", "validation")
+_ACCURACIES, _LOSSES = ("accuracy", "eval_acc"), ("loss", "eval_loss")
+"""Usual names of metrics: those of Raceme's own ClientApp, and of Flower's templates."""
+_TRAIN_LOSS = "train_loss"
 _SCALE = 1_000_000
 """Number of examples for a weight of 1, if weights are no numbers of examples."""
 
 
-def accuracy_name(metrics: Metrics) -> str | None:
-    """Return the name of the accuracy metric, if any.
-
-    A plain name takes precedence over one with the test set's name, and that over other names with
-    this ending; training metrics do not count.
-    """
-    return _named(metrics, ("accuracy", "acc"))
-
-
-def loss_name(metrics: Metrics) -> str | None:
-    """Return the name of the loss metric, if any."""
-    return _named(metrics, ("loss",))
-
-
-def train_loss_name(metrics: Metrics) -> str | None:
-    """Return the name of the training loss metric, if any."""
-    of_training = (["train", "loss"], ["training", "loss"])
-    return next((n for n in metrics if _words(n) in of_training), None) or loss_name(metrics)
-
-
-def _named(metrics: Metrics, wanted: tuple[str, ...]) -> str | None:
-    """Return the metric whose name ends with a word, the plainest name first."""
-    found: dict[int, str] = {}
-    for name, value in metrics.items():
-        words = _words(name)
-        if not isinstance(value, int | float) or words[-1] not in wanted:
-            continue
-        if any(word in ("train", "training") for word in words):
-            continue
-        rank = 0 if len(words) == 1 else 1 if words[-2] in _TESTED else 2
-        found.setdefault(rank, name)
-    return found[min(found)] if found else None
-
-
-def _words(name: str) -> list[str]:
-    """Return the words of a name, equal for ``evalAcc``, ``eval_acc`` and ``eval-acc``."""
-    apart = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)
-    return [word for word in _WORDS.split(apart.lower()) if word] or [""]
+def named(metrics: Metrics, key: str, usual: tuple[str, ...]) -> str | None:
+    """Return the name of a metric that is a number: that of a key, or without one a usual name."""
+    wanted = (key,) if key else usual
+    return next((name for name in wanted if isinstance(metrics.get(name), int | float)), None)
 
 
 def examples_of(weight: float, are_examples: bool) -> int:
@@ -311,7 +275,7 @@ class ReplyAdapter:
     Parameters
     ----------
     arguments : FlowerArguments
-        Arguments with the names of the weight and accuracy metrics.
+        Arguments with the names of the weight, accuracy and loss metrics.
     dtypes : DtypeAdapter
         Converts the models in replies.
     keeps_numbers : bool
@@ -326,7 +290,7 @@ class ReplyAdapter:
     def __init__(
         self, arguments: FlowerArguments, dtypes: DtypeAdapter, keeps_numbers: bool
     ) -> None:
-        self._named, self._weight = arguments.accuracy_key, arguments.weighted_by_key
+        self._arguments, self._weight = arguments, arguments.weighted_by_key
         self._dtypes, self._keeps_numbers = dtypes, keeps_numbers
         self.accuracy: str | None = None
         self.loss: str | None = None
@@ -362,7 +326,8 @@ class ReplyAdapter:
             raise InvalidReplyError(f"its weight '{self._weight}' is 0: it counts for nothing")
         renamed = {name: value for name, value in metrics.items() if not isinstance(value, list)}
         renamed[names.NUM_EXAMPLES] = self._examples(metrics, weight)
-        if names.TRAIN_LOSS not in renamed and (loss := train_loss_name(renamed)) is not None:
+        usual = (names.TRAIN_LOSS, _TRAIN_LOSS, self._arguments.loss_key or _LOSSES[0])
+        if (loss := named(renamed, "", usual)) is not None:
             renamed[names.TRAIN_LOSS] = renamed[loss]
         (model,) = models.values()
         arrays, read = self._dtypes.received(model), MetricRecord(dict(renamed))
@@ -410,28 +375,29 @@ class ReplyAdapter:
 
     def _find(self, metrics: MetricRecord) -> None:
         """Choose the accuracy and loss metrics, and log them."""
-        self._is_known, listed = True, ", ".join(metrics)
-        self.accuracy, self.loss = accuracy_name(metrics), loss_name(metrics)
-        if self._named and self._named in metrics:
-            self.accuracy = self._named
-        elif self._named:
-            log.warning(
-                "accuracy_key '%s' is not among the metrics of tests: %s", self._named, listed
-            )
+        self._is_known, listed = True, ", ".join(metrics) or "no metrics"
+        keys = self._arguments.accuracy_key, self._arguments.loss_key
+        self.accuracy = named(metrics, keys[0], _ACCURACIES)
+        self.loss = named(metrics, keys[1], _LOSSES)
+        for name, key, found in (
+            ("accuracy_key", keys[0], self.accuracy),
+            ("loss_key", keys[1], self.loss),
+        ):
+            if key and found is None:
+                log.warning("%s '%s' is not among the metrics of tests: %s", name, key, listed)
         if self.accuracy is not None:
             quoted = "not stated" if self.loss is None else f"'{self.loss}'"
-            log.info("\t├── accuracy is '%s', loss is %s", self.accuracy, quoted)
+            log.info("Accuracy is '%s', loss is %s", self.accuracy, quoted)
         elif self.loss is not None:
             log.info(
-                "\t├── no accuracy among %s: the loss '%s' is charted (accuracy_key= names "
-                "another metric)",
+                "No accuracy among %s: the loss '%s' is charted (accuracy_key names another)",
                 listed,
                 self.loss,
             )
         else:
             log.warning(
-                "neither an accuracy nor a loss among %s: name one with accuracy_key=",
-                listed or "no metrics",
+                "Neither an accuracy nor a loss among %s: name them with accuracy_key and loss_key",
+                listed,
             )
 
 
@@ -914,7 +880,6 @@ class FlowerLog(events.EventHandler):
         self._updates: list[events.UpdateApplied] = []
         self._rejected = 0
         self._began = 0.0
-        self._last: events.Evaluated | None = None
         self.time = 0.0
 
     def __call__(self, event: events.Event) -> None:
@@ -934,7 +899,7 @@ class FlowerLog(events.EventHandler):
         """Log splits, merges and new clusters."""
         if is_news(event):
             line = change_line(event)
-            _log(f"\t├── {line[0].upper()}{line[1:]}")
+            _log(f"{line[0].upper()}{line[1:]}")
 
     def round_over(self, number: int, metrics: MetricRecord | None) -> None:
         """Log a round of updates."""
@@ -950,9 +915,9 @@ class FlowerLog(events.EventHandler):
             parts.append(f"staleness {mean:.1f} on average, {max(staleness)} at most")
         if self._rejected:
             parts.append(f"{self._rejected} replies not used")
-        _log("", f"[ROUND {number}{self._length}]", f"\t├── {', '.join(parts)}")
         if metrics:
-            _log(f"\t├── Train: {shown(metrics)}")
+            parts.append(shown(metrics))
+        _log(f"Round {number}{self._length}: {', '.join(parts)}")
         self._updates, self._rejected, self._began = [], 0, self.time
 
     def tested(
@@ -964,55 +929,43 @@ class FlowerLog(events.EventHandler):
         """
         if report is None:
             if metrics is not None:
-                _log(f"\t├── Evaluate round {number}: {shown(metrics)}")
+                _log(f"Round {number}{self._length} tested: {shown(metrics)}")
             return
-        self._last = report
         found = shown(metrics or {report.measure.name: report.accuracy})
         of = f"{report.answered} of {report.asked} clients"
-        _log(f"\t├── Evaluate round {number} ({of}): {found}")
-        if len(means := _by_cluster(report)) > 1:
-            named = [
-                f"{cluster}: {report.measure.shown(mean)} ({count})"
-                for cluster, (mean, count) in sorted(means.items())
+        _log(f"Round {number}{self._length} tested by {of}: {found}")
+        scores = report.by_cluster
+        if len(scores) > 1:
+            listed = [
+                f"{cluster}: {report.measure.shown(fmean(each))} ({len(each)})"
+                for cluster, each in sorted(scores.items())
             ]
-            more = f" and {len(named) - _MOST_CLUSTERS} more" if len(named) > _MOST_CLUSTERS else ""
-            listed = ", ".join(named[:_MOST_CLUSTERS])
-            _log(f"\t│\t{report.measure.word} by cluster (clients): {listed}{more}")
+            _log(f"{report.measure.word} by cluster (clients): {_first(listed)}")
 
     def tested_centrally(
         self, number: int, mean: MetricRecord, clusters: Mapping[int, MetricRecord]
     ) -> None:
         """Log the server's own test of each cluster's model."""
-        if not number:
-            _log(f"Initial global evaluation results: {shown(mean)}")
-            return
+        of = f"Round {number}{self._length}" if number else "The initial model"
+        _log(f"{of} tested on the server: {shown(mean)}")
         if len(clusters) > 1:
-            for cluster, metrics in sorted(clusters.items())[:_MOST_CLUSTERS]:
-                _log(f"\t│\tcluster {cluster}: {shown(metrics)}")
-        _log(f"\t└── Global evaluation: {shown(mean)}")
+            listed = [f"{cluster}: {shown(own)}" for cluster, own in sorted(clusters.items())]
+            _log(f"by cluster: {_first(listed, '; ')}")
 
     def ended(self, result: RunResult, seconds: float) -> None:
-        """Log the end of a run: a table of the clusters, and the result."""
-        last = self._last
-        sizes = Counter(home(weights) for weights in result.client_clusters.values())
-        means = {} if last is None else _by_cluster(last)
-        _log("", f"Strategy execution finished in {seconds:.2f}s", "")
-        _log(f"\t{'cluster':<8} {'clients':>8}  {last.measure.word if last else ''}")
-        for cluster in sorted(result.clusters):
-            score = last.measure.shown(means[cluster][0]) if last and cluster in means else "-"
-            _log(f"\t{cluster:<8} {sizes[cluster]:>8}  {score}")
-        _log("", "Final results:", "", *(f"\t{line}" for line in str(result).splitlines()), "")
+        """Log the end of a run, and its result."""
+        _log(f"Finished after {seconds:.1f} {self._clock}", *str(result).splitlines())
+
+
+def _first(listed: list[str], separator: str = ", ") -> str:
+    """Return the first entries of a list by cluster, and how many more there are."""
+    more = f" and {len(listed) - _MOST_CLUSTERS} more" if len(listed) > _MOST_CLUSTERS else ""
+    return separator.join(listed[:_MOST_CLUSTERS]) + more
 
 
 def _log(*lines: str) -> None:
     for line in lines:
         log.info("%s", line)
-
-
-def _by_cluster(report: events.Evaluated) -> dict[int, tuple[float, int]]:
-    """Return the mean of the clients' scores and their number, by cluster."""
-    scores = report.by_cluster.items()
-    return {cluster: (fmean(each), len(each)) for cluster, each in scores}
 
 
 class _ToFlower(logging.Handler):
@@ -1141,11 +1094,10 @@ def start(method: Method, **arguments: Any) -> RunResult:
         check_known("argument of start()", name, known)
     flower_run = FlowerRun(**arguments)
     flower_run.check()
-    began = time.monotonic()
     with through_flower():
         run = _Run(method, flower_run)
         result = run.result(run.prepare())
-    run.log.ended(result, time.monotonic() - began)
+    run.log_end(result)
     return result
 
 
@@ -1201,6 +1153,7 @@ class _Run(events.EventHandler):
         self.method, self._name = method, type(method).__name__
         self.arguments, self.options = method.arguments, options
         self._clock = timeline_of(options.grid)
+        self._began = self._clock.now()
         self._dtypes = DtypeAdapter(options.initial_arrays)
         length = f"/{options.num_rounds}" if options.max_updates is None else ""
         self.log = FlowerLog(length, self._clock.is_virtual)
@@ -1233,7 +1186,7 @@ class _Run(events.EventHandler):
         self._check_server()
         self._log_start()
         if carried := ", ".join(self._dtypes.carried):
-            _log(f"\t├── Sent along unchanged, since nothing of it can be averaged: {carried}")
+            _log(f"Sent along unchanged, since nothing of it can be averaged: {carried}")
         online = self._wait_for_nodes()
         if self._clock.is_virtual:
             method.check(online)
@@ -1294,32 +1247,27 @@ class _Run(events.EventHandler):
             ) from None
 
     def _log_start(self) -> None:
-        """Log the start of a strategy, like Flower's own."""
+        """Log the settings of the run."""
         arguments, options = self.arguments, self.options
         size = sum(len(values.data) for values in options.initial_arrays.values()) / _MEGABYTE
-        _log(
-            f"Starting {self._name} strategy:",
-            f"\t├── {options.length}",
-            f"\t├── ArrayRecord ({size:.2f} MB)",
-        )
+        _log(f"Starting {self._name}: {options.length}, a model of {size:.2f} MB")
         for what, config in (
             ("train", options.train_config),
             ("evaluate", options.evaluate_config),
         ):
             values = {key: "<bytes>" if isinstance(v, bytes) else v for key, v in config.items()}
-            _log(f"\t├── ConfigRecord ({what}): {values or '(empty!)'}")
-        fractions = arguments.fraction_train, arguments.fraction_evaluate
-        least = arguments.min_train_nodes, arguments.min_evaluate_nodes
-        _log(
-            "\t├──> Sampling:",
-            f"\t│\t├── Fraction: train ({fractions[0]:.2f}) | evaluate ({fractions[1]:.2f})",
-            f"\t│\t├── Minimum nodes: train ({least[0]}) | evaluate ({least[1]})",
-            f"\t│\t└── Minimum available nodes: {arguments.min_available_nodes}",
-            "\t└──> Keys in records:",
-            f"\t\t├── Weighted by: '{arguments.weighted_by_key}'",
-            f"\t\t├── ArrayRecord key: '{arguments.arrayrecord_key}'",
-            f"\t\t└── ConfigRecord key: '{arguments.configrecord_key}'",
-        )
+            if values:
+                _log(f"{what}_config: {values}")
+        used = {
+            item.name: getattr(arguments, item.name)
+            for item in fields(arguments)
+            if getattr(arguments, item.name) != item.default
+        }
+        _log(*(f"{name}: {getattr(value, '__name__', value)}" for name, value in used.items()))
+
+    def log_end(self, result: RunResult) -> None:
+        """Log the end of the run, on the clock of its grid."""
+        self.log.ended(result, self._clock.now() - self._began)
 
     def _check_kinds(self) -> None:
         """Greet one client before all others, to check its ClientApp.

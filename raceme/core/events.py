@@ -374,9 +374,8 @@ class UpdateApplied(_Record):
         Share of each distribution in the client's samples of this step, if a mixture.
     phase : str
         Phase of the method for traffic accounting; by default the kind of work.
-    cpu_seconds, joules : float or None
-        Stated cost of the work: CPU seconds of all threads, and energy of the board, if measured;
-        on real devices only.
+    cpu_seconds : float or None
+        Stated CPU seconds of the work, summed over threads; on real devices only.
     """
 
     seq: int
@@ -399,7 +398,6 @@ class UpdateApplied(_Record):
     mixture: tuple[float, ...] = ()
     phase: str = "train"
     cpu_seconds: float | None = None
-    joules: float | None = None
 
 
 @dataclass(frozen=True, eq=False)

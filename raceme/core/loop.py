@@ -775,8 +775,7 @@ class Loop:
             passes=names.count_of(metrics.get(names.SAMPLE_PASSES)),
             mixture=update.mixture,
             phase=task.phase or task.kind,
-            cpu_seconds=update.cost.cpu_seconds,
-            joules=update.cost.joules,
+            cpu_seconds=update.cpu_seconds,
         )
 
     def _weighed(self, update: Update) -> Update:

@@ -805,53 +805,31 @@ def short_task(settings: Mapping[str, object], examples: int, steps: int) -> dic
 
 
 # -----------------------------------------------------------------------------
-# The stated cost of work for a device, typed and bounded.
+# The stated computing time of work.
 # -----------------------------------------------------------------------------
 
 
 CPU_SECONDS = "cpu-seconds"
 """CPU seconds of the work, summed over threads."""
-JOULES = "joules"
-"""Energy of the whole board during the work, if measured."""
 
 MOST_SECONDS = 1e8
 """Three years, longer than any work."""
-MOST_JOULES = 1e11
-"""A kilowatt for three years."""
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """Cost of work; None for values that the device does not state.
-
-    Attributes
-    ----------
-    cpu_seconds : float or None
-        Seconds of computing, from 0 to `MOST_SECONDS`.
-    joules : float or None
-        Energy in J, from 0 to `MOST_JOULES`.
-    """
-
-    cpu_seconds: float | None = None
-    joules: float | None = None
-
-
-NOT_STATED = Cost()
-
-
-def cost_of(metrics: Mapping[str, object]) -> Cost:
-    """Return the cost in a device's metrics.
+def cpu_seconds_of(metrics: Mapping[str, object]) -> float | None:
+    """Return the CPU seconds in a device's metrics; None if it does not state them.
 
     Raises
     ------
     InvalidReplyError
-        A value is no number, NaN, below 0, or impossibly large.
+        They are no number, NaN, below 0, or impossibly many.
     """
-    stated: dict[str, float | None] = {}
-    for name, most in ((CPU_SECONDS, MOST_SECONDS), (JOULES, MOST_JOULES)):
-        number = None if name not in metrics else number_of(name, metrics[name])
-        # NaN fails both comparisons.
-        if number is not None and not 0 <= number <= most:
-            raise InvalidReplyError(f"it states {number:g} {name}: expected 0 to {most:g}")
-        stated[name] = number
-    return Cost(stated[CPU_SECONDS], stated[JOULES])
+    if CPU_SECONDS not in metrics:
+        return None
+    seconds = number_of(CPU_SECONDS, metrics[CPU_SECONDS])
+    # NaN fails both comparisons.
+    if not 0 <= seconds <= MOST_SECONDS:
+        raise InvalidReplyError(
+            f"it states {seconds:g} {CPU_SECONDS}: expected 0 to {MOST_SECONDS:g}"
+        )
+    return seconds

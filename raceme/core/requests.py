@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from raceme.core import messages as names
 from raceme.core.clusters import Model, Weights, blended
 from raceme.core.errors import quoted
-from raceme.core.messages import LARGEST, Cost, ModelSpec, Vector
+from raceme.core.messages import LARGEST, ModelSpec, Vector
 from raceme.core.messages import InvalidReplyError as InvalidReplyError
 from raceme.flower.messages import NODE_UNAVAILABLE, Shelf
 
@@ -326,8 +326,8 @@ class Update:
         Time of arrival on the grid's clock.
     mixture : tuple[float, ...]
         Share of each distribution in the client's samples, if stated; for reports only.
-    cost : Cost
-        Cost of the work for the device, if stated; for reports only.
+    cpu_seconds : float, optional
+        CPU seconds of the work, if stated; for reports only.
     staleness : int
         τ: changes of the client's cluster model since the client received it. Set by the loop at
         aggregation; see :meth:`raceme.core.strategy.Method.received`.
@@ -346,7 +346,7 @@ class Update:
     numbers: dict[str, NDArray[Any]] = field(default_factory=dict)
     arrived_at: float = 0.0
     mixture: tuple[float, ...] = ()
-    cost: Cost = names.NOT_STATED
+    cpu_seconds: float | None = None
     staleness: int = 0
     age: int = 0
     bases: Bases | None = field(default=None, repr=False, compare=False, metadata=TRANSIENT)
@@ -449,7 +449,7 @@ def read_update(reply: Message, task: InFlight, spec: ModelSpec, now: float = 0.
         numbers=_numbers(numbers),
         arrived_at=now,
         mixture=_mixture(next(iter(content.metric_records.values())).get(names.MIXTURE)),
-        cost=names.cost_of(metrics),
+        cpu_seconds=names.cpu_seconds_of(metrics),
     )
 
 

@@ -495,8 +495,9 @@ class FlowerArguments:
         None, "aggregates clients' test metrics; by default the weighted mean"
     )
     accuracy_key: str = option(
-        "", "the metric of a test that is the accuracy; by default it is found by its name"
+        "", "the metric of a test that is the accuracy; by default accuracy or eval_acc"
     )
+    loss_key: str = option("", "the metric that is the loss; by default loss or eval_loss")
 
     def trained(self, online: int) -> int:
         """Return how many of the online nodes train at a time, or in a round."""

@@ -35,7 +35,7 @@ Flags = NDArray[np.bool_]
 class Updates:
     """The accepted updates, one element each; see :class:`raceme.core.events.UpdateApplied`.
 
-    Unknown values are NaN: ``started_at``, ``cpu_seconds`` and ``joules`` on virtual time,
+    Unknown values are NaN: ``started_at`` and ``cpu_seconds`` on virtual time,
     accuracies and ``passes`` without scored uploads.
     """
 
@@ -57,7 +57,6 @@ class Updates:
     passes: Floats
     phase: Texts
     cpu_seconds: Floats
-    joules: Floats
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from raceme.records.folder import STORE
 # Content of the file: one table, and views for queries.
 # -----------------------------------------------------------------------------
 
-FORMAT = 9
+FORMAT = 10
 """Stores of other formats are of unreleased versions and are not read."""
 
 _TABLE = """

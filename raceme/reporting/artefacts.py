@@ -227,16 +227,11 @@ _SAMPLES = 100
 _TOLERANCE = 1e-4
 """Largest difference of an output, relative to the largest output, but at least to 1."""
 _TEMPLATE = Path(__file__).parent / "templates" / "predict.txt"
-_TORCH = """
-def as_batch(inputs):
-    x = torch.as_tensor(inputs, dtype=getattr(torch, MODEL["input"]["type"]))
-    return x[None] if x.ndim == len(SHAPE) else x
-"""
 
 
 def export_model(
     run: Path,
-    kind: str = "torchscript",
+    kind: str = "safetensors",
     *,
     cluster: int | None = None,
     device: str | None = None,
@@ -251,7 +246,7 @@ def export_model(
     run : Path
         Folder of the run.
     kind : str
-        ``torchscript``, ``onnx`` or ``safetensors``.
+        ``safetensors`` or ``onnx``.
     cluster, device : int or str, optional
         Whose model; one of them unless the run has a single cluster.
     labels : Sequence[str]
@@ -420,28 +415,10 @@ def _written(kind: str, network: DeployedNetwork, data: Dataset, folder: Path) -
     # What an exporter of torch raises for a network that it cannot follow.
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        others = " or ".join(name for name in _WRITERS if name != kind)
         raise UserError(
-            f"The network cannot be exported as {kind} ({lines[0][:200]}): try --format {others}."
+            f"The network cannot be exported as {kind} ({lines[0][:200]}): load its weights, in "
+            "the run's folders clusters and clients, into its class."
         ) from error
-
-
-def _torchscript(network: DeployedNetwork, data: Dataset, folder: Path) -> tuple[str, str]:
-    from raceme.training.models import torchscript_of
-
-    (folder / "model.pt").write_bytes(torchscript_of(network, data))
-    return (
-        "import torch",
-        f"""
-NETWORK = torch.jit.load(HERE / "model.pt")
-
-{_TORCH}
-
-def scores(x):
-    with torch.inference_mode():
-        return NETWORK(x)
-""",
-    )
 
 
 def _onnx(network: DeployedNetwork, data: Dataset, folder: Path) -> tuple[str, str]:
@@ -516,7 +493,11 @@ WEIGHTS = load_file(HERE / "model.safetensors")
 ORDER = (
 {listed})
 
-{_TORCH}
+
+def as_batch(inputs):
+    x = torch.as_tensor(inputs, dtype=getattr(torch, MODEL["input"]["type"]))
+    return x[None] if x.ndim == len(SHAPE) else x
+
 
 def scores(x):
     with torch.inference_mode():
@@ -529,9 +510,8 @@ def scores(x):
 
 
 _WRITERS: Mapping[str, Callable[[DeployedNetwork, Dataset, Path], tuple[str, str]]] = {
-    "torchscript": _torchscript,
-    "onnx": _onnx,
     "safetensors": _safetensors,
+    "onnx": _onnx,
 }
 
 

@@ -251,25 +251,25 @@ def clients_table(record: RunRecord) -> PageTable:
 def costs_table(record: RunRecord) -> PageTable | None:
     """Return the total cost of each device's updates; None if not stated.
 
-    Bytes of arrays are counted by the server; devices state seconds and energy.
+    Bytes of arrays are counted by the server; devices state seconds.
     """
     updates = record.updates
-    if not np.isfinite(updates.cpu_seconds).any() and not np.isfinite(updates.joules).any():
+    if not np.isfinite(updates.cpu_seconds).any():
         return None
     chosen = [record.clients[i].client for i in evenly_spread(len(record.clients), _MOST_CLIENTS)]
     rows = [_cost_row(name, record, updates.client == name) for name in chosen]
     if len(chosen) == len(record.clients) > 1:
         rows.append(_cost_row("all", record, np.ones(len(updates.client), bool)))
-    heads = ("client", "updates", "CPU (s)", "energy (J)", "bytes down", "bytes up")
+    heads = ("client", "updates", "CPU (s)", "bytes down", "bytes up")
     more = "" if len(chosen) == len(record.clients) else f", {len(chosen)} clients of the run"
     return PageTable(f"Cost of the updates{more}", heads, rows)
 
 
 def _cost_row(name: str, record: RunRecord, own: Flags) -> tuple[Any, ...]:
     updates = record.updates
-    seconds, joules = (number(_sum(of[own]), 1) for of in (updates.cpu_seconds, updates.joules))
+    seconds = number(_sum(updates.cpu_seconds[own]), 1)
     down, up = updates.bytes_down[own].sum(), updates.bytes_up[own].sum()
-    return name, own.sum(), seconds, joules, down, up
+    return name, own.sum(), seconds, down, up
 
 
 def _sum(values: Floats) -> float | None:

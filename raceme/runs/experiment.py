@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,9 @@ from threadpoolctl import threadpool_limits
 
 from raceme import datasets
 from raceme.core import messages as names
-from raceme.core.clients import BoundToKeys, Labels, check_constraint
+from raceme.core.clients import BoundToKeys, Labels
 from raceme.core.clusters import Model, blended
 from raceme.core.config import CONFIG, RunConfig, own_keys, read_toml
-from raceme.core.constraints import ConstrainedMethod
 from raceme.core.errors import UserError
 from raceme.core.events import (
     ClustersScored,
@@ -168,10 +167,6 @@ def build_strategy(config: RunConfig) -> Method:
         There is no such strategy, or a limit in rounds does not apply to it.
     """
     strategy = _made(config)
-    if config.never_across or config.together:
-        check_constraint("never-across", config.never_across)
-        check_constraint("together", config.together)
-        strategy = ConstrainedMethod(partial(_made, config), config.never_across, config.together)
     strategy.protection = protection_of(config)
     drift = schedule_of(config)
     if drift is not None and drift.in_rounds and strategy.scheduling.rounds is None:
@@ -260,10 +255,7 @@ def build_grid(config: RunConfig, strategy: Method | None = None) -> VirtualGrid
         strategy.needs.fits_validation(kept_for_validation(fewest, share))
     names = datasets.client_names(config)
     labels = Path(config.labels) if config.labels else None
-    clients = _client_names(config)
-    check_constraint("never-across", config.never_across, labels, clients)
-    check_constraint("together", config.together, labels, clients)
-    Labels(labels, config.where).check_ids(clients)
+    Labels(labels, config.where).check_ids(_client_names(config))
     nodes = with_late_attackers(config, nodes_of(config.devices, examples, config.seed, names))
     executor = executor_for(
         target,

@@ -63,6 +63,8 @@ App = TypeVar("App", ServerApp, ClientApp)
 
 _CONFIGURES = ("configure_train", "configure_evaluate")
 _AGGREGATES = ("aggregate_train", "aggregate_evaluate")
+_METRIC_KEYS = ("accuracy-key", "loss-key")
+"""Arguments of a method that an app's own strategy does not have."""
 _DISTRIBUTION = re.compile(r"[A-Za-z0-9._-]+")
 
 
@@ -268,11 +270,15 @@ def build_method(name: str, parameters: Mapping[str, Value], seed: int, **argume
         There is no such method, or no such hyper-parameter.
     """
     prefix = STRATEGIES.prefix(name)
+    parameters = dict(parameters)
+    for key in _METRIC_KEYS:
+        if key in parameters:
+            arguments[key.replace("-", "_")] = str(parameters.pop(key))
     foreign = [key for key in parameters if not key.startswith(prefix)]
     if foreign:
         raise UserError(
-            f"--set {foreign[0]}: only keys of the strategy can be set here, as {prefix}KEY; the "
-            "app's own keys go into --run-config."
+            f"--set {foreign[0]}: only keys of the strategy can be set here, as {prefix}KEY, and "
+            f"{' and '.join(_METRIC_KEYS)}; the app's own keys go into --run-config."
         )
     config = RunConfig.from_mapping({"strategy": name, "seed": seed, **parameters})
     config.check_options()

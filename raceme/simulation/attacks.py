@@ -67,8 +67,6 @@ _MOST_KNOWN = 10
 """Honest clients whose updates an informed attacker knows at most: it trains for each of them."""
 _CLAIMED = 1000
 """Examples that a lying attacker states for each that it has."""
-_TRUSTED = 2.0
-"""Length that `protection=trust` lets pass, in median lengths of honest updates."""
 
 
 @dataclass(frozen=True)
@@ -374,71 +372,6 @@ class Collude(EdgePush):
     ) -> Vector:
         """Return the direction at the median length."""
         return np.asarray(np.median(np.linalg.norm(honest, axis=1)) * push)
-
-
-class HiddenPush(Collude):
-    """The same with noise of each attacker's own, so that no two updates are equal.
-
-    Against `protection=trust`: at the length that it lets pass.
-    """
-
-    def against(
-        self, honest: NDArray[np.float32], push: Vector, rng: np.random.Generator
-    ) -> Vector:
-        """Return the direction with noise, at twice the median length."""
-        noise = _unit(rng.standard_normal(len(push), np.float32))
-        length = _TRUSTED * np.median(np.linalg.norm(honest, axis=1))
-        return np.asarray(length * _unit(self.hidden(honest, push) + np.float32(0.3) * noise))
-
-    def hidden(self, honest: NDArray[np.float32], push: Vector) -> Vector:
-        """Return the direction that is hidden, of length 1."""
-        return push
-
-
-class HiddenAnti(HiddenPush):
-    """Attackers push against honest updates, as far as `protection=trust` lets pass.
-
-    The cosine with the mean is just above that at which an update is contradicted.
-    """
-
-    def hidden(self, honest: NDArray[np.float32], push: Vector) -> Vector:
-        """Return the common direction, turned against the mean of honest ones."""
-        mean = _unit(honest.mean(axis=0))
-        aside = _unit(push - np.float32(push @ mean) * mean)
-        return np.asarray(np.float32(0.93) * aside - np.float32(0.37) * mean)
-
-
-class HiddenGain(HiddenPush):
-    """Attackers help an honest client of their group, and push against all others.
-
-    Against `protection=trust` with samples on the server, which asks for a gain on one of its sets.
-    """
-
-    def hidden(self, honest: NDArray[np.float32], push: Vector) -> Vector:
-        """Return the mates' direction, minus the part of the mean of all that is across it."""
-        own, mean = _unit(honest[0]), honest.mean(axis=0)
-        return _unit(own - _unit(mean - np.float32(mean @ own) * own))
-
-
-class Pulse(SignFlip):
-    """Attackers flip the sign of every third update, to keep the record of an honest client."""
-
-    def is_due(self, request: int, config: RunConfig) -> bool:
-        """Return whether about two updates for each client have passed since the last time."""
-        of_each = request if in_rounds(config) else request // config.num_clients
-        return of_each % 3 == 2 and super().is_due(request, config)
-
-
-class FalseGroup(LabelFlip):
-    """Attackers train as clients of one group, on flipped labels: a group with data of its own."""
-
-    mimics = True
-
-    def victims(self, config: RunConfig, own: int) -> list[int]:
-        """Return the honest clients of the largest group, another one first for each attacker."""
-        order = _of_largest(sorted(_honest(config, own)), datasets.true_groups(config))
-        at = sorted(attackers_of(config)).index(own) % len(order)
-        return order[at:] + order[:at]
 
 
 class MinMax(Attack):

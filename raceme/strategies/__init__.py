@@ -3,7 +3,7 @@
 ``from raceme.strategies import FedAsync`` imports :mod:`raceme.strategies.fedasync` and no other
 method. Where each is defined says `STRATEGIES`, in :mod:`raceme.core.registry`; its
 hyper-parameters, ``FedAsyncParameters``, stand beside it. Editors and type checkers read the
-stub, which ``python tests/strategy_stubs.py`` makes from the hyper-parameters.
+stub in the wheel, which ``python tests/strategy_stubs.py`` makes from the hyper-parameters.
 """
 
 from __future__ import annotations

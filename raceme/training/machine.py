@@ -1,4 +1,4 @@
-"""A device's machine: processors, cost of work, and the fastest way to compute.
+"""A device's machine: processors, and the fastest way to compute.
 
 In a simulation every client trains on one thread of the CPU: see :mod:`raceme.client_app`.
 """
@@ -8,14 +8,12 @@ from __future__ import annotations
 import logging
 import math
 import os
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +21,6 @@ from numpy.typing import NDArray
 from torch import nn
 
 from raceme.core.errors import UserError
-from raceme.core.messages import CPU_SECONDS, JOULES
 from raceme.training.local import TrainingSettings, step, train
 from raceme.training.models import Network, Samples
 
@@ -76,210 +73,6 @@ def _memory() -> int:
         return min(physical, int(_CONTAINER_LIMIT.read_text()))
     except (OSError, ValueError):
         return physical
-
-
-# -----------------------------------------------------------------------------
-# The cost of work for a machine: compute time and energy.
-#
-# Two kinds of boards report their power through Linux files:
-#
-# - NVIDIA's Jetson boards have INA3221 chips, each of which measures three supply lines
-#   (``/sys/class/hwmon/hwmon*/``, kernel documentation ``hwmon/ina3221``): volts and amperes of the
-#   moment, which are sampled while the work goes on.
-# - x86 processors count their energy (RAPL, ``/sys/class/powercap/intel-rapl:*/``,
-#   kernel documentation ``power/powercap``), with overflow to 0.
-#
-# Both measure the whole board or processor, not one program.
-# -----------------------------------------------------------------------------
-
-
-SYSTEM = Path("/sys/class")
-
-_WHOLE_BOARD = ("VDD_IN", "POM_5V_IN")
-"""Labels of the line that feeds the whole board; without it all lines are summed."""
-_SAMPLE_SECONDS = 0.1
-_MICRO = 1e-6
-
-
-class Meter(Protocol):
-    """Measures energy from :meth:`start` to :meth:`joules`."""
-
-    def start(self) -> None:
-        """Start a measurement."""
-
-    def joules(self) -> float | None:
-        """End, and return the energy used since the start; None if unreadable."""
-
-
-class Rapl:
-    """Energy of x86 processors: packages, and memory if counted.
-
-    Parameters
-    ----------
-    counters : Sequence
-        Folders of the zones to sum.
-    """
-
-    def __init__(self, counters: Sequence[Path]) -> None:
-        self._zones = counters
-        self._before: list[int] = []
-
-    @classmethod
-    def found(cls, system: Path = SYSTEM) -> Rapl | None:
-        """Return the meter of a machine with readable counters, else None."""
-        zones = sorted((system / "powercap").glob("intel-rapl:*"))
-        chosen = []
-        for zone in zones:
-            # A package includes its cores but not its memory.
-            name = _text(zone / "name")
-            is_package = zone.name.count(":") == 1 and name.startswith("package-")
-            if is_package or name == "dram":
-                chosen.append(zone)
-        readable = [zone for zone in chosen if _text(zone / "energy_uj").isdecimal()]
-        return cls(readable) if readable else None
-
-    def start(self) -> None:
-        """Start a measurement."""
-        self._before = self._read()
-
-    def joules(self) -> float | None:
-        """Return the energy used since the start; a decreased counter has overflowed."""
-        after = self._read()
-        if len(after) != len(self._before) or not after:
-            return None
-        total = 0
-        for zone, one, other in zip(self._zones, self._before, after, strict=True):
-            range_ = 0 if other >= one else _number(zone / "max_energy_range_uj")
-            total += other - one + range_
-        return total * _MICRO if total >= 0 else None
-
-    def _read(self) -> list[int]:
-        try:
-            return [_number(zone / "energy_uj") for zone in self._zones]
-        except (OSError, ValueError):
-            return []
-
-
-class _Line(NamedTuple):
-    """A supply line of an INA3221: files with millivolts and milliamperes."""
-
-    volts: Path
-    amperes: Path
-
-    def watts(self) -> float:
-        return _number(self.volts) * _number(self.amperes) * _MICRO
-
-
-class Ina3221:
-    """Energy of a Jetson board: power sampled by a thread and integrated over time.
-
-    Parameters
-    ----------
-    lines : Sequence
-        Supply lines to sum.
-    clock : Callable
-        Monotonic clock in seconds.
-    """
-
-    def __init__(self, lines: Sequence[_Line], clock: Callable[[], float] = time.monotonic) -> None:
-        self._lines, self._clock = lines, clock
-        self._ended = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._last: tuple[float, float] | None = None
-        self._joules = 0.0
-
-    @classmethod
-    def found(cls, system: Path = SYSTEM) -> Ina3221 | None:
-        """Return the meter of a board with such chips, else None."""
-        labelled = dict[str, _Line]()
-        for chip in sorted((system / "hwmon").glob("hwmon*")):
-            if _text(chip / "name") != "ina3221":
-                continue
-            for label in sorted(chip.glob("in[123]_label")):
-                number = label.name[2]
-                line = _Line(chip / f"in{number}_input", chip / f"curr{number}_input")
-                if _text(line.volts).isdecimal() and _is_whole(_text(line.amperes)):
-                    labelled[_text(label)] = line
-        whole = [labelled[name] for name in _WHOLE_BOARD if name in labelled][:1]
-        lines = whole or list(labelled.values())
-        return cls(lines) if lines else None
-
-    def start(self) -> None:
-        """Start a measurement."""
-        self._joules, self._last = 0.0, None
-        self.sample()
-        self._ended.clear()
-        self._thread = threading.Thread(target=self._go_on, daemon=True, name="raceme-power")
-        self._thread.start()
-
-    def joules(self) -> float | None:
-        """End, and return the energy used since the start; None if unreadable."""
-        self._ended.set()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        self.sample()
-        return self._joules if self._last is not None else None
-
-    def sample(self) -> None:
-        """Add the energy since the last sample, by the trapezoidal rule."""
-        try:
-            watts = sum(line.watts() for line in self._lines)
-        except (OSError, ValueError):
-            return
-        now = self._clock()
-        if self._last is not None:
-            then, former = self._last
-            # A line with hardly any load may be measured below 0.
-            self._joules += max(0.0, (watts + former) / 2) * (now - then)
-        self._last = now, watts
-
-    def _go_on(self) -> None:
-        while not self._ended.wait(_SAMPLE_SECONDS):
-            self.sample()
-
-
-def meter_of(system: Path = SYSTEM) -> Meter | None:
-    """Return this machine's energy meter; None without one."""
-    return Ina3221.found(system) or Rapl.found(system)
-
-
-@contextmanager
-def measured(meter: Meter | None) -> Iterator[dict[str, float]]:
-    """Measure the cost of the block into the mapping, which is filled at its end.
-
-    Parameters
-    ----------
-    meter : Meter or None
-        Energy meter, if any.
-    """
-    cost: dict[str, float] = {}
-    began = time.process_time()
-    if meter is not None:
-        meter.start()
-    try:
-        yield cost
-    finally:
-        joules = None if meter is None else meter.joules()
-        cost[CPU_SECONDS] = time.process_time() - began
-        if joules is not None:
-            cost[JOULES] = joules
-
-
-def _text(path: Path) -> str:
-    """Return the text of a file, empty if unreadable."""
-    try:
-        return path.read_text().strip()
-    except (OSError, UnicodeDecodeError):
-        return ""
-
-
-def _number(path: Path) -> int:
-    return int(path.read_text())
-
-
-def _is_whole(text: str) -> bool:
-    return text.removeprefix("-").isdecimal()
 
 
 # -----------------------------------------------------------------------------

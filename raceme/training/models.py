@@ -832,30 +832,6 @@ def raw_inputs(data: Dataset, count: int) -> NDArray[Any]:
     return np.asarray(values, np.float32)
 
 
-def torchscript_of(
-    network: DeployedNetwork, data: Dataset, extra: Mapping[str, str] | None = None
-) -> bytes:
-    """Return a network as a file of TorchScript, which needs nothing but torch.
-
-    Parameters
-    ----------
-    network : DeployedNetwork
-        The network, which will take any number of inputs.
-    data : Dataset
-        What its inputs look like.
-    extra : Mapping[str, str], optional
-        Texts that the file holds beside it, by name.
-    """
-    example = torch.from_numpy(raw_inputs(data, _PROBE))
-    with warnings.catch_warnings(), torch.inference_mode():
-        # torch recommends torch.export, which takes seconds instead of a tenth of one.
-        warnings.simplefilter("ignore")
-        trace: Callable[..., Any] = torch.jit.trace
-        traced = trace(network.eval(), example, check_trace=False)
-    # Not to a path: where the disk is full torch aborts the process.
-    return bytes(traced.save_to_buffer(_extra_files=dict(extra or {})))
-
-
 _ABOUT = "model.json"
 """A member of a model file: what :func:`description_of` returns, and which version it is."""
 
@@ -865,14 +841,22 @@ def write_model_file(
 ) -> None:
     """Write a model for an application that may read the file at any time: whole, or not at all.
 
-    It is TorchScript, with its description as the extra file ``model.json``.
+    It is TorchScript, with its description as the extra file ``model.json``, and takes any number
+    of inputs.
 
     Raises
     ------
     OSError
         It cannot be written; what was there before still is.
     """
-    content = torchscript_of(network, data, {_ABOUT: json.dumps(about)})
+    example = torch.from_numpy(raw_inputs(data, _PROBE))
+    with warnings.catch_warnings(), torch.inference_mode():
+        # torch recommends torch.export, which takes seconds instead of a tenth of one.
+        warnings.simplefilter("ignore")
+        trace: Callable[..., Any] = torch.jit.trace
+        traced = trace(network.eval(), example, check_trace=False)
+    # Not to a path: where the disk is full torch aborts the process.
+    content = traced.save_to_buffer(_extra_files={_ABOUT: json.dumps(about)})
     with atomic_write(path) as file:
         file.write_bytes(content)
         flush(file)

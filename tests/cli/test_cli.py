@@ -294,7 +294,7 @@ def test_what_is_mistyped_is_one_line_with_a_remedy(raceme: Typed, tmp_path: Pat
         (["runs"], "No such command 'runs'"),
         (["run", "--resume", "nowhere"], "There is no run in nowhere to resume: expected the"),
         (["serve"], "give --out, e.g. --out runs/lab"),
-        (["serve", "--never-across", ""], "give --out, e.g. --out runs/lab"),
+        (["serve", "--where", ""], "give --out, e.g. --out runs/lab"),
         (["up", "--where", "--out", "a"], "--where needs a value: `raceme list where --keys`"),
         (["run", "--config", "mine.toml"], "mine.toml, line 3: casa.gamma must be a number"),
     ):

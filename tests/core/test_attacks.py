@@ -24,7 +24,6 @@ from raceme.flower.messages import identify_process
 from raceme.runs import experiment
 from raceme.simulation.attacks import (
     Backdoor,
-    Pulse,
     SignFlip,
     app,
     attack_of,
@@ -212,14 +211,21 @@ def replies(config: RunConfig) -> dict[int, np.ndarray]:
     return {client: vector - start for client, vector in method.sent.items()}
 
 
-@pytest.mark.parametrize("attack", [name for name in ATTACKS if name != "none"])
+ON_TRUST = "benchmarks.attacks_on_trust:"
+PLUGINS = ("HiddenPush", "HiddenAnti", "HiddenGain", "Pulse", "FalseGroup")
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [*(name for name in ATTACKS if name != "none"), *(f"{ON_TRUST}{name}" for name in PLUGINS)],
+)
 def test_honest_clients_send_what_they_send_without_attackers(
     attack: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     turn: dict[str, object] = {"attack_turn": 0.0} if attack in ("mimic", "long-good") else {}
-    if attack == "pulse":
+    if attack == f"{ON_TRUST}Pulse":
         # Requests 0 to 7 are the first of eight clients: not the third of each.
-        monkeypatch.setattr(Pulse, "is_due", SignFlip.is_due)
+        monkeypatch.setattr(ATTACKS[attack], "is_due", SignFlip.is_due)
     config = config_of(**SMALL, attack=attack, attackers=0.25, **turn)
     clean, attacked, bad = replies(config_of(**SMALL)), replies(config), attackers_of(config)
     assert len(bad) == 2
@@ -552,11 +558,11 @@ def test_stacked_clients_are_all_honest_and_that_is_refused() -> None:
 
 
 def test_a_pulse_comes_with_every_third_request_for_each_client() -> None:
-    config = config_of(attack="pulse", attack_start=100)
+    config = config_of(attack=f"{ON_TRUST}Pulse", attack_start=100)
     due = [number for number in range(240) if attack_of(config).is_due(number, config)]
     assert due == [*range(100, 120), *range(160, 180), *range(220, 240)]
     # In rounds each client has one request for each number.
-    config = config_of(attack="pulse", strategy="fedavg")
+    config = config_of(attack=f"{ON_TRUST}Pulse", strategy="fedavg")
     assert [n for n in range(7) if attack_of(config).is_due(n, config)] == [2, 5]
 
 
@@ -575,17 +581,17 @@ def test_an_attacker_turns_at_its_share_of_the_run(settings: dict[str, object], 
     assert [attack_of(config).is_due(n, config) for n in (first - 1, first)] == [False, True]
 
 
-@pytest.mark.parametrize("attack", ["hidden-push", "hidden-anti"])
+@pytest.mark.parametrize("attack", ["HiddenPush", "HiddenAnti"])
 def test_hidden_attackers_keep_within_the_bounds_of_trust(attack: str) -> None:
     honest = np.random.default_rng(1).standard_normal((9, 1000)).astype(np.float32) + 1
     push = np.random.default_rng(2).standard_normal(1000).astype(np.float32)
-    made = attack_of(config_of(attack=attack))
+    made = attack_of(config_of(attack=f"{ON_TRUST}{attack}"))
     sent = [made.against(honest, push / np.linalg.norm(push), RNG) for _ in range(2)]
     lengths = np.linalg.norm(honest, axis=1)
     assert np.linalg.norm(sent[0]) == pytest.approx(2 * np.median(lengths), rel=1e-4)
     mean = honest.mean(axis=0)
     centre = float(sent[0] @ mean / np.linalg.norm(sent[0]) / np.linalg.norm(mean))
-    assert centre == pytest.approx(0.0 if attack == "hidden-push" else -0.35, abs=0.05)
+    assert centre == pytest.approx(0.0 if attack == "HiddenPush" else -0.35, abs=0.05)
     alike = float(sent[0] @ sent[1] / np.linalg.norm(sent[0]) / np.linalg.norm(sent[1]))
     assert 0.85 < alike < 0.99
 
@@ -593,6 +599,6 @@ def test_hidden_attackers_keep_within_the_bounds_of_trust(attack: str) -> None:
 def test_a_hidden_gain_helps_one_honest_client_and_pushes_against_all_others() -> None:
     # Mates in the first direction, as many others in the second; (1, −1) is 2 · 3 long in all.
     honest = np.array([[3.0, 0.0]] * 2 + [[0.0, 3.0]] * 2, np.float32)
-    made = attack_of(config_of(attack="hidden-gain"))
+    made = attack_of(config_of(attack=f"{ON_TRUST}HiddenGain"))
     np.testing.assert_allclose(made.hidden(honest, PUSH), [0.5**0.5, -(0.5**0.5)], rtol=1e-6)
     assert np.linalg.norm(made.against(honest, PUSH, RNG)) == pytest.approx(6.0, rel=1e-5)

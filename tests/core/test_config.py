@@ -501,7 +501,7 @@ def test_options_that_cannot_be_read_are_one_line(
         (["--apfl.adaptive", "false", "a"], ["--set", "apfl.adaptive=false", "a"]),
         (["--where", "", "--out", "a"], ["--set", "where=", "--out", "a"]),
         (["--where=", "casa"], ["--set", "where=", "casa"]),
-        (["--never-across", ""], ["--set", "never-across="]),
+        (["--labels", ""], ["--set", "labels="]),
         (["--casa.gamma", ""], ["--set", "casa.gamma="]),
         (["--trace", "", "casa"], ["--trace=", "casa"]),
         (["--label", "", "--lr", "-1"], ["--set", "label=", "--set", "lr=-1"]),
@@ -516,7 +516,7 @@ def test_options_that_a_command_does_not_name_are_keys(typed: list[str], turned:
     [
         (["--where"], "--where"),
         (["a", "--where", "--out", "b"], "--where"),
-        (["--together", "--augment"], "--together"),
+        (["--labels", "--augment"], "--labels"),
         (["--groups"], "--groups"),
         # Also one of the command's own options.
         (["--out", "--trace"], "--out"),

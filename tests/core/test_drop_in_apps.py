@@ -212,20 +212,25 @@ def test_the_pytorch_quickstart_splits_and_its_models_load(lines: list[str]) -> 
         == sizes[next(k for k, arrays in result.clusters.items() if arrays is result.arrays)]
     )
     told = "\n".join(lines)
-    assert "Starting CASA strategy:" in told
+    assert "Starting CASA: Number of rounds: 8, a model of 0.00 MB" in told
+    assert "fraction_train: 0.5" in told
     assert "alpha0=2.0" in told
-    assert "├── accuracy is 'eval_acc', loss is 'eval_loss'" in told
-    assert re.findall(r"\[ROUND (\d)/8\]\n\t├── (\d) updates of", told) == [
+    assert "Accuracy is 'eval_acc', loss is 'eval_loss'" in told
+    assert re.findall(r"Round (\d)/8: (\d) updates of", told) == [
         (str(number), "5") for number in range(1, 9)
     ]
     assert re.search(r"Cluster 0 → clusters 1 \(\d\), 2 \(\d\) at update \d+", told)
     assert re.search(
-        r"Evaluate round 8 \(10 of 10 clients\): eval_loss 0\.\d+, eval_acc 0\.\d+", told
+        r"Round 8/8 tested by 10 of 10 clients: eval_loss 0\.\d+, eval_acc 0\.\d+", told
     )
     assert re.search(r"accuracy by cluster \(clients\): \d: \d\.\d{3} \(\d\)", told)
-    assert "Initial global evaluation results: norm" in told
-    assert "Final results:" in told
+    assert "The initial model tested on the server: norm" in told
     assert re.search(r"Clusters \(clients\): ", told)
+    # On the grid's clock, as the rounds are.
+    rounds = [float(each) for each in re.findall(r"clients in (\d+\.\d) virtual s", told)]
+    (ended,) = re.findall(r"Finished after (\d+\.\d) virtual s", told)
+    assert len(rounds) == 8
+    assert float(ended) >= sum(rounds) - 0.5 > 1.0
 
 
 def test_the_scikit_learn_quickstart(lines: list[str]) -> None:
@@ -234,7 +239,7 @@ def test_the_scikit_learn_quickstart(lines: list[str]) -> None:
     assert coefficients.shape == (CLASSES, INPUTS)
     assert coefficients.dtype == intercept.dtype == np.float64
     assert np.abs(coefficients).max() > 0.01
-    assert any("accuracy is 'accuracy', loss is not stated" in line for line in lines)
+    assert any("Accuracy is 'accuracy', loss is not stated" in line for line in lines)
     assert result.evaluate_metrics_clientapp[3].keys() == {"accuracy", "test_logloss"}
 
 

@@ -1,4 +1,4 @@
-"""What users' ClientApps measure, found by name and averaged by weight."""
+"""What users' ClientApps measure: named by keys, and averaged by weight."""
 
 from __future__ import annotations
 
@@ -8,49 +8,25 @@ import pytest
 from flwr.app import MetricRecord, RecordDict
 
 from raceme.core.drop_in import (
-    accuracy_name,
     examples_of,
-    loss_name,
     mean_of_replies,
+    named,
     shown,
-    train_loss_name,
     weight_of,
 )
 
 
 @pytest.mark.parametrize(
-    ("names", "accuracy", "loss"),
-    [
-        (["accuracy", "loss"], "accuracy", "loss"),
-        (["eval_loss", "eval_acc", "num-examples"], "eval_acc", "eval_loss"),
-        (["testAccuracy", "testLoss"], "testAccuracy", "testLoss"),
-        (["val-acc", "val-loss"], "val-acc", "val-loss"),
-        (["top1_accuracy", "test_accuracy"], "test_accuracy", None),
-        (["top5_acc", "top1_acc"], "top5_acc", None),
-        (["test_accuracy", "accuracy"], "accuracy", None),
-        (["train_accuracy", "train_loss"], None, None),
-        (["Accuracy", "cross_entropy_loss"], "Accuracy", "cross_entropy_loss"),
-        (["f1", "rmse", "accelerations", "lossless"], None, None),
-        (["accuracy_per_class_count", "num-examples"], None, None),
-        ([], None, None),
-    ],
+    ("key", "found"),
+    [("", "accuracy"), ("eval_acc", "eval_acc"), ("top1", None), ("per_class", None)],
 )
-def test_accuracy_and_loss_by_name(
-    names: list[str], accuracy: str | None, loss: str | None
-) -> None:
-    metrics = dict.fromkeys(names, 0.5)
-    assert accuracy_name(metrics) == accuracy
-    assert loss_name(metrics) == loss
+def test_a_metric_is_named_by_its_key_or_has_a_usual_name(key: str, found: str | None) -> None:
+    metrics = {"eval_acc": 0.1, "per_class": [0.5, 0.6], "accuracy": 0.5}
+    assert named(metrics, key, ("accuracy", "eval_acc")) == found
 
 
-def test_a_list_is_no_accuracy() -> None:
-    assert accuracy_name({"accuracy": [0.5, 0.6], "eval_accuracy": 0.5}) == "eval_accuracy"
-
-
-def test_the_loss_of_the_training() -> None:
-    assert train_loss_name({"loss": 1.0, "train_loss": 2.0}) == "train_loss"
-    assert train_loss_name({"accuracy": 1.0, "loss": 2.0}) == "loss"
-    assert train_loss_name({"accuracy": 1.0}) is None
+def test_a_name_that_only_resembles_a_usual_one_is_none() -> None:
+    assert named({"test_accuracy": 0.5, "Accuracy": 0.5}, "", ("accuracy", "eval_acc")) is None
 
 
 def reply(**metrics: float | list[float]) -> RecordDict:

@@ -239,7 +239,7 @@ def test_the_suite_has_every_attack_without_and_with_the_filter() -> None:
     late = load_suite(Path("poisoning-late"))
     assert set(late.methods) < set(suite.methods)
     # One model under attackers that know the defence, without and with it, and its bounds.
-    informed = ("edge-anti", "min-max", "hidden-anti", "false-group", "replay", "backdoor")
+    informed = ("edge-anti", "min-max", "replay", "backdoor")
     known = {*product(THREE[1:], informed, ("none", "trust"))}
     assert known <= kinds
     assert len(suite.methods) == 3 * 5 * 2 + len(known) + 2 * 2 + len(late.methods)

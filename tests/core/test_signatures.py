@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import fields
@@ -57,11 +58,15 @@ def test_mypy_finds_wrong_arguments_only(tmp_path: Path) -> None:
         "from raceme.client_app import OwnData\n"
         'print(raceme.run("casa").summary["accuracy"])\n'
     )
+    # As the wheel has it.
+    there = tmp_path / "there" / "raceme"
+    shutil.copytree(Path(strategies.__file__).parents[1], there)
+    shutil.copyfile(STUB, there / "strategies" / "__init__.pyi")
     options = ["--strict", "--config-file", "", "--follow-imports", "silent"]
     made = subprocess.run(
         [sys.executable, "-m", "mypy", *options, "--ignore-missing-imports", "typed.py"],
         cwd=tmp_path,
-        env=os.environ | {"MYPYPATH": str(STUB.parents[2])},
+        env=os.environ | {"MYPYPATH": str(there.parent)},
         capture_output=True,
         text=True,
     )

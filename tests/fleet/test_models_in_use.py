@@ -121,7 +121,7 @@ def test_versions_survive_kills_and_an_operator_goes_back(tmp_path: Path) -> Non
         assert in_use(out) == kept[-1]
 
         # The version in use can be exported meanwhile.
-        folder, _ = export_model(out, "torchscript", device="client-1", out=tmp_path / "model")
+        folder, _ = export_model(out, device="client-1", out=tmp_path / "model")
         about = json.loads((folder / "model.json").read_text())
         assert (about["cluster"], about["version"]) == (0, kept[-1])
         np.save(tmp_path / "x.npy", np.zeros((2, 1, 8, 8), np.float32))

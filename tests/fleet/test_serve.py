@@ -365,45 +365,6 @@ def test_only_devices_with_a_label_take_part(tmp_path: Path) -> None:
     assert sorted(labels) == [("hall", "room=kitchen,floor=1"), ("kitchen", "room=kitchen")]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_clusters_never_span_two_rooms(tmp_path: Path) -> None:
-    certs, out = tmp_path / "certs", tmp_path / "out"
-    rooms = {"oven": "kitchen", "fridge": "kitchen", "pump": "garden"}
-
-    def change(*options: str) -> None:
-        assert bed.start("certs", raceme("certs", "--out", str(certs), *options)).wait() == 0
-
-    with loopback(tmp_path) as bed:
-        change("--host", "127.0.0.1", *(f"--device={name}" for name in rooms))
-        for name in ("oven", "pump"):
-            change("--device", name, "--label", f"room={rooms[name]}")
-        options = ("--certificates", str(certs), "--never-across", "room", "--clients", "3")
-        server = start_server(bed, *options, "--max-updates", "100000")
-        server.wait_for("Listening on", 240)
-        for number, name in enumerate(rooms):
-            stated = " labels='room=kitchen'" if name == "fridge" else ""
-            bed.device(
-                *("--root-certificates", f"{certs}/ca.crt", "--key", f"{certs}/devices/{name}"),
-                *("--device-id", name),
-                *("--node-config", f"partition-id={number} num-partitions=3{stated}"),
-            )
-        for name in rooms:
-            server.wait_for(rf"update.* {name} ", 240)
-        wait_until(lambda: len(list((out / CHECKPOINTS).glob("*"))) > 1, 60, server.describe)
-        server.handle.kill()
-        server.wait()
-        server = start_server(bed, *options, "--max-updates", "100000")
-        for name in rooms:
-            server.wait_for(rf"update.* {name} ", 240)
-        assert stop(server) == 130
-    used = "SELECT client, group_concat(DISTINCT cluster) FROM updates GROUP BY client"
-    found = dict(query(out, used))
-    assert found["oven"] == found["fridge"] != found["pump"]
-    assert set(found.values()) == {"0", "1"}
-    are_applied_once(out, len(updates(out)))
-
-
 @pytest.mark.smoke
 def test_a_run_that_has_ended_is_extended_without_repeating_an_update(tmp_path: Path) -> None:
     out = tmp_path / "out"

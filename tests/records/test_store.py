@@ -89,7 +89,6 @@ ONE_OF_EACH: list[Event] = [
         started_at=100.5,
         finished_at=103.0,
         cpu_seconds=1.5,
-        joules=12.25,
     ),
     Evaluated(3.5, 2, 0.5, 1.25, 1, {"b": (0, 0.75, 1.0), "a": (0, 0.25, 1.5)}, 2),
     SPLIT,

@@ -25,7 +25,7 @@ from raceme.reporting.artefacts import export_model
 from raceme.runs.experiment import resolve, simulate
 from raceme.training.clients import network_of
 
-FORMATS = ("torchscript", "onnx", "safetensors")
+FORMATS = ("safetensors", "onnx")
 KEYS: dict[str, object] = {"clients": 4, "max-updates": 8, "workers": "0", "strategy": "fedasync"}
 ALONE = """
 import runpy, sys
@@ -74,10 +74,10 @@ def check(run: Path, kind: str, of: int | str = 0) -> Path:
     return folder
 
 
-def test_a_clusters_model_runs_with_torch_alone(tmp_path: Path) -> None:
+def test_a_clusters_model_runs_without_raceme(tmp_path: Path) -> None:
     finished(tmp_path / "run")
-    folder = check(tmp_path / "run", "torchscript")
-    assert folder == tmp_path / "run" / "export" / "cluster-0-torchscript"
+    folder = check(tmp_path / "run", "safetensors")
+    assert folder == tmp_path / "run" / "export" / "cluster-0-safetensors"
     about = json.loads((folder / "model.json").read_text())
     assert about["cluster"] == 0
     assert about["updates"] == 8
@@ -141,6 +141,9 @@ def test_mistakes_are_one_line(
     )
     assert "choose one with --cluster, or a device with --device" in said(capsys, run)
     assert "Did you mean 'client-3'?" in said(capsys, run, "--device", "clinet-3")
+    for former in ("torchscript", "pt"):
+        line = said(capsys, run, "--format", former, "--cluster", left[0])
+        assert f"Unknown format '{former}'" in line
     assert "Did you mean 'onnx'?" in said(capsys, run, "--format", "onxx", "--cluster", left[0])
     assert "give one of them" in said(capsys, run, "--cluster", left[0], "--device", "client-0")
     monkeypatch.setitem(sys.modules, "onnxscript", None)

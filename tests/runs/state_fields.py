@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from raceme.core.clusters import Clusters
-from raceme.core.constraints import ConstrainedState
 from raceme.core.progress import Progress
 from raceme.core.protection import GuardState
 from raceme.core.registry import STRATEGIES
@@ -38,7 +37,7 @@ def state_fields() -> dict[str, dict[str, str]]:
             visit(part)
 
     policies = (RoundState, WindowState, RequestState, ArrivalState)
-    for root in (Clusters, Bases, GuardState, Progress, ConstrainedState, *policies):
+    for root in (Clusters, Bases, GuardState, Progress, *policies):
         visit(root)
     for name in STRATEGIES:
         method = STRATEGIES[name]

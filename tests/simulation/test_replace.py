@@ -157,3 +157,15 @@ def test_an_app_that_trains_without_a_strategy_is_told_so_before_it_trains(
     with pytest.raises(UserError, match="starts no strategy of Flower's"):
         replaced(tmp_path, "trains_itself", server)
     assert capsys.readouterr().out == "asked\n"
+
+
+def test_metrics_of_other_names_are_named_by_keys(tmp_path: Path) -> None:
+    client = CLIENT.replace('"accuracy": 0.5, "loss": 0.5', '"top1": 0.25, "nll": 2.5')
+    parameters = {"accuracy-key": "top1", "loss-key": "nll"}
+    app = write_app(tmp_path, "named", OWN.format(kind="FedAvg").split("\n\n\n")[1], client)
+    simulate(
+        Settings(app, 3, strategy="casa", parameters=parameters, workers=0, out=tmp_path / "out")
+    )
+    evaluations = read_run(tmp_path / "out").evaluations
+    assert set(evaluations.accuracy) == {0.25}
+    assert set(evaluations.loss) == {2.5}

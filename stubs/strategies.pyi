@@ -123,6 +123,7 @@ class _Arguments(TypedDict, total=False):
     train_metrics_aggr_fn: MetricsFn | None
     evaluate_metrics_aggr_fn: MetricsFn | None
     accuracy_key: str
+    loss_key: str
 class ACE(_ACE):
     def __init__(
         self,

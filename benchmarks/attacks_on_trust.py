@@ -1,0 +1,95 @@
+"""Attacks that are tuned to ``protection=trust``: they keep within its bounds, or look honest.
+
+From the root of the repository::
+
+    raceme run --protection trust --attack benchmarks.attacks_on_trust:HiddenPush
+
+``informed_attacks.toml`` compares methods under them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raceme import datasets
+from raceme.core.config import RunConfig
+from raceme.core.messages import Vector
+from raceme.simulation.attacks import Collude, LabelFlip, SignFlip, attackers_of, in_rounds
+
+_LENGTH = 2.0
+"""Length that ``protection=trust`` lets pass, in median lengths of honest updates."""
+
+
+class HiddenPush(Collude):
+    """Attackers push in one direction, each with noise of its own: no two updates are equal."""
+
+    def against(
+        self, honest: NDArray[np.float32], push: Vector, rng: np.random.Generator
+    ) -> Vector:
+        """Return the direction with noise, at twice the median length."""
+        noise = _unit(rng.standard_normal(len(push), np.float32))
+        length = _LENGTH * np.median(np.linalg.norm(honest, axis=1))
+        return np.asarray(length * _unit(self.hidden(honest, push) + np.float32(0.3) * noise))
+
+    def hidden(self, honest: NDArray[np.float32], push: Vector) -> Vector:
+        """Return the direction that is hidden, of length 1."""
+        return push
+
+
+class HiddenAnti(HiddenPush):
+    """Attackers push against honest updates, as far as the defence lets pass.
+
+    The cosine with the mean is just above that at which an update is contradicted.
+    """
+
+    def hidden(self, honest: NDArray[np.float32], push: Vector) -> Vector:
+        """Return the common direction, turned against the mean of honest ones."""
+        mean = _unit(honest.mean(axis=0))
+        aside = _unit(push - np.float32(push @ mean) * mean)
+        return np.asarray(np.float32(0.93) * aside - np.float32(0.37) * mean)
+
+
+class HiddenGain(HiddenPush):
+    """Attackers help an honest client of their group, and push against all others.
+
+    With samples on the server the defence asks for a gain on one of its sets.
+    """
+
+    def hidden(self, honest: NDArray[np.float32], push: Vector) -> Vector:
+        """Return the mates' direction, minus the part of the mean of all that is across it."""
+        own, mean = _unit(honest[0]), honest.mean(axis=0)
+        return _unit(own - _unit(mean - np.float32(mean @ own) * own))
+
+
+class Pulse(SignFlip):
+    """Attackers flip the sign of every third update, to keep the record of an honest client."""
+
+    def is_due(self, request: int, config: RunConfig) -> bool:
+        """Return whether about two updates for each client have passed since the last time."""
+        of_each = request if in_rounds(config) else request // config.num_clients
+        return of_each % 3 == 2 and super().is_due(request, config)
+
+
+class FalseGroup(LabelFlip):
+    """Attackers train as clients of one group, on flipped labels: a group with data of its own."""
+
+    mimics = True
+
+    def victims(self, config: RunConfig, own: int) -> list[int]:
+        """Return the honest clients of the largest group, another one first for each attacker."""
+        groups, attackers = datasets.true_groups(config), attackers_of(config)
+        honest = [number for number in range(config.num_clients) if number not in attackers]
+        sizes = Counter(groups)
+        # Of equal groups, that of the first client.
+        largest = max((groups[number] for number in honest), key=lambda group: sizes[group])
+        order = [number for number in honest if groups[number] == largest]
+        at = sorted(attackers).index(own) % len(order)
+        return order[at:] + order[:at]
+
+
+def _unit(vector: Vector) -> Vector:
+    """Return a vector at length 1; zeros stay."""
+    return np.asarray(vector / np.float32(np.linalg.norm(vector) or 1.0))
