@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from raceme.core import events
+from raceme.core.chain import Chain
 from raceme.core.clients import Client, Idle
 from raceme.core.clusters import Clusters, Weights
 from raceme.core.errors import about
 from raceme.core.messages import Vector
 from raceme.core.progress import Progress
-from raceme.core.protection import Guard, GuardState, NoProtection
 from raceme.core.requests import Answer, InFlight, Outcome, Request, Update
 from raceme.core.scheduling import NoState, Scheduler, SelectionContext, from_tree, to_tree
 from raceme.core.strategy import InUse, Method, Needs
@@ -206,8 +206,8 @@ class ConstrainedMethod(Method):
         part._spec, part.initial, part._now = self._spec, self.initial, self.now
         part.train_config, part.planned_updates = self.train_config, self.planned_updates
         part.probe, part.starts = self.probe, self.starts
-        # It gets updates that the protection has judged, and keeps what that compares them with.
-        part.protection = Guard() if self.protection.is_on else NoProtection()
+        # It gets updates that have passed the features, and keeps the models that these need.
+        part.features = _Bases() if self.features.keeps_bases else Chain()
         if not self._never_across:
             part.result = self.result
 
@@ -566,7 +566,7 @@ class ConstrainedMethod(Method):
             "method": type(self).__name__,
             "state": to_tree(self.state),
             "parts": [part.state_dict() for part in self.parts],
-            "protection": to_tree(self.protection.state),
+            "features": self.features.state_dict(),
             "progress": to_tree(self.progress),
             "time": self.now(),
         }
@@ -576,7 +576,7 @@ class ConstrainedMethod(Method):
         if tree.get("method") != type(self).__name__:
             raise ValueError(f"the state is of {tree.get('method')}, not {type(self).__name__}")
         self.state = from_tree(ConstrainedState, tree["state"])
-        self.protection.state = from_tree(GuardState, tree["protection"])
+        self.features.load_state_dict(tree["features"])
         self.progress = from_tree(Progress, tree["progress"])
         self.parts = [self._make() for _ in tree["parts"]]
         for part, own in zip(self.parts, tree["parts"], strict=True):
@@ -585,6 +585,15 @@ class ConstrainedMethod(Method):
         time_before = float(tree["time"])
         self._now, self._loaded = lambda: time_before, True
         self.restored()
+
+
+class _Bases(Chain):
+    """No features, but the models that clients train from are kept."""
+
+    @property
+    def keeps_bases(self) -> bool:
+        """Always."""
+        return True
 
 
 class _ClustersOfParts(Clusters):

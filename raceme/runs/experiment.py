@@ -19,6 +19,7 @@ from threadpoolctl import threadpool_limits
 
 from raceme import datasets
 from raceme.core import messages as names
+from raceme.core.chain import Chain
 from raceme.core.clients import BoundToKeys, Labels, check_constraint
 from raceme.core.clusters import Model, blended
 from raceme.core.config import CONFIG, RunConfig, read_toml
@@ -36,7 +37,6 @@ from raceme.core.events import (
 from raceme.core.files import whole_path
 from raceme.core.messages import ModelSpec, Vector, kept_for_validation
 from raceme.core.progress import Plan
-from raceme.core.protection import protection_of
 from raceme.core.registry import STRATEGIES
 from raceme.core.requests import ClientEmbedding, Sketch
 from raceme.core.strategy import DEFAULT_VALIDATION_SHARE, Method, StopCheck, never_stop
@@ -172,7 +172,7 @@ def build_strategy(config: RunConfig) -> Method:
         check_constraint("never-across", config.never_across)
         check_constraint("together", config.together)
         strategy = ConstrainedMethod(partial(_made, config), config.never_across, config.together)
-    strategy.protection = protection_of(config)
+    strategy.features = Chain.of(config)
     drift = schedule_of(config)
     if drift is not None and drift.in_rounds and strategy.scheduling.rounds is None:
         raise UserError(

@@ -20,16 +20,16 @@ from raceme.core.events import (
     UpdateRejected,
     Verdict,
 )
-from raceme.core.protection import (
-    FilterOptions,
-    FilterProtection,
-    NoProtection,
-    NormProtection,
-    protection_of,
-)
 from raceme.experiments.results import Comparison, Result, Run
 from raceme.experiments.suites import ComparedMethod, Score, Suite, load_suite
 from raceme.experiments.tables import main_table, to_csv
+from raceme.features.protection import ProtectionOptions, protection
+from raceme.features.protection.guards import (
+    FilterOptions,
+    FilterProtection,
+    Guard,
+    NormProtection,
+)
 from raceme.records.record import RunRecord
 from raceme.records.store import read_events
 from raceme.records.summary import ProtectionSummary
@@ -206,13 +206,17 @@ def test_a_run_in_which_all_was_accepted_has_no_verdicts() -> None:
     assert judged_clients_table(record) is None
 
 
+def guard_of(keys: dict[str, object]) -> Guard | None:
+    config = RunConfig.from_mapping(keys)
+    return protection(config.read(ProtectionOptions), config)
+
+
 def test_a_configuration_names_a_protection_and_its_options() -> None:
-    assert type(protection_of(RunConfig())) is NoProtection
-    config = RunConfig.from_mapping({"protection": "filter", "protection-share": 0.5})
-    guard = protection_of(config)
+    assert guard_of({}) is None
+    guard = guard_of({"protection": "filter", "protection-share": 0.5})
     assert type(guard) is FilterProtection
     assert guard.options == FilterOptions(protection_share=0.5)
-    assert type(protection_of(RunConfig(protection="norm"))) is NormProtection
+    assert type(guard_of({"protection": "norm"})) is NormProtection
     with pytest.raises(
         UserError, match="protection-share is read by protection filter and trust; this run"
     ):
@@ -230,7 +234,7 @@ def test_the_suite_has_every_attack_without_and_with_the_filter() -> None:
     suite = load_suite(Path("poisoning"))
     assert suite.score is Score.HONEST
     kinds = {
-        (config.strategy, config.attack, config.protection)
+        (config.strategy, config.attack, config.value("protection"))
         for method in suite.methods
         for config in [suite.config(method, seed=0)]
     }
