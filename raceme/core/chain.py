@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from raceme.core.errors import UserError
 from raceme.core.feature import Feature, FeatureContext, Refusal
 from raceme.core.messages import ModelSpec
 from raceme.core.registry import FEATURES
@@ -40,8 +41,8 @@ class Chain:
         UserError
             A name does not exist, or an option is out of its range.
         """
-        made = {name: _made(config, name) for name in config.feature_names}
-        return cls({name: feature for name, feature in made.items() if feature is not None})
+        made = {name: made_of(config, name) for name in config.feature_names}
+        return cls({name: feature for name, feature in made.items() if feature.is_on})
 
     @property
     def keeps_bases(self) -> bool:
@@ -89,8 +90,23 @@ class Chain:
             feature.on_closed(task, self._connected)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of the features by name."""
-        return {name: to_tree(feature.state) for name, feature in self._features.items()}
+        """Return the states of the features by name.
+
+        Raises
+        ------
+        UserError
+            A state has values of other types than annotated.
+        """
+        tree = {}
+        for name, feature in self._features.items():
+            try:
+                tree[name] = to_tree(feature.state)
+                if not FEATURES.is_own(name):
+                    # Told now rather than when the run is resumed.
+                    from_tree(feature.state_type, tree[name])
+            except (TypeError, ValueError) as error:
+                raise UserError(f"the state of {name} is invalid: {error}") from None
+        return tree
 
     def load_state_dict(self, tree: Mapping[str, Any]) -> None:
         """Continue from what :meth:`state_dict` returned.
@@ -122,8 +138,9 @@ class Chain:
         return self._context
 
 
-def _made(config: RunConfig, name: str) -> Feature | None:
-    """Make a feature; None if the configuration does not switch it on."""
-    options = config.read(FEATURES.options_type(name) or object, FEATURES.prefix(name))
-    made: Feature | None = FEATURES.make(name, options, config)
+def made_of(config: RunConfig, name: str) -> Feature:
+    """Make a feature with the options of a configuration."""
+    kind = FEATURES.options_type(name)
+    assert kind is not None, "every feature has options"
+    made: Feature = FEATURES.make(name, config.read(kind, FEATURES.prefix(name)), config)
     return made

@@ -3,7 +3,8 @@
 A feature has options, which are keys of the run, a server half and, if clients take part, a client
 half. Every request and every update of a run passes the server halves of its features in the order
 of :data:`raceme.core.registry.FEATURES`, those of users last; every training message and its reply
-pass the client halves, the first of which is the outermost. What a feature measures are events with
+pass the client halves, the first of which is the outermost. A device with local differential
+privacy leaves out the client halves of users. What a feature measures are events with
 a :class:`~raceme.core.events.MeasureSchema`, as those of methods.
 
 :class:`raceme.core.chain.Chain` runs the server halves, :func:`raceme.client_app.features` the
@@ -175,6 +176,11 @@ class Feature:
         self.options = self.options_type() if options is None else options
         self.config = config
         self.state: Any = self.state_type()
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the options switch the feature on."""
+        return True
 
     def restored(self, spec: ModelSpec) -> None:
         """Check a loaded state; a ValueError refuses the checkpoint."""

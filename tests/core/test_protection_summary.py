@@ -206,13 +206,13 @@ def test_a_run_in_which_all_was_accepted_has_no_verdicts() -> None:
     assert judged_clients_table(record) is None
 
 
-def guard_of(keys: dict[str, object]) -> Guard | None:
+def guard_of(keys: dict[str, object]) -> Guard:
     config = RunConfig.from_mapping(keys)
     return protection(config.read(ProtectionOptions), config)
 
 
 def test_a_configuration_names_a_protection_and_its_options() -> None:
-    assert guard_of({}) is None
+    assert not guard_of({}).is_on
     guard = guard_of({"protection": "filter", "protection-share": 0.5})
     assert type(guard) is FilterProtection
     assert guard.options == FilterOptions(protection_share=0.5)

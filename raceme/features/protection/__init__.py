@@ -25,8 +25,8 @@ class ProtectionOptions:
 
 
 @reads(ProtectionOptions)
-def protection(options: ProtectionOptions, config: RunConfig) -> Guard | None:
-    """Return the protection that a configuration names, if any.
+def protection(options: ProtectionOptions, config: RunConfig) -> Guard:
+    """Return the protection that a configuration names.
 
     Raises
     ------
@@ -35,4 +35,4 @@ def protection(options: ProtectionOptions, config: RunConfig) -> Guard | None:
     """
     kind = PROTECTIONS.options_type(options.protection)
     guard: Guard = PROTECTIONS.make(options.protection, *([config.read(kind)] if kind else []))
-    return guard if guard.is_on else None
+    return guard

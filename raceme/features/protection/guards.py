@@ -259,8 +259,6 @@ class Guard(Feature):
 
     Attributes
     ----------
-    is_on : bool
-        Whether it judges updates.
     state : GuardState
         Lengths, directions and records of former updates.
     """
@@ -268,7 +266,6 @@ class Guard(Feature):
     state_type = GuardState
     state: GuardState
     keeps_bases = True
-    is_on: ClassVar[bool] = True
 
     def judge(self, update: Judged) -> Ruling:
         """Judge an update, and store it for later comparisons."""
@@ -321,7 +318,10 @@ class Guard(Feature):
 class NoProtection(Guard):
     """No protection: every valid update is accepted."""
 
-    is_on = False
+    @property
+    def is_on(self) -> bool:
+        """Whether it judges updates: never."""
+        return False
 
 
 class _Compares(Guard):
