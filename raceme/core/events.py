@@ -157,12 +157,12 @@ LOSS_MEASURE = Measure(_LOSS)
 
 
 # -----------------------------------------------------------------------------
-# Decisions of a run's protection and their reports.
+# Verdicts of features on updates, and their reports.
 # -----------------------------------------------------------------------------
 
 
 class Verdict(StrEnum):
-    """Decision of a run's protection on an update."""
+    """Verdict of a feature on an update."""
 
     ACCEPTED = "accepted"
     """Passed unchanged; not reported."""
@@ -183,14 +183,14 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class UpdateJudged:
-    """A decision of the protection other than acceptance.
+    """A verdict of a feature other than acceptance.
 
     Refused updates are also reported as `UpdateRejected`, others as `UpdateApplied`.
 
     Attributes
     ----------
     verdict : Verdict
-        The decision, never `ACCEPTED`.
+        The verdict, never `ACCEPTED`.
     measured, bound : float
         Measured value and bound: lengths of updates, or agreement with others from −2 to 2.
     reason : str

@@ -1,4 +1,4 @@
-"""Features: what a run has besides its method, such as a protection or a report of batteries.
+"""Features: what a run has besides its method, such as bounds on updates or a report of batteries.
 
 A feature has options, which are keys of the run, a server half and, if clients take part, a client
 half. Every request and every update of a run passes the server halves of its features in the order

@@ -61,7 +61,7 @@ from raceme.records.folder import (
 from raceme.records.positions import PositionsFile, positions_of_rows
 from raceme.records.record import TraceFile, WallTimes
 from raceme.records.store import RunStore, each_event
-from raceme.records.summary import ProtectionSummary, RunSummary
+from raceme.records.summary import RunSummary, VerdictSummary
 from raceme.runs.checkpoints import Checkpointer, CheckpointFolder, restore, resuming
 from raceme.runs.trackers import TrackerObserver, chosen
 from raceme.simulation import executor_for, prepare, training_seconds
@@ -550,7 +550,7 @@ def execute(
         checkpoints = CheckpointFolder(out)
         restored = restore(checkpoints, config, strategy, grid) if config.resume else None
         started = time.perf_counter() - (restored.wall_time if restored else 0.0)
-        summary, protection = RunSummary(), ProtectionSummary(_attackers(config))
+        summary, verdicts = RunSummary(), VerdictSummary(_attackers(config))
 
         def wall_time() -> float:
             return time.perf_counter() - started
@@ -567,7 +567,7 @@ def execute(
         with store, threadpool_limits(1):
             if restored:
                 forget_end(config, out)
-            listening: list[Observer] = [store.observe, summary.observe, protection]
+            listening: list[Observer] = [store.observe, summary.observe, verdicts]
             if config.trace:
                 events = restored.events if restored else 0
                 trace = opened.enter_context(TraceFile(out, communication_of(grid), events))
@@ -578,7 +578,7 @@ def execute(
             if restored:
                 for event in each_event(out):
                     summary.observe(event)
-                    protection(event)
+                    verdicts(event)
                     trackers.recall(event)
             after = summary.time if restored else None
             if is_virtual:
@@ -631,7 +631,7 @@ def execute(
                 wall_time=wall_time(),
                 target=config.target_accuracy,
             ),
-            **protection.result(config.target_accuracy),
+            **verdicts.result(config.target_accuracy),
             **_further_result(config, strategy, summary, checkpointer.code, is_virtual),
         }
         unwritten = _write_artefacts(out, config, strategy, result, is_virtual)
