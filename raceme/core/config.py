@@ -326,9 +326,6 @@ class RunConfig:
     )
     seed: int = option(0, "random seed", low=0)
     score_uploads: bool = option(False, "clients test each upload and the model received in return")
-    discrepancy: bool = option(
-        False, "measure after each round how far clients' models are from that of their cluster"
-    )
     checkpoint_every: int = option(0, "updates between two checkpoints (0: off)", low=0)
     checkpoint_seconds: float | None = option(
         None,

@@ -37,7 +37,7 @@ from raceme.core.requests import (
     read_reply,
 )
 from raceme.core.scheduling import SelectionContext
-from raceme.core.strategy import DISCREPANCY, Method, StopCheck, discrepancy
+from raceme.core.strategy import Method, StopCheck
 from raceme.core.timeline import Foreseeing, Registering, push, timeline_of
 
 log = getLogger("raceme")
@@ -711,17 +711,9 @@ class Loop:
                 self._observe(self._applied(update, outcome))
                 self._method.close_task(update.task)
             self._method.features.applied(updates, outcomes)
-            self._measure_discrepancy(updates, outcomes)
         self._packer.keep_only(self._method.models)
         for event in held:
             self._observe(event)
-
-    def _measure_discrepancy(self, updates: Sequence[Update], outcomes: Sequence[Outcome]) -> None:
-        """Report the distance of the updates' models from the aggregated ones."""
-        values = discrepancy(self._method, updates, outcomes) if self._plan.discrepancy else {}
-        if values:
-            measured = events.Measured(self.now(), self._progress.updates, DISCREPANCY, values)
-            self._observe(measured)
 
     def _applied(self, update: Update, outcome: Outcome) -> events.UpdateApplied:
         """Return the report of an update just counted."""

@@ -755,7 +755,19 @@ DRIFTS = Registry(
 
 
 class _Features(Registry):
-    """Features: only the keys of users' own are prefixed."""
+    """Features: only the keys of users' own are prefixed.
+
+    The options of the package's features, which every command line reads, are the dataclass
+    ``Options`` of their packages.
+    """
+
+    def options_type(self, name: str) -> type[Any] | None:
+        """Return the dataclass of the options of a name."""
+        if not self.is_own(name):
+            return super().options_type(name)
+        package = self._targets[name].rpartition(".")[0]
+        options: type[Any] = import_module(package).Options
+        return options
 
     def prefix(self, name: str) -> str:
         """Return the prefix of the option keys of a name."""
@@ -778,7 +790,8 @@ class _Features(Registry):
 FEATURES = _Features(
     "feature",
     {
-        "protection": "raceme.features.protection:protection",
+        "protection": "raceme.features.protection.guards:protection",
+        "discrepancy": "raceme.features.discrepancy.server:Discrepancy",
     },
     group="raceme.features",
     expected="a subclass of raceme.core.feature.Feature",

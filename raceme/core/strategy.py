@@ -992,40 +992,6 @@ class Variant(Generic[Made]):
         return self.method(parameters, seed, **arguments)
 
 
-DISCREPANCY = events.MeasureSchema(
-    "discrepancy",
-    "distance of clients' models from that of their cluster",
-    ("clients", "discrepancy"),
-    value="discrepancy",
-    summary="mean",
-)
-"""Measure of the key ``discrepancy``: one event per aggregation."""
-
-
-def discrepancy(
-    method: Method, updates: Sequence[Update], outcomes: Sequence[Outcome]
-) -> dict[str, float]:
-    """Return Discrepancy(t) = 1/|S_t| Σ_{i ∈ S_t} ‖w_i − w_t‖, eq (3) of FlexCFL's paper.
-
-    As in the authors' code, w_t is the model after the round, of the client's group. Empty if no
-    update was used.
-
-    Parameters
-    ----------
-    method : Method
-        The method with the aggregated models.
-    updates, outcomes : Sequence
-        The updates and their outcomes; those with weight 0 are left out.
-    """
-    distances = [
-        float(np.linalg.norm(method.compared(update.vector - model.vector)))
-        for update, outcome in zip(updates, outcomes, strict=True)
-        if outcome.weight and (model := method.models.get(outcome.cluster)) is not None
-    ]
-    count = len(distances)
-    return {"clients": count, "discrepancy": sum(distances) / count} if count else {}
-
-
 def average_by_cluster(
     clusters: Clusters,
     updates: Sequence[Update],

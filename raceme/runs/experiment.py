@@ -707,7 +707,6 @@ def plan(config: RunConfig) -> Plan:
         eval_steps=config.eval_steps,
         eval_tasks=config.eval_tasks,
         eval_clients=config.eval_clients,
-        discrepancy=config.discrepancy,
         concurrency=config.concurrency,
         drift=schedule_of(config),
         max_rounds=config.max_rounds or None,

@@ -23,12 +23,13 @@ from raceme.core.events import (
 from raceme.experiments.results import Comparison, Result, Run
 from raceme.experiments.suites import ComparedMethod, Score, Suite, load_suite
 from raceme.experiments.tables import main_table, to_csv
-from raceme.features.protection import ProtectionOptions, protection
+from raceme.features.protection import Options
 from raceme.features.protection.guards import (
     FilterOptions,
     FilterProtection,
     Guard,
     NormProtection,
+    protection,
 )
 from raceme.records.record import RunRecord
 from raceme.records.store import read_events
@@ -208,7 +209,7 @@ def test_a_run_in_which_all_was_accepted_has_no_verdicts() -> None:
 
 def guard_of(keys: dict[str, object]) -> Guard:
     config = RunConfig.from_mapping(keys)
-    return protection(config.read(ProtectionOptions), config)
+    return protection(config.read(Options), config)
 
 
 def test_a_configuration_names_a_protection_and_its_options() -> None:

@@ -33,11 +33,14 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from raceme.core.config import RunConfig
 from raceme.core.events import UpdateJudged, Verdict
 from raceme.core.feature import Feature, FeatureContext, Refusal
 from raceme.core.messages import ModelSpec, Vector
 from raceme.core.options import option
+from raceme.core.registry import PROTECTIONS
 from raceme.core.requests import Update
+from raceme.features.protection import Options
 
 Home = Callable[[str], int | None]
 """Returns the cluster of a client; None for one that has none yet."""
@@ -313,6 +316,19 @@ class Guard(Feature):
         vector = np.asarray(base + delta, np.float32)
         spec.copy_counters(update.vector, vector)
         return replace(update, vector=vector)
+
+
+def protection(options: Options, config: RunConfig) -> Guard:
+    """Return the protection that a configuration names.
+
+    Raises
+    ------
+    UserError
+        There is no such protection, or an option is out of its range.
+    """
+    kind = PROTECTIONS.options_type(options.protection)
+    guard: Guard = PROTECTIONS.make(options.protection, *([config.read(kind)] if kind else []))
+    return guard
 
 
 class NoProtection(Guard):
