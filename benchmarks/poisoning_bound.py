@@ -30,7 +30,7 @@ from rich.table import Table
 from raceme.core.config import RunConfig
 from raceme.core.events import Evaluated, Event, Verdict
 from raceme.core.messages import Vector
-from raceme.core.protection import FilterProtection, Judged, Ruling
+from raceme.features.protection.guards import FilterProtection, Judged, Ruling
 from raceme.runs import experiment
 from raceme.simulation.attacks import SignFlip, attackers_of
 

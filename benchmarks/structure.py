@@ -28,6 +28,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         {"strategies", "client_app", "reporting"},
         {"training", "records"},
         {"datasets"},
+        {"features"},
         {"core"},
         {"flower"},
     )

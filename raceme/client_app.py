@@ -15,6 +15,8 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from importlib import import_module
 
 import numpy as np
 import torch
@@ -24,8 +26,11 @@ from flwr.clientapp.mod import LocalDpMod
 from flwr.clientapp.typing import ClientAppCallable, Mod
 
 from raceme.core import messages as names
+from raceme.core.chain import made_of
+from raceme.core.config import RunConfig
 from raceme.core.messages import Role, encoded, from_array, to_array
-from raceme.core.registry import CLIENT_WORK
+from raceme.core.options import Value
+from raceme.core.registry import CLIENT_WORK, FEATURES
 from raceme.flower.messages import array_record
 from raceme.training import machine as hardware
 from raceme.training.clients import Client, ClientCache, joined, load
@@ -75,15 +80,49 @@ def client_app(mods: Sequence[Mod] = ()) -> ClientApp:
     Parameters
     ----------
     mods : Sequence[Mod]
-        The first one is the outermost, but for that of ``upload=int8``. The device's own local
-        differential privacy is innermost.
+        The first one is the outermost, but for those of the run's features and of ``upload=int8``.
+        The device's own local differential privacy is innermost.
     """
     made = ClientApp()
-    made.train(mods=[short_upload, *mods, local_dp])(train)
+    made.train(mods=[features, short_upload, *mods, local_dp])(train)
     made.evaluate()(evaluate)
     made.query()(query)
     made.query("refused")(refused)
     return made
+
+
+def features(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+    """Pass a training message through the client halves of the run's features: a mod."""
+    for half in reversed(client_halves(context)):
+        call_next = partial(_through, half, call_next)
+    return call_next(message, context)
+
+
+def _through(half: Mod, inner: ClientAppCallable, message: Message, context: Context) -> Message:
+    return half(message, context, inner)
+
+
+def client_halves(context: Context) -> tuple[Mod, ...]:
+    """Return the client halves of the run's features, the outermost one first.
+
+    On a device with local differential privacy without those of users, whose answers get no noise.
+    """
+    return _client_halves(tuple(context.run_config.items()), is_private(context))
+
+
+@lru_cache(maxsize=16)
+def _client_halves(keys: tuple[tuple[str, Value], ...], private: bool) -> tuple[Mod, ...]:
+    config = RunConfig.from_mapping(dict(keys), lenient=True)
+    halves: list[Mod] = []
+    for name in config.feature_names:
+        target = getattr(FEATURES[name], "client", "")
+        if target and (FEATURES.is_own(name) or not private):
+            feature = made_of(config, name)
+            if feature.is_on:
+                module, _, function = target.partition(":")
+                half = getattr(import_module(module), function)
+                halves.append(partial(half, options=feature.options))
+    return tuple(halves)
 
 
 RESIDUAL = "upload-residual"

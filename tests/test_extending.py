@@ -133,7 +133,7 @@ def test_the_attack_and_the_protection_of_the_page(folder: Path) -> None:
     (line,) = re.findall(r"^raceme (run --attack my_defence.*)$", PAGE.read_text(), re.M)
     raceme(folder, *line.split(), "--max-updates", "200", "--workers", "0", "--out", "run")
     found = summary(folder / "run")
-    rulings, attackers = found["protection"], found["attackers"]
+    rulings, attackers = found["verdicts"], found["attackers"]
     assert isinstance(rulings, dict)
     assert isinstance(attackers, list)
     refused = {client for client, counts in rulings.items() if counts["refused"]}

@@ -15,9 +15,7 @@ sys.modules["structure"] = structure
 _SPEC.loader.exec_module(structure)
 
 MODULES = structure.modules()
-TORCH_IS_FORBIDDEN = ("core", "records", "strategies")
-MOST_MODULES = 141
-MOST_HOOKS = 15
+TORCH_IS_FORBIDDEN = ("core", "features", "records", "strategies")
 
 
 def test_every_room_has_a_floor() -> None:
@@ -55,13 +53,3 @@ def test_client_halves_are_imported_by_name_only() -> None:
             for name in imported:
                 ours = name.startswith("raceme")
                 assert not ours or name == names or structure.room_of(name) in rooms, module
-
-
-def test_no_more_modules_than_there_are_subjects() -> None:
-    assert len(MODULES) <= MOST_MODULES
-
-
-def test_no_more_hooks_than_a_reader_keeps_in_mind() -> None:
-    hooks = structure.hooks()
-    assert len(hooks) <= MOST_HOOKS
-    assert not [name for name, methods in hooks.items() if not methods], "no method overrides them"

@@ -227,8 +227,14 @@ def test_a_state_of_other_types_is_told_at_its_checkpoint(
         ("--partition broken:listed", "'broken:listed' must return a raceme.datasets.partition."),
         ("--partition broken:Plain", "'broken:Plain' is no partition: expected def Plain(lab"),
         ("--dataset broken:Plain", "'broken:Plain' is no dataset: expected a subclass of rac"),
-        ("--dataset raceme.core.protection:Guard", "Guard' is no dataset: expected a subclass"),
-        ("--attack raceme.core.protection:Guard", "Guard' is no attack: expected a subclass of"),
+        (
+            "--dataset raceme.features.protection.guards:Guard",
+            "Guard' is no dataset: expected a subclass",
+        ),
+        (
+            "--attack raceme.features.protection.guards:Guard",
+            "Guard' is no attack: expected a subclass of",
+        ),
         ("--dataset broken:lost", "KeyError: 'x' (broken.py, line 35)"),
     ],
 )

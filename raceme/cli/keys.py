@@ -85,9 +85,9 @@ _GROUPS = {
     "pretrain-epochs",
     "Fleet": "concurrency task-timeout device vectorised device-keys labels where",
     "Method": "model lr batch-size local-epochs local-steps optimizer momentum weight-decay "
-    "weight-decay-on augment batch-norm own-model upload protection attack",
+    "weight-decay-on augment batch-norm own-model upload attack",
     "Limits": "max-rounds stop-at-target eval-every eval-rounds eval-steps eval-clients eval-tasks",
-    "Output": "score-uploads discrepancy checkpoint-every checkpoint-seconds track trace "
+    "Output": "score-uploads checkpoint-every checkpoint-seconds track trace "
     "client-map client-models",
 }
 _OWN_HELP = {
@@ -219,6 +219,9 @@ def with_keys(
     groups: dict[str, str] = {}
     if names is None:
         groups = {name: group for group, inside in _GROUPS.items() for name in inside.split()}
+        # Keys of features need no entry.
+        placed = {*_FIRST, *groups}
+        groups |= {name: "Features" for name in general_keys() if name not in placed}
         names = [*_FIRST, *groups]
     shown = {name: general_keys()[name] for name in names}
 

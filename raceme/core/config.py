@@ -30,6 +30,7 @@ from raceme.core.options import (
     is_path,
     key_of,
     listed,
+    names_in,
     option,
     present_names,
     shown_type,
@@ -40,9 +41,9 @@ from raceme.core.registry import (
     DATASETS,
     DEVICES,
     DRIFTS,
+    FEATURES,
     MODELS,
     PARTITIONERS,
-    PROTECTIONS,
     STRATEGIES,
     Registry,
     files_of,
@@ -241,10 +242,8 @@ class RunConfig:
         below=1,
     )
     drift: str = option("none", "change of the clients' data; see `raceme list`", names=DRIFTS)
-    protection: str = option(
-        "none",
-        "defence against poisoned updates: norm, filter, trust, or module:Name",
-        names=PROTECTIONS,
+    features: str = option(
+        "", "features of your own: module:Name, separated by commas", names=FEATURES, several=True
     )
     attack: str = option(
         "none",
@@ -345,9 +344,6 @@ class RunConfig:
     )
     seed: int = option(0, "random seed", low=0)
     score_uploads: bool = option(False, "clients test each upload and the model received in return")
-    discrepancy: bool = option(
-        False, "measure after each round how far clients' models are from that of their cluster"
-    )
     checkpoint_every: int = option(0, "updates between two checkpoints (0: off)", low=0)
     checkpoint_seconds: float | None = option(
         None,
@@ -377,13 +373,13 @@ class RunConfig:
         "", "folder for the results (empty: runs/<date>-<time>-<strategy>-<dataset>)", path=True
     )
     options: Mapping[str, Value | None] = field(default_factory=dict, hash=False)
-    """Non-default options of the chosen strategy, dataset and partition, by key: ``{"casa.gamma":
-    0.2, "groups": "0.5,0.5"}``, for :meth:`read`."""
+    """Non-default options of features and of the chosen strategy, dataset and partition, by key:
+    ``{"casa.gamma": 0.2, "groups": "0.5,0.5"}``, for :meth:`read`."""
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
             STRATEGIES.check(self.strategy)
-        for name, item in general_keys().items():
+        for name, item in _own_keys().items():
             check_range(name, getattr(self, item.name), item)
         if self.momentum != _MOMENTUM and self.optimizer != "momentum":
             raise UserError(f"momentum is read by optimizer=momentum, not by '{self.optimizer}'.")
@@ -412,12 +408,13 @@ class RunConfig:
         """
         general = general_keys()
         given = present_names(expanded(mapping), general)
+        own = _own_keys()
         values = {
-            general[name].name: convert(name, value, general[name])
+            own[name].name: convert(name, value, own[name])
             for name, value in given.items()
-            if name in general
+            if name in own
         }
-        others = {name: value for name, value in given.items() if name not in general}
+        others = {name: value for name, value in given.items() if name not in own}
         if lenient and values.get("strategy") not in STRATEGIES:
             # It belongs to a package that only the server has installed.
             values.pop("strategy", None)
@@ -434,7 +431,7 @@ class RunConfig:
             There is no such strategy, dataset or partition.
         """
         flat = {
-            name: written(getattr(self, item.name))
+            name: written(self.value(name))
             for name, item in general_keys().items()
             if not self._is_unread(item)
         }
@@ -463,6 +460,18 @@ class RunConfig:
         kind: Any = options_type
         options: _Options = _read(self, kind, prefix)
         return options
+
+    def value(self, key: str) -> Any:
+        """Return the value of a key that every run has."""
+        item = general_keys()[key]
+        if key in _own_keys():
+            return getattr(self, item.name)
+        return self.options.get(key, item.default)
+
+    @property
+    def feature_names(self) -> list[str]:
+        """Names of the features in the order of their chain, the user's own last."""
+        return [*_package_features(), *names_in(_own_keys()["features"], self.features)]
 
     def parameters(self) -> Any:
         """Return the hyper-parameters of the chosen strategy: an instance of its dataclass."""
@@ -538,9 +547,9 @@ class RunConfig:
         UserError
             A name is unknown.
         """
-        check_names({name: getattr(self, item.name) for name, item in general_keys().items()})
+        check_names({name: self.value(name) for name in general_keys()})
         for name, item in general_keys().items():
-            if getattr(self, item.name) != item.default and self._is_unread(item):
+            if self.value(name) != item.default and self._is_unread(item):
                 other, _ = item.metadata["unless"]
                 raise UserError(
                     f"{name} is not read with {other} {getattr(self, other)}: leave it out."
@@ -553,11 +562,16 @@ class RunConfig:
         """Return a copy with given options of readers."""
         if not given:
             return self
+        features = [name for name in given if name in general_keys()]
+        if features and len(features) < len(given):
+            # They may name what has options of its own.
+            first = self._with_options({name: given[name] for name in features})
+            rest = {name: value for name, value in given.items() if name not in features}
+            return first._with_options(rest, lenient)
         options = dict(self.options)
         readable = {
-            prefixed: self._readable(prefixed)
+            prefixed: self._readable(prefixed, lenient)
             for prefixed in {"." in name for name in given}
-            if not (lenient and prefixed)
         }
         for part in readable.values():
             given = present_names(given, part)
@@ -574,11 +588,13 @@ class RunConfig:
 
     def _readers(self, attributes: tuple[str, ...] = ()) -> Iterator[_Reader]:
         """Return the readers of options in this run: registry and name."""
-        for item in general_keys().values():
-            registry, chosen = item.metadata["names"], getattr(self, item.name)
+        for key, item in general_keys().items():
+            registry = item.metadata["names"]
             wanted = not attributes or item.name in attributes
             if registry is not None and wanted and not self._is_unread(item):
-                yield registry, chosen
+                yield from ((registry, name) for name in names_in(item, self.value(key)))
+        if not attributes:
+            yield from ((FEATURES, name) for name in _package_features())
 
     def _is_unread(self, item: Field[Any]) -> bool:
         """Return whether another choice of this run makes a general option ineffective."""
@@ -588,11 +604,15 @@ class RunConfig:
         registry: Registry = RunConfig.__dataclass_fields__[other].metadata["names"]
         return bool(getattr(registry[getattr(self, other)], attribute, False))
 
-    def _readable(self, prefixed: bool) -> dict[str, Field[Any]]:
-        """Return the options that are read in this run, by key: the strategy's or the others'."""
+    def _readable(self, prefixed: bool, lenient: bool = False) -> dict[str, Field[Any]]:
+        """Return the options that are read in this run, by key: those with a prefix, or others.
+
+        Leniently without the strategy's.
+        """
         readable: dict[str, Field[Any]] = {}
         for registry, chosen in self._readers():
-            if registry.prefixed == prefixed:
+            is_left_out = lenient and registry is STRATEGIES
+            if not is_left_out and bool(registry.prefix(chosen)) == prefixed:
                 readable |= _declared_by(registry, chosen)
         return readable
 
@@ -644,10 +664,11 @@ def check_names(keys: Mapping[str, Any]) -> None:
         There is no such strategy, dataset, model etc., or a name is ambiguous.
     """
     for key in general_keys():
-        registry, name = registry_of(key), keys.get(key)
-        is_file = key == "devices" and str(name).endswith(".toml")
-        if registry is not None and name not in (None, AUTO) and not is_file:
-            registry.check(str(name))
+        registry, value = registry_of(key), keys.get(key)
+        is_file = key == "devices" and str(value).endswith(".toml")
+        if registry is not None and value not in (None, AUTO) and not is_file:
+            for name in names_in(general_keys()[key], value):
+                registry.check(name)
 
 
 def code_of(keys: Mapping[str, Any]) -> str:
@@ -655,11 +676,11 @@ def code_of(keys: Mapping[str, Any]) -> str:
 
     See :func:`raceme.core.registry.source_digest`.
     """
-    modules = []
+    modules: list[str] = []
     for key in general_keys():
-        registry, name = registry_of(key), str(keys.get(key, ""))
-        if registry is not None and not name.startswith("trace:"):
-            modules.append(registry.module_of(name))
+        registry, value = registry_of(key), str(keys.get(key, ""))
+        if registry is not None and not value.startswith("trace:"):
+            modules += map(registry.module_of, names_in(general_keys()[key], value))
     return source_digest(filter(None, modules))
 
 
@@ -779,9 +800,23 @@ def registry_of(key: str) -> Registry | None:
 
 
 @cache
-def general_keys() -> dict[str, Field[Any]]:
-    """Return the options that every run has, by key."""
+def _own_keys() -> dict[str, Field[Any]]:
+    """Return the attributes of a configuration, by key."""
     return {key_of(item.name): item for item in fields(RunConfig) if item.name != "options"}
+
+
+@cache
+def general_keys() -> dict[str, Field[Any]]:
+    """Return the options that every run has, by key: its own, and those of the features."""
+    keys = dict(_own_keys())
+    for name in _package_features():
+        keys |= _declared_by(FEATURES, name)
+    return keys
+
+
+def _package_features() -> list[str]:
+    """Return the features of every run, in the order of their chain."""
+    return list(filter(FEATURES.is_own, FEATURES))
 
 
 def all_keys() -> dict[str, Key]:
@@ -802,11 +837,12 @@ def keys_of(keys: Mapping[str, Any]) -> dict[str, Key]:
     """
     known = _keys_of(())
     for name, item in general_keys().items():
-        registry, chosen = item.metadata["names"], str(keys.get(name, item.default))
-        if registry is not None and registry.is_own(chosen):
-            # A package that the module needs may be missing here.
-            with suppress(UserError):
-                known |= _keys_of([(registry, chosen)])
+        registry = item.metadata["names"]
+        for chosen in names_in(item, keys.get(name, item.default)) if registry else ():
+            if registry.is_own(chosen):
+                # A package that the module needs may be missing here.
+                with suppress(UserError):
+                    known |= _keys_of([(registry, chosen)])
     return known
 
 
@@ -838,12 +874,12 @@ def check_key(name: str, value: Any, further: Iterable[_Reader] = ()) -> tuple[K
     """
     # Reading a strategy's keys imports it: as few as possible.
     strategy, dot, _ = name.partition(".")
-    further = tuple(further)
+    further = tuple(reader for reader in further if not _is_package_feature(*reader))
     readers = dict.fromkeys([*_all_readers(), *further])
     known = _keys_of(
         (registry, of)
         for registry, of in readers
-        if (registry.prefix(of) == f"{strategy}." if dot else not registry.prefixed)
+        if registry.prefix(of) == (f"{strategy}." if dot else "")
     )
     (name,) = present_names({name: value}, {key: about.item for key, about in known.items()})
     if name not in known:
@@ -856,7 +892,13 @@ def check_key(name: str, value: Any, further: Iterable[_Reader] = ()) -> tuple[K
 def _all_readers() -> list[_Reader]:
     """Return what may declare options: registries, and names in them."""
     registries = [item.metadata["names"] for item in general_keys().values()]
-    return [(registry, of) for registry in registries if registry is not None for of in registry]
+    readers = ((registry, of) for registry in registries if registry is not None for of in registry)
+    return [reader for reader in readers if not _is_package_feature(*reader)]
+
+
+def _is_package_feature(registry: Registry, name: str) -> bool:
+    """Return whether a reader's options are among those of every run."""
+    return registry is FEATURES and registry.is_own(name)
 
 
 def _keys_of(readers: Iterable[_Reader]) -> dict[str, Key]:

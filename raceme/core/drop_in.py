@@ -32,11 +32,12 @@ from raceme.core.clients import Client
 from raceme.core.errors import UserError, check_known, shown_by_flower
 from raceme.core.evaluation import EvaluateFn, Packer, mean_metrics, tested_by_server
 from raceme.core.events import ACCURACY, LOSS_MEASURE, change_line, is_news
+from raceme.core.feature import Probe
 from raceme.core.messages import InvalidModelError, Vector, from_array, to_array
 from raceme.core.progress import Plan, Progress, rounds_over
 from raceme.core.requests import InvalidReplyError
 from raceme.core.scheduling import FlowerArguments, InRounds, MetricsFn, sample
-from raceme.core.strategy import Method, Probe, RunResult, StopCheck, never_stop
+from raceme.core.strategy import Method, RunResult, StopCheck, never_stop
 from raceme.core.timeline import Timeline, timeline_of
 from raceme.flower.grid import GridWrapper
 from raceme.flower.messages import array, array_record, refused, set_message_id

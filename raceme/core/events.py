@@ -184,12 +184,12 @@ def _are_equal(one: Any, other: Any) -> bool:
 
 
 # -----------------------------------------------------------------------------
-# Decisions of a run's protection and their reports.
+# Verdicts of features on updates, and their reports.
 # -----------------------------------------------------------------------------
 
 
 class Verdict(StrEnum):
-    """Decision of a run's protection on an update."""
+    """Verdict of a feature on an update."""
 
     ACCEPTED = "accepted"
     """Passed unchanged; not reported."""
@@ -210,14 +210,14 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, eq=False)
 class UpdateJudged(_Record):
-    """A decision of the protection other than acceptance.
+    """A verdict of a feature other than acceptance.
 
     Refused updates are also reported as `UpdateRejected`, others as `UpdateApplied`.
 
     Attributes
     ----------
     verdict : Verdict
-        The decision, never `ACCEPTED`.
+        The verdict, never `ACCEPTED`.
     measured, bound : float
         Measured value and bound: lengths of updates, or agreement with others from −2 to 2.
     reason : str
@@ -653,7 +653,7 @@ class MeasureSchema:
     columns : tuple[str, ...]
         The values of an event. With `per` there is one column, which maps keys to values.
     value : str
-        Summarised and drawn column; by default the last one.
+        Summarised and drawn column; required if several columns are numbers, by default the last.
     unit : str
         Unit of the value, for axis labels; empty for a plain number.
     per : str
@@ -688,6 +688,7 @@ class MeasureSchema:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "columns", tuple(self.columns))
+        object.__setattr__(self, "_names_value", bool(self.value))
         object.__setattr__(self, "value", self.value or self.columns[-1])
         names = (self.name, *self.columns)
         if not all(name.isidentifier() and name.isascii() for name in names):
@@ -711,6 +712,33 @@ class MeasureSchema:
             raise ValueError(f"{self.name}: shares need `of`, the column with the whole.")
         if self.figure == "graph" and self.per != "cluster":
             raise ValueError(f"{self.name}: a graph needs values per cluster.")
+
+    def check(self, values: Mapping[str, Any]) -> None:
+        """Check the values of an event beside the summarised one.
+
+        Raises
+        ------
+        ValueError
+            The columns are others.
+        UserError
+            A column is a list, or another number than the last one without `value`.
+        """
+        if set(values) != set(self.columns):
+            raise ValueError(f"{self.name} has the columns {self.columns}, not {tuple(values)}.")
+        for column in self.columns:
+            value = values[column]
+            if column == self.value or value is None or isinstance(value, str):
+                continue
+            if not _is_number(value):
+                raise UserError(
+                    f"The measure {self.name} must have a number or a text as {column}; got "
+                    f"{printable(value, 60)}."
+                )
+            if not getattr(self, "_names_value", True):
+                raise UserError(
+                    f"The measure {self.name} has several numbers: declare which one is "
+                    f'summarised, e.g. value="{self.value}".'
+                )
 
     @property
     def heading(self) -> str:
@@ -740,7 +768,7 @@ class Measured(_Record):
     ValueError
         The columns are not those of the schema.
     UserError
-        A summarised value is not a number.
+        A summarised value is not a number; also as for :meth:`MeasureSchema.check`.
     """
 
     time: float
@@ -749,21 +777,16 @@ class Measured(_Record):
     values: Mapping[str, Any]
 
     def __post_init__(self) -> None:
-        if set(self.values) != set(self.schema.columns):
-            raise ValueError(
-                f"{self.name} has the columns {self.schema.columns}, not {tuple(self.values)}."
-            )
+        self.schema.check(self.values)
         measured = self.value.values() if self.schema.per else (self.value,)
         texts = (str,) if self.schema.summary in ("last", "column", "none") else ()
         for value in measured:
-            if value is not None and not isinstance(value, (int, float, tuple, *texts)):
-                try:
-                    float(value)
-                except (TypeError, ValueError):
-                    raise UserError(
-                        f"The measure {self.name} must have a number as {self.schema.value}; got "
-                        f"{printable(value, 60)}."
-                    ) from None
+            if value is None or isinstance(value, (tuple, *texts)) or _is_number(value):
+                continue
+            raise UserError(
+                f"The measure {self.name} must have a number as {self.schema.value}; got "
+                f"{printable(value, 60)}."
+            )
 
     @property
     def name(self) -> str:
@@ -783,6 +806,17 @@ class Measured(_Record):
         whole = self.values[self.schema.of] if self.schema.of else 1.0
         values = self.value if self.schema.per else {"": self.value}
         return {key: float(value / whole) for key, value in values.items() if value is not None}
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether a value is one number, also of numpy's; a text of digits is none."""
+    if isinstance(value, int | float):
+        return True
+    try:
+        float(value)
+    except (TypeError, ValueError):
+        return False
+    return not isinstance(value, str) and not getattr(value, "shape", ())
 
 
 class Ending(StrEnum):

@@ -10,7 +10,6 @@ import math
 import time as clock
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 from logging import getLogger
 from typing import Any
@@ -25,9 +24,8 @@ from raceme.core.clients import ForeignIdError, Identities, Idle
 from raceme.core.clusters import NonFiniteModelError
 from raceme.core.errors import UserError, about, unknown_name
 from raceme.core.evaluation import EvaluateFn, Evaluator, Packer, Report
-from raceme.core.events import Ending, Verdict
+from raceme.core.events import Ending
 from raceme.core.progress import Plan, Steps
-from raceme.core.protection import Judged, gain_of
 from raceme.core.requests import (
     SETTINGS,
     Answer,
@@ -39,7 +37,7 @@ from raceme.core.requests import (
     read_reply,
 )
 from raceme.core.scheduling import SelectionContext
-from raceme.core.strategy import DISCREPANCY, Method, StopCheck, discrepancy
+from raceme.core.strategy import Method, StopCheck
 from raceme.core.timeline import Foreseeing, Registering, push, timeline_of
 
 log = getLogger("raceme")
@@ -77,6 +75,40 @@ class _Union(Collection[str]):
 
 _EXPLAINING = 60.0
 """Seconds for which a node is told why it is refused."""
+
+
+class _Context:
+    """A run as its features see it; see :class:`raceme.core.feature.FeatureContext`."""
+
+    def __init__(self, method: Method, observe: events.Observer) -> None:
+        self._method, self._progress, self._observe = method, method.progress, observe
+        self.spec, self.clusters, self.probe = method.spec, method.clusters, method.probe
+        self.trained_steps = method.progress.trained_steps
+        self.now, self.compared, self.base = method.now, method.compared, method.base_of
+
+    @property
+    def has_one_model(self) -> bool:
+        return self._method.needs.one_model
+
+    @property
+    def online(self) -> int:
+        return len(self._progress.fleet.by_node)
+
+    @property
+    def updates(self) -> int:
+        return self._progress.updates
+
+    def report(self, event: events.Event) -> None:
+        self._observe(event)
+
+    def measure(self, schema: events.MeasureSchema, **values: Any) -> None:
+        self._observe(events.Measured(self.now(), self.updates, schema, values))
+
+    def exclude(self, client: str) -> None:
+        self._method.on_leave(client)
+
+    def readmit(self, client: str) -> None:
+        self._method.on_join(self._progress.fleet.clients[client])
 
 
 class Loop:
@@ -172,6 +204,7 @@ class Loop:
         method = self._method
         method.clusters.report_to(lambda change: self._observe(replace(change, time=self.now())))
         method.report, method.step_of = self._observe, self._steps.of
+        method.features.begin(_Context(method, self._observe))
         ended_at = None
         try:
             if not nothing_missed:
@@ -485,6 +518,7 @@ class Loop:
         if places is not None and len(wanted) > places:
             order = rng.permutation(len(wanted))[:places]
             wanted = [wanted[index] for index in order]
+        wanted = [self._method.features.request(work) for work in wanted]
         for work, (message, task) in [(work, self._message(work)) for work in wanted]:
             self._send(work, message, task)
         if wanted or not self._progress.in_flight:
@@ -566,13 +600,13 @@ class Loop:
 
     def _check_settings(self, work: Request) -> None:
         """Raise UserError for a setting that no client reads, instead of ignoring it."""
-        unknown = work.settings.keys() - SETTINGS - self._method.train_config.keys()
-        own = self._method.needs.settings if unknown else None
+        method = self._method
+        common = SETTINGS | method.features.settings | method.train_config.keys()
+        unknown = work.settings.keys() - common
+        own = method.needs.settings if unknown else None
         if own is None or not unknown - own:
             return
-        known = SETTINGS | own | self._method.train_config.keys()
-        kind = f"setting in a request of {self._method}"
-        raise unknown_name(kind, min(unknown - own), known)
+        raise unknown_name(f"setting in a request of {method}", min(unknown - own), common | own)
 
     def _models(self, work: Request) -> tuple[dict[str, ArrayRecord], int, dict[int, int]]:
         """Return the models to send, their size, and the versions of named ones by cluster."""
@@ -605,7 +639,7 @@ class Loop:
             if isinstance(update, Answer):
                 self._answered(update)
             else:
-                self._accept(self._judged(update))
+                self._accept(self._method.features.update(update))
         except (InvalidReplyError, NonFiniteModelError) as error:
             away = isinstance(error, InvalidReplyError) and error.is_away
             self._refuse(task, str(error), is_away=away)
@@ -618,58 +652,6 @@ class Loop:
         self._progress.rejected += 1
         log.warning("A reply of %s is ignored: %s", client, reason, extra=about(client))
         self._observe(events.UpdateRejected(now, client, reason, now))
-
-    def _judged(self, update: Update) -> Update:
-        """Return a valid update after the protection; report its decision.
-
-        An excluded client counts as offline for the method, so that no other client waits for a
-        comparison with it; it keeps its cluster and is still tested.
-
-        Raises
-        ------
-        InvalidReplyError
-            The protection refuses the update.
-        """
-        method, guard = self._method, self._method.protection
-        if not guard.is_on:
-            return update
-        client, spec, home = update.task.client, method.spec, method.clusters.home
-        base = method.base_of(update)
-        delta = np.asarray(update.vector - base)
-        start = float(np.linalg.norm(spec.compared(base)))
-        probe, after = method.probe, update.vector
-        ruling = guard.judge(
-            Judged(
-                client,
-                spec.compared(delta),
-                start,
-                home,
-                online=len(self._fleet.by_node),
-                one_model=method.needs.one_model,
-                gain=partial(gain_of, probe, probe.sets, base, after) if probe else None,
-            )
-        )
-        verdict, reason = ruling.verdict, ruling.reason
-        if verdict is Verdict.ACCEPTED:
-            return update
-        now, measured, bound = update.arrived_at, ruling.measured, ruling.bound
-        self._observe(
-            events.UpdateJudged(now, client, verdict, measured, bound, reason, home(client))
-        )
-        if client in guard.state.excluded:
-            method.on_leave(client)
-        if verdict.keeps_out:
-            raise InvalidReplyError(reason)
-        if verdict is Verdict.READMITTED:
-            method.on_join(self._fleet.clients[client])
-        if ruling.scale == 1.0 and ruling.weights is None:
-            return update
-        delta *= np.float32(ruling.scale)
-        if ruling.weights is not None:
-            delta[... if spec.trainable is None else spec.trainable] = ruling.weights
-        vector = np.asarray(base + delta, np.float32)
-        spec.copy_counters(update.vector, vector)
-        return replace(update, vector=vector)
 
     def _accept(self, update: Update) -> None:
         """Accept a valid update, and apply those that the scheduler releases."""
@@ -728,17 +710,10 @@ class Loop:
                     model.copy_from(update.vector, counters)
                 self._observe(self._applied(update, outcome))
                 self._method.close_task(update.task)
-            self._measure_discrepancy(updates, outcomes)
+            self._method.features.applied(updates, outcomes)
         self._packer.keep_only(self._method.models)
         for event in held:
             self._observe(event)
-
-    def _measure_discrepancy(self, updates: Sequence[Update], outcomes: Sequence[Outcome]) -> None:
-        """Report the distance of the updates' models from the aggregated ones."""
-        values = discrepancy(self._method, updates, outcomes) if self._plan.discrepancy else {}
-        if values:
-            measured = events.Measured(self.now(), self._progress.updates, DISCREPANCY, values)
-            self._observe(measured)
 
     def _applied(self, update: Update, outcome: Outcome) -> events.UpdateApplied:
         """Return the report of an update just counted."""

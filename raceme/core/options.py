@@ -83,6 +83,7 @@ def option(
     among: tuple[str, ...] = (),
     names: Mapping[str, Any] | None = None,
     unless: tuple[str, str] | None = None,
+    several: bool = False,
     path: bool = False,
     formerly: str = "",
 ) -> Any:
@@ -104,6 +105,8 @@ def option(
     names : Registry, optional
         Of general options only: the value is a name in this table, and what has that name reads
         options of its own.
+    several : bool
+        With `names`: the value has any number of them, separated by commas.
     unless : tuple[str, str], optional
         Of general options only: another one that is a name, and an attribute of what has that
         name: where it is true, this option is not read.
@@ -114,7 +117,15 @@ def option(
     """
     rules = {"low": low, "above": above, "high": high, "below": below, "among": among}
     about = {"help": help, "unit": unit, "names": names, "unless": unless, "path": path}
-    return field(default=default, metadata=rules | about | {"formerly": formerly})
+    further = {"several": several, "formerly": formerly}
+    return field(default=default, metadata=rules | about | further)
+
+
+def names_in(item: Field[Any], value: Any) -> list[str]:
+    """Return the names in the value of an option that takes names."""
+    if not item.metadata.get("several"):
+        return [str(value)]
+    return list(filter(None, (name.strip() for name in str(value).split(","))))
 
 
 def with_defaults(options_type: type[_Options], **defaults: Any) -> type[_Options]:

@@ -346,8 +346,6 @@ class Plan:
         Whether to test on all steps so far at the end of each step and of the run.
     eval_clients : int
         Number of clients that test at an evaluation; 0: all online.
-    discrepancy : bool
-        Whether to measure the distance of clients' models from their cluster's.
     concurrency : int
         Number of clients that train at a time; 0: all online.
     drift : StepSchedule or None
@@ -371,7 +369,6 @@ class Plan:
     eval_steps: bool = False
     eval_tasks: bool = False
     eval_clients: int = 0
-    discrepancy: bool = False
     concurrency: int = 0
     drift: StepSchedule | None = None
     max_rounds: int | None = None

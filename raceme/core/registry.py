@@ -216,8 +216,9 @@ class Registry(Mapping[str, Any]):
     def name_of(self, chosen: str | Any) -> str:
         """Return the name of an object in configurations; names are unchanged.
 
-        An object of a script, a notebook or a function is called ``main-DIGEST:Name``; it is
-        pickled for the worker processes of this one: see :func:`definitions`.
+        Those of a list are separated by commas. An object of a script, a notebook or a function is
+        called ``main-DIGEST:Name``; it is pickled for the worker processes of this one: see
+        :func:`definitions`.
 
         Raises
         ------
@@ -226,6 +227,8 @@ class Registry(Mapping[str, Any]):
         """
         if isinstance(chosen, str):
             return chosen
+        if isinstance(chosen, list | tuple):
+            return ",".join(map(self.name_of, chosen))
         for name, target in self._targets.items():
             module, _, attribute = target.partition(":")
             found = getattr(sys.modules.get(module), attribute, None)
@@ -787,20 +790,65 @@ DRIFTS = Registry(
 )
 """Drifts of clients' data during a run."""
 
+
+class _Features(Registry):
+    """Features: only the keys of users' own are prefixed.
+
+    The options of the package's features, which every command line reads, are the dataclass
+    ``Options`` of their packages.
+    """
+
+    def options_type(self, name: str) -> type[Any] | None:
+        """Return the dataclass of the options of a name."""
+        if not self.is_own(name):
+            return super().options_type(name)
+        package = self._targets[name].rpartition(".")[0]
+        options: type[Any] = import_module(package).Options
+        return options
+
+    def prefix(self, name: str) -> str:
+        """Return the prefix of the option keys of a name."""
+        return "" if self.is_own(name) else super().prefix(name)
+
+    def check(self, name: str) -> None:
+        """Check without importing that a name is that of a user's own feature.
+
+        Raises
+        ------
+        UserError
+            It is not, or is ambiguous.
+        """
+        if self.is_own(name):
+            raise UserError(f"Every run has the feature '{name}': set its keys instead.")
+        if name not in self:
+            raise unknown_name(self.kind, name, [*self._installed, "module:Class"])
+
+
+FEATURES = _Features(
+    "feature",
+    {
+        "protection": "raceme.features.protection.guards:protection",
+        "discrepancy": "raceme.features.discrepancy.server:Discrepancy",
+    },
+    group="raceme.features",
+    expected="a subclass of raceme.core.feature.Feature",
+    fits=_is_class_with("on_update"),
+    prefixed=True,
+)
+"""Features of every run, in the order of their chain."""
+
 PROTECTIONS = Registry(
     "protection",
     {
-        "none": "raceme.core.protection:NoProtection",
-        "norm": "raceme.core.protection:NormProtection",
-        "filter": "raceme.core.protection:FilterProtection",
-        "trust": "raceme.core.protection:TrustProtection",
+        "none": "raceme.features.protection.guards:NoProtection",
+        "norm": "raceme.features.protection.guards:NormProtection",
+        "filter": "raceme.features.protection.guards:FilterProtection",
+        "trust": "raceme.features.protection.guards:TrustProtection",
     },
     group="raceme.protections",
-    expected="a subclass of raceme.core.protection.Guard",
+    expected="a subclass of raceme.features.protection.guards.Guard",
     fits=_is_class_with("judge"),
 )
-"""Checks of clients' updates before a method."""
-
 ATTACKS = Registry(
     "attack",
     {

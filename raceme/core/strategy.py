@@ -9,7 +9,7 @@ from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
 from inspect import Signature, cleandoc
 from logging import getLogger
 from numbers import Real
-from typing import Any, ClassVar, Generic, NoReturn, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, NoReturn, TypeVar
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
@@ -18,10 +18,12 @@ from flwr.serverapp.strategy import Result, Strategy
 from numpy.typing import NDArray
 
 from raceme.core import events
+from raceme.core.chain import Chain
 from raceme.core.clients import Client, Identities
 from raceme.core.clusters import Clusters, Model, Weights
 from raceme.core.errors import UserError, check_known
 from raceme.core.events import grouped
+from raceme.core.feature import Probe
 from raceme.core.messages import (
     COMPLETED_BY,
     OWN_MIXTURE,
@@ -33,7 +35,6 @@ from raceme.core.messages import (
 )
 from raceme.core.options import convert, documented, present_names, signature_of
 from raceme.core.progress import Plan, Progress
-from raceme.core.protection import Guard, GuardState, NoProtection
 from raceme.core.requests import (
     Answer,
     Bases,
@@ -70,38 +71,6 @@ ends the run and is the reason."""
 def never_stop() -> str:
     """Return the empty text: the run continues to its limit."""
     return ""
-
-
-class Probe(Protocol):
-    """Returns the losses of models on the server's own samples.
-
-    Methods receive it as a function, independent of how losses are computed.
-
-    Attributes
-    ----------
-    sets : int
-        Number of proxy sets.
-    """
-
-    @property
-    def sets(self) -> int:
-        """Number of proxy sets."""
-
-    def __call__(self, vectors: Sequence[Vector], proxy: int = 0) -> NDArray[np.float32]:
-        """Measure models.
-
-        Parameters
-        ----------
-        vectors : Sequence[Vector]
-            The models, each of shape (d,).
-        proxy : int
-            Index of the proxy set; a method may have one per cluster.
-
-        Returns
-        -------
-        NDArray[np.float32]
-            Loss of each sample under each model, shape (models, samples).
-        """
 
 
 @dataclass
@@ -165,8 +134,8 @@ class Needs:
         Returns the mixture of several models that a client trained, shape (d,), from its update and
         the models of the request.
     one_model : bool
-        Whether all clients always share one model. A protection can then observe longer, whereas
-        clusters form by first updates, including poisoned ones.
+        Whether all clients always share one model. Features can then observe longer before they
+        judge, whereas clusters form by first updates.
     exchange : bool
         Whether models travel; otherwise no traffic is reported.
     by_distribution : Callable
@@ -382,9 +351,9 @@ class Method(Strategy):
     result : RunResult
         Models, metrics and clusters of clients, filled in as the run goes on.
     bases : Bases
-        Models that clients are training from, if the method or its protection keeps them.
-    protection : Guard
-        Checks updates before the method receives them.
+        Models that clients are training from, if the method or a feature keeps them.
+    features : Chain
+        Features of the run, which change or refuse updates before the method receives them.
     train_config : ConfigRecord
         The run's settings for local training.
     own_settings : dict[str, str | float]
@@ -433,7 +402,7 @@ class Method(Strategy):
         self.bases = Bases()
         self.embedding: ClientEmbedding | None = None
         self._constant: tuple[Vector, ArrayRecord] | None = None
-        self.protection: Guard = NoProtection()
+        self.features = Chain()
         self.train_config = ConfigRecord()
         self.own_settings: dict[str, str | float] = {}
         self.report: events.Observer = events.ignore
@@ -479,8 +448,11 @@ class Method(Strategy):
         Sequence[Outcome]
             One outcome per update, in the same order.
         """
-        # An update may be for a model changed by the previous one.
-        return [self.on_update(self.received(update)) for update in updates]
+        # All are as of now; those after the first may be for a model changed by one before.
+        return [
+            self.on_update(self.received(update) if index else update)
+            for index, update in enumerate(updates)
+        ]
 
     def request_for(self, client: str) -> Request:
         """Return the request to a selected client: training, by default."""
@@ -836,7 +808,7 @@ class Method(Strategy):
             "bases": to_tree(self.bases),
             "state": state,
             "dispatch": self.scheduling.state_dict(),
-            "protection": to_tree(self.protection.state),
+            "features": self.features.state_dict(),
             "progress": to_tree(self.progress),
             "rng": to_tree(self.rng.bit_generator.state),
             "time": self.now(),
@@ -856,7 +828,7 @@ class Method(Strategy):
         self.bases = from_tree(Bases, tree["bases"])
         self.state = from_tree(self.state_type, tree["state"])
         self.scheduling.load_state_dict(tree["dispatch"])
-        self.protection.state = from_tree(GuardState, tree["protection"])
+        self.features.load_state_dict(tree["features"])
         self.progress = from_tree(Progress, tree["progress"])
         self.rng.bit_generator.state = tree["rng"]
         time_before = float(tree["time"])
@@ -866,16 +838,15 @@ class Method(Strategy):
     def _check_loaded(self, others: Iterable[Vector] = ()) -> None:
         """Raise ValueError if a loaded vector, or another, is not as long as the run's models."""
         size = self.spec.size
-        weights = len(self.compared(np.empty(size, np.float32)))
-        for what, vectors, length in (
-            ("model of the state", others, size),
-            ("model", (model.vector for model in self.models.values()), size),
-            ("model that a client has", self.bases.vectors.values(), size),
-            ("remembered update", self.protection.state.directions.values(), weights),
+        for what, vectors in (
+            ("model of the state", others),
+            ("model", (model.vector for model in self.models.values())),
+            ("model that a client has", self.bases.vectors.values()),
         ):
             for vector in vectors:
-                if vector.shape != (length,):
-                    raise ValueError(f"a {what} of shape {vector.shape}, not ({length},)")
+                if vector.shape != (size,):
+                    raise ValueError(f"a {what} of shape {vector.shape}, not ({size},)")
+        self.features.restored(self.spec)
 
     def _work_in_rounds(self, *_given: Any, **_named: Any) -> NoReturn:
         """Raise UserError: a wrapping strategy calls it, which would train no client."""
@@ -904,7 +875,7 @@ class Method(Strategy):
         self.on_sent(task)
 
     def _keeps_base_of(self, task: InFlight) -> bool:
-        return self.needs.bases or (self.protection.is_on and task.kind in TRAINING)
+        return self.needs.bases or (self.features.keeps_bases and task.kind in TRAINING)
 
     def base_of(self, update: Update) -> Vector:
         """Return the model that a client started from, while kept. Shape (d,)."""
@@ -982,6 +953,7 @@ class Method(Strategy):
     def close_task(self, task: InFlight) -> None:
         """Inform the method of the end of a task, and release its base models."""
         self.on_closed(task)
+        self.features.closed(task)
         if self.embedding is not None:
             self.embedding.close(task.number)
         if self._keeps_base_of(task):
@@ -1018,39 +990,6 @@ class Variant(Generic[Made]):
         """Make the method, with the variant's defaults unless parameters are given."""
         parameters = self.parameters_type() if parameters is None else parameters
         return self.method(parameters, seed, **arguments)
-
-
-DISCREPANCY = events.MeasureSchema(
-    "discrepancy",
-    "distance of clients' models from that of their cluster",
-    ("clients", "discrepancy"),
-    summary="mean",
-)
-"""Measure of the key ``discrepancy``: one event per aggregation."""
-
-
-def discrepancy(
-    method: Method, updates: Sequence[Update], outcomes: Sequence[Outcome]
-) -> dict[str, float]:
-    """Return Discrepancy(t) = 1/|S_t| Σ_{i ∈ S_t} ‖w_i − w_t‖, eq (3) of FlexCFL's paper.
-
-    As in the authors' code, w_t is the model after the round, of the client's group. Empty if no
-    update was used.
-
-    Parameters
-    ----------
-    method : Method
-        The method with the aggregated models.
-    updates, outcomes : Sequence
-        The updates and their outcomes; those with weight 0 are left out.
-    """
-    distances = [
-        float(np.linalg.norm(method.compared(update.vector - model.vector)))
-        for update, outcome in zip(updates, outcomes, strict=True)
-        if outcome.weight and (model := method.models.get(outcome.cluster)) is not None
-    ]
-    count = len(distances)
-    return {"clients": count, "discrepancy": sum(distances) / count} if count else {}
 
 
 def average_by_cluster(

@@ -166,7 +166,7 @@ REASONS = {
     "unusable numbers": "not-finite",
 }
 """Beginning of a reason to the label that it is counted under: a device cannot make labels."""
-_PROTECTION, _OTHER = "protection", "other"
+_JUDGED, _OTHER = "verdict", "other"
 
 
 class Metrics(EventHandler, Collector):
@@ -209,7 +209,7 @@ class Metrics(EventHandler, Collector):
         self._rejections = Counter(
             "raceme_rejections", "Replies not used", ["reason"], registry=self._registry
         )
-        for reason in (*REASONS.values(), _PROTECTION, _OTHER):
+        for reason in (*REASONS.values(), _JUDGED, _OTHER):
             self._rejections.labels(reason)
         self._refused_claims = Counter(
             "raceme_refused_claims",
@@ -227,7 +227,7 @@ class Metrics(EventHandler, Collector):
         )
         self._down, self._up = moved.labels("down"), moved.labels("up")
         self._verdicts = Counter(
-            "raceme_protection", "Decisions of the protection", ["verdict"], registry=self._registry
+            "raceme_verdicts", "Verdicts on updates", ["verdict"], registry=self._registry
         )
         for verdict in Verdict:
             if verdict is not Verdict.ACCEPTED:
@@ -270,15 +270,15 @@ class Metrics(EventHandler, Collector):
         self.evaluated = event
 
     def on_update_judged(self, event: UpdateJudged) -> None:
-        """Note an update that protection keeps out: its rejection follows."""
+        """Note an update that a feature keeps out: its rejection follows."""
         self._verdicts.labels(event.verdict).inc()
         self._judged = (event.client, event.reason) if event.verdict.keeps_out else None
 
     def on_update_rejected(self, event: UpdateRejected) -> None:
-        """Count a rejection by its reason, or as one of the protection."""
-        protected = self._judged == (event.client, event.reason)
+        """Count a rejection by its reason, or as a verdict."""
+        is_judged = self._judged == (event.client, event.reason)
         self._judged = None
-        self._rejections.labels(_PROTECTION if protected else label_of(event.reason)).inc()
+        self._rejections.labels(_JUDGED if is_judged else label_of(event.reason)).inc()
 
     def on_claim_refused(self, _event: ClaimRefused) -> None:
         """Count a node that has stated the id of another device."""

@@ -21,7 +21,7 @@ from flwr.app import ConfigRecord, Context, Error, Message, MessageType, RecordD
 from flwr.clientapp import ClientApp
 
 from raceme import __version__
-from raceme.core.config import RunConfig, expanded
+from raceme.core.config import RunConfig, expanded, general_keys, registry_of
 from raceme.core.errors import UserError, quoted
 from raceme.core.files import Stamp
 from raceme.core.messages import (
@@ -38,16 +38,8 @@ from raceme.core.messages import (
     functions_in,
     reason_of,
 )
-from raceme.core.options import Value
-from raceme.core.registry import (
-    ATTACKS,
-    DATASETS,
-    DRIFTS,
-    MODELS,
-    PARTITIONERS,
-    PROTECTIONS,
-    users_line,
-)
+from raceme.core.options import Value, names_in
+from raceme.core.registry import DEVICES, STRATEGIES, users_line
 from raceme.datasets.npz import stamp_of
 from raceme.flower import app as bundles
 from raceme.flower import fleet_client as fleet
@@ -69,15 +61,6 @@ from raceme.flower.messages import (
 
 
 _MODEL = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-_IMPORTED = {
-    "model": MODELS,
-    "dataset": DATASETS,
-    "partition": PARTITIONERS,
-    "drift": DRIFTS,
-    "protection": PROTECTIONS,
-    "attack": ATTACKS,
-}
-"""Keys with a ``module:function`` that a device would import; strategies run on the server."""
 _OWNERS = ("data-root", "data-file", "download")
 """Keys that select a device's files and downloads."""
 
@@ -165,14 +148,18 @@ class Trust:
         if not self.apps:
             return
         keys = expanded(run)
-        for key, registry in _IMPORTED.items():
-            name = str(keys.get(key, ""))
-            if ":" in name and name not in self.models and name not in registry.installed():
-                raise RefusedAppError(
-                    INVALID_APP,
-                    f"the {key} {quoted(name)} is not trusted on this device: its owner allows one "
-                    "with --trusted-model MODULE:FUNCTION",
-                )
+        for key, item in general_keys().items():
+            registry = registry_of(key)
+            # Strategies and devices are imported on the server only.
+            if registry in (None, STRATEGIES, DEVICES):
+                continue
+            for name in names_in(item, keys.get(key, "")):
+                if ":" in name and name not in self.models and name not in registry.installed():
+                    raise RefusedAppError(
+                        INVALID_APP,
+                        f"the {key} {quoted(name)} is not trusted on this device: its owner allows "
+                        "one with --trusted-model MODULE:FUNCTION",
+                    )
         # Only now, because reading a dataset's options imports it.
         RunConfig.from_mapping(keys, lenient=True)
         for key in _OWNERS:

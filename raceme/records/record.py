@@ -165,7 +165,7 @@ class RunRecord:
     task_tests : tuple of TasksTested
         All tests on the data of every step so far.
     judged : tuple of UpdateJudged
-        Decisions of the protection other than acceptance.
+        Verdicts on updates other than acceptance.
     end : float
         End of the run in seconds; the time of the last event if killed.
     reason : str or None

@@ -997,11 +997,11 @@ def _version(package: str) -> str | None:
 
 
 # -----------------------------------------------------------------------------
-# What a run's protection has done.
+# Verdicts on updates, and the accuracy of honest clients.
 # -----------------------------------------------------------------------------
 
 
-class ProtectionSummary(EventHandler):
+class VerdictSummary(EventHandler):
     """How often which client's updates were accepted, scaled and refused: an observer of a run.
 
     Parameters
@@ -1051,14 +1051,14 @@ class ProtectionSummary(EventHandler):
     def result(self, target: float | None = None) -> dict[str, Any]:
         """Return what the summary of a run has of it; nothing without attacks and verdicts.
 
-        ``protection`` has the counts by client, ``excluded_clients`` those excluded at the end,
+        ``verdicts`` has the counts by client, ``excluded_clients`` those excluded at the end,
         ``attackers`` those that attacked, ``honest_accuracy`` the mean accuracy of all others at
         the last evaluation, and ``honest_time_to_target`` when it first was as good as the target.
         """
         found: dict[str, Any] = {}
         kinds = (Verdict.ACCEPTED, Verdict.SCALED, Verdict.REFUSED)
         if any(counts[kind] for counts in self._counts.values() for kind in kinds[1:]):
-            found["protection"] = {
+            found["verdicts"] = {
                 client: {kind.value: counts[kind] for kind in kinds}
                 for client, counts in sorted(self._counts.items())
             }

@@ -386,14 +386,14 @@ def _rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if len(phases) > 1:
         each = (f"{phase} {_both(of['up'], of['down'])}" for phase, of in phases.items())
         yield "traffic by phase", "; ".join(each)
-    if by_client := get("protection"):
+    if by_client := get("verdicts"):
         scaled, refused = (
             sum(counts[kind] for counts in by_client.values()) for kind in ("scaled", "refused")
         )
         excluded = len(summary["excluded_clients"])
         clients = "client" if excluded == 1 else "clients"
         words = f"{scaled} updates scaled, {refused} refused, {excluded} {clients} excluded"
-        yield "protection", words
+        yield "verdicts", words
     for of in get("measures", {}).values():
         yield of["title"], f"{_shown_measure(of['value'])} {of['unit']}".rstrip()
 

@@ -427,7 +427,7 @@ def tasks_table(summary: Mapping[str, Any]) -> PageTable | None:
 
 
 # -----------------------------------------------------------------------------
-# Tables of the protection's decisions.
+# Tables of verdicts on updates.
 # -----------------------------------------------------------------------------
 
 
@@ -642,7 +642,6 @@ def run_page(folder: Path, links: str) -> str:
         clients=clients_table(record),
         costs=costs_table(record),
         measures=record.drawn_measures,
-        protection=str(config.get("protection", "none")),
         verdicts=verdicts_table(record),
         judged_clients=judged_clients_table(record),
         rejections=_rejections(record),

@@ -19,6 +19,7 @@ from threadpoolctl import threadpool_limits
 
 from raceme import datasets
 from raceme.core import messages as names
+from raceme.core.chain import Chain
 from raceme.core.clients import BoundToKeys, Labels
 from raceme.core.clusters import Model, blended
 from raceme.core.config import CONFIG, RunConfig, own_keys, read_toml
@@ -35,7 +36,6 @@ from raceme.core.events import (
 from raceme.core.files import whole_path
 from raceme.core.messages import ModelSpec, Vector, kept_for_validation
 from raceme.core.progress import Plan
-from raceme.core.protection import protection_of
 from raceme.core.registry import STRATEGIES
 from raceme.core.requests import ClientEmbedding, Sketch
 from raceme.core.strategy import DEFAULT_VALIDATION_SHARE, Method, StopCheck, never_stop
@@ -60,7 +60,7 @@ from raceme.records.folder import (
 from raceme.records.positions import PositionsFile, positions_of_rows
 from raceme.records.record import TraceFile, WallTimes
 from raceme.records.store import RunStore, each_event
-from raceme.records.summary import ProtectionSummary, RunSummary
+from raceme.records.summary import RunSummary, VerdictSummary
 from raceme.runs.checkpoints import Checkpointer, CheckpointFolder, restore, resuming
 from raceme.runs.trackers import TrackerObserver, chosen
 from raceme.simulation import executor_for, prepare, training_seconds
@@ -167,7 +167,7 @@ def build_strategy(config: RunConfig) -> Method:
         There is no such strategy, or a limit in rounds does not apply to it.
     """
     strategy = _made(config)
-    strategy.protection = protection_of(config)
+    strategy.features = Chain.of(config)
     drift = schedule_of(config)
     if drift is not None and drift.in_rounds and strategy.scheduling.rounds is None:
         raise UserError(
@@ -542,7 +542,7 @@ def execute(
         checkpoints = CheckpointFolder(out)
         restored = restore(checkpoints, config, strategy, grid) if config.resume else None
         started = time.perf_counter() - (restored.wall_time if restored else 0.0)
-        summary, protection = RunSummary(), ProtectionSummary(_attackers(config))
+        summary, verdicts = RunSummary(), VerdictSummary(_attackers(config))
 
         def wall_time() -> float:
             return time.perf_counter() - started
@@ -559,7 +559,7 @@ def execute(
         with store, threadpool_limits(1):
             if restored:
                 forget_end(config, out)
-            listening: list[Observer] = [store.observe, summary.observe, protection]
+            listening: list[Observer] = [store.observe, summary.observe, verdicts]
             if config.trace:
                 events = restored.events if restored else 0
                 trace = opened.enter_context(TraceFile(out, communication_of(grid), events))
@@ -570,7 +570,7 @@ def execute(
             if restored:
                 for event in each_event(out):
                     summary.observe(event)
-                    protection(event)
+                    verdicts(event)
                     trackers.recall(event)
             after = summary.time if restored else None
             if is_virtual:
@@ -623,7 +623,7 @@ def execute(
                 wall_time=wall_time(),
                 target=config.target_accuracy,
             ),
-            **protection.result(config.target_accuracy),
+            **verdicts.result(config.target_accuracy),
             **_further_result(config, strategy, summary, checkpointer.code, is_virtual),
         }
         unwritten = _write_artefacts(out, config, strategy, result, is_virtual)
@@ -704,7 +704,6 @@ def plan(config: RunConfig) -> Plan:
         eval_steps=config.eval_steps,
         eval_tasks=config.eval_tasks,
         eval_clients=config.eval_clients,
-        discrepancy=config.discrepancy,
         concurrency=config.concurrency,
         drift=schedule_of(config),
         max_rounds=config.max_rounds or None,

@@ -641,7 +641,7 @@ def _respond(
     return client_app.reply_to(message, work, answer)
 
 
-app.train()(partial(_respond, client_app.train))
+app.train(mods=[client_app.features])(partial(_respond, client_app.train))
 app.evaluate()(partial(_respond, client_app.evaluate))
 app.query()(partial(_respond, client_app.query))
 

@@ -460,8 +460,8 @@ def _prepare(message: Message, context: Context) -> _Training:
     work = client_app.work_of(message, context)
     settings, network = work.training_settings(), work.client.network
     is_plain = settings.optimizer == "sgd" and not (settings.weight_decay or settings.augment)
-    if not is_plain or client_app.is_private(context):
-        raise ValueError("only plain SGD can be stacked")
+    if not is_plain or client_app.is_private(context) or client_app.client_halves(context):
+        raise ValueError("only plain SGD without client halves of features can be stacked")
     spec = work.receive(work.model)
     indices, shares = _mini_batches(work, settings)
     return _Training(

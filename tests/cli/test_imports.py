@@ -17,6 +17,7 @@ from raceme.core.registry import (
     DATASETS,
     DEVICES,
     DRIFTS,
+    FEATURES,
     MODELS,
     PARTITIONERS,
     PROTECTIONS,
@@ -26,7 +27,7 @@ from raceme.core.registry import (
 )
 
 HEAVY = {"flwr", "matplotlib", "numpy", "pandas", "scipy", "sklearn", "sqlalchemy", "torch"}
-REGISTRIES = [STRATEGIES, DATASETS, PARTITIONERS, DRIFTS, PROTECTIONS, ATTACKS, MODELS]
+REGISTRIES = [STRATEGIES, DATASETS, PARTITIONERS, DRIFTS, FEATURES, PROTECTIONS, ATTACKS, MODELS]
 
 
 def imported(code: str, folder: Path) -> set[str]:
@@ -69,7 +70,7 @@ def test_help_lists_and_mistyped_names_need_none_of_what_a_run_needs(
     found = imported(command(*arguments), tmp_path)
     assert not {name.partition(".")[0] for name in found} & HEAVY
     rooms = {name.split(".")[1] for name in found if name.startswith("raceme.")}
-    assert rooms <= {"cli", "core"}
+    assert rooms <= {"cli", "core", "features"}
 
 
 @pytest.mark.parametrize("mistyped", ["casa.gama", "panicle.levle"])

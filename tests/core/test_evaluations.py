@@ -265,21 +265,6 @@ def test_rounds_are_evaluated_by_the_same_rule() -> None:
     assert [u.time for u in of(events.UpdateApplied, seen)] == [1.0, 3.0, 4.0, 6.0]
 
 
-@pytest.mark.parametrize("wanted", [True, False])
-def test_the_discrepancy_of_a_round_by_hand(wanted: bool) -> None:
-    seen: list[events.Event] = []
-    grid = grid_of(pulled_app([8 * ONES, 0 * ONES, 0 * ONES]), devices(1.0, 1.0, 1.0))
-    plan = Plan(eval_every=10, discrepancy=wanted)
-    FedAvg().run(grid, MODEL, 3, plan=plan, observe=seen.append)
-    # Clients move half way from 0: to 4, 0 and 0 in each number. By 10, 11 and 12 examples their
-    # mean is m = 40/33, so that they are (4 − m, m, m) from the new model, times √8; from the old
-    # one it would be (4, 0, 0).
-    mean = 40 / 33
-    expected = [3, pytest.approx((4 - mean + 2 * mean) / 3 * 8**0.5)]
-    measured = of(events.Measured, seen)
-    assert [[*event.values.values()] for event in measured] == ([expected] if wanted else [])
-
-
 def test_who_asks_a_run_to_stop_does_not_wait_for_evaluations() -> None:
     seen: list[events.Event] = []
     grid = costly(grid_of(pulled_app(), devices(1.0)))

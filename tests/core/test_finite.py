@@ -137,7 +137,7 @@ def kept(method: Method) -> list[str]:
     tree = method.state_dict()
     return [
         place
-        for part in ("clusters", "bases", "state", "dispatch", "protection")
+        for part in ("clusters", "bases", "state", "dispatch", "features")
         for place in not_finite(tree[part], part)
     ]
 

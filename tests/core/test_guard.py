@@ -11,7 +11,7 @@ import pytest
 
 from raceme.core.events import Verdict
 from raceme.core.messages import Vector
-from raceme.core.protection import (
+from raceme.features.protection.guards import (
     FEWEST,
     FilterOptions,
     FilterProtection,

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from torch import nn
 
+from raceme.core.feature import Probe
 from raceme.core.messages import ModelSpec, to_array
-from raceme.core.strategy import Probe
 from raceme.flower.messages import array_record
 from raceme.training.clients import ModelProbe
 from raceme.training.models import Network, Samples

@@ -18,8 +18,10 @@ from runs import of
 from test_resuming import TIMEOUT, whole
 
 from raceme.core import events
+from raceme.core.chain import Chain
 from raceme.core.events import UpdateJudged, Verdict
-from raceme.core.protection import (
+from raceme.core.requests import Bases, Update
+from raceme.features.protection.guards import (
     FilterProtection,
     Guard,
     Judged,
@@ -28,7 +30,6 @@ from raceme.core.protection import (
     Ruling,
     TrustProtection,
 )
-from raceme.core.requests import Bases, Update
 from raceme.simulation import Device, VirtualGrid
 from raceme.strategies import (
     CASA,
@@ -110,7 +111,7 @@ def started(
 ) -> list[events.Event]:
     seen: list[events.Event] = []
     if guard is not None:
-        strategy.protection = guard
+        strategy.features = Chain({"protection": guard})
     plan = Plan(eval_every=50)
     options = {"plan": plan, "observe": seen.append, "probe": centre_losses, **options}
     strategy.run(grid, START, UPDATES, TIMEOUT, **options)
@@ -131,8 +132,8 @@ def test_a_resumed_protected_run_is_bit_for_bit_the_uninterrupted_one(method: An
 
     started(strategy, grid, FilterProtection(), observe=seen.append, stop_check=save)
     (before, state), restored, again = saved[0], method(seed=99), poisoned_fleet()
-    assert state["strategy"]["protection"]["lengths"]
-    restored.protection = FilterProtection()
+    assert state["strategy"]["features"]["protection"]["lengths"]
+    restored.features = Chain({"protection": FilterProtection()})
     restored.load_state_dict(state["strategy"])
     again.load_state_dict(state["grid"])
     assert started(restored, again, None) == seen[before:]
@@ -165,8 +166,8 @@ def test_what_is_scaled_keeps_its_counters() -> None:
             "num_batches_tracked": Array(np.array(0, np.int64)),
         }
     )
-    strategy, counted = FedAsync(), []
-    strategy.protection = NormProtection()
+    strategy, counted, guard = FedAsync(), [], NormProtection()
+    strategy.features = Chain({"protection": guard})
 
     def observe(event: events.Event) -> None:
         if isinstance(event, events.UpdateApplied) and event.client == "node-105":
@@ -176,7 +177,7 @@ def test_what_is_scaled_keeps_its_counters() -> None:
     strategy.run(grid, start, 40, TIMEOUT, observe=observe)
     # Each second all eight send what they received, and one more.
     assert counted == [1.0, 2.0, 3.0, 4.0, 5.0]
-    assert strategy.protection.state.lengths["node-105"] > 100
+    assert guard.state.lengths["node-105"] > 100
 
 
 class Wavering(Guard):
@@ -311,7 +312,7 @@ def test_every_update_is_judged_from_the_model_that_was_sent(name: str) -> None:
 
     grid.push_messages = pushed  # type: ignore[method-assign]
     strategy.base_of = started_from  # type: ignore[method-assign]
-    strategy.protection = guard
+    strategy.features = Chain({"protection": guard})
     strategy.run(grid, START, UPDATES, TIMEOUT, probe=centre_losses)
     assert len(changed) >= UPDATES
     for (client, told), (same, true) in zip(guard.deltas, changed, strict=True):
@@ -325,7 +326,7 @@ def test_without_protection_nothing_is_kept_for_it() -> None:
     strategy = FedAsync()
     started(strategy, poisoned_fleet(), None)
     assert strategy.bases == Bases()
-    assert not strategy.protection.state.lengths
+    assert not strategy.state_dict()["features"]
 
 
 def test_a_long_update_reaches_the_method_at_the_median_length() -> None:
@@ -371,12 +372,13 @@ def test_a_method_gets_the_weights_of_a_ruling() -> None:
 @pytest.mark.parametrize("method", [CASA, FedAsync, FedBuff])
 def test_an_excluded_client_is_refused_reported_and_gone_for_the_method(method: Any) -> None:
     strategy = method(seed=1)
-    seen = started(strategy, poisoned_fleet(), FilterProtection())
+    guard = FilterProtection()
+    seen = started(strategy, poisoned_fleet(), guard)
     judged = of(UpdateJudged, seen)
     first = next(event for event in judged if event.verdict is Verdict.EXCLUDED)
     assert first.client == ATTACKER
     assert first.measured < first.bound
-    assert ATTACKER in strategy.protection.state.excluded
+    assert ATTACKER in guard.state.excluded
     assert ATTACKER not in strategy.clusters.online or not strategy.clusters.online[ATTACKER]
     late = [e for e in of(events.UpdateApplied, seen) if e.client == ATTACKER]
     assert all(event.time <= first.time for event in late)

@@ -20,19 +20,20 @@ from raceme.core.events import (
     UpdateRejected,
     Verdict,
 )
-from raceme.core.protection import (
-    FilterOptions,
-    FilterProtection,
-    NoProtection,
-    NormProtection,
-    protection_of,
-)
 from raceme.experiments.results import Comparison, Result, Run
 from raceme.experiments.suites import ComparedMethod, Score, Suite, load_suite
 from raceme.experiments.tables import main_table, to_csv
+from raceme.features.protection import Options
+from raceme.features.protection.guards import (
+    FilterOptions,
+    FilterProtection,
+    Guard,
+    NormProtection,
+    protection,
+)
 from raceme.records.record import RunRecord
 from raceme.records.store import read_events
-from raceme.records.summary import ProtectionSummary
+from raceme.records.summary import VerdictSummary
 from raceme.reporting.console import summary_rows
 from raceme.reporting.run_page import judged_clients_table, run_page, verdicts_table
 from raceme.runs import experiment
@@ -48,7 +49,7 @@ def judged(client: str, verdict: Verdict) -> UpdateJudged:
 
 
 def test_verdicts_are_counted_by_client() -> None:
-    summary = ProtectionSummary()
+    summary = VerdictSummary()
     for event in (
         *(applied(1, "a"), judged("a", Verdict.SCALED), applied(2, "a")),
         *(judged("b", Verdict.EXCLUDED), judged("b", Verdict.REFUSED)),
@@ -56,7 +57,7 @@ def test_verdicts_are_counted_by_client() -> None:
     ):
         summary(event)
     assert summary.result() == {
-        "protection": {
+        "verdicts": {
             "a": {"accepted": 1, "scaled": 1, "refused": 0},
             "b": {"accepted": 0, "scaled": 0, "refused": 2},
             "c": {"accepted": 1, "scaled": 0, "refused": 1},
@@ -68,7 +69,7 @@ def test_verdicts_are_counted_by_client() -> None:
 def test_the_honest_accuracy_is_that_of_all_but_the_attackers_at_the_end() -> None:
     first = Evaluated(0.0, 0, 0.5, 1.0, 1, {"a": (0, 0.0, 1.0), "b": (0, 0.1, 1.0)})
     last = Evaluated(9.0, 9, 0.5, 1.0, 1, {"a": (0, 0.4, 1.0), "b": (0, 0.9, 1.0)})
-    summary = ProtectionSummary(["a"])
+    summary = VerdictSummary(["a"])
     for event in (first, last):
         summary(event)
     assert summary.result() == {
@@ -77,14 +78,14 @@ def test_the_honest_accuracy_is_that_of_all_but_the_attackers_at_the_end() -> No
     # JSON has no infinity, the error of a model that diverged.
     summary(Evaluated(9.0, 9, 0.5, 1.0, 1, {"b": (0, float("inf"), 1.0)}))
     assert summary.result()["honest_accuracy"] is None
-    unattacked = ProtectionSummary()
+    unattacked = VerdictSummary()
     unattacked(last)
     assert unattacked.result() == {}
 
 
 def test_the_time_to_a_target_is_that_of_the_honest_clients() -> None:
     """The attackers are served the models of where they were: theirs are of no account."""
-    summary = ProtectionSummary(["a"])
+    summary = VerdictSummary(["a"])
     for time, attacker, honest, asked in (
         *((1.0, 0.99, 0.5, 2), (2.0, 0.1, 0.96, 4)),
         *((3.0, 0.1, 0.95, 2), (4.0, 0.1, 0.97, 2)),
@@ -116,18 +117,18 @@ def test_an_attacked_and_protected_run_says_all_of_it(tmp_path: Path) -> None:
     last = [event for event in events if isinstance(event, Evaluated)][-1]
     honest = [score[1] for name, score in last.per_client.items() if name not in attackers]
     assert summary["honest_accuracy"] == pytest.approx(fmean(honest))
-    refused = sum(counts["refused"] for counts in summary["protection"].values())
+    refused = sum(counts["refused"] for counts in summary["verdicts"].values())
     assert refused == sum(isinstance(event, UpdateRejected) for event in events) > 0
     assert any(isinstance(event, UpdateJudged) for event in events)
     rows = dict(summary_rows(summary))
     assert rows["honest clients"] == f"{summary['honest_accuracy']:.3f}, mean without 2 attackers"
-    scaled = sum(counts["scaled"] for counts in summary["protection"].values())
-    assert rows["protection"] == f"{scaled} updates scaled, {refused} refused, 2 clients excluded"
+    scaled = sum(counts["scaled"] for counts in summary["verdicts"].values())
+    assert rows["verdicts"] == f"{scaled} updates scaled, {refused} refused, 2 clients excluded"
     one = dict(summary_rows({**summary, "excluded_clients": attackers[:1]}))
-    assert one["protection"].endswith(" 1 client excluded")
+    assert one["verdicts"].endswith(" 1 client excluded")
     page = run_page(outcome.out, "")
-    assert 'href="#protection"' in page
-    assert all(f"<bdi>{name}</bdi>" in page.split('id="protection"')[1] for name in attackers)
+    assert 'href="#verdicts"' in page
+    assert all(f"<bdi>{name}</bdi>" in page.split('id="verdicts"')[1] for name in attackers)
 
 
 def test_a_backdoored_run_says_how_often_it_succeeds(tmp_path: Path) -> None:
@@ -206,13 +207,17 @@ def test_a_run_in_which_all_was_accepted_has_no_verdicts() -> None:
     assert judged_clients_table(record) is None
 
 
+def guard_of(keys: dict[str, object]) -> Guard:
+    config = RunConfig.from_mapping(keys)
+    return protection(config.read(Options), config)
+
+
 def test_a_configuration_names_a_protection_and_its_options() -> None:
-    assert type(protection_of(RunConfig())) is NoProtection
-    config = RunConfig.from_mapping({"protection": "filter", "protection-share": 0.5})
-    guard = protection_of(config)
+    assert not guard_of({}).is_on
+    guard = guard_of({"protection": "filter", "protection-share": 0.5})
     assert type(guard) is FilterProtection
     assert guard.options == FilterOptions(protection_share=0.5)
-    assert type(protection_of(RunConfig(protection="norm"))) is NormProtection
+    assert type(guard_of({"protection": "norm"})) is NormProtection
     with pytest.raises(
         UserError, match="protection-share is read by protection filter and trust; this run"
     ):
@@ -230,7 +235,7 @@ def test_the_suite_has_every_attack_without_and_with_the_filter() -> None:
     suite = load_suite(Path("poisoning"))
     assert suite.score is Score.HONEST
     kinds = {
-        (config.strategy, config.attack, config.protection)
+        (config.strategy, config.attack, config.value("protection"))
         for method in suite.methods
         for config in [suite.config(method, seed=0)]
     }

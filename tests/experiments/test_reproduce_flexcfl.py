@@ -123,4 +123,4 @@ def test_table_1_varies_the_classes_of_a_client() -> None:
             config.eval_every,
         )
         assert (config.local_epochs, config.lr, config.max_rounds) == (20, 0.03, 300)
-        assert (config.target_accuracy, config.discrepancy) == (0.85, True)
+        assert (config.target_accuracy, config.value("discrepancy")) == (0.85, True)

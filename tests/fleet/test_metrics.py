@@ -137,9 +137,9 @@ def test_rejections_are_counted_by_reasons_of_ours_whatever_a_device_says() -> N
         for (name, labels), value in found.items()
         if name == "raceme_rejections_total" and value
     }
-    assert reasons == {"device-left": 1, "device-error": 1, "other": 2, "protection": 1}
-    assert found["raceme_protection_total", "refused"] == 1
-    assert found["raceme_protection_total", "excluded"] == 0
+    assert reasons == {"device-left": 1, "device-error": 1, "other": 2, "verdict": 1}
+    assert found["raceme_verdicts_total", "refused"] == 1
+    assert found["raceme_verdicts_total", "excluded"] == 0
     assert found["raceme_updates_total", ""] == 0
     assert found["raceme_refused_claims_total", ""] == 1
 

@@ -49,6 +49,8 @@ HOSTILE_MODELS = [
     "drift = 'backup:x'",
     "protection = 'backup:x'",
     "attack = 'backup:x'",
+    "features = 'backup:x'",
+    "set = 'features=backup:x,backup:y'",
 ]
 
 
@@ -77,6 +79,9 @@ def test_models_of_ours_and_those_that_the_owner_names_are_built() -> None:
     trust = Trust(OWN.apps, ("backup:x", "other:build"))
     ask("model = 'backup:x'", trust)
     ask("set = 'model=other:build'", trust)
+    ask("features = 'backup:x, other:build'", trust)
+    with pytest.raises(RefusedAppError, match="features 'backup:y' is not trusted"):
+        ask("features = 'backup:x,backup:y'", trust)
     with pytest.raises(RefusedAppError, match="'backup:y' is not trusted"):
         ask("model = 'backup:y'", trust)
 

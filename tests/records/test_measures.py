@@ -179,6 +179,25 @@ def test_a_declaration_that_contradicts_itself_is_refused(
         MeasureSchema("m", "title", columns, **options)
 
 
+TWO = ("clients", "gap")
+
+
+def test_of_several_numbers_the_summarised_one_is_named() -> None:
+    with pytest.raises(UserError, match=r'several numbers: .*value="gap"'):
+        Measured(0.0, 0, MeasureSchema("m", "title", TWO), {"clients": 2, "gap": 1.0})
+    named = MeasureSchema("m", "title", TWO, value="clients")
+    assert Measured(0.0, 0, named, {"clients": np.int64(2), "gap": 1.0}).numbers() == {"": 2.0}
+    # Names of clients are no numbers.
+    assert Measured(0.0, 0, GAP, {"client": "a", "gap": 1.0}).numbers() == {"": 1.0}
+
+
+def test_a_list_is_no_value_of_a_column() -> None:
+    named = MeasureSchema("m", "title", TWO, value="gap")
+    for wrong in ([1, 2], (1, 2), {"a": 1}, np.ones(3), np.ones(1)):
+        with pytest.raises(UserError, match="number or a text as clients"):
+            Measured(0.0, 0, named, {"clients": wrong, "gap": 1.0})
+
+
 def test_values_have_to_be_those_declared() -> None:
     with pytest.raises(ValueError, match="has the columns"):
         Measured(0.0, 0, GAP, {"gap": 1.0})

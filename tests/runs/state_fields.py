@@ -9,11 +9,11 @@ from typing import Any, get_args, get_type_hints
 
 from raceme.core.clusters import Clusters
 from raceme.core.progress import Progress
-from raceme.core.protection import GuardState
 from raceme.core.registry import STRATEGIES
 from raceme.core.requests import Bases
 from raceme.core.scheduling import RoundState
 from raceme.core.strategy import Variant
+from raceme.features.protection.guards import GuardState
 from raceme.runs.checkpoints import STATE
 from raceme.strategies.cdfl.strategy import RequestState
 from raceme.strategies.csafl import WindowState

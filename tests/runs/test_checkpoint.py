@@ -218,10 +218,10 @@ def test_arrays_of_wrong_shapes_end_in_one_line(name: str, tmp_path: Path) -> No
     simulate(RunConfig.from_mapping(keys), lambda event: None)
     newest = max((tmp_path / CHECKPOINTS).iterdir())
     tree, note = read_tree(newest)
-    kinds = {place[:2]: place for place in arrays_of(tree["strategy"])}
-    assert {("clusters", "models"), ("bases", "vectors"), ("protection", "directions")} <= set(
-        kinds
-    )
+    places = list(arrays_of(tree["strategy"]))
+    kinds = {place[: 3 if place[0] == "features" else 2]: place for place in places}
+    directions = ("features", "protection", "directions")
+    assert {("clusters", "models"), ("bases", "vectors"), directions} <= set(kinds)
     for kind, place in kinds.items():
         for forged in (np.zeros(3, np.float32), np.zeros((2, 5), np.float32)):
             shutil.rmtree(tmp_path / CHECKPOINTS)

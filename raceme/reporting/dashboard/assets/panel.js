@@ -14,7 +14,7 @@ const HELP = {
   staleness: "Staleness is the number of aggregations into a model between its dispatch to a " +
     "client and the arrival of the client's update.",
   measures: "Values that only this method reports.",
-  trust: "Updates that were rejected, by reason, and what the protection did to outliers.",
+  trust: "Updates that were rejected, by reason, and verdicts on those that others do not bear out.",
   clients: "One row per client at the moment shown; a heading sorts, a name opens the history.",
   curves: "Accuracy of the runs selected below, or the mean per method with a band of one " +
     "standard deviation over its runs (seeds).",

@@ -1,4 +1,4 @@
-// What was not used, and why: rejections by reason, and the verdicts of the protection.
+// What was not used, and why: rejections by reason, and the verdicts on updates.
 
 import { note, panel } from "../panel.js";
 import { make, nameElement, number, reasonText, refill } from "../words.js";
@@ -10,7 +10,7 @@ export class TrustPanel {
   constructor(board) {
     this.board = board;
     this.body = make("div", {});
-    this.element = panel("trust", "Rejections and protection", "wide", this.body);
+    this.element = panel("trust", "Rejections and verdicts", "wide", this.body);
   }
 
   draw(moment) {
@@ -56,7 +56,7 @@ export class TrustPanel {
         ...["scaled", "refused"].map((kind) => number(found[kind])),
         moment.excluded[client] ? "excluded" : "–",
       ]);
-    return make("div", {}, make("h3", {}, "Decisions of the protection"),
+    return make("div", {}, make("h3", {}, "Verdicts on updates"),
       tableOf(["client", "scaled", "refused", "now"], rows));
   }
 }

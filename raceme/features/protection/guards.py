@@ -27,17 +27,20 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from raceme.core.config import RunConfig
-from raceme.core.events import Verdict
-from raceme.core.messages import Vector
+from raceme.core.events import UpdateJudged, Verdict
+from raceme.core.feature import Feature, FeatureContext, Refusal
+from raceme.core.messages import ModelSpec, Vector
 from raceme.core.options import option
 from raceme.core.registry import PROTECTIONS
+from raceme.core.requests import Update
+from raceme.features.protection import Options
 
 Home = Callable[[str], int | None]
 """Returns the cluster of a client; None for one that has none yet."""
@@ -251,41 +254,90 @@ _NO_GAIN = "an update that helps on none of the server's proxy sets as those of 
 _BACKWARDS = "a part of an update that points against those of others"
 
 
-class Guard:
+class Guard(Feature):
     """Judges updates. A protection is a subclass.
 
-    Parameters
-    ----------
-    options : Any
-        Options of the protection, an instance of :attr:`options_type`.
+    An excluded client counts as offline for the method, so that no other client waits for a
+    comparison with it; it keeps its cluster and is still tested.
 
     Attributes
     ----------
-    options_type : type or None
-        The frozen dataclass of the protection's options.
-    is_on : bool
-        Whether it judges updates; if not, base models are not kept for it.
     state : GuardState
-        Lengths, directions and records of former updates; part of a checkpoint.
+        Lengths, directions and records of former updates.
     """
 
-    options_type: type[WindowOptions] | None = None
-    is_on = True
-
-    def __init__(self, options: Any = None) -> None:
-        kind = self.options_type
-        self.options = kind() if options is None and kind is not None else options
-        self.state = GuardState()
+    state_type = GuardState
+    state: GuardState
+    keeps_bases = True
 
     def judge(self, update: Judged) -> Ruling:
         """Judge an update, and store it for later comparisons."""
         return _ACCEPTED
 
+    def restored(self, spec: ModelSpec) -> None:
+        """Check the shapes of remembered updates."""
+        weights = spec.compared(np.empty(spec.size, np.float32)).shape
+        for vector in self.state.directions.values():
+            if vector.shape != weights:
+                raise ValueError(f"a remembered update of shape {vector.shape}, not {weights}")
+
+    def on_update(self, update: Update, context: FeatureContext) -> Update | Refusal:
+        """Return an update as far as the ruling on it allows, and report a ruling."""
+        client, spec, home = update.task.client, context.spec, context.clusters.home
+        base, probe = context.base(update), context.probe
+        delta = np.asarray(update.vector - base)
+        ruling = self.judge(
+            Judged(
+                client,
+                spec.compared(delta),
+                float(np.linalg.norm(spec.compared(base))),
+                home,
+                online=context.online,
+                one_model=context.has_one_model,
+                gain=partial(gain_of, probe, probe.sets, base, update.vector) if probe else None,
+            )
+        )
+        verdict, reason = ruling.verdict, ruling.reason
+        if verdict is Verdict.ACCEPTED:
+            return update
+        now, measured, bound = update.arrived_at, ruling.measured, ruling.bound
+        context.report(UpdateJudged(now, client, verdict, measured, bound, reason, home(client)))
+        if client in self.state.excluded:
+            context.exclude(client)
+        if verdict.keeps_out:
+            return Refusal(reason)
+        if verdict is Verdict.READMITTED:
+            context.readmit(client)
+        if ruling.scale == 1.0 and ruling.weights is None:
+            return update
+        delta *= np.float32(ruling.scale)
+        if ruling.weights is not None:
+            delta[... if spec.trainable is None else spec.trainable] = ruling.weights
+        vector = np.asarray(base + delta, np.float32)
+        spec.copy_counters(update.vector, vector)
+        return replace(update, vector=vector)
+
+
+def protection(options: Options, config: RunConfig) -> Guard:
+    """Return the protection that a configuration names.
+
+    Raises
+    ------
+    UserError
+        There is no such protection, or an option is out of its range.
+    """
+    kind = PROTECTIONS.options_type(options.protection)
+    guard: Guard = PROTECTIONS.make(options.protection, *([config.read(kind)] if kind else []))
+    return guard
+
 
 class NoProtection(Guard):
     """No protection: every valid update is accepted."""
 
-    is_on = False
+    @property
+    def is_on(self) -> bool:
+        """Whether it judges updates: never."""
+        return False
 
 
 class _Compares(Guard):
@@ -370,7 +422,7 @@ class _Compares(Guard):
 class NormProtection(_Compares):
     """Updates much longer than the median of their cluster are scaled to it, or refused."""
 
-    options_type: type[NormOptions] = NormOptions
+    options_type: ClassVar[type[Any]] = NormOptions
     options: NormOptions
 
     def judge(self, update: Judged) -> Ruling:
@@ -595,22 +647,3 @@ def contradiction(directions: Vector) -> tuple[float, NDArray[np.bool_]]:
             return float(worst[most] * _VOTED_OUT), left
         left[most] = False
     return 0.0, left
-
-
-# -----------------------------------------------------------------------------
-# The protection of a run.
-# -----------------------------------------------------------------------------
-
-
-def protection_of(config: RunConfig) -> Guard:
-    """Return the protection that a configuration names.
-
-    Raises
-    ------
-    UserError
-        There is no such protection, or an option is out of its range.
-    """
-    options_type = PROTECTIONS.options_type(config.protection)
-    options = () if options_type is None else (config.read(options_type),)
-    guard: Guard = PROTECTIONS.make(config.protection, *options)
-    return guard

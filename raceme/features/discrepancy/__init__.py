@@ -1,0 +1,16 @@
+"""Distance of clients' models from that of their cluster, measured after each aggregation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from raceme.core.options import option
+
+
+@dataclass(frozen=True)
+class Options:
+    """Switches the measure on."""
+
+    discrepancy: bool = option(
+        False, "measure after each round how far clients' models are from that of their cluster"
+    )
