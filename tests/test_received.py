@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import click
 import numpy as np
@@ -239,8 +240,9 @@ LASTING = ("watch", "serve", "device", "up")
 def everything(here: Path) -> None:
     """Let every file of a received folder name the module."""
     name_code(CONFIG_FILE, *KEYS)
-    method = {"strategy": CODE, "settings": dict.fromkeys(KEYS, CODE)}
-    suite = {"methods": {"hit": method}, "settings": dict.fromkeys(KEYS, CODE)}
+    method: dict[str, Any] = {"strategy": CODE}
+    shared = dict.fromkeys({*KEYS} - {"strategy"}, CODE)
+    suite = {"methods": {"hit": method | {"settings": shared}}, "settings": shared}
     (here / SUITE).write_text(tomli_w.dumps(suite))
 
 
@@ -280,6 +282,21 @@ def test_no_lasting_command_imports(line: list[str], here: Path) -> None:
         process = net.start("command", as_command(*line, *further))
         # The address of a page, the first attempt of a device, or the refusal.
         process.wait_for(r"http://|Ctrl-C|cannot be reached|raceme: .*\n|\n")
+    assert not (here / "mark").exists()
+
+
+@pytest.mark.parametrize("folder", [FOLDER, "compared", "inbox"])
+def test_the_dashboard_reads_text(folder: str, here: Path) -> None:
+    everything(here)
+    for config in (here / "compared").glob("*/*/config.toml"):
+        config.write_text(tomli_w.dumps(read_toml(config) | dict.fromkeys(KEYS, CODE)))
+    with loopback(here) as net:
+        watching = net.start("watch", as_command("watch", folder, "--port", "0"))
+        address = watching.wait_for(r"http://[\w.:]+/")[0]
+        with urlopen(address) as page:
+            assert b"<html" in page.read()
+        with urlopen(f"{address}events") as events:
+            assert next(line for line in events if line.startswith(b"data:"))
     assert not (here / "mark").exists()
 
 
