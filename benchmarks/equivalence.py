@@ -79,6 +79,8 @@ NEW_KEYS: frozenset[str] = frozenset(
 """Keys that the committed file does not have: left out of configurations."""
 REMOVED_KEYS: dict[str, Any] = {"never-across": "", "together": ""}
 """Keys that only the committed file has, with their defaults: added to keys and configurations."""
+REMOVED_OF_SUITES: dict[str, Any] = {"shows_forgetting": False}
+"""Values of a suite that only the committed file has."""
 NEW_FIELDS = {("ClientJoined", "labels")}
 """Fields of events that the runs of the committed file did not have: left out of hashes."""
 
@@ -186,7 +188,8 @@ def suite_runs(suite: Suite) -> Iterator[dict[str, Any]]:
 
 def suite_shown(suite: Suite) -> dict[str, Any]:
     """Return what a suite says beside its runs: title, notes, score, columns."""
-    return {item.name: getattr(suite, item.name) for item in fields(suite)} | {"methods": ()}
+    shown = {item.name: getattr(suite, item.name) for item in fields(suite)}
+    return shown | REMOVED_OF_SUITES | {"methods": ()}
 
 
 def result_configurations(folder: Path) -> Iterator[dict[str, Any]]:

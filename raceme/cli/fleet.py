@@ -470,13 +470,8 @@ def certs(
         ),
     ] = None,
     token: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="ROLE",
-            help="make a token for /metrics and the page: view, or operate, which may change the "
-            "run too; may be repeated",
-        ),
-    ] = None,
+        bool, typer.Option("--token", help="make a token for /metrics and the page: view.token")
+    ] = False,
 ) -> None:
     """Create a certificate authority, the server's certificate, and a key pair per device.
 
@@ -485,7 +480,7 @@ def certs(
     """
     from raceme.fleet.certificates import (
         make_certificates,
-        make_tokens,
+        make_token,
         revoke_keys,
         rotate_key,
         set_labels,
@@ -510,9 +505,11 @@ def certs(
     elif revoke:
         changed = revoke_keys(out, devices)
     elif not host and (label or (token and not devices)):
-        changed = make_tokens(out, token or [])
+        changed = []
     else:
-        changed = make_certificates(out, host or [], devices, days) + make_tokens(out, token or [])
+        changed = make_certificates(out, host or [], devices, days)
+    if token:
+        changed.append(make_token(out))
     if label:
         changed.append(set_labels(out, devices, label))
     for path in changed:

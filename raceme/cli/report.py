@@ -213,7 +213,7 @@ def watch(
         Path | None,
         typer.Option(
             metavar="FOLDER",
-            help="folder made by `raceme certs`: for other machines HTTPS, and its tokens",
+            help="folder made by `raceme certs`: for other machines HTTPS, and its token",
         ),
     ] = None,
 ) -> None:
@@ -242,9 +242,9 @@ def _access(certificates: Path | None, host: str) -> Access:
 
 def _shown(address: str, certificates: Path | None, output: TextIO) -> str:
     """Return an address for output, without a token from a file in logs."""
-    from raceme.fleet.certificates import read_tokens
+    from raceme.fleet.certificates import read_token
 
-    if output.isatty() or certificates is None or not read_tokens(certificates.expanduser()):
+    if output.isatty() or certificates is None or not read_token(certificates.expanduser()):
         return address
     return address.partition("#")[0]
 

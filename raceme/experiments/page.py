@@ -282,7 +282,6 @@ _SCORE_HEADS = {
     Score.BEST_WEIGHTED: "best by test\nexamples",
     Score.STEP_STARTS: "at steps'\nstarts",
     Score.STEP_ENDS: "at steps'\nends",
-    Score.CURRENT: "when\nlearnt",
 }
 _FILES = (COMPARISON, "compare.csv", "compare.md")
 

@@ -43,7 +43,6 @@ _SCORE_KEYS = {
     "best-weighted": "best_weighted_{}",
     "step-starts": "{}_at_step_starts",
     "step-ends": "{}_at_step_ends",
-    "current": "current_{}",
     "honest": "honest_{}",
 }
 
@@ -68,8 +67,6 @@ class Score(StrEnum):
     """Under drift, the mean over the steps of the first evaluation of each."""
     STEP_ENDS = "step-ends"
     """Under drift, the mean over the steps of the last evaluation of each."""
-    CURRENT = "current"
-    """The mean over tasks of the accuracy right after training on each."""
     HONEST = "honest"
     """The final mean over the honest clients."""
 
@@ -239,8 +236,6 @@ class Suite:
         The accuracy that is shown, ranked, and compared with the published one.
     shows_unrest : bool
         Whether the table has the largest drop of the accuracy.
-    shows_forgetting : bool
-        Whether the table has the forgetting of former tasks.
     shows_traffic : bool
         Whether the table has the bytes up and down, relative to the reference.
     scores : tuple[Scored, ...]
@@ -271,7 +266,6 @@ class Suite:
     timing: Timing = Timing.TARGET
     score: Score = Score.FINAL
     shows_unrest: bool = False
-    shows_forgetting: bool = False
     shows_traffic: bool = False
     shows_clusters: bool = False
     scores: tuple[Scored, ...] = ()
@@ -335,8 +329,6 @@ class Suite:
         keys |= {"strategy": method.strategy, "seed": seed, "stop-at-target": False, "workers": 0}
         if self.shows_work or {Scored.BEFORE, Scored.AFTER} & set(self.scores):
             keys.setdefault("score-uploads", True)
-        if self.score is Score.CURRENT or (self.shows_forgetting and not trial):
-            keys.setdefault("eval-tasks", True)
         if trial:
             keys["validation-fraction"] = self.validation_fraction
         scale = self.scale * (self.sweep_scale if trial else 1.0)

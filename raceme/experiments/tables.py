@@ -42,8 +42,6 @@ _SCORE_LINES = {
     Score.STEP_STARTS: "the mean over the steps from the second of the first evaluation of each "
     "step.",
     Score.STEP_ENDS: "the mean over the steps of the last evaluation of each step.",
-    Score.CURRENT: "on each task right after training on it, before the next one; the mean over "
-    "the tasks.",
 }
 _SAID_OF = {
     Scored.BEFORE: (
@@ -99,11 +97,6 @@ def lines_below(comparison: Comparison) -> tuple[str, ...]:
             f"Unrest: {measure.unit or 'points'} by which the {measure.word} is "
             f"{'above' if measure.is_error else 'below'} its best so far, on the mean over the "
             "evaluations of a run."
-        )
-    if suite.shows_forgetting:
-        lines.append(
-            f"Forgotten: {measure.unit or 'points'} by which the {measure.word} on former tasks "
-            "is worse at the end than after the best earlier step; the mean over them."
         )
     if suite.shows_traffic:
         lines.append(
@@ -180,7 +173,6 @@ _SCORED = {
     Score.BEST_WEIGHTED: ", best {} by test examples",
     Score.STEP_STARTS: ", {} at the steps' starts",
     Score.STEP_ENDS: ", {} at the steps' ends",
-    Score.CURRENT: ", {} on each task when it was learnt",
     Score.HONEST: ", {} of clients that do not attack",
 }
 
@@ -253,8 +245,6 @@ def _further(comparison: Comparison) -> list[_Column]:
         columns.append(("backdoor %", _summarised(_BACKDOOR, 100, 1)))
     if suite.shows_unrest:
         columns.append(("unrest", _summarised("unrest", points, 2)))
-    if suite.shows_forgetting:
-        columns.append(("forgotten", _summarised("forgetting", points, 2)))
     if suite.shows_traffic:
         traffic = comparison.relative_traffic
         columns.append(("bytes\npaper", lambda result: _factor(result.reported("traffic"))))

@@ -35,7 +35,7 @@ from raceme.core.clients import parse_labels, read_labels
 from raceme.core.errors import UserError, about, check_known, os_errors_as_user_errors
 from raceme.core.files import atomic_write
 from raceme.flower.fleet_protocol import Certificates
-from raceme.flower.ports import ROLES, VIEW, Access, is_loopback, new_token
+from raceme.flower.ports import Access, is_loopback, new_token
 
 DEVICE_KEYS = "device-keys"
 """The file with the ids and the public keys of all devices."""
@@ -51,6 +51,7 @@ _HOST_NAME = re.compile(rf"(\*\.{_LABEL}\.)?({_LABEL}\.)*(?!\d+$){_LABEL}")
 _LONGEST_NAME = 253
 _LARGEST_KEY = 65536
 _PRIVATE = 0o600
+_TOKEN = "view.token"
 _SHORTEST_TOKEN = 20
 
 
@@ -111,19 +112,15 @@ def make_certificates(
     return written
 
 
-def make_tokens(folder: Path, roles: Sequence[str]) -> list[Path]:
-    """Write a token for each role that has none: ``view.token``, ``operate.token``.
+def make_token(folder: Path) -> Path:
+    """Write the token of the page and of ``/metrics``, if there is none: ``view.token``.
 
     Raises
     ------
     UserError
-        There is no such role, or a file cannot be written.
+        The file cannot be written, or exists.
     """
-    for role in roles:
-        check_known("role", role, ROLES)
-    return [
-        _write(folder / f"{role}.token", new_token().encode() + b"\n", _PRIVATE) for role in roles
-    ]
+    return _write(folder / _TOKEN, new_token().encode() + b"\n", _PRIVATE)
 
 
 def set_labels(folder: Path, devices: Sequence[str], labels: Sequence[str]) -> Path:
@@ -634,7 +631,7 @@ def access_to(folder: Path | None, host: str, *, spare: str = "") -> Access:
     Parameters
     ----------
     folder : Path or None
-        The folder of `raceme certs`, for HTTPS with the fleet's authority and its tokens.
+        The folder of `raceme certs`, for HTTPS with the fleet's authority and its token.
     host : str
         The address that is listened at.
     spare : str
@@ -645,40 +642,38 @@ def access_to(folder: Path | None, host: str, *, spare: str = "") -> Access:
     UserError
         A file cannot be read.
     """
-    tokens = {} if folder is None or is_loopback(host) else read_tokens(folder)
-    if is_loopback(host) or not (tokens or spare):
+    token = "" if folder is None or is_loopback(host) else read_token(folder)
+    token = token or spare
+    if is_loopback(host) or not token:
         return Access(host)
-    tokens = tokens or {VIEW: spare}
     if folder is None:
-        return Access(host, tokens)
+        return Access(host, token)
     found = read_certificates(folder)
-    return Access(host, tokens, found.certificate.decode(), found.key.decode())
+    return Access(host, token, found.certificate.decode(), found.key.decode())
 
 
-def read_tokens(folder: Path) -> dict[str, str]:
-    """Return the token of each role that has a file in a folder of `raceme certs`.
+def read_token(folder: Path) -> str:
+    """Return the token in a folder of `raceme certs`; empty if it has none.
 
     Raises
     ------
     UserError
-        A file cannot be read, or its token can be guessed.
+        The file cannot be read, or its token can be guessed.
     """
-    tokens = {}
-    for role in ROLES:
-        path = folder / f"{role}.token"
-        if not path.exists():
-            continue
-        try:
-            tokens[role] = path.read_text(encoding="ascii").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or "it is no text"
-            raise UserError(f"The token '{path}' cannot be read: {reason}.") from None
-        if len(tokens[role]) < _SHORTEST_TOKEN or not tokens[role].isprintable():
-            raise UserError(
-                f"'{path}' holds no token of {_SHORTEST_TOKEN} letters or more: remove it, and "
-                f"make one with `raceme certs --out {folder} --token {role}`."
-            )
-    return tokens
+    path = folder / _TOKEN
+    if not path.exists():
+        return ""
+    try:
+        token = path.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is no text"
+        raise UserError(f"The token '{path}' cannot be read: {reason}.") from None
+    if len(token) < _SHORTEST_TOKEN or not token.isprintable():
+        raise UserError(
+            f"'{path}' holds no token of {_SHORTEST_TOKEN} letters or more: remove it, and make "
+            f"one with `raceme certs --out {folder} --token`."
+        )
+    return token
 
 
 class KeyRegistry:

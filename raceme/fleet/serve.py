@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import os
 import shutil
@@ -28,7 +27,6 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.openmetrics.exposition import generate_latest
 from prometheus_client.registry import Collector
 from starlette.applications import Starlette
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
@@ -76,13 +74,11 @@ from raceme.flower.messages import (
     size_of,
 )
 from raceme.flower.ports import (
-    OPERATE,
     bearer,
     http_server,
     is_loopback,
     listen,
     most_connections,
-    read_body,
 )
 from raceme.records.folder import (
     CHECKPOINTS,
@@ -405,8 +401,6 @@ def label_of(reason: str) -> str:
 # -----------------------------------------------------------------------------
 
 
-_LONGEST_COMMAND = 1 << 16
-
 Health = Callable[[], tuple[bool, Mapping[str, object]]]
 """Returns whether all is well, and the details."""
 
@@ -432,12 +426,7 @@ class StatusPort:
     health : Callable
         Returns whether all is well, and the details; see `Health`.
     certificates : Path, optional
-        The folder of `raceme certs`: for HTTPS, and for the tokens of requests.
-
-    Attributes
-    ----------
-    command : Callable or None
-        Carries out a command of `raceme fleet`: takes a line and returns one.
+        The folder of `raceme certs`: for HTTPS, and for the token of requests.
 
     Raises
     ------
@@ -453,19 +442,17 @@ class StatusPort:
         certificates: Path | None = None,
     ) -> None:
         self._page, self._health = page, health
-        self.command: Callable[[bytes], bytes] | None = None
         host, _, port = address.rpartition(":")
         self._access = access_to(certificates, host.strip("[]"))
         self.address = f"{'https' if self._access.is_secure else 'http'}://{address}"
-        self.is_open = not self._access.tokens and not is_loopback(host.strip("[]"))
+        self.is_open = not self._access.token and not is_loopback(host.strip("[]"))
         with os_errors_as_user_errors(
             f"Cannot listen on {address} for /metrics",
             ". Choose another with --metrics HOST:PORT, or turn it off: --metrics off.",
         ):
             self._socket = listen(self._access.host, int(port))
-        commands = Route("/fleet", self._act, methods=["POST"])
         self._server = http_server(
-            Starlette(routes=[commands, Route("/{path:path}", self._answer)]),
+            Starlette(routes=[Route("/{path:path}", self._answer)]),
             self._access.tls(),
             # uvloop would accept connections past the limit of the listener.
             loop="asyncio",
@@ -486,58 +473,25 @@ class StatusPort:
         self._thread.join()
         self._socket.close()
 
-    def _role(self, request: Request) -> str:
-        return self._access.role_of([bearer(request.headers.get("authorization", ""))])
-
-    def _refusal(self, request: Request, role: str) -> Response | None:
-        """Return why a request is not answered, if it names another host or no token."""
+    def _answer(self, request: Request) -> Response:
+        path = request.url.path
         if not self._access.admits(request.headers.get("host", "")):
             return PlainTextResponse("This address is not the server's.\n", 400)
-        if self._access.tokens and not role and request.url.path != "/healthz":
+        given = bearer(request.headers.get("authorization", ""))
+        may_look = not self._access.token or self._access.knows([given])
+        if not may_look and path != "/healthz":
             said = {"www-authenticate": "Bearer"}
             return PlainTextResponse("This needs a token.\n", 401, said)
-        return None
-
-    def _answer(self, request: Request) -> Response:
-        role = self._role(request)
-        if (refusal := self._refusal(request, role)) is not None:
-            return refusal
-        if request.url.path == "/metrics":
+        if path == "/metrics":
             encode, kind = _encoder(request.headers.get("accept", ""))
             return Response(self._page(encode), media_type=kind)
-        if request.url.path != "/healthz":
+        if path != "/healthz":
             return PlainTextResponse("/metrics, /healthz\n", 404)
         well, details = self._health()
         status: dict[str, object] = {"status": "ok" if well else "failing"}
-        if role or not self._access.tokens:
+        if may_look:
             status |= details
         return JSONResponse(status, 200 if well else 503)
-
-    async def _act(self, request: Request) -> Response:
-        """Carry a command out; without tokens there are none but those through the socket."""
-        role = self._role(request)
-        if (refusal := self._refusal(request, role)) is not None:
-            return refusal
-        if not role or self.command is None:
-            return PlainTextResponse("There are no commands here.\n", 404)
-        body = await read_body(request.stream(), _LONGEST_COMMAND)
-        if body is None:
-            return PlainTextResponse("This is no command.\n", 400)
-        if role != OPERATE and not is_reading(body):
-            return PlainTextResponse("This needs the token for operators.\n", 403)
-        if not is_reading(body):
-            peer = request.client.host if request.client else "?"
-            log.info("A command from %s: %s", peer, printable(body.decode("utf-8", "replace")))
-        answer = await run_in_threadpool(self.command, body)
-        return Response(answer, media_type="application/json")
-
-
-def is_reading(line: bytes) -> bool:
-    """Return whether a command changes nothing."""
-    try:
-        return json.loads(line)["command"] in FleetCommands.READING
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return False
 
 
 # -----------------------------------------------------------------------------
@@ -614,9 +568,6 @@ class FleetCommands:
     health : Callable
         Whether all is well, and the details.
     """
-
-    READING = frozenset({"status", "devices", "show", "versions"})
-    """Commands that change nothing."""
 
     def __init__(
         self,
@@ -1004,7 +955,7 @@ def _answering(
             def begin() -> None:
                 _listen(api, options)
                 if out is not None:
-                    stack.enter_context(_taking_commands(out, grid, commands, port))
+                    stack.enter_context(_taking_commands(out, grid, commands))
 
             grid = grid_of(listen=begin, clients_min=options.clients_min)
             stack.callback(grid.close)
@@ -1041,7 +992,7 @@ def _status_port(
     log.info("Metrics: %s/metrics", made.address)
     if made.is_open:
         log.warning(
-            "The metrics at %s are open to all callers: `raceme certs --token view` in the folder "
+            "The metrics at %s are open to all callers: `raceme certs --token` in the folder "
             "of --certificates makes a token, for HTTPS too",
             options.metrics,
         )
@@ -1049,9 +1000,7 @@ def _status_port(
 
 
 @contextmanager
-def _taking_commands(
-    out: Path, grid: ServedGrid, commands: FleetCommands, port: StatusPort | None
-) -> Iterator[None]:
+def _taking_commands(out: Path, grid: ServedGrid, commands: FleetCommands) -> Iterator[None]:
     """Let `raceme fleet` ask meanwhile, if the folder's file system has sockets."""
     socket = ControlSocket(out, commands.by_name(), grid.tell)
     with ExitStack() as stack:
@@ -1060,9 +1009,6 @@ def _taking_commands(
         except OSError as error:
             log.warning("`raceme fleet` cannot be used: no socket in %s: %s", out, error.strerror)
         grid.turns.append(socket.act)
-        if port is not None:
-            port.command = socket.answer
-            stack.callback(setattr, port, "command", None)
         yield
         grid.turns.remove(socket.act)
 

@@ -16,9 +16,9 @@ import socket
 import ssl
 import tempfile
 from asyncio import Transport
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -209,11 +209,6 @@ def server_tls(certificate: bytes, key: bytes) -> ssl.SSLContext:
     return context
 
 
-VIEW, OPERATE = "view", "operate"
-ROLES = (VIEW, OPERATE)
-"""What a token is good for: to look, or to change the run too."""
-
-
 @dataclass(frozen=True)
 class Access:
     """Whose requests a port for people and monitors answers.
@@ -222,14 +217,14 @@ class Access:
     ----------
     host : str
         The address that is listened at.
-    tokens : Mapping[str, str]
-        The token of each role; without any, every caller may look.
+    token : str
+        The token that requests need; empty if every caller may look.
     certificate, key : str
         Certificate and key of the server (PEM) for HTTPS; empty for HTTP.
     """
 
     host: str
-    tokens: Mapping[str, str] = field(default_factory=dict)
+    token: str = ""
     certificate: str = ""
     key: str = ""
 
@@ -277,15 +272,11 @@ class Access:
         # A number cannot be made to point elsewhere.
         return address.is_loopback or not is_loopback(self.host)
 
-    def role_of(self, given: Iterable[str]) -> str:
-        """Return the role of some texts that may be tokens; empty if none of them is one."""
-        found = ""
-        for text in given:
-            for role, token in self.tokens.items():
-                # Of one length, and all of them: the time says nothing.
-                if secrets.compare_digest(_digest(text), _digest(token)):
-                    found = OPERATE if OPERATE in (role, found) else role
-        return found
+    def knows(self, given: Iterable[str]) -> bool:
+        """Return whether one of some texts is the token."""
+        # Of one length, and all of them: the time says nothing.
+        found = [secrets.compare_digest(_digest(text), _digest(self.token)) for text in given]
+        return bool(self.token) and any(found)
 
 
 def new_token() -> str:

@@ -18,7 +18,7 @@ from urllib.parse import quote
 from processes import free_port
 
 from raceme.core.events import ClientJoined, UpdateRejected
-from raceme.fleet.certificates import access_to, make_certificates, make_tokens
+from raceme.fleet.certificates import access_to, make_certificates, make_token
 from raceme.fleet.serve import StatusPort
 from raceme.flower.ports import Access, new_token
 from raceme.records.store import RunStore
@@ -89,12 +89,12 @@ def _get(path: str, host: str = "localhost", **headers: str) -> bytes:
     return head.encode("utf-8", "surrogateescape")
 
 
-def _fleet(folder: Path) -> tuple[ssl.SSLContext, dict[str, str]]:
-    """Make certificates and tokens; return what a browser trusts, and the tokens."""
+def _fleet(folder: Path) -> tuple[ssl.SSLContext, str]:
+    """Make certificates and a token; return what a browser trusts, and the token."""
     make_certificates(folder / "certs", ["localhost"], [])
-    make_tokens(folder / "certs", ["view", "operate"])
+    make_token(folder / "certs")
     trust = ssl.create_default_context(cafile=str(folder / "certs" / "ca.crt"))
-    return trust, dict(access_to(folder / "certs", "0.0.0.0").tokens)
+    return trust, access_to(folder / "certs", "0.0.0.0").token
 
 
 def attack(subject: str, rng: random.Random, folder: Path) -> None:
@@ -110,8 +110,8 @@ def _word(rng: random.Random, letters: str = "abcdefghij0123456789-") -> str:
 
 
 def _rebinding(rng: random.Random, folder: Path) -> None:
-    trust, tokens = _fleet(folder)
-    bearer = {"Authorization": f"Bearer {tokens['operate']}"}
+    trust, token = _fleet(folder)
+    bearer = {"Authorization": f"Bearer {token}"}
     names = [f"{_word(rng)}.{_word(rng)}" for _ in range(_TIMES)]
     names += [f"localhost.{_word(rng)}.example", f"127.0.0.1.{_word(rng)}.example", "", "."]
     with (
@@ -144,14 +144,14 @@ class _Heard(logging.Handler):
 
 
 def _tokens(rng: random.Random, folder: Path) -> None:
-    trust, tokens = _fleet(folder)
+    trust, token = _fleet(folder)
     heard, root = _Heard(), logging.getLogger()
     loggers = [root, *map(logging.getLogger, ("raceme", "raceme.serve", "uvicorn", "asyncio"))]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.addHandler(heard)
         logger.setLevel(logging.DEBUG)
-    view = tokens["view"]
+    view = token
     access = access_to(folder / "certs", "0.0.0.0")
     guesses = [
         "",
@@ -191,7 +191,7 @@ def _tokens(rng: random.Random, folder: Path) -> None:
             logger.removeHandler(heard)
             logger.setLevel(level)
     said = "\n".join(heard.lines)
-    assert not any(token in said for token in tokens.values()), said
+    assert token not in said, said
 
 
 def _paths(rng: random.Random, folder: Path) -> None:
@@ -259,9 +259,9 @@ def _headers(rng: random.Random, folder: Path) -> None:
 
 def _addresses(rng: random.Random, folder: Path) -> None:
     """The port as another machine reaches it."""
-    trust, tokens = _fleet(folder)
+    trust, token = _fleet(folder)
     other = f"127.{rng.randrange(1, 255)}.{rng.randrange(256)}.{rng.randrange(1, 255)}"
-    paths = ("/metrics", "/healthz", "/", "/fleet")
+    paths = ("/metrics", "/healthz", "/")
     with _page(folder, Access("127.0.0.1")) as page, _metrics("127.0.0.1", None) as local:
         for path in paths:
             assert _ask(local, _get(path), host=other)[0] == 0
@@ -273,5 +273,5 @@ def _addresses(rng: random.Random, folder: Path) -> None:
             assert b"devices_online" not in said
             assert b"figures" not in said
             assert _ask(remote, _get(path, other), host=other)[0] == 0
-        bearer = {"Authorization": f"Bearer {tokens['view']}"}
+        bearer = {"Authorization": f"Bearer {token}"}
         assert _ask(remote, _get("/metrics", other, **bearer), trust, other)[0] == 200

@@ -19,7 +19,7 @@ from raceme.core.events import (
 from raceme.experiments.compare import write
 from raceme.experiments.page import comparison_page, divergences_figure, scores_figure
 from raceme.experiments.results import Comparison, Result, Run, read_comparison
-from raceme.experiments.suites import ComparedMethod, Published, Score, Scored, Suite, load_suite
+from raceme.experiments.suites import ComparedMethod, Published, Scored, Suite, load_suite
 from raceme.experiments.tables import main_table, to_csv, to_json
 from raceme.records.record import RunRecord
 from raceme.records.store import RunStore
@@ -101,47 +101,6 @@ def test_scores_without_published_ones_have_a_column_each() -> None:
         ("method", "before\nours", "after\nours"),
         (("soft", "50.0", "50.0"),),
     )
-
-
-def learning(seed: int, current: float | None, forgetting: float | None) -> Run:
-    summary = run(seed, 0.5).summary
-    told = {"current_accuracy": current, "forgetting": forgetting, "time_to_target": None}
-    return Run(seed, f"seed-{seed}", {**summary, **told}, score=Score.CURRENT)
-
-
-def test_what_was_forgotten_has_a_column_and_tasks_are_compared_when_learnt(tmp_path: Path) -> None:
-    path = tmp_path / "suite.toml"
-    path.write_text('score = "current"\nshows-forgetting = true\n[methods.casa]\n[methods.ifca]\n')
-    suite = load_suite(path)
-    first, second = suite.methods
-    runs = learning(0, 0.75, 0.125), learning(1, 0.5, 0.375)
-    found = Comparison(
-        suite, (Result(first, "casa", runs), Result(second, "ifca", (learning(0, 0.25, None),)))
-    )
-    table = main_table(found)
-    assert table.title.endswith("accuracy on each task when it was learnt)")
-    shown = [(row[0], row[1], row[-1]) for row in table.rows]
-    assert (table.columns[-1], shown) == (
-        "forgotten",
-        [("casa", "62.50 ± 17.68", "25.00 ± 17.68"), ("ifca", "25.00", "-")],
-    )
-    assert any(line.startswith("Forgotten: points by which") for line in table.lines)
-    (tmp_path / "compare.json").write_text(to_json(found))
-    assert read_comparison(tmp_path).suite.shows_forgetting
-    head, line, *_ = to_csv(found).splitlines()
-    assert dict(zip(head.split(","), line.split(","), strict=True))["forgetting"] == "0.125"
-
-
-def test_a_suite_that_tells_of_forgetting_has_all_tasks_tested() -> None:
-    method = ComparedMethod("casa", "casa")
-    for given, in_run, in_trial in (
-        ({}, False, False),
-        ({"shows_forgetting": True}, True, False),
-        ({"score": Score.CURRENT}, True, True),
-    ):
-        suite = Suite("t", (method,), settings={"drift": "tasks"}, **given)  # type: ignore[arg-type]
-        assert suite.config(method, 0).eval_tasks is in_run
-        assert suite.config(method, 0, trial=True).eval_tasks is in_trial
 
 
 def test_a_suite_with_scores_has_the_clients_make_the_tests(tmp_path: Path) -> None:

@@ -228,7 +228,7 @@ def test_the_command_takes_an_open_key_only_if_it_is_told(
 def test_a_device_and_a_token_are_made_by_one_command(tmp_path: Path) -> None:
     out = tmp_path / "certs"
     make_certificates(out, HOSTS, [])
-    done = CliRunner().invoke(app, ["certs", "--out", str(out), "--device", "b", "--token", "view"])
+    done = CliRunner().invoke(app, ["certs", "--out", str(out), "--device", "b", "--token"])
     assert done.exit_code == 0
     assert (out / "devices" / "b").is_file()
     assert (out / "view.token").is_file()

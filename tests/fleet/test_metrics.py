@@ -35,11 +35,10 @@ from raceme.core.events import (
     UpdateRejected,
     Verdict,
 )
-from raceme.fleet.certificates import make_certificates, make_tokens
+from raceme.fleet.certificates import make_certificates, make_token
 from raceme.fleet.serve import MOST_DEVICES, Metrics, StatusPort, label_of
 from raceme.flower.link_state import LinkState
 from raceme.flower.messages import NODE_UNAVAILABLE
-from raceme.flower.ports import ROLES
 
 DOCKER = Path(__file__).parents[2] / "docker"
 DASHBOARD, MONITORING = DOCKER / "grafana-dashboard.json", DOCKER / "monitoring"
@@ -288,35 +287,28 @@ def test_beyond_loopback_tokens_decide_over_https(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     make_certificates(tmp_path, ["server.example.org"], [])
-    make_tokens(tmp_path, ["view", "operate"])
-    view, operate = ((tmp_path / f"{role}.token").read_text().strip() for role in ROLES)
+    make_token(tmp_path)
+    view = (tmp_path / "view.token").read_text().strip()
     assert (tmp_path / "view.token").stat().st_mode & 0o077 == 0
     trust = ssl.create_default_context(cafile=str(tmp_path / "ca.crt"))
     port = free_port()
-    carried_out: list[bytes] = []
 
-    def ask(path: str, token: str = "", host: str = "", body: str = "") -> tuple[int, str]:
+    def ask(path: str, token: str = "", host: str = "") -> tuple[int, str]:
         connection = HTTPSConnection("localhost", port, timeout=20, context=trust)
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         headers |= {"Host": host} if host else {}
-        connection.request("POST" if body else "GET", path, body or None, headers)
+        connection.request("GET", path, headers=headers)
         answer = connection.getresponse()
         return answer.status, answer.read().decode()
-
-    def command(line: bytes) -> bytes:
-        carried_out.append(line)
-        return b"{}"
 
     caplog.set_level(logging.INFO, "raceme.serve")
     with StatusPort(
         f"0.0.0.0:{port}", lambda _: b"figures", lambda: (True, {"a": 1}), tmp_path
     ) as made:
-        made.command = command
         assert made.address == f"https://0.0.0.0:{port}"
         for wrong in ("", "ä".encode().decode("latin-1"), view[:-1], view + "x", view.swapcase()):
             assert ask("/metrics", wrong)[0] == 401
-            assert ask("/fleet", wrong, body='{"command": "status"}')[0] == 401
-        assert ask("/metrics", view) == ask("/metrics", operate) == (200, "figures")
+        assert ask("/metrics", view) == (200, "figures")
         assert ask(f"/metrics?token={view}")[0] == 401
         # A load balancer has no token, and learns no more than it must.
         assert json.loads(ask("/healthz")[1]) == {"status": "ok"}
@@ -324,26 +316,16 @@ def test_beyond_loopback_tokens_decide_over_https(
         for name in ("server.example.org", "localhost", "10.0.0.7", "server"):
             assert ask("/metrics", view, f"{name}:{port}")[0] == 200
         assert ask("/metrics", view, "evil.example")[0] == 400
-        for reading in ("status", "devices", "show", "versions"):
-            assert ask("/fleet", view, body=json.dumps({"command": reading})) == (200, "{}")
-        for changing in ('{"command": "rollback"}', "nonsense", "[]", '{"command": []}'):
-            assert ask("/fleet", view, body=changing)[0] == 403
-        assert len(carried_out) == 4
-        assert ask("/fleet", operate, body='{"command": "rollback"}')[0] == 200
-        assert carried_out[4:] == [b'{"command": "rollback"}']
-        assert ask("/fleet", operate, body=" " * 70_000)[0] == 400
         with pytest.raises((OSError, HTTPException)):
             get(f"127.0.0.1:{port}", "/metrics")
-    (line,) = (line for line in caplog.messages if "command" in line)
-    assert "A command from 127.0.0.1: " in line
-    assert not any(view in line or operate in line for line in caplog.messages)
+    assert not any(view in line for line in caplog.messages)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="needs Debian's prometheus")
 def test_prometheus_reads_them_with_its_token_only(tmp_path: Path) -> None:
     make_certificates(tmp_path, ["localhost"], [])
-    make_tokens(tmp_path, ["view"])
+    make_token(tmp_path)
     port, own = free_port(), free_port()
     target: dict[str, Any] = {
         "scheme": "https",
@@ -392,9 +374,7 @@ def test_tokens_that_can_be_guessed_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"view\.token' holds no token of 20 letters"):
         StatusPort("0.0.0.0:1", lambda _: b"", lambda: (True, {}), tmp_path)
     with pytest.raises(UserError, match="is not overwritten"):
-        make_tokens(tmp_path, ["view"])
-    with pytest.raises(UserError, match="Unknown role 'root'"):
-        make_tokens(tmp_path, ["root"])
+        make_token(tmp_path)
 
 
 def test_dashboard_and_alerts_ask_for_figures_that_there_are() -> None:

@@ -34,16 +34,18 @@ def test_a_guess_is_compared_with_every_token_in_constant_time(
         return hmac.compare_digest(one, other)
 
     monkeypatch.setattr("raceme.flower.ports.secrets.compare_digest", compared)
-    access = Access("0.0.0.0", {"view": TOKEN, "operate": "another"})
-    assert access.role_of([TOKEN, "a"]) == "view"
+    access = Access("0.0.0.0", TOKEN)
+    assert access.knows([TOKEN, "a"])
+    assert not access.knows(["a", ""])
     # Also after one that is right, and of one length, whatever the guess.
     assert lengths == [(32, 32)] * 4
+    assert not Access("0.0.0.0").knows([""])
 
 
 def client(
     folder: Path, host: str = "127.0.0.1", token: str = "", name: str | None = None
 ) -> TestClient:
-    access = Access(host, {"view": token} if token else {})
+    access = Access(host, token)
     app = Dashboard(Watched(folder, False).source, access).app
     headers = {"host": f"{host if name is None else name}:8321"}
     base = "http://192.0.2.7:8321"
@@ -133,7 +135,7 @@ def test_a_monitor_sends_its_token_in_a_header(tmp_path: Path) -> None:
 
 def test_all_addresses_are_printed_as_one_that_a_phone_can_open() -> None:
     with bind("0.0.0.0", 0) as listening:
-        shown = urlsplit(address_of(listening, Access("0.0.0.0", {"view": TOKEN})))
+        shown = urlsplit(address_of(listening, Access("0.0.0.0", TOKEN)))
     assert shown.hostname not in (None, "0.0.0.0")
     assert (shown.query, shown.fragment) == ("", f"token={TOKEN}")
 

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from raceme.cli import app
 from raceme.core.errors import UserError
 from raceme.core.events import ClientJoined
-from raceme.fleet.certificates import make_certificates, make_tokens
+from raceme.fleet.certificates import make_certificates, make_token
 from raceme.records.store import RunStore
 from raceme.reporting.dashboard.server import watching
 
@@ -91,7 +91,7 @@ def test_other_addresses_print_a_token(run: Path) -> None:
 def test_with_the_fleets_certificates_the_page_speaks_https(run: Path, tmp_path: Path) -> None:
     certs = tmp_path / "certs"
     make_certificates(certs, ["localhost"], [])
-    make_tokens(certs, ["view"])
+    make_token(certs)
     token = (certs / "view.token").read_text().strip()
     options = ("--host", "0.0.0.0", "--port", "0", "--certificates", certs)
     process, address = started("watch", run, *options)

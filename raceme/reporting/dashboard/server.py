@@ -30,8 +30,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from raceme.core.errors import UserError
 from raceme.flower.ports import (
-    OPERATE,
-    VIEW,
     Access,
     Listener,
     bearer,
@@ -74,8 +72,8 @@ class AccessMiddleware:
     app : ASGIApp
         Application that answers the requests that are let through.
     access : Access
-        Names and tokens that requests must have. A token comes in a header, as a monitor sends it,
-        or in the body of a form, and is a cookie from then on: addresses end up in logs.
+        Names and the token that requests must have. It comes in a header, as a monitor sends it, or
+        in the body of a form, and is a cookie from then on: addresses end up in logs.
     """
 
     def __init__(self, app: ASGIApp, access: Access) -> None:
@@ -101,12 +99,12 @@ class AccessMiddleware:
         headers, path = request.headers, request.url.path
         if not self._access.admits(headers.get("host", "")):
             return PlainTextResponse("This address is not the dashboard's.\n", 400)
-        if not self._access.tokens:
+        if not self._access.token:
             return self._app
         if (path, request.method) == ("/login", "POST"):
             return await self._login(request)
         given = _cookie(headers.get("cookie", "")), bearer(headers.get("authorization", ""))
-        if self._access.role_of(given) or path == f"/assets/{_LOGIN_SCRIPT}":
+        if self._access.knows(given) or path == f"/assets/{_LOGIN_SCRIPT}":
             return self._app
         if path == "/":
             return _login_page("This page needs its token.")
@@ -117,7 +115,7 @@ class AccessMiddleware:
         if body is None:
             return PlainTextResponse("This is no token.\n", 400)
         (token, *_) = parse_qs(body.decode("utf-8", "replace")).get("token", [""])
-        if not self._access.role_of([token]):
+        if not self._access.knows([token]):
             return _login_page("This is not the token of the page.")
         answer = RedirectResponse("/", 303)
         secure = self._access.is_secure
@@ -215,7 +213,7 @@ class Dashboard:
         Takes the name of a run in a comparison, empty for the folder itself, and returns its
         source; None if there is no such run.
     access : Access
-        Names and tokens that requests must have.
+        Names and the token that requests must have.
     """
 
     def __init__(self, sources: Callable[[str], FolderSource | None], access: Access) -> None:
@@ -361,9 +359,8 @@ def address_of(listening: socket.socket, access: Access) -> str:
     if host in ("0.0.0.0", "::"):
         host = next((name for name in access.names if "*" not in name), _own_address())
     shown = f"[{host}]" if ":" in host else host
-    token = access.tokens.get(VIEW) or access.tokens.get(OPERATE)
     address = f"{'https' if access.is_secure else 'http'}://{shown}:{port}/"
-    return address + (f"#token={token}" if token else "")
+    return address + (f"#token={access.token}" if access.token else "")
 
 
 def _own_address() -> str:
@@ -408,7 +405,7 @@ def serve(
     watched : Watched
         The run or comparison that the page shows.
     access : Access
-        Names and tokens that requests must have, and the certificate for HTTPS.
+        Names and the token that requests must have, and the certificate for HTTPS.
     until : Callable
         Returns when it is to end.
     """
@@ -494,8 +491,8 @@ def watching(
     comparison : bool
         Which of the two it is.
     access : Access, optional
-        Names and tokens that requests must have; by default a new token, unless only this machine
-        reaches the page.
+        Names and the token that requests must have; by default a new token, unless only this
+        machine reaches the page.
 
     Raises
     ------
@@ -503,7 +500,7 @@ def watching(
         The port is taken, or the address is none of this machine's.
     """
     if access is None:
-        access = Access(host, {} if is_loopback(host) else {VIEW: new_token()})
+        access = Access(host, "" if is_loopback(host) else new_token())
     with bind(host, port, "--watch-address") as listening:
         address = address_of(listening, access)
         process = _start(listening, folder, access, comparison)
