@@ -111,11 +111,11 @@ def imports_of(path: Path, known: Mapping[str, Path]) -> Iterator[tuple[str, boo
 def room_of(module: str) -> str:
     """Return the room of a module; empty for `raceme` itself.
 
-    The client halves of methods are a room of their own above `strategies`: they use what both
-    halves of a method share, and `training`; nothing below imports them but by name.
+    The client halves of methods and features are a room of their own above `strategies`: they use
+    what both halves share, and `training`; nothing below imports them but by name.
     """
     parts = module.split(".")
-    if len(parts) > 3 and (parts[1], parts[-1]) == ("strategies", "client"):
+    if len(parts) > 3 and parts[1] in ("features", "strategies") and parts[-1] == "client":
         return "client halves"
     return parts[1] if len(parts) > 1 else ""
 

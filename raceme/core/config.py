@@ -270,11 +270,6 @@ class RunConfig:
         "clients also train a model of their own, and use a mixture of it and the received one, "
         "weighted by their validation samples (auto: with panicle)",
     )
-    upload: str = option(
-        "float32",
-        "trained models on their way to the server: as they are, or 8 bits per weight",
-        among=("float32", "int8"),
-    )
     devices: str = option(
         "slow30x5",
         "device profile (see `raceme list`), TOML file, or trace:FOLDER of a recorded run",

@@ -635,11 +635,12 @@ class Loop:
                 self._ignore(reply)
             return
         try:
-            update = read_reply(reply, task, self._method.spec, self.now())
+            features = self._method.features
+            update = read_reply(reply, task, self._method.spec, self.now(), features.reply)
             if isinstance(update, Answer):
                 self._answered(update)
             else:
-                self._accept(self._method.features.update(update))
+                self._accept(features.update(update))
         except (InvalidReplyError, NonFiniteModelError) as error:
             away = isinstance(error, InvalidReplyError) and error.is_away
             self._refuse(task, str(error), is_away=away)

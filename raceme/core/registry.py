@@ -791,6 +791,7 @@ FEATURES = _Features(
     "feature",
     {
         "protection": "raceme.features.protection.guards:protection",
+        "short-upload": "raceme.features.short_upload.server:ShortUpload",
         "discrepancy": "raceme.features.discrepancy.server:Discrepancy",
     },
     group="raceme.features",

@@ -273,15 +273,15 @@ def build_grid(config: RunConfig, strategy: Method | None = None) -> VirtualGrid
         seconds=lambda: training_seconds(config, examples),
         config=config,
     )
-    cost: CostFunction = training_cost
+    cost: CostFunction = partial(training_cost, upload_size=Chain.of(config).upload_size)
     if config.drift != NONE and any(node.device.is_per_sample for node in nodes):
-        cost = _cost_at_steps(config)
+        cost = _cost_at_steps(config, cost)
     return VirtualGrid(
         load(target), nodes, config.to_mapping(), seed=config.seed, executor=executor, cost=cost
     )
 
 
-def _cost_at_steps(config: RunConfig) -> CostFunction:
+def _cost_at_steps(config: RunConfig, steady: CostFunction) -> CostFunction:
     """Return the cost of messages to clients whose numbers of samples change with the step."""
 
     @cache
@@ -292,7 +292,7 @@ def _cost_at_steps(config: RunConfig) -> CostFunction:
         settings = message.content.config_records.get(names.CONFIG, ConfigRecord())
         if (step := settings.get(names.STEP)) and isinstance(step, int):
             examples = examples_at(int(context.node_config["partition-id"]), step)
-        load = training_cost(message, context, examples)
+        load = steady(message, context, examples)
         return None if load is None else load._replace(examples=examples)
 
     return cost
