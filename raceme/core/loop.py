@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from logging import getLogger
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
@@ -25,7 +25,7 @@ from raceme.core.clusters import NonFiniteModelError
 from raceme.core.errors import UserError, about, unknown_name
 from raceme.core.evaluation import EvaluateFn, Evaluator, Packer, Report
 from raceme.core.events import Ending
-from raceme.core.progress import Plan, Steps
+from raceme.core.progress import Plan, Steps, StopCheck
 from raceme.core.requests import (
     SETTINGS,
     Answer,
@@ -37,8 +37,10 @@ from raceme.core.requests import (
     read_reply,
 )
 from raceme.core.scheduling import SelectionContext
-from raceme.core.strategy import Method, StopCheck
 from raceme.core.timeline import Foreseeing, Registering, push, timeline_of
+
+if TYPE_CHECKING:
+    from raceme.core.strategy import Method
 
 log = getLogger("raceme")
 

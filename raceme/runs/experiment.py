@@ -36,10 +36,10 @@ from raceme.core.events import (
 )
 from raceme.core.files import whole_path
 from raceme.core.messages import ModelSpec, Vector, kept_for_validation
-from raceme.core.progress import Plan
+from raceme.core.progress import Plan, StopCheck, never_stop
 from raceme.core.registry import STRATEGIES
 from raceme.core.requests import ClientEmbedding, Sketch
-from raceme.core.strategy import DEFAULT_VALIDATION_SHARE, Method, StopCheck, never_stop
+from raceme.core.strategy import DEFAULT_VALIDATION_SHARE, Method
 from raceme.core.timeline import Timeline, timeline_of
 from raceme.datasets.dealt import with_whole_path
 from raceme.datasets.drift import schedule_of
