@@ -320,7 +320,6 @@ class RunConfig:
         False, "train clients in stacked batches on the CPU too (always on cuda)"
     )
     seed: int = option(0, "random seed", low=0)
-    score_uploads: bool = option(False, "clients test each upload and the model received in return")
     checkpoint_every: int = option(0, "updates between two checkpoints (0: off)", low=0)
     checkpoint_seconds: float | None = option(
         None,

@@ -114,7 +114,7 @@ class FeatureContext(Protocol):
 
     @property
     def trained_steps(self) -> Mapping[str, int]:
-        """Step of the data of each client's last update."""
+        """Step of the data of each client's last update; empty if models do not travel."""
 
     def now(self) -> float:
         """Return the time on the grid's clock in seconds."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time as clock
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from logging import getLogger
@@ -85,8 +85,11 @@ class _Context:
     def __init__(self, method: Method, observe: events.Observer) -> None:
         self._method, self._progress, self._observe = method, method.progress, observe
         self.spec, self.clusters, self.probe = method.spec, method.clusters, method.probe
-        self.trained_steps = method.progress.trained_steps
         self.now, self.compared, self.base = method.now, method.compared, method.base_of
+
+    @property
+    def trained_steps(self) -> Mapping[str, int]:
+        return self._progress.trained_steps if self._method.needs.exchange else {}
 
     @property
     def has_one_model(self) -> bool:
@@ -593,9 +596,6 @@ class Loop:
             settings[names.KIND] = work.kind
         if step is not None:
             settings[names.STEP] = step
-        former = progress.trained_steps.get(work.client) if method.needs.exchange else None
-        if settings.get(names.SCORED) and former is not None:
-            settings[names.FORMER_STEP] = former
         content = RecordDict({**records, **work.arrays, names.CONFIG: ConfigRecord(settings)})
         kind = _MESSAGE_TYPES.get(work.kind, MessageType.TRAIN)
         return Message(content, node_id, kind, ttl=self._ttl), task

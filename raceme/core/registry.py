@@ -792,6 +792,7 @@ FEATURES = _Features(
     {
         "protection": "raceme.features.protection.guards:protection",
         "short-upload": "raceme.features.short_upload.server:ShortUpload",
+        "upload-scores": "raceme.features.upload_scores.server:UploadScores",
         "discrepancy": "raceme.features.discrepancy.server:Discrepancy",
     },
     group="raceme.features",

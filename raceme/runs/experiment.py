@@ -736,7 +736,6 @@ def training_settings(config: RunConfig, report_timing: bool = False) -> ConfigR
         names.OPTIMIZER: None if config.optimizer == "sgd" else config.optimizer,
         names.MOMENTUM: momentum,
         names.WEIGHT_DECAY: config.weight_decay or None,
-        names.SCORED: config.score_uploads or None,
         names.VALIDATION_SHARE: config.validation_share,
         names.OWN_MODEL: config.own_model or None,
         names.REPORT_TIMING: report_timing or None,
