@@ -93,10 +93,15 @@ def _span(node: ast.stmt) -> range:
 
 
 def imports_of(path: Path, known: Mapping[str, Path]) -> Iterator[tuple[str, bool]]:
-    """Yield the modules that a file imports, and whether it does so only inside a function."""
+    """Yield the modules that a file imports, and whether it does so only inside a function.
+
+    Imports for type checkers only are left out.
+    """
 
     def walk(node: ast.AST, inside: bool) -> Iterator[tuple[str, bool]]:
         for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+                continue
             within = inside or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
             if isinstance(child, ast.Import):
                 yield from ((alias.name, within) for alias in child.names)
@@ -111,11 +116,11 @@ def imports_of(path: Path, known: Mapping[str, Path]) -> Iterator[tuple[str, boo
 def room_of(module: str) -> str:
     """Return the room of a module; empty for `raceme` itself.
 
-    The client halves of methods are a room of their own above `strategies`: they use what both
-    halves of a method share, and `training`; nothing below imports them but by name.
+    The client halves of methods and features are a room of their own above `strategies`: they use
+    what both halves share, and `training`; nothing below imports them but by name.
     """
     parts = module.split(".")
-    if len(parts) > 3 and (parts[1], parts[-1]) == ("strategies", "client"):
+    if len(parts) > 3 and parts[1] in ("features", "strategies") and parts[-1] == "client":
         return "client halves"
     return parts[1] if len(parts) > 1 else ""
 
@@ -134,12 +139,12 @@ def upward_imports(known: Mapping[str, Path]) -> list[str]:
 
 
 def circles(known: Mapping[str, Path]) -> list[str]:
-    """Return the circles of imports between modules, imports inside functions left out."""
+    """Return the circles of imports between modules, also of those inside functions."""
     graph: dict[str, set[str]] = defaultdict(set)
     for own, path in known.items():
-        for imported, inside in imports_of(path, known):
+        for imported, _ in imports_of(path, known):
             # A package's face gathers its modules, which may import each other.
-            if imported in known and not inside and not own.startswith(f"{imported}."):
+            if imported in known and not own.startswith(f"{imported}."):
                 graph[own].add(imported)
     done: set[str] = set()
     found: list[str] = []

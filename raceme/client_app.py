@@ -28,7 +28,7 @@ from flwr.clientapp.typing import ClientAppCallable, Mod
 from raceme.core import messages as names
 from raceme.core.chain import made_of
 from raceme.core.config import RunConfig
-from raceme.core.messages import Role, encoded, from_array, to_array
+from raceme.core.messages import Role, to_array
 from raceme.core.options import Value
 from raceme.core.registry import CLIENT_WORK, FEATURES
 from raceme.flower.messages import array_record
@@ -80,11 +80,11 @@ def client_app(mods: Sequence[Mod] = ()) -> ClientApp:
     Parameters
     ----------
     mods : Sequence[Mod]
-        The first one is the outermost, but for those of the run's features and of ``upload=int8``.
-        The device's own local differential privacy is innermost.
+        The first one is the outermost, but for those of the run's features. The device's own
+        local differential privacy is innermost.
     """
     made = ClientApp()
-    made.train(mods=[features, short_upload, *mods, local_dp])(train)
+    made.train(mods=[features, *mods, local_dp])(train)
     made.evaluate()(evaluate)
     made.query()(query)
     made.query("refused")(refused)
@@ -123,28 +123,6 @@ def _client_halves(keys: tuple[tuple[str, Value], ...], private: bool) -> tuple[
                 half = getattr(import_module(module), function)
                 halves.append(partial(half, options=feature.options))
     return tuple(halves)
-
-
-RESIDUAL = "upload-residual"
-"""Record of a client's state: what 8 bits have left out of its last upload."""
-
-
-def short_upload(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-    """Send a trained model in 8-bit codes, with error feedback, if the run wants that: a mod.
-
-    A model with numbers that are not finite is sent as it is, for the server to refuse.
-    """
-    reply = call_next(message, context)
-    if context.run_config.get("upload") != "int8" or reply.has_error():
-        return reply
-    model = reply.content.array_records.get(names.ARRAYS)
-    if model is None or not all(np.isfinite(from_array(array)).all() for array in model.values()):
-        return reply
-    residual = context.state.array_records.get(RESIDUAL) or array_record({})
-    codes, scales = encoded(model, residual)
-    context.state[RESIDUAL] = residual
-    reply.content[names.ARRAYS], reply.content[names.SCALES] = codes, scales
-    return reply
 
 
 def describe(work: ClientWork) -> Answer:

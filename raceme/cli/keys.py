@@ -85,10 +85,9 @@ _GROUPS = {
     "pretrain-epochs",
     "Fleet": "concurrency task-timeout device vectorised device-keys labels where",
     "Method": "model lr batch-size local-epochs local-steps optimizer momentum weight-decay "
-    "weight-decay-on augment batch-norm own-model upload attack",
+    "weight-decay-on augment batch-norm own-model attack",
     "Limits": "max-rounds stop-at-target eval-every eval-rounds eval-steps eval-clients eval-tasks",
-    "Output": "score-uploads checkpoint-every checkpoint-seconds track trace "
-    "client-map client-models",
+    "Output": "checkpoint-every checkpoint-seconds track trace client-map client-models",
 }
 _OWN_HELP = {
     (

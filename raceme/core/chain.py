@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from math import prod
 from typing import TYPE_CHECKING, Any
+
+from flwr.app import RecordDict
 
 from raceme.core.errors import UserError
 from raceme.core.feature import Feature, FeatureContext, Refusal
@@ -50,6 +53,11 @@ class Chain:
         return any(feature.keeps_bases for feature in self._each)
 
     @property
+    def upload_size(self) -> float:
+        """Size of trained models on their way to the server, as a share."""
+        return prod(feature.upload_size for feature in self._each)
+
+    @property
     def settings(self) -> frozenset[str]:
         """Settings that features add to requests."""
         return frozenset().union(*(feature.settings for feature in self._each))
@@ -63,6 +71,18 @@ class Chain:
         for feature in self._each:
             request = feature.on_request(request, self._connected)
         return request
+
+    def reply(self, content: RecordDict) -> RecordDict:
+        """Return the content of a reply to training as it is read.
+
+        Raises
+        ------
+        InvalidReplyError
+            A feature refuses it.
+        """
+        for feature in self._each:
+            content = feature.on_reply(content)
+        return content
 
     def update(self, update: Update) -> Update:
         """Return a valid update as the features change it.

@@ -288,11 +288,6 @@ class RunConfig:
         "clients also train a model of their own, and use a mixture of it and the received one, "
         "weighted by their validation samples (auto: with panicle)",
     )
-    upload: str = option(
-        "float32",
-        "trained models on their way to the server: as they are, or 8 bits per weight",
-        among=("float32", "int8"),
-    )
     devices: str = option(
         "slow30x5",
         "device profile (see `raceme list`), TOML file, or trace:FOLDER of a recorded run",
@@ -343,7 +338,6 @@ class RunConfig:
         False, "train clients in stacked batches on the CPU too (always on cuda)"
     )
     seed: int = option(0, "random seed", low=0)
-    score_uploads: bool = option(False, "clients test each upload and the model received in return")
     checkpoint_every: int = option(0, "updates between two checkpoints (0: off)", low=0)
     checkpoint_seconds: float | None = option(
         None,

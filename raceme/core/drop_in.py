@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from flwr.app import (
@@ -34,13 +34,15 @@ from raceme.core.evaluation import EvaluateFn, Packer, mean_metrics, tested_by_s
 from raceme.core.events import ACCURACY, LOSS_MEASURE, change_line, is_news
 from raceme.core.feature import Probe
 from raceme.core.messages import InvalidModelError, Vector, from_array, to_array
-from raceme.core.progress import Plan, Progress, rounds_over
+from raceme.core.progress import Plan, Progress, StopCheck, never_stop, rounds_over
 from raceme.core.requests import InvalidReplyError
 from raceme.core.scheduling import FlowerArguments, InRounds, MetricsFn, sample
-from raceme.core.strategy import Method, RunResult, StopCheck, never_stop
 from raceme.core.timeline import Timeline, timeline_of
 from raceme.flower.grid import GridWrapper
 from raceme.flower.messages import array, array_record, refused, set_message_id
+
+if TYPE_CHECKING:
+    from raceme.core.strategy import Method, RunResult
 
 log = logging.getLogger("flwr")
 

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from logging import getLogger
 from statistics import fmean
+from typing import TYPE_CHECKING
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
@@ -27,9 +28,11 @@ from raceme.core.events import (
 )
 from raceme.core.messages import InvalidReplyError, ModelSpec, Vector
 from raceme.core.progress import PRESENT, ClientScore, Evaluation, Steps
-from raceme.core.strategy import Method
 from raceme.core.timeline import Timeline, push
 from raceme.flower.messages import BUDGET, Shelf, SpillFile, spill_arrays
+
+if TYPE_CHECKING:
+    from raceme.core.strategy import Method
 
 log = getLogger("raceme")
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     import numpy as np
+    from flwr.app import RecordDict
     from numpy.typing import NDArray
 
     from raceme.core.clusters import Clusters
@@ -113,7 +114,7 @@ class FeatureContext(Protocol):
 
     @property
     def trained_steps(self) -> Mapping[str, int]:
-        """Step of the data of each client's last update."""
+        """Step of the data of each client's last update; empty if models do not travel."""
 
     def now(self) -> float:
         """Return the time on the grid's clock in seconds."""
@@ -160,6 +161,8 @@ class Feature:
         a Flower mod, with the feature's options.
     keeps_bases : bool
         Whether the models that clients train from are kept; see `FeatureContext.base`.
+    upload_size : float
+        Size of trained models on their way to the server, as a share; simulated networks use it.
     settings : frozenset[str]
         Settings that `on_request` adds to requests.
     state : dataclass
@@ -170,6 +173,7 @@ class Feature:
     state_type: ClassVar[type[Any]] = NoState
     client: ClassVar[str] = ""
     keeps_bases: ClassVar[bool] = False
+    upload_size: ClassVar[float] = 1.0
     settings: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, options: Any = None, config: RunConfig | None = None) -> None:
@@ -188,6 +192,13 @@ class Feature:
     def on_request(self, request: Request, context: FeatureContext) -> Request:
         """Return the request to send in place of a method's."""
         return request
+
+    def on_reply(self, content: RecordDict) -> RecordDict:
+        """Return the content of a reply to training as it is read, before any check.
+
+        An :class:`~raceme.core.messages.InvalidReplyError` refuses it.
+        """
+        return content
 
     def on_update(self, update: Update, context: FeatureContext) -> Update | Refusal:
         """Return the update that the method receives in place of a valid one, or refuse it."""

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 import time as clock
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from logging import getLogger
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
@@ -25,7 +25,7 @@ from raceme.core.clusters import NonFiniteModelError
 from raceme.core.errors import UserError, about, unknown_name
 from raceme.core.evaluation import EvaluateFn, Evaluator, Packer, Report
 from raceme.core.events import Ending
-from raceme.core.progress import Plan, Steps
+from raceme.core.progress import Plan, Steps, StopCheck
 from raceme.core.requests import (
     SETTINGS,
     Answer,
@@ -37,8 +37,10 @@ from raceme.core.requests import (
     read_reply,
 )
 from raceme.core.scheduling import SelectionContext
-from raceme.core.strategy import Method, StopCheck
 from raceme.core.timeline import Foreseeing, Registering, push, timeline_of
+
+if TYPE_CHECKING:
+    from raceme.core.strategy import Method
 
 log = getLogger("raceme")
 
@@ -83,8 +85,11 @@ class _Context:
     def __init__(self, method: Method, observe: events.Observer) -> None:
         self._method, self._progress, self._observe = method, method.progress, observe
         self.spec, self.clusters, self.probe = method.spec, method.clusters, method.probe
-        self.trained_steps = method.progress.trained_steps
         self.now, self.compared, self.base = method.now, method.compared, method.base_of
+
+    @property
+    def trained_steps(self) -> Mapping[str, int]:
+        return self._progress.trained_steps if self._method.needs.exchange else {}
 
     @property
     def has_one_model(self) -> bool:
@@ -591,9 +596,6 @@ class Loop:
             settings[names.KIND] = work.kind
         if step is not None:
             settings[names.STEP] = step
-        former = progress.trained_steps.get(work.client) if method.needs.exchange else None
-        if settings.get(names.SCORED) and former is not None:
-            settings[names.FORMER_STEP] = former
         content = RecordDict({**records, **work.arrays, names.CONFIG: ConfigRecord(settings)})
         kind = _MESSAGE_TYPES.get(work.kind, MessageType.TRAIN)
         return Message(content, node_id, kind, ttl=self._ttl), task
@@ -635,11 +637,12 @@ class Loop:
                 self._ignore(reply)
             return
         try:
-            update = read_reply(reply, task, self._method.spec, self.now())
+            features = self._method.features
+            update = read_reply(reply, task, self._method.spec, self.now(), features.reply)
             if isinstance(update, Answer):
                 self._answered(update)
             else:
-                self._accept(self._method.features.update(update))
+                self._accept(features.update(update))
         except (InvalidReplyError, NonFiniteModelError) as error:
             away = isinstance(error, InvalidReplyError) and error.is_away
             self._refuse(task, str(error), is_away=away)

@@ -16,6 +16,16 @@ from raceme.core.clients import Client, Fleet, Labels, largest_believed
 from raceme.core.events import ACCURACY, Evaluated, Measure, TaskScore, TasksTested, grouped
 from raceme.core.requests import InFlight
 
+StopCheck = Callable[[], str]
+"""Called between two steps, when the state is consistent and can be saved. A non-empty return value
+ends the run and is the reason."""
+
+
+def never_stop() -> str:
+    """Return the empty text: the run continues to its limit."""
+    return ""
+
+
 # -----------------------------------------------------------------------------
 # Evaluations: the models of one time, tested on cells (client × step of its data).
 #

@@ -828,6 +828,8 @@ FEATURES = _Features(
     "feature",
     {
         "protection": "raceme.features.protection.guards:protection",
+        "short-upload": "raceme.features.short_upload.server:ShortUpload",
+        "upload-scores": "raceme.features.upload_scores.server:UploadScores",
         "discrepancy": "raceme.features.discrepancy.server:Discrepancy",
     },
     group="raceme.features",

@@ -29,7 +29,6 @@ SETTINGS = frozenset(
         names.BATCH_SIZE,
         names.COMPUTE_SCALE,
         names.DROPOUT,
-        names.FORMER_STEP,
         names.INVITATION,
         names.KIND,
         names.HALF,
@@ -43,7 +42,6 @@ SETTINGS = frozenset(
         names.PROXIMAL_MU,
         names.REPORT_TIMING,
         names.ROUND,
-        names.SCORED,
         names.STEP,
         names.STEPS,
         names.TASK,
@@ -383,8 +381,16 @@ class Outcome:
     weight: float
 
 
+Reading = Callable[[RecordDict], RecordDict]
+"""Returns the content of a reply to training as it is read."""
+
+
 def read_reply(
-    reply: Message, task: InFlight, spec: ModelSpec, now: float = 0.0
+    reply: Message,
+    task: InFlight,
+    spec: ModelSpec,
+    now: float = 0.0,
+    reading: Reading = lambda content: content,
 ) -> Update | Answer:
     """Check a reply of any kind and extract its content.
 
@@ -396,6 +402,8 @@ def read_reply(
         Names and shapes of a model's arrays.
     now : float
         Time of arrival on the grid's clock, in seconds.
+    reading : Callable
+        Returns the content of a reply to training as it is read, e.g. decoded.
 
     Raises
     ------
@@ -403,7 +411,7 @@ def read_reply(
         As for :func:`read_update`, or the reply is of another kind.
     """
     if task.kind in names.TRAINING:
-        return read_update(reply, task, spec, now)
+        return read_update(reply, task, spec, now, reading)
     content, _, metrics = _checked(reply, task)
     numbers = _numbers(content.array_records.get(names.NUMBERS))
     if len(content.array_records) != (names.NUMBERS in content.array_records):
@@ -417,7 +425,13 @@ def read_reply(
     return Answer(task, examples, metrics, numbers, size)
 
 
-def read_update(reply: Message, task: InFlight, spec: ModelSpec, now: float = 0.0) -> Update:
+def read_update(
+    reply: Message,
+    task: InFlight,
+    spec: ModelSpec,
+    now: float = 0.0,
+    reading: Reading = lambda content: content,
+) -> Update:
     """Check a reply to a training task and extract its content.
 
     Raises
@@ -427,9 +441,12 @@ def read_update(reply: Message, task: InFlight, spec: ModelSpec, now: float = 0.
         several models; no examples; an impossible cost; arrays of other shapes; NaN, infinity, or
         too large numbers.
     """
-    content, stated, metrics = _checked(reply, task)
-    beside = (names.NUMBERS, names.SCALES)
-    records = {name: rec for name, rec in content.array_records.items() if name not in beside}
+    sent, stated, metrics = _checked(reply, task)
+    content = reading(sent)
+    numbers = content.array_records.get(names.NUMBERS)
+    records = {
+        name: record for name, record in content.array_records.items() if name != names.NUMBERS
+    }
     if len(records) != 1:
         raise InvalidReplyError(f"missing records: {len(records)} ArrayRecords, not 1")
     if task.kind == names.TRAIN_BEST:
@@ -438,14 +455,13 @@ def read_update(reply: Message, task: InFlight, spec: ModelSpec, now: float = 0.
     if not examples:
         raise InvalidReplyError("no examples")
     arrays = records.get(names.ARRAYS) or next(iter(records.values()))
-    numbers, scales = (content.array_records.get(name) for name in beside)
     return Update(
         task=task,
-        vector=spec.unpack(arrays if scales is None else names.decoded(arrays, scales)),
+        vector=spec.unpack(arrays),
         num_examples=examples,
         train_loss=metrics.get(names.TRAIN_LOSS, math.nan),
         metrics=metrics,
-        bytes_up=sum(record.count_bytes() for record in (arrays, numbers, scales) if record),
+        bytes_up=sum(record.count_bytes() for record in sent.array_records.values()),
         numbers=_numbers(numbers),
         arrived_at=now,
         mixture=_mixture(next(iter(content.metric_records.values())).get(names.MIXTURE)),

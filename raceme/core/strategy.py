@@ -24,6 +24,7 @@ from raceme.core.clusters import Clusters, Model, Weights
 from raceme.core.errors import UserError, check_known
 from raceme.core.events import grouped
 from raceme.core.feature import Probe
+from raceme.core.loop import Loop
 from raceme.core.messages import (
     COMPLETED_BY,
     OWN_MIXTURE,
@@ -34,7 +35,7 @@ from raceme.core.messages import (
     Vector,
 )
 from raceme.core.options import convert, documented, present_names, signature_of
-from raceme.core.progress import Plan, Progress
+from raceme.core.progress import Plan, Progress, StopCheck, never_stop
 from raceme.core.requests import (
     Answer,
     Bases,
@@ -62,15 +63,6 @@ log = getLogger("raceme")
 
 DEFAULT_VALIDATION_SHARE = 0.2
 """Default validation share of clients, if the method needs validation samples."""
-
-StopCheck = Callable[[], str]
-"""Called between two steps, when the state is consistent and can be saved. A non-empty return value
-ends the run and is the reason."""
-
-
-def never_stop() -> str:
-    """Return the empty text: the run continues to its limit."""
-    return ""
 
 
 @dataclass
@@ -737,8 +729,6 @@ class Method(Strategy):
         RunResult
             Models, evaluations by number of updates, and the clusters of each client.
         """
-        from raceme.core.loop import Loop
-
         plan = plan or Plan()
         self.planned_updates = max_updates or plan.planned_updates
         self.probe, self.starts = probe, starts

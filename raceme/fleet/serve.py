@@ -50,9 +50,10 @@ from raceme.core.events import (
 )
 from raceme.core.messages import category
 from raceme.core.options import Value
+from raceme.core.progress import StopCheck, never_stop
 from raceme.core.requests import InFlight
 from raceme.core.signals import interrupted_by_signals
-from raceme.core.strategy import Method, StopCheck, never_stop
+from raceme.core.strategy import Method
 from raceme.fleet.certificates import (
     DEVICE_KEYS,
     LABELS,

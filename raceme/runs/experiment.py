@@ -35,10 +35,10 @@ from raceme.core.events import (
 )
 from raceme.core.files import whole_path
 from raceme.core.messages import ModelSpec, Vector, kept_for_validation
-from raceme.core.progress import Plan
+from raceme.core.progress import Plan, StopCheck, never_stop
 from raceme.core.registry import STRATEGIES
 from raceme.core.requests import ClientEmbedding, Sketch
-from raceme.core.strategy import DEFAULT_VALIDATION_SHARE, Method, StopCheck, never_stop
+from raceme.core.strategy import DEFAULT_VALIDATION_SHARE, Method
 from raceme.core.timeline import Timeline, timeline_of
 from raceme.datasets.dealt import with_whole_path
 from raceme.datasets.drift import schedule_of
@@ -265,15 +265,15 @@ def build_grid(config: RunConfig, strategy: Method | None = None) -> VirtualGrid
         seconds=lambda: training_seconds(config, examples),
         config=config,
     )
-    cost: CostFunction = training_cost
+    cost: CostFunction = partial(training_cost, upload_size=Chain.of(config).upload_size)
     if config.drift != NONE and any(node.device.is_per_sample for node in nodes):
-        cost = _cost_at_steps(config)
+        cost = _cost_at_steps(config, cost)
     return VirtualGrid(
         load(target), nodes, config.to_mapping(), seed=config.seed, executor=executor, cost=cost
     )
 
 
-def _cost_at_steps(config: RunConfig) -> CostFunction:
+def _cost_at_steps(config: RunConfig, steady: CostFunction) -> CostFunction:
     """Return the cost of messages to clients whose numbers of samples change with the step."""
 
     @cache
@@ -284,7 +284,7 @@ def _cost_at_steps(config: RunConfig) -> CostFunction:
         settings = message.content.config_records.get(names.CONFIG, ConfigRecord())
         if (step := settings.get(names.STEP)) and isinstance(step, int):
             examples = examples_at(int(context.node_config["partition-id"]), step)
-        load = training_cost(message, context, examples)
+        load = steady(message, context, examples)
         return None if load is None else load._replace(examples=examples)
 
     return cost
@@ -733,7 +733,6 @@ def training_settings(config: RunConfig, report_timing: bool = False) -> ConfigR
         names.OPTIMIZER: None if config.optimizer == "sgd" else config.optimizer,
         names.MOMENTUM: momentum,
         names.WEIGHT_DECAY: config.weight_decay or None,
-        names.SCORED: config.score_uploads or None,
         names.VALIDATION_SHARE: config.validation_share,
         names.OWN_MODEL: config.own_model or None,
         names.REPORT_TIMING: report_timing or None,

@@ -604,11 +604,13 @@ CostFunction = Callable[[Message, Context, int], Workload | None]
 means no time."""
 
 
-def training_cost(message: Message, context: Context, examples: int) -> Workload | None:
+def training_cost(
+    message: Message, context: Context, examples: int, upload_size: float = 1.0
+) -> Workload | None:
     """Return the cost of a training message; queries and evaluation cost nothing.
 
-    All arrays are sent down. Training returns one model of the size of the first one sent, or a
-    quarter of it with ``upload=int8``; answers to other work are small and take no time. With a
+    All arrays are sent down. Training returns one model, of `upload_size` times the size of the
+    first one sent; answers to other work are small and take no time. With a
     model of the client's own, that is trained too, and mixtures of it are validated; with a copy
     that takes all samples, this as well.
     """
@@ -629,7 +631,7 @@ def training_cost(message: Message, context: Context, examples: int) -> Workload
     return Workload(
         epochs=passes(config, examples),
         bytes_down=sum(sizes),
-        bytes_up=upload // 4 if context.run_config.get("upload") == "int8" else upload,
+        bytes_up=int(upload * upload_size),
         scale=scale,
         share=share,
     )

@@ -258,8 +258,6 @@ class Vectorised:
         # In training mode, since evaluation mode hides dropout.
         network.module.train()
         try:
-            if client.config.upload != "float32":
-                raise ValueError(f"upload={client.config.upload} is encoded client by client")
             if network.needs_pairs or any(True for _ in network.module.buffers()):
                 raise ValueError("it has buffers, which training changes")
             weights = network.weights.to(self._device).repeat(2, 1)

@@ -13,6 +13,7 @@ from flwr.app import Message
 from runs import ONES, devices, half, of, run
 
 from raceme.core import events
+from raceme.core.chain import Chain
 from raceme.core.clusters import Model
 from raceme.core.config import RunConfig
 from raceme.core.messages import Vector
@@ -60,7 +61,9 @@ def test_after_is_of_the_model_that_was_sent_on_the_data_of_the_upload_before(
 ) -> None:
     # What a client uploads is what it gets, so that after is before.
     own = resolve(config(tmp_path / "own", strategy="standalone", score_uploads=True))
-    execute(own, Mirror(seed=0), build_grid(own))
+    method = Mirror(seed=0)
+    method.features = Chain.of(own)
+    execute(own, method, build_grid(own))
     rows = read_run(tmp_path / "own").uploads.rows
     known = [row for row in rows if row.after is not None]
     assert len(known) == len(rows) - 6

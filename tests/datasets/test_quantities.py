@@ -205,12 +205,11 @@ def test_cdfl_on_devices_that_measure_a_quantity(tmp_path: Path) -> None:
             proxy=str(tmp_path / "sets"),
             pretrain=80,
             pretrain_epochs=20,
-            score_uploads=True,
             max_updates=24,
             eval_every=8,
             workers="0",
             out=str(tmp_path / "run"),
-            options={"data-file": str(tmp_path / "d{client}.npz")},
+            options={"data-file": str(tmp_path / "d{client}.npz"), "score-uploads": True},
         )
     )
     summary = outcome.summary

@@ -46,7 +46,11 @@ def test_the_suites_of_cdfl(name: str, k: int) -> None:
             2000,
         )
         assert (config.optimizer, config.lr, config.weight_decay) == ("adam", 0.01, 0.005)
-        assert (config.batch_size, config.local_epochs, config.score_uploads) == (128, 5, True)
+        assert (config.batch_size, config.local_epochs, config.value("score-uploads")) == (
+            128,
+            5,
+            True,
+        )
     options = suite.config(suite.methods[0], 0).parameters()
     assert (options.k, options.c1, options.c2, options.sharpness) == (k, *TABLE2[k])
     assert (options.loss_bar, options.model_loss_bar, options.distance_bar) == ("0.5", "0", "0")

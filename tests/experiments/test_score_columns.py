@@ -105,9 +105,9 @@ def test_scores_without_published_ones_have_a_column_each() -> None:
 
 def test_a_suite_with_scores_has_the_clients_make_the_tests(tmp_path: Path) -> None:
     suite = comparison(tmp_path).suite
-    assert all(suite.config(method, 0).score_uploads for method in suite.methods)
+    assert all(suite.config(method, 0).value("score-uploads") for method in suite.methods)
     plain = Suite("t", suite.methods, scores=(Scored.CLUSTER,))
-    assert not plain.config(plain.methods[0], 0).score_uploads
+    assert not plain.config(plain.methods[0], 0).value("score-uploads")
     assert suite.methods[0].published == (Published(before=79.9, after=83.4, cluster=83.8),)
     # Without the method that others are compared with there is nothing to show.
     assert not suite.only(["hard"]).shows_work

@@ -224,8 +224,7 @@ def digits(out: Path, strategy: str, **keys: object) -> RunConfig:
         workers="0",
         out=str(out),
         options={"groups": "2", **keys.pop("options", {})},  # type: ignore[dict-item]
-        **keys,  # type: ignore[arg-type]
-    )
+    ).with_values(**keys)
 
 
 @pytest.mark.parametrize("strategy", ["cdfl", "fedsoft-async", "fedsoft"])

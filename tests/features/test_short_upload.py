@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,16 +12,12 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from raceme.client_app import client_app
+from raceme.core.chain import Chain
 from raceme.core.config import RunConfig
-from raceme.core.messages import (
-    InvalidModelError,
-    ModelSpec,
-    decoded,
-    encoded,
-    from_array,
-    to_array,
-)
+from raceme.core.messages import InvalidModelError, ModelSpec, from_array, to_array
 from raceme.core.requests import InFlight, InvalidReplyError, read_update
+from raceme.features.short_upload.codes import decoded, encoded
+from raceme.features.short_upload.server import ShortUpload
 from raceme.flower.messages import array_record, identify_process
 from raceme.runs.experiment import simulate
 from raceme.simulation.devices import training_cost
@@ -93,7 +88,8 @@ def test_the_server_reads_codes_as_the_model_and_counts_their_bytes() -> None:
         return Message(content, reply_to=Message(RecordDict(), 7, "train"))
 
     codes, scales = encoded(model, array_record({}))
-    update = read_update(reply(arrays=codes, scales=scales), task, spec)
+    reading = ShortUpload().on_reply
+    update = read_update(reply(arrays=codes, scales=scales), task, spec, reading=reading)
     plain = read_update(reply(arrays=model), task, spec)
     assert update.vector == pytest.approx(plain.vector, abs=0.005)
     # 1,000 codes and ten pairs of float32, with headers, beside 4,000 bytes.
@@ -106,9 +102,13 @@ def test_the_server_reads_codes_as_the_model_and_counts_their_bytes() -> None:
     }
     for ranges in wrong.values():
         with pytest.raises((InvalidReplyError, InvalidModelError)):
-            read_update(reply(arrays=codes, scales=ranges), task, spec)
+            read_update(reply(arrays=codes, scales=ranges), task, spec, reading=reading)
     with pytest.raises(InvalidModelError, match="do not fit together"):
-        read_update(reply(arrays=model, scales=scales), task, spec)
+        read_update(reply(arrays=model, scales=scales), task, spec, reading=reading)
+    with pytest.raises(InvalidReplyError, match="scales without codes"):
+        read_update(reply(scales=scales), task, spec, reading=reading)
+    with pytest.raises(InvalidReplyError, match="2 ArrayRecords, not 1"):
+        read_update(reply(arrays=codes, scales=scales), task, spec)
 
 
 def node(config: RunConfig, **own: float) -> Context:
@@ -125,7 +125,7 @@ def trained(config: RunConfig, context: Context, **settings: float) -> RecordDic
 
 
 def test_a_model_that_is_not_finite_is_sent_as_it_is() -> None:
-    config = RunConfig(clients=4, model="mclr", upload="int8")
+    config = RunConfig(clients=4, model="mclr").with_values(upload="int8")
     context = node(config)
     content = trained(config, context, lr=1e38)
     assert "scales" not in content
@@ -133,10 +133,10 @@ def test_a_model_that_is_not_finite_is_sent_as_it_is() -> None:
 
 
 def test_codes_are_made_of_what_privacy_lets_out() -> None:
-    config = RunConfig(clients=4, model="mclr", upload="int8")
+    config = RunConfig(clients=4, model="mclr").with_values(upload="int8")
     own = {"local-dp-epsilon": 5.0, "local-dp-clip": 0.5, "local-dp-seed": 3}
     content = trained(config, node(config, **own))
-    whole = replace(config, upload="float32")
+    whole = config.with_values(upload="float32")
     plain = trained(whole, node(whole, **own))
     found = decoded(content.array_records["arrays"], content.array_records["scales"])
     for name, values in numbers(plain.array_records["arrays"]).items():
@@ -153,7 +153,7 @@ def test_a_run_takes_a_third_of_the_bytes_wherever_clients_work(tmp_path: Path) 
         "processes": {"upload": "int8", "workers": "2"},
         "vectorised": {"upload": "int8", "vectorised": True},
     }.items():
-        config = replace(common, out=str(tmp_path / name), **changes)
+        config = common.with_values(out=str(tmp_path / name), **changes)
         found[name] = simulate(config).summary
     assert found["int8"]["bytes_up"] < 0.35 * found["float32"]["bytes_up"]
     assert found["int8"]["bytes_down"] == found["float32"]["bytes_down"]
@@ -164,11 +164,12 @@ def test_a_run_takes_a_third_of_the_bytes_wherever_clients_work(tmp_path: Path) 
 
 
 def test_a_short_upload_takes_a_quarter_of_the_time_of_the_network() -> None:
-    config = RunConfig(clients=4, model="mclr", upload="int8")
+    config = RunConfig(clients=4, model="mclr").with_values(upload="int8")
     said = ConfigRecord({"task": 1, "kind": "train"})
     asked = Message(RecordDict({"arrays": initial_arrays(config), "config": said}), 7, "train")
-    short = training_cost(asked, node(config), 20)
-    whole = training_cost(asked, node(replace(config, upload="float32")), 20)
+    size = Chain.of(config).upload_size
+    short = training_cost(asked, node(config), 20, upload_size=size)
+    whole = training_cost(asked, node(config), 20)
     assert short is not None
     assert whole is not None
     assert (short.bytes_up, short.bytes_down) == (whole.bytes_up // 4, whole.bytes_down)
