@@ -295,7 +295,7 @@ def test_a_run_is_resumed_with_the_same_data_only(here: Path) -> None:
         raceme.run("fedasync", data=readings(shift=1.0), model=net, **further)
     run = raceme.run("fedasync", data=readings(), model=net, **further)
     assert len(run.updates) == 6
-    run = raceme.run(resume=run.folder, max_updates=8)
+    run = raceme.run(resume=run.folder, max_updates=8, trust=run.folder)
     assert (len(run.updates), run.config["strategy"]) == (8, "fedasync")
     with pytest.raises(UserError, match="There is no run in nowhere to resume"):
         raceme.run(resume="nowhere")
