@@ -104,7 +104,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(folder: Path) -> None:
     assert list(states) == [CLIP, BATTERY]
     assert len(states[CLIP]["lengths"]) == 9
     assert len(states[BATTERY]["levels"]) == 6
-    type_in("run", "--resume", "parts", "--max-updates", "30")
+    type_in("run", "--resume", "parts", "--trust", "parts", "--max-updates", "30")
     for measure in ("clipped", "battery"):
         query = f"SELECT * FROM measure_{measure}"
         assert len(rows(folder / "parts", query)) == len(rows(folder / "whole", query))
