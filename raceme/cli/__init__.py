@@ -17,7 +17,6 @@ from importlib import import_module
 from inspect import signature
 from typing import Annotated, Any
 
-import click
 import typer
 from typer.core import TyperCommand, TyperGroup
 
@@ -43,6 +42,9 @@ COMMANDS = {
 }
 """The function of each command, or a group of commands. A function whose first parameter is `keys`
 takes the keys of a run."""
+
+# Click's in older releases of typer, a copy of it in newer ones.
+_ClickError: Any = next(k for k in typer.BadParameter.__mro__ if k.__name__ == "ClickException")
 
 PLAIN: dict[str, Any] = {"add_completion": False, "pretty_exceptions_enable": False}
 
@@ -87,8 +89,8 @@ app = typer.Typer(
     cls=_Commands,
     help="Asynchronous, clustered federated learning on Flower.",
     no_args_is_help=True,
-    # Click prints it itself.
-    suggest_commands=False,
+    # Click itself suggests commands; typer's copy of it does not.
+    suggest_commands=not _ClickError.__module__.startswith("click"),
     **PLAIN,
 )
 
@@ -108,7 +110,7 @@ def _root(
     """Asynchronous, clustered federated learning on Flower."""
 
 
-def _one_line(error: click.ClickException) -> str:
+def _one_line(error: Any) -> str:
     """Return the problem of a command line and its remedy in one line."""
     message = " ".join(error.format_message().split())
     context: Any = getattr(error, "ctx", None)
@@ -127,14 +129,14 @@ def main() -> None:
     keep_output()
     try:
         raise SystemExit(app(prog_name="raceme", standalone_mode=False))
-    except click.ClickException as error:
+    except _ClickError as error:
         # A command without arguments shows its help.
-        if isinstance(error, getattr(click.exceptions, "NoArgsIsHelpError", ())):
+        if type(error).__name__ == "NoArgsIsHelpError":
             error.show()
         else:
             print(f"raceme: {_one_line(error)}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
-    except click.Abort:
+    except typer.Abort:
         raise SystemExit(130) from None
     except MemoryError as error:
         reason = " ".join(str(error).split()) or "for what was asked"
