@@ -1,9 +1,10 @@
-"""Features in their users' own files, as docs/extending.md has them."""
+"""Features in their users' own files: those of docs/extending.md, and a longer one."""
 
 from __future__ import annotations
 
 import json
 import re
+import shutil
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -24,7 +25,9 @@ from raceme.records.folder import CHECKPOINTS
 from raceme.runs.checkpoints import read_tree
 
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
-CLIP, BATTERY = "my_clip:Clip", "my_battery:Battery"
+CLIP, REPORT = "my_features:Clip", "my_features:Battery"
+BATTERY = "my_battery:Battery"
+"""A longer one, with a state on both sides, options and shorter training."""
 RUN = ["run", "--strategy", "fedasync", "--clients", "6", "--devices", "uniform"]
 
 
@@ -32,9 +35,9 @@ RUN = ["run", "--strategy", "fedasync", "--clients", "6", "--devices", "uniform"
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder in which the page's files lie, and commands are typed."""
     blocks = re.findall(r"```python\n(.*?)```", PAGE, re.S)
-    for name, class_ in (("my_clip.py", "class Clip("), ("my_battery.py", "class Battery(")):
-        (block,) = (block for block in blocks if class_ in block)
-        (tmp_path / name).write_text(block)
+    (block,) = (block for block in blocks if "class Clip(" in block)
+    (tmp_path / "my_features.py").write_text(block)
+    shutil.copy(ROOT / "tests" / "own" / "my_battery.py", tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path
@@ -84,6 +87,12 @@ def test_clients_report_their_battery_from_any_process(folder: Path) -> None:
     assert models(folder / "2") == models(folder / "0")
 
 
+def test_the_battery_of_the_page_is_measured(folder: Path) -> None:
+    said = type_in(*RUN, "--max-updates", "6", "--workers", "0", "--features", REPORT, "--out", "o")
+    assert rows(folder / "o", "SELECT battery FROM measure_battery") == [(100.0,)] * 6
+    assert "battery of clients" in said
+
+
 def test_a_low_battery_shortens_the_training(folder: Path) -> None:
     """The devices report nothing else that depends on it: one epoch is trained, not two."""
     chosen = [*RUN, "--max-updates", "12", "--workers", "0", "--features", BATTERY]
@@ -114,8 +123,8 @@ def test_a_resumed_run_is_the_uninterrupted_one(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--features", "my_clip:Clop"], "has no Class 'Clop' for feature 'my_clip:Clop'"),
-        (["--features", "my_clip:ClipState"], "is no feature: expected a subclass of"),
+        (["--features", "my_features:Clop"], "has no Class 'Clop' for feature 'my_features:Clop'"),
+        (["--features", "my_features:ClipState"], "is no feature: expected a subclass of"),
         (["--features", "clip"], "Unknown feature 'clip'"),
         (["--features", "protection"], "Every run has the feature 'protection'"),
         (["--set", "clip.window=3"], "Unknown key 'clip.window'"),
@@ -184,15 +193,14 @@ def test_the_battery_of_real_devices(folder: Path) -> None:
         places = ("--address", bed.fleet_address, "--http", bed.http_address, "--out", "out")
         keys = ("--strategy", "fedasync", "--clients", "2", "--groups", "0.5,0.5")
         limits = ("--max-updates", "6", "--clients-min", "2", "--eval-every", "1000")
-        own = ("--features", f"{CLIP},{BATTERY}", "--set", "battery.use=3")
+        own = ("--features", f"{CLIP},{REPORT}")
         server = bed.start("serve", raceme("serve", *places, *keys, *limits, *own))
         trusted = ("--trusted-app", "raceme/raceme", "--trusted-model", CLIP)
         for number in range(2):
-            node = ("--node-config", f"partition-id={number} num-partitions=2")
-            bed.device("--insecure", *trusted, "--trusted-model", BATTERY, *node)
+            node = f"partition-id={number} num-partitions=2 battery={50.5 + number}"
+            own = ("--trusted-model", REPORT, "--node-config", node)
+            bed.device("--insecure", *trusted, *own)
         assert server.wait(240) == 0
-    levels = rows(folder / "out", "SELECT client, battery FROM measure_battery")
+    levels = rows(folder / "out", "SELECT battery FROM measure_battery")
     assert len(levels) == 6
-    for client in {client for client, _ in levels}:
-        own_levels = [level for name, level in levels if name == client]
-        assert own_levels == [100.0 - 3.0 * count for count in range(1, len(own_levels) + 1)]
+    assert set(levels) == {(50.5,), (51.5,)}
