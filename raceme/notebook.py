@@ -19,6 +19,7 @@ from raceme.core.errors import UserError
 from raceme.core.events import grouped
 from raceme.core.options import Value
 from raceme.core.registry import STRATEGIES
+from raceme.core.versions import install_line
 from raceme.experiments.compare import SuitePlan, compare
 from raceme.experiments.page import purity_figure, times_figure
 from raceme.experiments.results import Comparison, Run, read_comparison, read_runs
@@ -482,7 +483,7 @@ def _pandas() -> Any:
     try:
         import pandas
     except ImportError:
-        raise UserError("Tables need pandas: pip install 'raceme[notebook]'") from None
+        raise UserError(f"Tables need pandas: {install_line('notebook')}") from None
     return pandas
 
 

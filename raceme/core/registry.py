@@ -29,6 +29,7 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from raceme.core.errors import UserError, unknown_name
+from raceme.core.versions import install_line
 
 # -----------------------------------------------------------------------------
 # Optional packages of hosts (the extra ``server``), and errors without them.
@@ -49,9 +50,6 @@ SERVER = {
     "torchvision": "torchvision",
 }
 """Packages of the extra ``server`` as they are imported, and as they are installed."""
-
-INSTALL = "python3 -m pip install 'raceme[server]'"
-"""Command that installs them from a checkout."""
 
 _USERS: set[str] = set()
 """Names of the imported modules with users' objects."""
@@ -88,13 +86,13 @@ def explained(error: Exception) -> Exception:
         )
     name = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if name in EXPORT:
-        return UserError(f"{name} is not installed. Type: {INSTALL.replace('server', 'export')}")
+        return UserError(f"{name} is not installed. Type: {install_line('export')}")
     package = SERVER.get(name)
     if package is None:
         return error
     return UserError(
         f"{package} is not installed: this is an installation for a device. On a host "
-        f"type: {INSTALL}"
+        f"type: {install_line('server')}"
     )
 
 

@@ -1,12 +1,14 @@
-"""Check of the installed versions against those that Raceme supports.
+"""Check of the installed versions against those that Raceme supports; commands that install.
 
 The supported versions are those of ``pyproject.toml``, read from the metadata of the installation.
 """
 
 from __future__ import annotations
 
+import json
 import platform
 from importlib.metadata import PackageNotFoundError, distribution, version
+from urllib.parse import unquote, urlsplit
 
 from raceme.core.errors import UserError
 
@@ -46,6 +48,18 @@ def check_versions() -> None:
                 f"Raceme {own.version} needs {required.name} {_words(required.specifier)}; {here}: "
                 f"python3 -m pip install '{required.name}{required.specifier}'"
             )
+
+
+def install_line(extra: str) -> str:
+    """Return the command that installs an extra, from where this installation comes from."""
+    try:
+        origin = json.loads(distribution("raceme").read_text("direct_url.json") or "{}")
+    except PackageNotFoundError:
+        origin = {}
+    url = urlsplit(origin.get("url", ""))
+    place = unquote(url.path) if url.scheme == "file" and "dir_info" in origin else "raceme"
+    editable = "-e " if origin.get("dir_info", {}).get("editable") else ""
+    return f"python3 -m pip install {editable}'{place}[{extra}]'"
 
 
 def _installed(name: str) -> str | None:

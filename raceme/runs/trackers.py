@@ -36,6 +36,7 @@ from raceme.core.events import (
     is_news,
 )
 from raceme.core.options import Value
+from raceme.core.versions import install_line
 from raceme.records.folder import MLFLOW, SUMMARY, TENSORBOARD, WANDB_RUN
 
 # -----------------------------------------------------------------------------
@@ -397,7 +398,7 @@ def chosen(track: str) -> list[str]:
         except ImportError as error:
             raise UserError(
                 f"track={name} needs a package that is not installed ({error}): "
-                f"pip install 'raceme[{name}]'"
+                f"{install_line(name)}"
             ) from None
     return list(dict.fromkeys(names))
 

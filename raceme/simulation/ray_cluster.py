@@ -24,6 +24,7 @@ from raceme.core.errors import UserError, one_line
 from raceme.core.options import Value
 from raceme.core.registry import define, definitions
 from raceme.core.signals import handled_by
+from raceme.core.versions import install_line
 from raceme.simulation.executor import (
     Desk,
     PendingReply,
@@ -39,7 +40,6 @@ NAME = "ray"
 ADDRESS = "ray://"
 """Prefix of addresses of Ray's client."""
 
-INSTALL = "python3 -m pip install 'raceme[simulation]'"
 _CONNECT_SECONDS = 20.0
 _NODE_SECONDS = 60.0
 """Time limit for a node to report its installation, for which it starts a process."""
@@ -75,7 +75,8 @@ class Cluster:
 
     def __init__(self, workers: str, cores: int) -> None:
         if find_spec("ray") is None:
-            raise UserError(f"--workers {workers}: ray is not installed. Type: {INSTALL}")
+            line = install_line("simulation")
+            raise UserError(f"--workers {workers}: ray is not installed. Type: {line}")
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         import ray

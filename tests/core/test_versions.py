@@ -88,6 +88,35 @@ def test_the_python_interface_says_it_too(tmp_path: Path) -> None:
     assert "needs flwr >=1.39" in done.stderr.splitlines()[-1]
 
 
+SHOWN = "from raceme.core.versions import install_line; print(install_line('server'))"
+
+
+@pytest.mark.parametrize(
+    ("origin", "place"),
+    [
+        ('{"url": "file:///srv/my%20clone", "dir_info": {"editable": true}}', "-e '/srv/my clone["),
+        ('{"url": "file:///srv/clone", "dir_info": {}}', "'/srv/clone["),
+        ('{"url": "file:///srv/a.whl", "archive_info": {}}', "'raceme["),
+        ("", "'raceme["),
+    ],
+)
+def test_an_extra_is_installed_from_where_the_installation_comes_from(
+    origin: str, place: str, tmp_path: Path
+) -> None:
+    installed(tmp_path, "raceme", "9.0")
+    if origin:
+        (tmp_path / "raceme-9.0.dist-info" / "direct_url.json").write_text(origin)
+    done = subprocess.run(
+        [sys.executable, "-c", SHOWN],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert done.stdout == f"python3 -m pip install {place}server]'\n"
+
+
 @pytest.mark.smoke
 def test_other_extras_are_not_required(tmp_path: Path) -> None:
     installed(tmp_path, "raceme", "9.0", "Requires-Dist: no-such-package>=1; extra == 'server'")

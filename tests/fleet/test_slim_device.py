@@ -12,7 +12,8 @@ import pytest
 from fleet_api import fleet_api
 from processes import ROOT
 
-from raceme.core.registry import INSTALL, SERVER
+from raceme.core.registry import SERVER
+from raceme.core.versions import install_line
 
 WITHOUT = f"""
 import sys
@@ -73,7 +74,7 @@ def test_a_host_without_the_extra_is_told_in_one_line_what_to_type(command: str)
     done = python(f"{WITHOUT}\nfrom raceme.cli import main\nmain()", *command.split())
     (line,) = done.stderr.splitlines()
     assert line.startswith("raceme: ")
-    assert line.endswith(INSTALL)
+    assert line.endswith(install_line("server"))
     assert done.returncode == 2
 
 

@@ -18,6 +18,7 @@ from raceme import datasets
 from raceme.cli import main
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
+from raceme.core.versions import install_line
 from raceme.notebook import OpenRun
 from raceme.records.folder import model_file
 from raceme.reporting import artefacts
@@ -147,9 +148,7 @@ def test_mistakes_are_one_line(
     assert "Did you mean 'onnx'?" in said(capsys, run, "--format", "onxx", "--cluster", left[0])
     assert "give one of them" in said(capsys, run, "--cluster", left[0], "--device", "client-0")
     monkeypatch.setitem(sys.modules, "onnxscript", None)
-    assert "pip install 'raceme[export]'" in said(
-        capsys, run, "--cluster", left[0], "--format", "onnx"
-    )
+    assert install_line("export") in said(capsys, run, "--cluster", left[0], "--format", "onnx")
     for file in (run / "clusters").iterdir():
         file.write_bytes(b"x")
     assert ".safetensors cannot be read: " in said(capsys, run, "--cluster", left[0])
