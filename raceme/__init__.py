@@ -404,7 +404,7 @@ def _keys(
     """
     from raceme.core.config import registry_of
     from raceme.core.errors import UserError
-    from raceme.core.versions import check_versions
+    from raceme.core.installation import check_versions
 
     check_versions()
     keys: dict[str, Any] = {}

@@ -17,9 +17,9 @@ from rich.console import Console
 from raceme.core.config import CONFIG, read_toml
 from raceme.core.errors import UserError
 from raceme.core.events import grouped
+from raceme.core.installation import install_line
 from raceme.core.options import Value
 from raceme.core.registry import STRATEGIES
-from raceme.core.versions import install_line
 from raceme.experiments.compare import SuitePlan, compare
 from raceme.experiments.page import purity_figure, times_figure
 from raceme.experiments.results import Comparison, Run, read_comparison, read_runs

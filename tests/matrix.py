@@ -57,7 +57,7 @@ def environment(folder: Path, python: str, how: str, more: Sequence[str]) -> Pat
     interpreter = folder / "bin" / "python"
     if interpreter.exists():
         return interpreter
-    run("venv", "--quiet", "--python", python, str(folder))
+    run("venv", "--quiet", "--seed", "--python", python, str(folder))
     locked = folder / "requirements.txt"
     wheels = ("--only-binary", ":all:") if how == LOWEST else ()
     project = (str(ROOT / "pyproject.toml"), "--extra", "dev", "--python", str(interpreter))

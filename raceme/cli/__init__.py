@@ -22,8 +22,8 @@ from typer.core import TyperCommand, TyperGroup
 
 from raceme import __version__
 from raceme.core.errors import UserError
+from raceme.core.installation import check_versions
 from raceme.core.registry import STRATEGIES, explained, summary_of
-from raceme.core.versions import check_versions
 
 COMMANDS = {
     "run": "raceme.cli.run:run",

@@ -29,7 +29,7 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from raceme.core.errors import UserError, unknown_name
-from raceme.core.versions import install_line
+from raceme.core.installation import install_line
 
 # -----------------------------------------------------------------------------
 # Optional packages of hosts (the extra ``server``), and errors without them.

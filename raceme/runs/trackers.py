@@ -35,8 +35,8 @@ from raceme.core.events import (
     change_line,
     is_news,
 )
+from raceme.core.installation import install_line
 from raceme.core.options import Value
-from raceme.core.versions import install_line
 from raceme.records.folder import MLFLOW, SUMMARY, TENSORBOARD, WANDB_RUN
 
 # -----------------------------------------------------------------------------

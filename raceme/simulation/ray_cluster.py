@@ -21,10 +21,10 @@ from flwr.app import ArrayRecord
 from raceme import datasets
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError, one_line
+from raceme.core.installation import install_line
 from raceme.core.options import Value
 from raceme.core.registry import define, definitions
 from raceme.core.signals import handled_by
-from raceme.core.versions import install_line
 from raceme.simulation.executor import (
     Desk,
     PendingReply,

@@ -87,7 +87,7 @@ INVALID = [
     pytest.param(stating("metrics", loss=10**400), "a metric is too large", id="huge metric"),
     pytest.param(stating("metrics", cpu_seconds=math.nan), "nan cpu-seconds", id="NaN seconds"),
     pytest.param(stating("metrics", cpu_seconds=-1.0), "-1 cpu-seconds", id="negative seconds"),
-    pytest.param(stating("metrics", cpu_seconds=1e9), "1e.09 cpu-seconds", id="many seconds"),
+    pytest.param(stating("metrics", cpu_seconds=1e9), "1e+09 cpu-seconds", id="many seconds"),
     pytest.param(stating("config", version=77), "unknown base version 77", id="version"),
     pytest.param(stating("config", task=77), "repeated or foreign task 77", id="task"),
     pytest.param(fails, "OSError: the disk is full", id="exception"),

@@ -287,7 +287,7 @@ def test_results_of_earlier_versions_are_finished_if_they_are_long_enough(
         ("timing = 'targets'\n[methods.casa]", "Did you mean 'target'"),
         (
             "score = 'best'\n[methods.casa]",
-            "Unknown score .* 'best'.* Valid: best-weighted, current, final, honest, step-ends",
+            "Unknown score .* 'best'.* Valid: best-weighted, final, honest, step-ends",
         ),
         ("shows-unrest = 1\n[methods.casa]", "must be true or false"),
         ("validation-fraction = 0\n[methods.casa]", "must be above 0 and below 1, got 0"),

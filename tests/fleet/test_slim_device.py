@@ -12,8 +12,8 @@ import pytest
 from fleet_api import fleet_api
 from processes import ROOT
 
+from raceme.core.installation import install_line
 from raceme.core.registry import SERVER
-from raceme.core.versions import install_line
 
 WITHOUT = f"""
 import sys

@@ -18,7 +18,7 @@ from raceme import datasets
 from raceme.cli import main
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
-from raceme.core.versions import install_line
+from raceme.core.installation import install_line
 from raceme.notebook import OpenRun
 from raceme.records.folder import model_file
 from raceme.reporting import artefacts

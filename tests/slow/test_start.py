@@ -69,4 +69,4 @@ def test_one_command_sets_up_and_runs_casa(line: str, clone: Path, tmp_path: Pat
 def test_one_command_sets_up_and_tests(clone: Path, tmp_path: Path) -> None:
     """Continuous integration types the whole line; here a few tests stand for all."""
     assert TESTS.endswith("/bin/pytest")
-    assert "passed" in typed(f"{TESTS} tests/core/test_versions.py", clone, tmp_path)
+    assert "passed" in typed(f"{TESTS} tests/core/test_installation.py", clone, tmp_path)

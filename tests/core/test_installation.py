@@ -88,7 +88,7 @@ def test_the_python_interface_says_it_too(tmp_path: Path) -> None:
     assert "needs flwr >=1.39" in done.stderr.splitlines()[-1]
 
 
-SHOWN = "from raceme.core.versions import install_line; print(install_line('server'))"
+SHOWN = "from raceme.core.installation import install_line; print(install_line('server'))"
 
 
 @pytest.mark.parametrize(
