@@ -178,6 +178,7 @@ def surroundings(python: Path) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "RACEME_ANY_VERSION": "1",
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
     }
 

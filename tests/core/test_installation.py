@@ -59,6 +59,12 @@ def test_an_unsupported_package_is_named_with_what_is_supported(
     assert not list(tmp_path.glob("runs"))
 
 
+def test_the_check_can_be_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(tmp_path, "raceme", "9.0", "Requires-Python: >=3.99,<4")
+    monkeypatch.setenv("RACEME_ANY_VERSION", "1")
+    assert raceme(tmp_path, "list").returncode == 0
+
+
 def test_an_unsupported_python_is_named(tmp_path: Path) -> None:
     installed(tmp_path, "raceme", "9.0", "Requires-Python: >=3.99,<4")
     done = raceme(tmp_path, "run")

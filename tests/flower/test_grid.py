@@ -71,19 +71,21 @@ class Link:
     grid: PromptGrid
     client: Client
     now: list[float] = field(default_factory=lambda: [0.0])
+    asked: dict[str, Message] = field(default_factory=dict)
 
     def ask(self, node: int) -> str:
         """Send a node a message; return its id."""
         message = Message(RecordDict({"config": ConfigRecord({"n": 1})}), node, "train", ttl=3600.0)
-        return next(iter(self.grid.push_messages([message])))
+        key = next(iter(self.grid.push_messages([message])))
+        self.asked[key] = remove_content_from_message(message)
+        return key
 
     def answer(self, key: str, node: int, parts: int | None = None) -> list[str]:
         """Announce a reply, and upload some of its parts; return the ids of those left."""
         identify_process(self.client.run_id, node, 1)
-        asked = self.state.message_ins_store[key]
         arrays = {f"w{index}": Array(np.full(3, float(index), np.float32)) for index in range(3)}
         content = {"arrays": ArrayRecord(arrays), "metrics": MetricRecord({"n": 1})}
-        reply = Message(RecordDict(content), reply_to=asked)
+        reply = Message(RecordDict(content), reply_to=self.asked[key])
         identify_process(self.client.run_id, SUPERLINK_NODE_ID, 1)
         reply.metadata.__dict__["_message_id"] = reply.object_id
         with no_object_id_recompute():
@@ -259,14 +261,15 @@ def test_messages_are_sent_and_their_replies_awaited(
     link: Link, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     message = Message(RecordDict(), link.nodes[0], "query", ttl=3600.0)
-    monkeypatch.setattr("time.sleep", lambda seconds: link.answer(_only(link), link.nodes[0]))
+
+    def answer_meanwhile(seconds: float) -> None:
+        key = message.metadata.message_id
+        link.asked[key] = message
+        link.answer(key, link.nodes[0])
+
+    monkeypatch.setattr("time.sleep", answer_meanwhile)
     (reply,) = link.grid.send_and_receive([message])
     assert not reply.has_error()
-
-
-def _only(link: Link) -> str:
-    (key,) = link.state.message_ins_store
-    return key
 
 
 def test_every_part_that_arrives_is_progress(link: Link) -> None:
