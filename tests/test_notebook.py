@@ -140,7 +140,7 @@ def test_without_pandas_the_error_names_the_extra(
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(UserError, match=r"raceme\[notebook\]"):
+    with pytest.raises(UserError, match=r"pip install .*\[notebook\]"):
         _ = run.updates
     assert len(run.record.updates.seq) == 12
 
