@@ -42,7 +42,8 @@ def typed(line: str, folder: Path, home: Path) -> str:
         script = f'#!/bin/sh\nexec {Path(target) / "bin" / name} "$@"\n'
         (tools / name).write_text(script)
         (tools / name).chmod(0o755)
-    kept = {key: value for key, value in os.environ.items() if key.startswith(("PIP_", "UV_"))}
+    network = re.compile(r"(PIP_|UV_|SSL_).*|.*_PROXY", re.IGNORECASE)
+    kept = {key: value for key, value in os.environ.items() if network.fullmatch(key)}
     cache = {"XDG_CACHE_HOME": os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))}
     done = subprocess.run(
         ["bash", "-c", line],
