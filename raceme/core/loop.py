@@ -603,12 +603,13 @@ class Loop:
     def _check_settings(self, work: Request) -> None:
         """Raise UserError for a setting that no client reads, instead of ignoring it."""
         method = self._method
-        common = SETTINGS | method.features.settings | method.train_config.keys()
-        unknown = work.settings.keys() - common
-        own = method.needs.settings if unknown else None
-        if own is None or not unknown - own:
+        unknown = work.settings.keys() - SETTINGS - method.train_config.keys()
+        if not unknown or (own := method.needs.settings) is None:
             return
-        raise unknown_name(f"setting in a request of {method}", min(unknown - own), common | own)
+        own |= method.features.settings
+        if unknown - own:
+            known = SETTINGS | own | method.train_config.keys()
+            raise unknown_name(f"setting in a request of {method}", min(unknown - own), known)
 
     def _models(self, work: Request) -> tuple[dict[str, ArrayRecord], int, dict[int, int]]:
         """Return the models to send, their size, and the versions of named ones by cluster."""
