@@ -1,10 +1,10 @@
 """What works with which release of Flower: ``python -m tests.flower_versions 1.39 1.40 1.41 1.42``.
 
-Makes an environment for each release (in ``--environments FOLDER``, kept if it is named; with uv
-where that is installed), runs the scenarios of `SCENARIOS` in it, and one fleet whose nodes have
-all of the releases; prints a table, the one in ``docs/flower-users.md``. ``--nightly`` adds the
-newest nightly build of Flower, also alone: whether a release will work is known before it is out.
-``--only`` selects scenarios by a part of their names.
+Makes an environment for each release (in ``--environments FOLDER``, kept if it is named), runs the
+scenarios of `SCENARIOS` in it, and one fleet whose nodes have all of the releases; prints a table,
+the one in ``docs/flower-users.md``. ``--nightly`` adds the newest nightly build of Flower, also
+alone: whether a release will work is known before it is out. ``--only`` selects scenarios by a part
+of their names.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -20,6 +19,8 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
+
+from tests.matrix import uv
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -84,22 +85,16 @@ def environment(folder: Path, release: str) -> Path:
     python = folder / "bin" / "python"
     if (folder / "bin" / "flower-supernode").exists():
         return python
-    if uv := shutil.which("uv"):
-        subprocess.run([uv, "venv", "--clear", "--python", sys.executable, folder], check=True)
-        install = [uv, "pip", "install", "--quiet", "--python", python]
-        remove = [uv, "pip", "uninstall", "--python", python]
-    else:
-        subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
-        install = [python, "-m", "pip", "install", "--quiet"]
-        remove = [python, "-m", "pip", "uninstall", "--yes"]
-    raceme = ["-e", f"{ROOT}[dev]"]
+    uv("venv", "--quiet", "--seed", "--clear", "--python", sys.executable, folder)
+    install = ("pip", "install", "--quiet", "--python", python)
+    raceme = ("-e", f"{ROOT}[dev]")
     if release == NIGHTLY:
         # Another distribution with the same package; what else it needs, Raceme's own needs too.
-        subprocess.run([*install, *raceme], check=True)
-        subprocess.run([*remove, "flwr"], check=True)
-        subprocess.run([*install, "flwr-nightly"], check=True)
+        uv(*install, *raceme)
+        uv("pip", "uninstall", "--quiet", "--python", python, "flwr")
+        uv(*install, "flwr-nightly")
     else:
-        subprocess.run([*install, *raceme, f"flwr=={release}.*"], check=True)
+        uv(*install, *raceme, f"flwr=={release}.*")
     return python
 
 

@@ -57,19 +57,19 @@ def environment(folder: Path, python: str, how: str, more: Sequence[str]) -> Pat
     interpreter = folder / "bin" / "python"
     if interpreter.exists():
         return interpreter
-    run("venv", "--quiet", "--seed", "--python", python, str(folder))
+    uv("venv", "--quiet", "--seed", "--python", python, str(folder))
     locked = folder / "requirements.txt"
     wheels = ("--only-binary", ":all:") if how == LOWEST else ()
     project = (str(ROOT / "pyproject.toml"), "--extra", "dev", "--python", str(interpreter))
-    run("pip", "compile", "--quiet", "--resolution", how, *wheels, *more, *project, "-o", locked)
+    uv("pip", "compile", "--quiet", "--resolution", how, *wheels, *more, *project, "-o", locked)
     install = ("pip", "install", "--quiet", "--python", str(interpreter))
-    run(*install, *more, "-r", locked)
-    run(*install, "--no-deps", "-e", str(ROOT))
+    uv(*install, *more, "-r", locked)
+    uv(*install, "--no-deps", "-e", str(ROOT))
     return interpreter
 
 
-def run(*words: str | Path) -> None:
-    """Run uv."""
+def uv(*words: str | Path) -> None:
+    """Run uv, which comes with the extra ``dev``."""
     subprocess.run([sys.executable, "-m", "uv", *words], check=True, stdin=subprocess.DEVNULL)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution, version
 from urllib.parse import unquote, urlsplit
 
@@ -18,6 +19,7 @@ NIGHTLY = {"flwr": "flwr-nightly"}
 """Distributions that replace another one."""
 
 
+@cache
 def check_versions() -> None:
     """Check that Python and the required packages are of supported versions.
 

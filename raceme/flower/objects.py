@@ -20,8 +20,9 @@ from flwr.proto.message_pb2 import ObjectTree
 UPLOAD_SECONDS = 180.0
 """A node that has announced objects may take so long for the next (flwr.supercore.constant:
 OBJECT_PUSH_SESSION_TTL_SECONDS)."""
-_TYPES = ("Array", "ArrayChunk", "ArrayRecord", "ConfigRecord", "Message", "MetricRecord")
-_KNOWN = frozenset((*_TYPES, "RecordDict"))
+_TYPES = frozenset(
+    {"Array", "ArrayChunk", "ArrayRecord", "ConfigRecord", "Message", "MetricRecord", "RecordDict"}
+)
 _ID = re.compile(r"[0-9a-f]{64}")
 
 
@@ -68,7 +69,7 @@ def check_object(content: bytes) -> None:
     if not divider or len(parts) != 3:
         raise ValueError("an object has a head of three parts")
     kind, children, length = parts
-    if kind not in _KNOWN:
+    if kind not in _TYPES:
         raise ValueError(f"objects of type {kind[:80]!a} are not known")
     if not all(_ID.fullmatch(child) for child in children.split(",") if child):
         raise ValueError("the ids of its children are wrong")

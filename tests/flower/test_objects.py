@@ -50,7 +50,7 @@ def test_trees_ids_and_types_are_flowers() -> None:
         whole = found.deflate()
         check_object(whole)
         assert object_id(whole) == get_object_id(whole) == key
-    assert set(inflatable_class_registry) == objects._KNOWN
+    assert set(inflatable_class_registry) == objects._TYPES
 
 
 def test_an_object_stays_as_long_as_a_message_has_it() -> None:
