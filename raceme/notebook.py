@@ -313,9 +313,8 @@ class OpenComparison:
             result.label: {run.seed: value(run) for run in result.runs}
             for result in self.results.results
         }
-        frame = _pandas().DataFrame.from_dict(
-            found, orient="index", columns=self.results.suite.seeds, dtype=float
-        )
+        columns = self.results.suite.seeds
+        frame = _pandas().DataFrame(found, columns=list(found), index=columns, dtype=float).T
         return _for_papers(frame.rename_axis("method").rename_axis("seed", axis=1), latex)
 
     @cached_property

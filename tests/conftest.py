@@ -16,11 +16,11 @@ from forking import Commands, commands
 
 
 @pytest.fixture(autouse=True)
-def _flower_logs_to_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `caplog` see Flower's log, also after a command of a test that has silenced it."""
-    logger = logging.getLogger("flwr")
-    logger.setLevel(logging.INFO)
-    monkeypatch.setattr(logger, "propagate", True)
+def _logs_reach_caplog(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `caplog` see all logs, also after a command of a test that has silenced them."""
+    for name in ("flwr", "raceme"):
+        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
+    logging.getLogger("flwr").setLevel(logging.INFO)
 
 
 @pytest.fixture(autouse=True)

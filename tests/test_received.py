@@ -151,11 +151,11 @@ def test_the_user_decides(key: str, how: str, here: Path) -> None:
     assert (here / "mark").exists()
 
 
-def test_trust_says_what_is_imported(here: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_trust_says_what_is_imported(here: Path) -> None:
     name_code(CONFIG_FILE, "model")
-    ran(["run", "--resume", FOLDER, "--max-updates", "8", "--trust", FOLDER])
+    told = ran(["run", "--resume", FOLDER, "--max-updates", "8", "--trust", FOLDER])
     said = f"Importing what {FOLDER}/config.toml names: model {CODE} ({here / FOLDER}/__init__.py"
-    assert said in caplog.text
+    assert said in told
 
 
 @pytest.mark.parametrize("other", ["compared", f"{FOLDER}/clusters", "inbox/from", "nowhere"])

@@ -64,9 +64,9 @@ def _quiet_flower() -> None:
     logging.getLogger("flwr").setLevel(logging.ERROR)
     logging.getLogger("raceme").propagate = False
     logging.getLogger("raceme").addHandler(logging.NullHandler())
-    # Rare lines for the user: checkpoints, unsuitable settings, lost machines.
-    for name in ("raceme.checkpoints", "raceme.defaults", "raceme.run", "raceme.workers"):
-        logger = logging.getLogger(name)
+    # Rare lines for the user: checkpoints, unsuitable settings, imported code, lost machines.
+    for name in ("checkpoints", "defaults", "run", "trust", "workers"):
+        logger = logging.getLogger(f"raceme.{name}")
         logger.setLevel(logging.INFO)
         logger.handlers = [_Lines()]
 

