@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from importlib import import_module
 
 import numpy as np
 import torch
@@ -31,6 +30,7 @@ from raceme.core.config import RunConfig
 from raceme.core.messages import Role, to_array
 from raceme.core.options import Value
 from raceme.core.registry import CLIENT_WORK, FEATURES
+from raceme.core.registry import load as load_target
 from raceme.flower.messages import array_record
 from raceme.training import machine as hardware
 from raceme.training.clients import Client, ClientCache, joined, load
@@ -119,9 +119,7 @@ def _client_halves(keys: tuple[tuple[str, Value], ...], private: bool) -> tuple[
         if target and (FEATURES.is_own(name) or not private):
             feature = made_of(config, name)
             if feature.is_on:
-                module, _, function = target.partition(":")
-                half = getattr(import_module(module), function)
-                halves.append(partial(half, options=feature.options))
+                halves.append(partial(load_target(target), options=feature.options))
     return tuple(halves)
 
 

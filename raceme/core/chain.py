@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from flwr.app import RecordDict
+from flwr.app import ConfigRecord, Context, RecordDict
 
 from raceme.core.errors import UserError
 from raceme.core.feature import Feature, FeatureContext, Refusal
@@ -17,6 +17,7 @@ from raceme.core.scheduling import check_kind, from_tree, to_tree
 
 if TYPE_CHECKING:
     from raceme.core.config import RunConfig
+    from raceme.core.strategy import Needs
 
 
 class Chain:
@@ -61,6 +62,26 @@ class Chain:
     def settings(self) -> frozenset[str]:
         """Settings that features add to requests."""
         return frozenset().union(*(feature.settings for feature in self._each))
+
+    def check(self, needs: Needs) -> None:
+        """Check that the features fit a method.
+
+        Raises
+        ------
+        UserError
+            One does not.
+        """
+        for feature in self._each:
+            feature.check(needs)
+
+    def cost(self, settings: ConfigRecord, context: Context, examples: int) -> float:
+        """Return the further work of a training message, in passes over a client's samples."""
+        return sum(feature.cost(settings, context, examples) for feature in self._each)
+
+    def start(self, training: dict[str, Any], tests: dict[str, Any]) -> None:
+        """Let the features change the settings of training messages, and add some to tests."""
+        for feature in self._each:
+            feature.on_start(training, tests)
 
     def begin(self, context: FeatureContext) -> None:
         """Connect the features with a run."""
@@ -156,6 +177,13 @@ class Chain:
     def _connected(self) -> FeatureContext:
         assert self._context is not None, "the loop connects the features"
         return self._context
+
+
+def resolved(config: RunConfig, needs: Needs) -> RunConfig:
+    """Fill in the options of features that are left to the method."""
+    for name in config.feature_names:
+        config = config.with_values(**made_of(config, name).resolved(needs))
+    return config
 
 
 def made_of(config: RunConfig, name: str) -> Feature:

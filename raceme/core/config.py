@@ -283,11 +283,6 @@ class RunConfig:
         "batch normalisation: averaged, or kept on each client (local: FedBN)",
         among=("shared", "local"),
     )
-    own_model: bool | None = option(
-        None,
-        "clients also train a model of their own, and use a mixture of it and the received one, "
-        "weighted by their validation samples (auto: with panicle)",
-    )
     devices: str = option(
         "slow30x5",
         "device profile (see `raceme list`), TOML file, or trace:FOLDER of a recorded run",

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     import numpy as np
-    from flwr.app import RecordDict
+    from flwr.app import ConfigRecord, Context, RecordDict
     from numpy.typing import NDArray
 
     from raceme.core.clusters import Clusters
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from raceme.core.events import Event, MeasureSchema
     from raceme.core.messages import ModelSpec, Vector
     from raceme.core.requests import InFlight, Outcome, Request, Update
+    from raceme.core.strategy import Needs
 
 
 @dataclass(frozen=True)
@@ -185,6 +186,23 @@ class Feature:
     def is_on(self) -> bool:
         """Whether the options switch the feature on."""
         return True
+
+    def resolved(self, needs: Needs) -> Mapping[str, Any]:
+        """Return values for the options that are left to the run (``auto``), by attribute."""
+        return {}
+
+    def check(self, needs: Needs) -> None:
+        """Check that the feature fits the configuration and the method; a UserError refuses."""
+
+    def cost(self, settings: ConfigRecord, context: Context, examples: int) -> float:
+        """Return the further work of a training message, in passes over a client's samples.
+
+        Simulated devices are charged for it.
+        """
+        return 0.0
+
+    def on_start(self, training: dict[str, Any], tests: dict[str, Any]) -> None:
+        """Change the settings of all training messages of a run, and add some to its tests."""
 
     def restored(self, spec: ModelSpec) -> None:
         """Check a loaded state; a ValueError refuses the checkpoint."""

@@ -294,15 +294,9 @@ ON = "on"
 """Samples for losses: ``"train"`` (the default), ``"test"`` or ``"validation"``."""
 VALIDATION_SHARE = "validation-share"
 """Share of a client's training samples kept for validation."""
+DEFAULT_VALIDATION_SHARE = 0.2
+"""This share in a run that needs validation samples and states none."""
 
-OWN_MODEL = "own-model"
-"""Share of its samples that a client keeps to validate a model of its own, that it trains too."""
-OWN_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""Shares of the client's own model in the mixtures that it validates."""
-OWN_WHOLE = "own-whole"
-"""Record of a client's state: a copy of its own model that it trains on all samples."""
-OWN_MIXTURE = "own-mixture"
-"""Completion that tests a mixture of the client's own model and the received one."""
 COMPLETED_BY = "completed-by"
 """Name of the completion of a received model before a test; see `COMPLETIONS`."""
 

@@ -96,6 +96,21 @@ def explained(error: Exception) -> Exception:
     )
 
 
+def load(target: str) -> Any:
+    """Import the object of a target, ``"module:attribute"``.
+
+    Raises
+    ------
+    UserError
+        A package of an extra is missing.
+    """
+    module, attribute = target.split(":")
+    try:
+        return getattr(import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        raise explained(error) from None
+
+
 # -----------------------------------------------------------------------------
 # Registries of names and their objects.
 # -----------------------------------------------------------------------------
@@ -158,11 +173,7 @@ class Registry(Mapping[str, Any]):
             return self._users_own(name)
         if own.endswith(".toml"):
             return (_PACKAGE / own).read_text(encoding="utf-8")
-        module, attribute = own.split(":")
-        try:
-            return getattr(import_module(module), attribute)
-        except ModuleNotFoundError as error:
-            raise explained(error) from None
+        return load(own)
 
     def __iter__(self) -> Iterator[str]:
         return iter([*self._targets, *self._installed])
@@ -826,6 +837,7 @@ FEATURES = _Features(
     "feature",
     {
         "protection": "raceme.features.protection.guards:protection",
+        "own-model": "raceme.features.own_model.server:OwnModel",
         "short-upload": "raceme.features.short_upload.server:ShortUpload",
         "upload-scores": "raceme.features.upload_scores.server:UploadScores",
         "discrepancy": "raceme.features.discrepancy.server:Discrepancy",
@@ -929,9 +941,13 @@ COMPLETIONS = Registry(
         "own-head": "raceme.training.personal:use_own_head",
         "pulled-model": "raceme.training.personal:use_own_model",
         "interpolation": "raceme.training.personal:use_interpolation",
-        "own-mixture": "raceme.training.work:mix_with_own",
+        "own-mixture": "raceme.features.own_model.client:use_mixture",
     },
     group="raceme.completions",
     expected="def {name}(work)",
 )
 """Functions that complete a received model in a client's network before a test."""
+
+AFTER_TRAINING = {"own-model": "raceme.features.own_model.client:train_own_model"}
+"""Functions ``f(work, received, settings)`` that a client calls after it has trained a received
+model, by the setting that asks for it."""

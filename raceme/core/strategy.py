@@ -26,9 +26,7 @@ from raceme.core.events import grouped
 from raceme.core.feature import Probe
 from raceme.core.loop import Loop
 from raceme.core.messages import (
-    COMPLETED_BY,
-    OWN_MIXTURE,
-    OWN_MODEL,
+    DEFAULT_VALIDATION_SHARE,
     TRAINING,
     VALIDATION_SHARE,
     ModelSpec,
@@ -60,9 +58,6 @@ from raceme.core.scheduling import (
 )
 
 log = getLogger("raceme")
-
-DEFAULT_VALIDATION_SHARE = 0.2
-"""Default validation share of clients, if the method needs validation samples."""
 
 
 @dataclass
@@ -113,8 +108,8 @@ class Needs:
         Work that needs classes, for the error message of a regression; empty if none.
     validation : bool
         Whether clients compare models on validation samples.
-    own_model : bool
-        Whether runs have ``own-model`` unless it is off.
+    features : Mapping[str, Any]
+        Values of options of features that are left to the method (``auto``), by key.
     pretrained : bool
         Whether `initialize` uses the server's pre-trained models, if any.
     bases : bool
@@ -143,7 +138,7 @@ class Needs:
     settings: frozenset[str] | None = frozenset()
     classes: str = ""
     validation: bool = False
-    own_model: bool = False
+    features: Mapping[str, Any] = field(default_factory=dict)
     pretrained: bool = False
     bases: bool = False
     latencies: bool = False
@@ -348,8 +343,8 @@ class Method(Strategy):
         Features of the run, which change or refuse updates before the method receives them.
     train_config : ConfigRecord
         The run's settings for local training.
-    own_settings : dict[str, str | float]
-        Settings of messages that let clients use mixtures with models of their own, if they do.
+    feature_settings : dict[str, Any]
+        Settings of features in messages by which clients test or use models.
     initial : ArrayRecord
         The model before any training.
     step_of : Callable
@@ -396,7 +391,7 @@ class Method(Strategy):
         self._constant: tuple[Vector, ArrayRecord] | None = None
         self.features = Chain()
         self.train_config = ConfigRecord()
-        self.own_settings: dict[str, str | float] = {}
+        self.feature_settings: dict[str, Any] = {}
         self.report: events.Observer = events.ignore
         self.step_of: Callable[[str], int | None] = lambda client: None
         self.scheduling: Scheduler = self.scheduler()
@@ -734,19 +729,14 @@ class Method(Strategy):
         self.probe, self.starts = probe, starts
         self._spec, self.initial = ModelSpec.of(initial_arrays), initial_arrays
         self.result = RunResult()
-        self.train_config = ConfigRecord({**(train_config or {})})
-        stated = self.train_config.get(VALIDATION_SHARE)
-        share = stated if isinstance(stated, int | float) else DEFAULT_VALIDATION_SHARE
-        self.own_settings = {}
-        if self.train_config.pop(OWN_MODEL, False) and share:
-            self.train_config[OWN_MODEL] = share
-            self.own_settings = {COMPLETED_BY: OWN_MIXTURE, OWN_MODEL: share}
+        training: dict[str, Any] = {**(train_config or {})}
+        share = training.get(VALIDATION_SHARE, DEFAULT_VALIDATION_SHARE)
+        self.feature_settings = {}
+        self.features.start(training, self.feature_settings)
         if self.needs.validation:
-            self.train_config[VALIDATION_SHARE] = share
-        elif self.own_settings:
-            # All samples train the model that is uploaded.
-            self.train_config.pop(VALIDATION_SHARE, None)
-        tests = {**(evaluate_config or {}), **self.needs.test_settings, **self.own_settings}
+            training[VALIDATION_SHARE] = share
+        self.train_config = ConfigRecord(training)
+        tests = {**(evaluate_config or {}), **self.needs.test_settings, **self.feature_settings}
         loop = Loop(
             self,
             grid,

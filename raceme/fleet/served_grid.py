@@ -726,7 +726,7 @@ class Rollouts(EventHandler):
         OSError, SafetensorError
             The file of a version cannot be read.
         """
-        own = self._method.own_settings
+        own = self._method.feature_settings
         settings: dict[str, Any] = {KIND: USE}
         if device.uses is None:
             return (_PROBE, None), MessageType.QUERY, _content({}, settings)

@@ -19,7 +19,7 @@ from threadpoolctl import threadpool_limits
 
 from raceme import datasets
 from raceme.core import messages as names
-from raceme.core.chain import Chain
+from raceme.core.chain import Chain, resolved
 from raceme.core.clients import BoundToKeys, Labels
 from raceme.core.clusters import Model, blended
 from raceme.core.config import CONFIG, RunConfig, own_keys, read_toml
@@ -34,11 +34,16 @@ from raceme.core.events import (
     RunEnded,
 )
 from raceme.core.files import whole_path
-from raceme.core.messages import ModelSpec, Vector, kept_for_validation
+from raceme.core.messages import (
+    DEFAULT_VALIDATION_SHARE,
+    ModelSpec,
+    Vector,
+    kept_for_validation,
+)
 from raceme.core.progress import Plan, StopCheck, never_stop
 from raceme.core.registry import STRATEGIES
 from raceme.core.requests import ClientEmbedding, Sketch
-from raceme.core.strategy import DEFAULT_VALIDATION_SHARE, Method
+from raceme.core.strategy import Method
 from raceme.core.timeline import Timeline, timeline_of
 from raceme.datasets.dealt import with_whole_path
 from raceme.datasets.drift import schedule_of
@@ -139,11 +144,7 @@ def resolve(config: RunConfig) -> RunConfig:
     max_updates = config.max_updates
     if max_updates is None and not config.max_rounds:
         max_updates = config.planned_updates
-    own_model = config.own_model
-    if own_model is None:
-        own_model = config.validation_share != 0 and _made(config).needs.own_model
-    return config.with_values(
-        own_model=own_model,
+    return resolved(config, _made(config).needs).with_values(
         max_updates=max_updates,
         target_accuracy=datasets.default_target(config) if target is None else target,
         stop_at_target=target is not None if stop is None else stop,
@@ -188,15 +189,11 @@ def build_strategy(config: RunConfig) -> Method:
                 f"augment shifts images by {LARGEST_SHIFT} pixels, and {config.dataset} has none "
                 "that are larger: leave it out."
             )
-    if config.own_model and names.COMPLETED_BY in strategy.needs.test_settings:
+    strategy.features.check(strategy.needs)
+    if strategy.needs.validation and config.validation_share == 0:
         raise UserError(
-            f"own-model mixes whole models, and clients of {config.strategy} complete what they "
-            "receive in another way: leave it out."
-        )
-    if (strategy.needs.validation or config.own_model) and config.validation_share == 0:
-        raise UserError(
-            f"{'own-model' if config.own_model else config.strategy} compares models on held-out "
-            "samples: validation-share must be above 0."
+            f"{config.strategy} compares models on held-out samples: validation-share must be "
+            "above 0."
         )
     if config.max_rounds and strategy.scheduling.rounds is None:
         raise UserError(
@@ -265,7 +262,7 @@ def build_grid(config: RunConfig, strategy: Method | None = None) -> VirtualGrid
         seconds=lambda: training_seconds(config, examples),
         config=config,
     )
-    cost: CostFunction = partial(training_cost, upload_size=Chain.of(config).upload_size)
+    cost: CostFunction = partial(training_cost, features=Chain.of(config))
     if config.drift != NONE and any(node.device.is_per_sample for node in nodes):
         cost = _cost_at_steps(config, cost)
     return VirtualGrid(
@@ -734,7 +731,6 @@ def training_settings(config: RunConfig, report_timing: bool = False) -> ConfigR
         names.MOMENTUM: momentum,
         names.WEIGHT_DECAY: config.weight_decay or None,
         names.VALIDATION_SHARE: config.validation_share,
-        names.OWN_MODEL: config.own_model or None,
         names.REPORT_TIMING: report_timing or None,
     }
     return ConfigRecord({key: value for key, value in settings.items() if value is not None})

@@ -229,7 +229,7 @@ class Panicle(Method):
 
     parameters_type = PanicleParameters
     state_type = PanicleState
-    needs = Needs(bases=True, own_model=True)
+    needs = Needs(bases=True, features={"own-model": True})
     parameters: PanicleParameters
     state: PanicleState
 
