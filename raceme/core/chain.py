@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 from flwr.app import ConfigRecord, Context, RecordDict
 
 from raceme.core.errors import UserError
-from raceme.core.feature import Feature, FeatureContext, Refusal
-from raceme.core.messages import ModelSpec
+from raceme.core.feature import Feature, FeatureContext, Refusal, StepTests
 from raceme.core.registry import FEATURES
 from raceme.core.requests import InFlight, InvalidReplyError, Outcome, Request, Update
 from raceme.core.scheduling import check_kind, from_tree, to_tree
 
 if TYPE_CHECKING:
     from raceme.core.config import RunConfig
+    from raceme.core.progress import Evaluation
     from raceme.core.strategy import Needs
 
 
@@ -48,6 +48,9 @@ class Chain:
         made = {name: made_of(config, name) for name in config.feature_names}
         return cls({name: feature for name, feature in made.items() if feature.is_on})
 
+    def __iter__(self) -> Iterator[Feature]:
+        return iter(self._each)
+
     @property
     def keeps_bases(self) -> bool:
         """Whether a feature needs the models that clients train from."""
@@ -63,25 +66,9 @@ class Chain:
         """Settings that features add to requests."""
         return frozenset().union(*(feature.settings for feature in self._each))
 
-    def check(self, needs: Needs) -> None:
-        """Check that the features fit a method.
-
-        Raises
-        ------
-        UserError
-            One does not.
-        """
-        for feature in self._each:
-            feature.check(needs)
-
     def cost(self, settings: ConfigRecord, context: Context, examples: int) -> float:
         """Return the further work of a training message, in passes over a client's samples."""
         return sum(feature.cost(settings, context, examples) for feature in self._each)
-
-    def start(self, training: dict[str, Any], tests: dict[str, Any]) -> None:
-        """Let the features change the settings of training messages, and add some to tests."""
-        for feature in self._each:
-            feature.on_start(training, tests)
 
     def begin(self, context: FeatureContext) -> None:
         """Connect the features with a run."""
@@ -162,16 +149,15 @@ class Chain:
         for name, feature in self._features.items():
             feature.state = from_tree(feature.state_type, tree[name])
 
-    def restored(self, spec: ModelSpec) -> None:
-        """Let the features check their loaded states.
+    def tests(self, is_end: bool) -> Iterator[tuple[str, StepTests]]:
+        """Yield the tests that features begin now, by the name of the feature."""
+        for name, feature in self._features.items():
+            if tests := feature.tests(self._connected, is_end):
+                yield name, tests
 
-        Raises
-        ------
-        ValueError
-            A state does not fit the run's models.
-        """
-        for feature in self._each:
-            feature.restored(spec)
+    def tested(self, name: str, tests: Evaluation) -> None:
+        """Inform a feature of the scores of its tests."""
+        self._features[name].on_tested(tests, self._connected)
 
     @property
     def _connected(self) -> FeatureContext:

@@ -317,9 +317,6 @@ class RunConfig:
     eval_clients: int = option(
         0, "number of clients that evaluate, always the same ones (0: all)", low=0
     )
-    eval_tasks: bool = option(
-        False, "test for forgetting: at the end of each step, on the data of all steps so far"
-    )
     concurrency: int = option(0, "clients that train at a time (0: all online)", low=0)
     task_timeout: float = option(
         3600.0, "time after which an unanswered task counts as lost", unit=SECONDS, above=0

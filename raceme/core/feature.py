@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from raceme.core.config import RunConfig
     from raceme.core.events import Event, MeasureSchema
     from raceme.core.messages import ModelSpec, Vector
+    from raceme.core.progress import Evaluation, StepSchedule
     from raceme.core.requests import InFlight, Outcome, Request, Update
     from raceme.core.strategy import Needs
 
@@ -52,6 +53,25 @@ class Refusal:
     """
 
     reason: str
+
+
+@dataclass(frozen=True)
+class StepTests:
+    """Tests of the models of one time by clients, on their data of any steps.
+
+    Attributes
+    ----------
+    steps : Mapping[str, Sequence[int]]
+        Steps to test on, by client.
+    present : Mapping[str, int]
+        Step of the data of each of these clients by which it completes a received model.
+    untrained : bool
+        Whether the untrained model is tested, too, on the last of a client's steps.
+    """
+
+    steps: Mapping[str, Sequence[int]]
+    present: Mapping[str, int]
+    untrained: bool = False
 
 
 class Probe(Protocol):
@@ -106,8 +126,20 @@ class FeatureContext(Protocol):
         """Measures models on the server's own data, if any."""
 
     @property
+    def exchanges(self) -> bool:
+        """Whether models travel."""
+
+    @property
     def online(self) -> int:
         """Number of clients online."""
+
+    @property
+    def clients(self) -> list[str]:
+        """The clients online."""
+
+    @property
+    def drift(self) -> StepSchedule | None:
+        """When clients' data change; None if they never do."""
 
     @property
     def updates(self) -> int:
@@ -115,7 +147,10 @@ class FeatureContext(Protocol):
 
     @property
     def trained_steps(self) -> Mapping[str, int]:
-        """Step of the data of each client's last update; empty if models do not travel."""
+        """Step of the data of each client's last update."""
+
+    def step_of(self, client: str) -> int:
+        """Return the step of a client's data now; of an empty name, the common one."""
 
     def now(self) -> float:
         """Return the time on the grid's clock in seconds."""
@@ -229,3 +264,10 @@ class Feature:
 
     def on_closed(self, task: InFlight, context: FeatureContext) -> None:
         """Handle the end of a task, successful or not."""
+
+    def tests(self, context: FeatureContext, is_end: bool) -> StepTests | None:
+        """Return tests to begin now, if any; asked after each update, and at the end."""
+        return None
+
+    def on_tested(self, tests: Evaluation, context: FeatureContext) -> None:
+        """Handle the scores of tests that are over."""

@@ -23,7 +23,7 @@ from raceme.core import messages as names
 from raceme.core.clients import ForeignIdError, Identities, Idle
 from raceme.core.clusters import NonFiniteModelError
 from raceme.core.errors import UserError, about, unknown_name
-from raceme.core.evaluation import EvaluateFn, Evaluator, Packer, Report
+from raceme.core.evaluation import EvaluateFn, Evaluator, Packer
 from raceme.core.events import Ending
 from raceme.core.progress import Plan, Steps, StopCheck
 from raceme.core.requests import (
@@ -82,14 +82,19 @@ _EXPLAINING = 60.0
 class _Context:
     """A run as its features see it; see :class:`raceme.core.feature.FeatureContext`."""
 
-    def __init__(self, method: Method, observe: events.Observer) -> None:
+    def __init__(self, method: Method, steps: Steps, observe: events.Observer) -> None:
         self._method, self._progress, self._observe = method, method.progress, observe
+        self.drift, self.step_of = steps.schedule, steps.now_of
         self.spec, self.clusters, self.probe = method.spec, method.clusters, method.probe
         self.now, self.compared, self.base = method.now, method.compared, method.base_of
 
     @property
     def trained_steps(self) -> Mapping[str, int]:
-        return self._progress.trained_steps if self._method.needs.exchange else {}
+        return self._progress.trained_steps
+
+    @property
+    def exchanges(self) -> bool:
+        return self._method.needs.exchange
 
     @property
     def has_one_model(self) -> bool:
@@ -98,6 +103,10 @@ class _Context:
     @property
     def online(self) -> int:
         return len(self._progress.fleet.by_node)
+
+    @property
+    def clients(self) -> list[str]:
+        return [client.client_id for client in self._progress.fleet.online()]
 
     @property
     def updates(self) -> int:
@@ -168,7 +177,6 @@ class Loop:
             now=self.now,
             rounds=lambda: method.scheduling.rounds,
             observe=self._observe,
-            tests_tasks=plan.eval_tasks,
         )
         self._evaluator = Evaluator(
             method,
@@ -209,7 +217,7 @@ class Loop:
         method = self._method
         method.clusters.report_to(lambda change: self._observe(replace(change, time=self.now())))
         method.report, method.step_of = self._observe, self._steps.of
-        method.features.begin(_Context(method, self._observe))
+        method.features.begin(_Context(method, self._steps, self._observe))
         ended_at = None
         try:
             if not nothing_missed:
@@ -297,7 +305,7 @@ class Loop:
         """Evaluate if due; return whether a limit is reached, and record it."""
         progress = self._progress
         self._evaluator.close_if_over()
-        self._evaluator.look_at_steps()
+        self._evaluator.begin_tests_of_features(is_end=False)
         if self._evaluation_is_due():
             self._steps.look_before_test()
             self._evaluator.begin()
@@ -344,11 +352,9 @@ class Loop:
         due = self._plan.is_tested(progress, self._method.scheduling.rounds)
         return due or self._steps.is_untested(self._plan.eval_steps)
 
-    def _evaluated(self, report: Report) -> None:
-        """Report tests, and end the run if they are an evaluation that reaches the target."""
+    def _evaluated(self, report: events.Evaluated) -> None:
+        """Report an evaluation, and end the run if it reaches the target."""
         self._observe(report)
-        if isinstance(report, events.TasksTested):
-            return
         if self._ending is None and self._plan.is_reached(report):
             wanted = f"{report.measure.word} of {self._plan.target_accuracy:g}"
             self._ending = Ending.TARGET, f"the target {wanted} was reached"

@@ -841,6 +841,7 @@ FEATURES = _Features(
         "short-upload": "raceme.features.short_upload.server:ShortUpload",
         "upload-scores": "raceme.features.upload_scores.server:UploadScores",
         "discrepancy": "raceme.features.discrepancy.server:Discrepancy",
+        "task-tests": "raceme.features.task_tests.server:TaskTests",
     },
     group="raceme.features",
     expected="a subclass of raceme.core.feature.Feature",

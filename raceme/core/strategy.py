@@ -732,7 +732,8 @@ class Method(Strategy):
         training: dict[str, Any] = {**(train_config or {})}
         share = training.get(VALIDATION_SHARE, DEFAULT_VALIDATION_SHARE)
         self.feature_settings = {}
-        self.features.start(training, self.feature_settings)
+        for feature in self.features:
+            feature.on_start(training, self.feature_settings)
         if self.needs.validation:
             training[VALIDATION_SHARE] = share
         self.train_config = ConfigRecord(training)
@@ -826,7 +827,8 @@ class Method(Strategy):
             for vector in vectors:
                 if vector.shape != (size,):
                     raise ValueError(f"a {what} of shape {vector.shape}, not ({size},)")
-        self.features.restored(self.spec)
+        for feature in self.features:
+            feature.restored(self.spec)
 
     def _work_in_rounds(self, *_given: Any, **_named: Any) -> NoReturn:
         """Raise UserError: a wrapping strategy calls it, which would train no client."""

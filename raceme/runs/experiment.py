@@ -175,8 +175,6 @@ def build_strategy(config: RunConfig) -> Method:
             f"drift-at counts rounds, and {config.strategy} has none: give seconds, updates or "
             "uploads."
         )
-    if config.eval_tasks and drift is None:
-        raise UserError("eval-tasks needs a drift: choose one with drift.")
     if strategy.needs.classes and datasets.data_shape(config).target is not None:
         raise UserError(
             f"The labels of {config.dataset} are quantities, and {config.strategy} has clients "
@@ -189,7 +187,8 @@ def build_strategy(config: RunConfig) -> Method:
                 f"augment shifts images by {LARGEST_SHIFT} pixels, and {config.dataset} has none "
                 "that are larger: leave it out."
             )
-    strategy.features.check(strategy.needs)
+    for feature in strategy.features:
+        feature.check(strategy.needs)
     if strategy.needs.validation and config.validation_share == 0:
         raise UserError(
             f"{config.strategy} compares models on held-out samples: validation-share must be "
@@ -699,7 +698,6 @@ def plan(config: RunConfig) -> Plan:
         eval_every=config.eval_every or config.num_clients,
         eval_rounds=config.eval_rounds,
         eval_steps=config.eval_steps,
-        eval_tasks=config.eval_tasks,
         eval_clients=config.eval_clients,
         concurrency=config.concurrency,
         drift=schedule_of(config),

@@ -25,6 +25,6 @@ class UploadScores(Feature):
         """Ask for the tests; the model in return is tested on the data of the last upload."""
         asked: dict[str, Value] = {SCORED: True}
         former = context.trained_steps.get(request.client)
-        if former is not None:
+        if former is not None and context.exchanges:
             asked[FORMER_STEP] = former
         return replace(request, settings={**request.settings, **asked})
