@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from flwr.app import ConfigRecord, Context, RecordDict
 
-from raceme.core.errors import UserError
 from raceme.core.feature import Feature, FeatureContext, Refusal, StepTests
 from raceme.core.registry import FEATURES
 from raceme.core.requests import InFlight, InvalidReplyError, Outcome, Request, Update
-from raceme.core.scheduling import check_kind, from_tree, to_tree
+from raceme.core.state import NoState, check_storable, from_tree, stored
 
 if TYPE_CHECKING:
     from raceme.core.config import RunConfig
@@ -32,8 +31,9 @@ class Chain:
     def __init__(self, features: Mapping[str, Feature] | None = None) -> None:
         self._features = dict(features or {})
         for name, feature in self._features.items():
-            check_kind(feature.state_type, f"the state of {name}")
+            check_storable(feature.state_type, f"the state of {name}")
         self._each: Iterable[Feature] = self._features.values()
+        self._stateful = {n: of for n, of in self._features.items() if of.state_type is not NoState}
         self._context: FeatureContext | None = None
 
     @classmethod
@@ -80,6 +80,11 @@ class Chain:
             request = feature.on_request(request, self._connected)
         return request
 
+    def sent(self, task: InFlight) -> None:
+        """Inform the features of a task that was sent."""
+        for feature in self._each:
+            feature.on_sent(task, self._connected)
+
     def reply(self, content: RecordDict) -> RecordDict:
         """Return the content of a reply to training as it is read.
 
@@ -125,16 +130,10 @@ class Chain:
         UserError
             A state has values of other types than annotated.
         """
-        tree = {}
-        for name, feature in self._features.items():
-            try:
-                tree[name] = to_tree(feature.state)
-                if not FEATURES.is_own(name):
-                    # Told now rather than when the run is resumed.
-                    from_tree(feature.state_type, tree[name])
-            except (TypeError, ValueError) as error:
-                raise UserError(f"the state of {name} is invalid: {error}") from None
-        return tree
+        return {
+            name: stored(of.state, of.state_type, name, verified=not FEATURES.is_own(name))
+            for name, of in self._stateful.items()
+        }
 
     def load_state_dict(self, tree: Mapping[str, Any]) -> None:
         """Continue from what :meth:`state_dict` returned.
@@ -144,9 +143,9 @@ class Chain:
         ValueError
             The states are of other features.
         """
-        if tree.keys() != self._features.keys():
-            raise ValueError(f"the state is of {sorted(tree)}, not {sorted(self._features)}")
-        for name, feature in self._features.items():
+        if tree.keys() != self._stateful.keys():
+            raise ValueError(f"the state is of {sorted(tree)}, not {sorted(self._stateful)}")
+        for name, feature in self._stateful.items():
             feature.state = from_tree(feature.state_type, tree[name])
 
     def tests(self, is_end: bool) -> Iterator[tuple[str, StepTests]]:

@@ -17,19 +17,12 @@ from raceme.core import messages as names
 from raceme.core.clients import Client, Idle
 from raceme.core.clusters import Model, Weights, blended
 from raceme.core.errors import about, quoted
-from raceme.core.events import (
-    ACCURACY,
-    Evaluated,
-    Measure,
-    Measured,
-    MeasureSchema,
-    UpdateRejected,
-)
+from raceme.core.events import ACCURACY, Evaluated, Measure, Measured, MeasureSchema, UpdateRejected
 from raceme.core.feature import StepTests
-from raceme.core.messages import InvalidReplyError, ModelSpec, Vector
+from raceme.core.messages import InvalidReplyError, ModelSpec
 from raceme.core.progress import PRESENT, UNTRAINED, ClientScore, Evaluation, Steps
 from raceme.core.timeline import Timeline, push
-from raceme.flower.messages import BUDGET, Shelf, SpillFile, spill_arrays
+from raceme.flower.messages import BUDGET, SpillFile, spill_arrays
 
 if TYPE_CHECKING:
     from raceme.core.strategy import Method
@@ -265,10 +258,8 @@ class Evaluator:
         self._central, self._testers, self._report = central, testers, report
         self._progress = method.progress
         # Models at the start of the evaluation, which may change before a client is idle: per
-        # feature and client, cluster models of each cell and personal models, in a file for large
-        # fleets.
+        # feature and client, those of each cell.
         self._records: dict[str, dict[str, list[ArrayRecord]]] = {}
-        self._own: Mapping[str, Vector] = {}
         # Idle clients tested since the method last sent work, which get work first: a slow client
         # would otherwise only test and never train.
         self._tested: set[str] = set()
@@ -381,7 +372,7 @@ class Evaluator:
             if evaluation.scores:
                 self._method.features.tested(evaluation.feature, evaluation)
             return
-        self._progress.evaluation, self._own = None, {}
+        self._progress.evaluation = None
         if evaluation.scores:
             report = evaluation.report()
             self._method.result.evaluate_metrics_clientapp[report.updates] = MetricRecord(
@@ -449,15 +440,9 @@ class Evaluator:
     def _prepare(self, evaluation: Evaluation, clients: Collection[str]) -> None:
         """Prepare the current models for some clients' tests."""
         method, feature, served = self._method, evaluation.feature, self._method.served
-        if not feature:
-            self._own = own = Shelf()
-            for client, vector in method.used(clients):
-                own[client] = vector
         prepared: dict[str, list[ArrayRecord]] = {}
         self._records[feature] = prepared
         for client in clients:
-            if client in self._own and not feature:
-                continue
             # Steps with the same clusters share a record, so that each model is sent once.
             packed: dict[tuple[tuple[int, float], ...], ArrayRecord] = {}
             prepared[client] = models = []
@@ -473,13 +458,9 @@ class Evaluator:
 
     def _models(self, evaluation: Evaluation, client: str) -> list[ArrayRecord]:
         """Return the models that a client tests, one per cell."""
-        own: Mapping[str, Vector] = {} if evaluation.feature else self._own
-        if client not in self._records.get(evaluation.feature, {}) and client not in own:
+        if client not in self._records.get(evaluation.feature, {}):
             # After a resumption during an evaluation, current models are used.
             self._prepare(evaluation, [client])
-            own = {} if evaluation.feature else self._own
-        if client in own:
-            return [self._method.spec.pack(own[client])]
         return self._records[evaluation.feature][client]
 
     def _message(self, evaluation: Evaluation, client: str) -> Message:

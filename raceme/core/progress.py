@@ -14,6 +14,7 @@ from zlib import crc32
 from raceme.core import events
 from raceme.core.clients import Client, Fleet, Labels, largest_believed
 from raceme.core.events import ACCURACY, Evaluated, Measure
+from raceme.core.limits import Limits
 from raceme.core.requests import InFlight
 
 StopCheck = Callable[[], str]
@@ -175,7 +176,7 @@ class Progress:
         Refused replies per client since the last valid one of any client.
     last_refusal : str
         Client and reason of the last refused reply.
-    checked_at, somebody_at : float
+    checked_at, last_online_at : float
         Times of the last check of online nodes, and of the last online client.
     greeted_at : float
         Time of the last greeting; -infinity before the first.
@@ -211,7 +212,7 @@ class Progress:
     rejected_in_a_row: dict[str, int] = field(default_factory=dict)
     last_refusal: str = ""
     checked_at: float = 0.0
-    somebody_at: float = 0.0
+    last_online_at: float = 0.0
     greeted_at: float = -math.inf
     evaluated_at: int = -1
     evaluated_round: int = 0
@@ -289,31 +290,15 @@ def rounds_over(count: int) -> str:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Limits):
     """Limits and schedule of a run, the same for every method.
 
     Attributes
     ----------
-    max_time : float or None
-        Stop at this time on the grid's clock, in seconds.
-    target_accuracy : float or None
-        Target mean client accuracy, or mean absolute error.
-    stop_at_target : bool
-        Whether reaching it ends the run.
     eval_every : int
         Number of applied updates between two evaluations.
-    eval_rounds : int
-        Rounds or windows between two evaluations, if the method has them; 0: `eval_every`.
-    eval_steps : bool
-        Whether to evaluate also after a common drift, before any training.
-    eval_clients : int
-        Number of clients that test at an evaluation; 0: all online.
-    concurrency : int
-        Number of clients that train at a time; 0: all online.
     drift : StepSchedule or None
         When clients' data change; None if they never do.
-    max_rounds : int or None
-        Limit of rounds or windows, if the method has them.
     highest_score : float
         Largest valid score of an upload: 1 for accuracies, infinity for errors.
     labels : Labels
@@ -323,16 +308,8 @@ class Plan:
         its length.
     """
 
-    max_time: float | None = None
-    target_accuracy: float | None = None
-    stop_at_target: bool = True
     eval_every: int = 20
-    eval_rounds: int = 0
-    eval_steps: bool = False
-    eval_clients: int = 0
-    concurrency: int = 0
     drift: StepSchedule | None = None
-    max_rounds: int | None = None
     highest_score: float = 1.0
     labels: Labels = field(default_factory=Labels)
     planned_updates: int = 0
@@ -340,7 +317,7 @@ class Plan:
     @property
     def deadline(self) -> float:
         """Time at which to stop; infinity without a limit."""
-        return math.inf if self.max_time is None else self.max_time
+        return self.max_time or math.inf
 
     def limit(self, updates: int, num_updates: int, now: float, rounds: int | None = None) -> str:
         """Return the reached limit in words; empty if none.
@@ -356,7 +333,7 @@ class Plan:
         """
         if 0 < num_updates <= updates:
             return "1 update was applied" if updates == 1 else f"{updates} updates were applied"
-        if self.max_rounds is not None and rounds is not None and rounds >= self.max_rounds:
+        if self.max_rounds and rounds is not None and rounds >= self.max_rounds:
             return rounds_over(self.max_rounds)
         if now >= self.deadline:
             return f"the time limit of {self.deadline:g} s was reached"
@@ -395,7 +372,7 @@ class Plan:
     def is_reached(self, report: Evaluated) -> bool:
         """Return whether an evaluation reaches the target with enough answers."""
         return (
-            self.stop_at_target
+            self.stop_at_target is not False
             and self.target_accuracy is not None
             and report.counts
             and report.measure.reaches(report.accuracy, self.target_accuracy)

@@ -842,6 +842,7 @@ FEATURES = _Features(
         "upload-scores": "raceme.features.upload_scores.server:UploadScores",
         "discrepancy": "raceme.features.discrepancy.server:Discrepancy",
         "task-tests": "raceme.features.task_tests.server:TaskTests",
+        "client-map": "raceme.features.client_map.server:ClientMap",
     },
     group="raceme.features",
     expected="a subclass of raceme.core.feature.Feature",
@@ -930,10 +931,10 @@ CLIENT_WORK = Registry(
     | _functions("raceme.strategies.fedrc.client", "label-masses train-weighted")
     | _functions("raceme.client_app", "describe"),
     group="raceme.client_work",
-    expected="def {name}(work), which returns an Answer",
+    expected="def {name}(work), which returns a WorkResult",
 )
-"""Work of clients: functions of a `ClientWork` that return an `Answer`. ``docs/security.md`` lists
-what each reveals."""
+"""Work of clients: functions of a `ClientWork` that return a `WorkResult`. ``docs/security.md``
+lists what each reveals."""
 
 COMPLETIONS = Registry(
     "completion",

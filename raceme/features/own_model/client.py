@@ -17,9 +17,9 @@ from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 from numpy.typing import NDArray
 
 from raceme.core.messages import TASK_SHARE, ModelSpec
+from raceme.core.training_settings import TrainingSettings
 from raceme.features.own_model import OWN_MODEL, SHARES, WHOLE
-from raceme.training.clients import Client
-from raceme.training.local import TrainingSettings
+from raceme.training.clients import LocalClient
 from raceme.training.local import losses as sample_losses
 from raceme.training.local import train as train_locally
 from raceme.training.models import Samples, is_usable
@@ -97,7 +97,7 @@ def use_mixture(work: ClientWork) -> None:
         client.network.read(_mixtures(start, used)(share))
 
 
-def _validating(work: ClientWork) -> Client:
+def _validating(work: ClientWork) -> LocalClient:
     """Return the client with validation samples, unless it has too few samples."""
     if work.client.validation is not None or len(work.client.train) < 2:
         return work.client
@@ -120,7 +120,7 @@ def _mixtures(start: ArrayRecord, own: ArrayRecord) -> Callable[[float], ArrayRe
     return mixture
 
 
-def _losses_of_mixtures(client: Client, state: RecordDict) -> Losses | None:
+def _losses_of_mixtures(client: LocalClient, state: RecordDict) -> Losses | None:
     """Return the losses under mixtures of the network's model and the client's own, if it has one.
 
     The network has its model again in the end.

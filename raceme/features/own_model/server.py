@@ -27,11 +27,7 @@ class OwnModel(Feature):
     """Clients also train a model of their own, and use a mixture of it and the received one."""
 
     options_type = Options
-
-    @property
-    def is_on(self) -> bool:
-        """Whether the key ``own-model`` is true."""
-        return bool(self.options.own_model)
+    switch = "own_model"
 
     def resolved(self, needs: Needs) -> Mapping[str, Any]:
         """Leave ``own-model`` to the method, unless there are no samples to validate with."""

@@ -42,12 +42,8 @@ class TaskTests(Feature):
     """Clients test their models on the data of all steps so far."""
 
     options_type = Options
+    switch = "eval_tasks"
     state_type = TaskTestsState
-
-    @property
-    def is_on(self) -> bool:
-        """Whether the key ``eval-tasks`` is true."""
-        return bool(self.options.eval_tasks)
 
     def check(self, needs: Needs) -> None:
         """Check that the run has steps."""

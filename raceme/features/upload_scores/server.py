@@ -14,12 +14,8 @@ class UploadScores(Feature):
     """Requests ask clients to test each upload and the model received in return."""
 
     options_type = Options
+    switch = "score_uploads"
     settings = frozenset({SCORED, FORMER_STEP})
-
-    @property
-    def is_on(self) -> bool:
-        """Whether the key ``score-uploads`` is true."""
-        return bool(self.options.score_uploads)
 
     def on_request(self, request: Request, context: FeatureContext) -> Request:
         """Ask for the tests; the model in return is tested on the data of the last upload."""
