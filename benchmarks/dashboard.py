@@ -32,9 +32,10 @@ import numpy as np
 
 from raceme.core.config import RunConfig
 from raceme.core.events import ClientJoined, Event, RunEnded
-from raceme.core.requests import ClientEmbedding
+from raceme.features.client_map.server import ClientMap
+from raceme.features.client_map.sketches import ClientEmbedding
 from raceme.reporting.dashboard.server import watching
-from raceme.runs.experiment import ClientMap, simulate
+from raceme.runs.experiment import simulate
 
 LOOK = """
 import sys, urllib.request
@@ -51,8 +52,8 @@ class Counted:
     def __init__(self) -> None:
         self.seconds = 0.0
         for owner, name in (
-            *((ClientEmbedding, name) for name in ("send", "awaits", "take", "close")),
-            (ClientMap, "__call__"),
+            *((ClientEmbedding, name) for name in ("send", "take", "close")),
+            (ClientMap, "_observe"),
         ):
             setattr(owner, name, self._counting(getattr(owner, name)))
 

@@ -29,7 +29,7 @@ from raceme.core.events import (
     RunEnded,
     UpdateApplied,
 )
-from raceme.records.positions import PositionsFile
+from raceme.features.client_map.positions import PositionsFile
 from raceme.records.store import RunStore
 from raceme.reporting.dashboard.server import watching
 

@@ -19,8 +19,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from raceme.core.training_settings import TrainingSettings
 from raceme.training import models
-from raceme.training.local import TrainingSettings, train
+from raceme.training.local import train
 from raceme.training.models import Network, Samples
 
 SHAPE, CLASSES = (1, 28, 28), 10

@@ -34,9 +34,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from raceme import datasets
 from raceme.core.config import RunConfig
 from raceme.core.events import Event, UpdateApplied
+from raceme.core.training_settings import TrainingSettings
 from raceme.runs import experiment
 from raceme.training import models
-from raceme.training.local import TrainingSettings, train
+from raceme.training.local import train
 from raceme.training.models import Network, Samples
 
 

@@ -23,8 +23,9 @@ from rich.console import Console
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
+from raceme.core.training_settings import TrainingSettings
 from raceme.training import models
-from raceme.training.local import TrainingSettings, differentiate, train
+from raceme.training.local import differentiate, train
 from raceme.training.models import Network, Samples
 
 STEPS = 24

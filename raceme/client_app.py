@@ -5,7 +5,7 @@ message and the client, so that messages may be answered early, in any order and
 
 A message names a kind of work: one of :data:`raceme.core.registry.CLIENT_WORK`, loaded on demand,
 or ``module:function`` for a user's own. It is a function of a
-:class:`~raceme.training.work.ClientWork` that returns an :class:`~raceme.training.work.Answer`.
+:class:`~raceme.training.work.ClientWork` that returns a :class:`~raceme.training.work.WorkResult`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from importlib import import_module
 
 import numpy as np
 import torch
@@ -31,11 +30,12 @@ from raceme.core.config import RunConfig
 from raceme.core.messages import Role, to_array
 from raceme.core.options import Value
 from raceme.core.registry import CLIENT_WORK, FEATURES
+from raceme.core.registry import load as load_target
 from raceme.flower.messages import array_record
 from raceme.training import machine as hardware
-from raceme.training.clients import Client, ClientCache, joined, load
+from raceme.training.clients import ClientCache, LocalClient, joined, load
 from raceme.training.clients import OwnData as OwnData
-from raceme.training.work import Answer, ClientWork, answer_to, step_in
+from raceme.training.work import ClientWork, WorkResult, answer_to, step_in
 
 # One thread per client: two processes of one thread do nearly twice the work of one process with
 # two.
@@ -119,13 +119,11 @@ def _client_halves(keys: tuple[tuple[str, Value], ...], private: bool) -> tuple[
         if target and (FEATURES.is_own(name) or not private):
             feature = made_of(config, name)
             if feature.is_on:
-                module, _, function = target.partition(":")
-                half = getattr(import_module(module), function)
-                halves.append(partial(half, options=feature.options))
+                halves.append(partial(load_target(target), options=feature.options))
     return tuple(halves)
 
 
-def describe(work: ClientWork) -> Answer:
+def describe(work: ClientWork) -> WorkResult:
     """Describe the client: stable id, data and their true group, machine."""
     client = work.client
     metrics = {
@@ -134,7 +132,7 @@ def describe(work: ClientWork) -> Answer:
         names.GROUP: _UNKNOWN_GROUP if client.group is None else client.group,
     }
     labels = {names.LABELS: work.labels} if work.labels else {}
-    return Answer(metrics, told={names.CLIENT_ID: client.id, **labels, **hardware.describe()})
+    return WorkResult(metrics, told={names.CLIENT_ID: client.id, **labels, **hardware.describe()})
 
 
 _DEFAULTS = {
@@ -162,7 +160,7 @@ class AddedKinds:
 
     def __init__(self, load: Callable[[Context], OwnData]) -> None:
         self._load = load
-        self._loaded: dict[int, Client] = {}
+        self._loaded: dict[int, LocalClient] = {}
 
     def __call__(
         self,
@@ -180,7 +178,7 @@ class AddedKinds:
         work = work_of(message, context, self._client)
         return reply_to(message, work, answer_to(work))
 
-    def _client(self, context: Context) -> Client:
+    def _client(self, context: Context) -> LocalClient:
         """Return the client of a context."""
         if context.node_id not in self._loaded:
             self._loaded[context.node_id] = self._load(context).client(context)
@@ -188,7 +186,7 @@ class AddedKinds:
 
 
 def work_of(
-    message: Message, context: Context, own: Callable[[Context], Client] | None = None
+    message: Message, context: Context, own: Callable[[Context], LocalClient] | None = None
 ) -> ClientWork:
     """Parse the work of a message for a node's client.
 
@@ -218,10 +216,10 @@ def work_of(
     if not isinstance(share, int | float):
         raise ValueError(f"{names.VALIDATION_SHARE} must be a number, got {share!r}.")
 
-    def at_step(step: int) -> Client:
+    def at_step(step: int) -> LocalClient:
         return _kept(_clients.client(context, step) if own is None else own(context), share)
 
-    client, steps = at_step(step), list[Client]()
+    client, steps = at_step(step), list[LocalClient]()
     if own is None and names.STEPS in settings:
         several = _clients.clients(context, _several(settings[names.STEPS]))
         steps = [_kept(loaded, share) for loaded in several]
@@ -246,7 +244,7 @@ def _settings(message: Message) -> ConfigRecord:
     return record if isinstance(record, ConfigRecord) else ConfigRecord()
 
 
-def _kept(client: Client, share: float) -> Client:
+def _kept(client: LocalClient, share: float) -> LocalClient:
     """Return a client with a share of its training samples kept for validation, if any."""
     return client.divided(share) if share else client
 
@@ -267,7 +265,7 @@ def _several(steps: object) -> list[int]:
     return found
 
 
-def reply_to(message: Message, work: ClientWork, answer: Answer) -> Message:
+def reply_to(message: Message, work: ClientWork, answer: WorkResult) -> Message:
     """Convert an answer to the reply to a message."""
     echoed = {name: work.settings[name] for name in _ECHOED if name in work.settings}
     content = RecordDict()
@@ -300,7 +298,7 @@ def _respond(message: Message, context: Context) -> Message:
     return reply_to(message, work, replace(answer, metrics={**answer.metrics, **times}))
 
 
-def _answered(message: Message, context: Context) -> tuple[ClientWork, Answer]:
+def _answered(message: Message, context: Context) -> tuple[ClientWork, WorkResult]:
     work = work_of(message, context)
     check_kind(work.kind, context)
     return work, answer_to(work)

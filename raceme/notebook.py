@@ -26,8 +26,8 @@ from raceme.experiments.results import Comparison, Run, read_comparison, read_ru
 from raceme.experiments.tables import main_table, purity_table, times_table, to_csv, to_latex
 from raceme.records.exchanges import CLIENTS
 from raceme.records.folder import COMPARISON, STORE, SUMMARY, clusters_in, model_file, read_model
-from raceme.records.positions import read_similarity
 from raceme.records.record import RunRecord, read_run
+from raceme.records.similarity import read_similarity
 from raceme.reporting.artefacts import draw_similarity, export_model, missing_line
 from raceme.reporting.console import summary_rows
 from raceme.reporting.plots import (

@@ -575,7 +575,7 @@ def rollback(
 
 def _answer(run: Path, name: str, **arguments: object) -> Any:
     """Let a run's server execute a command, a method of `FleetCommands`."""
-    from raceme.records.folder import command
+    from raceme.records.control import command
 
     return command(run, name, **arguments)
 

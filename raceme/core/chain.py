@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from flwr.app import RecordDict
+from flwr.app import ConfigRecord, Context, RecordDict
 
-from raceme.core.errors import UserError
-from raceme.core.feature import Feature, FeatureContext, Refusal
-from raceme.core.messages import ModelSpec
+from raceme.core.feature import Feature, FeatureContext, Refusal, StepTests
 from raceme.core.registry import FEATURES
 from raceme.core.requests import InFlight, InvalidReplyError, Outcome, Request, Update
-from raceme.core.scheduling import check_kind, from_tree, to_tree
+from raceme.core.state import NoState, check_storable, from_tree, stored
 
 if TYPE_CHECKING:
     from raceme.core.config import RunConfig
+    from raceme.core.progress import Evaluation
+    from raceme.core.strategy import Needs
 
 
 class Chain:
@@ -31,8 +31,9 @@ class Chain:
     def __init__(self, features: Mapping[str, Feature] | None = None) -> None:
         self._features = dict(features or {})
         for name, feature in self._features.items():
-            check_kind(feature.state_type, f"the state of {name}")
+            check_storable(feature.state_type, f"the state of {name}")
         self._each: Iterable[Feature] = self._features.values()
+        self._stateful = {n: of for n, of in self._features.items() if of.state_type is not NoState}
         self._context: FeatureContext | None = None
 
     @classmethod
@@ -46,6 +47,9 @@ class Chain:
         """
         made = {name: made_of(config, name) for name in config.feature_names}
         return cls({name: feature for name, feature in made.items() if feature.is_on})
+
+    def __iter__(self) -> Iterator[Feature]:
+        return iter(self._each)
 
     @property
     def keeps_bases(self) -> bool:
@@ -62,6 +66,10 @@ class Chain:
         """Settings that features add to requests."""
         return frozenset().union(*(feature.settings for feature in self._each))
 
+    def cost(self, settings: ConfigRecord, context: Context, examples: int) -> float:
+        """Return the further work of a training message, in passes over a client's samples."""
+        return sum(feature.cost(settings, context, examples) for feature in self._each)
+
     def begin(self, context: FeatureContext) -> None:
         """Connect the features with a run."""
         self._context = context
@@ -71,6 +79,11 @@ class Chain:
         for feature in self._each:
             request = feature.on_request(request, self._connected)
         return request
+
+    def sent(self, task: InFlight) -> None:
+        """Inform the features of a task that was sent."""
+        for feature in self._each:
+            feature.on_sent(task, self._connected)
 
     def reply(self, content: RecordDict) -> RecordDict:
         """Return the content of a reply to training as it is read.
@@ -117,16 +130,10 @@ class Chain:
         UserError
             A state has values of other types than annotated.
         """
-        tree = {}
-        for name, feature in self._features.items():
-            try:
-                tree[name] = to_tree(feature.state)
-                if not FEATURES.is_own(name):
-                    # Told now rather than when the run is resumed.
-                    from_tree(feature.state_type, tree[name])
-            except (TypeError, ValueError) as error:
-                raise UserError(f"the state of {name} is invalid: {error}") from None
-        return tree
+        return {
+            name: stored(of.state, of.state_type, name, verified=not FEATURES.is_own(name))
+            for name, of in self._stateful.items()
+        }
 
     def load_state_dict(self, tree: Mapping[str, Any]) -> None:
         """Continue from what :meth:`state_dict` returned.
@@ -136,26 +143,32 @@ class Chain:
         ValueError
             The states are of other features.
         """
-        if tree.keys() != self._features.keys():
-            raise ValueError(f"the state is of {sorted(tree)}, not {sorted(self._features)}")
-        for name, feature in self._features.items():
+        if tree.keys() != self._stateful.keys():
+            raise ValueError(f"the state is of {sorted(tree)}, not {sorted(self._stateful)}")
+        for name, feature in self._stateful.items():
             feature.state = from_tree(feature.state_type, tree[name])
 
-    def restored(self, spec: ModelSpec) -> None:
-        """Let the features check their loaded states.
+    def tests(self, is_end: bool) -> Iterator[tuple[str, StepTests]]:
+        """Yield the tests that features begin now, by the name of the feature."""
+        for name, feature in self._features.items():
+            if tests := feature.tests(self._connected, is_end):
+                yield name, tests
 
-        Raises
-        ------
-        ValueError
-            A state does not fit the run's models.
-        """
-        for feature in self._each:
-            feature.restored(spec)
+    def tested(self, name: str, tests: Evaluation) -> None:
+        """Inform a feature of the scores of its tests."""
+        self._features[name].on_tested(tests, self._connected)
 
     @property
     def _connected(self) -> FeatureContext:
         assert self._context is not None, "the loop connects the features"
         return self._context
+
+
+def resolved(config: RunConfig, needs: Needs) -> RunConfig:
+    """Fill in the options of features that are left to the method."""
+    for name in config.feature_names:
+        config = config.with_values(**made_of(config, name).resolved(needs))
+    return config
 
 
 def made_of(config: RunConfig, name: str) -> Feature:

@@ -471,7 +471,7 @@ class Fleet:
         self.greeted[node_id] = message_id
         self.open_greetings[message_id] = node_id
 
-    def heard(self, client: str, examples: int) -> None:
+    def record_examples(self, client: str, examples: int) -> None:
         """Record a client's stated number of examples."""
         before = self.sizes.get(client)
         if before == examples:
@@ -627,7 +627,7 @@ class Fleet:
         self.clients[client_id] = client
         client.num_examples, client.node_id = examples, node_id
         if names.NUM_EXAMPLES in measured:
-            self.heard(client_id, examples)
+            self.record_examples(client_id, examples)
         self.by_node[node_id] = client_id
         return client, returned
 

@@ -19,6 +19,7 @@ import tomli_w
 
 from raceme.core.errors import UserError, printable, unknown_name
 from raceme.core.files import ReadingError, parse_toml, read_text, whole_path
+from raceme.core.limits import Limits
 from raceme.core.options import (
     AUTO,
     SECONDS,
@@ -50,6 +51,7 @@ from raceme.core.registry import (
     is_local,
     source_digest,
 )
+from raceme.core.training_settings import TrainingOptions
 
 # -----------------------------------------------------------------------------
 # Parsing of keys: TOML files, and ``key=value`` after ``--set``.
@@ -198,7 +200,6 @@ def assignments(text: str) -> list[tuple[str, Value]]:
 # -----------------------------------------------------------------------------
 
 
-_MOMENTUM = 0.9
 _MAX_UPDATES = 500
 """Default of max-updates without max-rounds."""
 
@@ -208,7 +209,7 @@ _Reader = tuple[Registry, str]
 
 
 @dataclass(frozen=True)
-class RunConfig:
+class RunConfig(TrainingOptions, Limits):
     """Configuration of a run: every key with its value.
 
     The attribute ``data_root`` is the key ``data-root`` on the command line and in files. None
@@ -259,34 +260,10 @@ class RunConfig:
         0, "samples per distribution to pre-train its first model on, on the server (0: off)", low=0
     )
     pretrain_epochs: int = option(5, "epochs of the pre-training", low=1)
-    lr: float | None = option(
-        None, "learning rate of local training (auto: the dataset's default)", above=0
-    )
-    batch_size: int = option(10, "mini-batch size of local training", low=1)
-    local_epochs: int = option(1, "local epochs per update", low=1)
-    local_steps: int = option(0, "mini-batches per update, instead of local-epochs (0: off)", low=0)
-    optimizer: str = option("sgd", "local optimizer", among=("sgd", "momentum", "adam"))
-    momentum: float = option(_MOMENTUM, "momentum of optimizer=momentum", low=0, below=1)
-    weight_decay: float = option(
-        0.0, "strength λ of the local L2 penalty on the weights, with the gradient λ w", low=0
-    )
-    weight_decay_on: str = option(
-        "all",
-        "weights that weight-decay acts on: all, or kernels only (not biases and scales, as Keras)",
-        among=("all", "kernels"),
-    )
-    augment: bool = option(
-        False, "shift training images by up to 4 pixels and mirror them, anew in every epoch"
-    )
     batch_norm: str = option(
         "shared",
         "batch normalisation: averaged, or kept on each client (local: FedBN)",
         among=("shared", "local"),
-    )
-    own_model: bool | None = option(
-        None,
-        "clients also train a model of their own, and use a mixture of it and the received one, "
-        "weighted by their validation samples (auto: with panicle)",
     )
     devices: str = option(
         "slow30x5",
@@ -298,34 +275,6 @@ class RunConfig:
         "with max-rounds and in `raceme serve`)",
         low=0,
     )
-    max_rounds: int = option(0, "stop after this number of rounds or windows (0: no limit)", low=0)
-    max_time: float = option(
-        0.0, "stop at this time of the run's clock (0: no limit)", unit=SECONDS, low=0
-    )
-    target_accuracy: float | None = option(
-        None,
-        "stop at this mean accuracy over the clients (regression: mean absolute error)",
-        above=0,
-    )
-    stop_at_target: bool | None = option(
-        None, "stop at the target accuracy (auto: if one is given)"
-    )
-    eval_every: int | None = option(
-        None, "updates between two evaluations (auto: the number of clients)", low=1
-    )
-    eval_rounds: int = option(
-        0, "rounds or windows between two evaluations (0: use eval-every)", low=0
-    )
-    eval_steps: bool = option(
-        False, "also evaluate after each change of all clients' data, before training on them"
-    )
-    eval_clients: int = option(
-        0, "number of clients that evaluate, always the same ones (0: all)", low=0
-    )
-    eval_tasks: bool = option(
-        False, "test for forgetting: at the end of each step, on the data of all steps so far"
-    )
-    concurrency: int = option(0, "clients that train at a time (0: all online)", low=0)
     task_timeout: float = option(
         3600.0, "time after which an unanswered task counts as lost", unit=SECONDS, above=0
     )
@@ -355,7 +304,6 @@ class RunConfig:
     )
     track: str = option("", "trackers, separated by commas: tensorboard, mlflow, wandb")
     trace: bool = option(False, "also write every event as a JSON line to trace.jsonl")
-    client_map: bool = option(True, "record the positions of clients for the map of `raceme watch`")
     client_models: bool = option(False, "also write the model of each client at the end")
     resume: str = option("", "folder of a run to resume from its last checkpoint", path=True)
     trust: str = option(
@@ -375,7 +323,7 @@ class RunConfig:
             STRATEGIES.check(self.strategy)
         for name, item in _own_keys().items():
             check_range(name, getattr(self, item.name), item)
-        if self.momentum != _MOMENTUM and self.optimizer != "momentum":
+        if self.momentum != TrainingOptions.momentum and self.optimizer != "momentum":
             raise UserError(f"momentum is read by optimizer=momentum, not by '{self.optimizer}'.")
         if self.local_steps and self.local_epochs != 1:
             raise UserError("local-steps and local-epochs exclude each other: give one of them.")
@@ -796,7 +744,9 @@ def registry_of(key: str) -> Registry | None:
 @cache
 def _own_keys() -> dict[str, Field[Any]]:
     """Return the attributes of a configuration, by key."""
-    return {key_of(item.name): item for item in fields(RunConfig) if item.name != "options"}
+    first = RunConfig.__annotations__
+    ordered = sorted(fields(RunConfig), key=lambda item: item.name not in first)
+    return {key_of(item.name): item for item in ordered if item.name != "options"}
 
 
 @cache

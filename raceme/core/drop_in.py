@@ -1212,7 +1212,7 @@ class _Run(events.EventHandler):
             timeout=options.timeout,
             train_config=ConfigRecord(dict(options.train_config)),
             evaluate_config=ConfigRecord(dict(options.evaluate_config)),
-            plan=FlowerPlan(max_time=options.max_time, planned_updates=planned, run=self),
+            plan=FlowerPlan(max_time=options.max_time or 0.0, planned_updates=planned, run=self),
             observe=self,
             stop_check=options.stop_check,
             probe=options.probe,

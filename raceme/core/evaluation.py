@@ -17,19 +17,12 @@ from raceme.core import messages as names
 from raceme.core.clients import Client, Idle
 from raceme.core.clusters import Model, Weights, blended
 from raceme.core.errors import about, quoted
-from raceme.core.events import (
-    ACCURACY,
-    Evaluated,
-    Measure,
-    Measured,
-    MeasureSchema,
-    TasksTested,
-    UpdateRejected,
-)
-from raceme.core.messages import InvalidReplyError, ModelSpec, Vector
-from raceme.core.progress import PRESENT, ClientScore, Evaluation, Steps
+from raceme.core.events import ACCURACY, Evaluated, Measure, Measured, MeasureSchema, UpdateRejected
+from raceme.core.feature import StepTests
+from raceme.core.messages import InvalidReplyError, ModelSpec
+from raceme.core.progress import PRESENT, UNTRAINED, ClientScore, Evaluation, Steps
 from raceme.core.timeline import Timeline, push
-from raceme.flower.messages import BUDGET, Shelf, SpillFile, spill_arrays
+from raceme.flower.messages import BUDGET, SpillFile, spill_arrays
 
 if TYPE_CHECKING:
     from raceme.core.strategy import Method
@@ -215,8 +208,6 @@ _LAST_SECONDS = 60.0
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 
-Report = Evaluated | TasksTested
-
 BACKDOOR_SUCCESS = MeasureSchema(
     "backdoor_success", "backdoor success", ("backdoor_success",), summary="column"
 )
@@ -226,7 +217,7 @@ BACKDOOR_SUCCESS = MeasureSchema(
 class Evaluator:
     """Lets clients test the models of one time, on the cells of an `Evaluation`.
 
-    One on current data and one on all steps may be in progress together.
+    One on current data and one of each feature may be in progress together.
 
     Parameters
     ----------
@@ -245,7 +236,7 @@ class Evaluator:
     testers : Callable
         Returns the online clients that test on current data.
     report : Callable
-        Receives the report of each completed evaluation.
+        Receives the report of each completed evaluation on current data.
     """
 
     def __init__(
@@ -260,17 +251,15 @@ class Evaluator:
         central: EvaluateFn | None,
         ttl: float,
         testers: Callable[[Sequence[Client]], Sequence[Client]],
-        report: Callable[[Report], None],
+        report: Callable[[Evaluated], None],
     ) -> None:
         self._method, self._grid, self._clock, self._ttl = method, grid, clock, ttl
         self._packer, self._steps, self._config = packer, steps, config
         self._central, self._testers, self._report = central, testers, report
         self._progress = method.progress
-        # Models at the start of the evaluation, which may change before a client is idle: per kind
-        # of evaluation and client, cluster models of each cell and personal models, in a file for
-        # large fleets.
-        self._records: dict[bool, dict[str, list[ArrayRecord]]] = {}
-        self._own: Mapping[str, Vector] = {}
+        # Models at the start of the evaluation, which may change before a client is idle: per
+        # feature and client, those of each cell.
+        self._records: dict[str, dict[str, list[ArrayRecord]]] = {}
         # Idle clients tested since the method last sent work, which get work first: a slow client
         # would otherwise only test and never train.
         self._tested: set[str] = set()
@@ -287,7 +276,7 @@ class Evaluator:
         progress.evaluated_step = progress.step
         self._successes = []
         testers = [client.client_id for client in self._testers(progress.fleet.online())]
-        cells = {client: {PRESENT: method.clusters.main(client)} for client in testers}
+        cells = {client: [(PRESENT, method.clusters.main(client))] for client in testers}
         progress.evaluation = self._evaluation(cells)
         if (test := self._central) is not None:
             updates = progress.updates
@@ -296,10 +285,10 @@ class Evaluator:
                 method.result.evaluate_metrics_serverapp[updates] = mean
         self._ask_first(progress.evaluation)
 
-    def look_at_steps(self) -> None:
-        """Begin an evaluation on all steps at the end of a step."""
-        if ended := self._steps.ended():
-            self._begin_of_steps(ended, ahead=True)
+    def begin_tests_of_features(self, is_end: bool) -> None:
+        """Begin the tests that features ask for now."""
+        for name, tests in self._method.features.tests(is_end):
+            self._begin_tests(name, tests)
 
     def finish(self, another: bool) -> None:
         """End with the answers of the near future, and report.
@@ -313,10 +302,13 @@ class Evaluator:
         if another:
             self.begin()
             self._end(self._progress.evaluation)
-        self._end(self._progress.task_evaluation)
-        if last := self._steps.unfinished():
-            self._begin_of_steps(last, ahead=False)
-            self._end(self._progress.task_evaluation)
+        self._end_tests_of_features()
+        self.begin_tests_of_features(is_end=True)
+        self._end_tests_of_features()
+
+    def _end_tests_of_features(self) -> None:
+        for tests in list(self._progress.feature_tests.values()):
+            self._end(tests)
 
     def close_if_over(self) -> None:
         """Report complete evaluations."""
@@ -326,34 +318,39 @@ class Evaluator:
 
     def forget(self) -> None:
         """Drop all tests in progress, whose messages are lost."""
-        self._progress.evaluation = self._progress.task_evaluation = None
+        self._progress.evaluation = None
+        self._progress.feature_tests.clear()
         self._tested.clear()
 
-    def _begin_of_steps(self, last: Mapping[str, int], ahead: bool) -> None:
-        """Begin an evaluation on each step up to each client's last, and one ahead."""
-        method, progress = self._method, self._progress
-        if progress.task_evaluation is not None:
-            # Another step ended before slow devices answered; drop their answers.
-            self._close(progress.task_evaluation)
-        progress.tasks_tested_at = progress.updates
+    def _begin_tests(self, feature: str, tests: StepTests) -> None:
+        """Begin the tests of a feature; answers to its earlier ones are no longer awaited."""
+        current = self._progress.feature_tests
+        if feature in current:
+            self._close(current[feature])
 
         def main(client: str, step: int) -> int:
-            weights = method.serving(client, step)
+            weights = self._method.serving(client, step)
             return max(weights, key=lambda cluster: weights[cluster])
 
         cells = {
-            client: {tested: main(client, tested) for tested in range(step + 1 + ahead)}
-            for client, step in last.items()
+            client: [
+                *((step, main(client, step)) for step in steps),
+                *([(steps[-1], UNTRAINED)] if tests.untrained else []),
+            ]
+            for client, steps in tests.steps.items()
         }
-        progress.task_evaluation = self._evaluation(cells, of_steps=True, ahead=ahead)
-        self._ask_first(progress.task_evaluation)
+        current[feature] = self._evaluation(cells, feature, dict(tests.present))
+        self._ask_first(current[feature])
 
     def _evaluation(
-        self, cells: dict[str, dict[int, int]], of_steps: bool = False, ahead: bool = False
+        self,
+        cells: dict[str, list[tuple[int, int]]],
+        feature: str = "",
+        steps: dict[str, int] | None = None,
     ) -> Evaluation:
         now, updates, clusters = self._clock.now(), self._progress.updates, self._method.models
         waiting = dict.fromkeys(cells, True)
-        return Evaluation(now, updates, len(clusters), cells, of_steps, ahead, waiting)
+        return Evaluation(now, updates, len(clusters), cells, feature, steps or {}, waiting)
 
     def _end(self, evaluation: Evaluation | None) -> None:
         """Query all remaining clients, busy or not, wait for some time, and report."""
@@ -369,18 +366,20 @@ class Evaluator:
         self._close(evaluation)
 
     def _close(self, evaluation: Evaluation) -> None:
-        self._records.pop(evaluation.of_steps, None)
-        if evaluation.of_steps:
-            self._progress.task_evaluation = None
-        else:
-            self._progress.evaluation, self._own = None, {}
-        for report in evaluation.reports():
-            if isinstance(report, Evaluated):
-                self._method.result.evaluate_metrics_clientapp[report.updates] = MetricRecord(
-                    {report.measure.name: report.accuracy, names.LOSS: report.loss}
-                )
+        self._records.pop(evaluation.feature, None)
+        if evaluation.feature:
+            del self._progress.feature_tests[evaluation.feature]
+            if evaluation.scores:
+                self._method.features.tested(evaluation.feature, evaluation)
+            return
+        self._progress.evaluation = None
+        if evaluation.scores:
+            report = evaluation.report()
+            self._method.result.evaluate_metrics_clientapp[report.updates] = MetricRecord(
+                {report.measure.name: report.accuracy, names.LOSS: report.loss}
+            )
             self._report(report)
-        if self._successes and not evaluation.of_steps:
+        if self._successes:
             values = {BACKDOOR_SUCCESS.value: fmean(self._successes)}
             measured = Measured(evaluation.time, evaluation.updates, BACKDOOR_SUCCESS, values)
             self._method.report(measured)
@@ -440,52 +439,44 @@ class Evaluator:
 
     def _prepare(self, evaluation: Evaluation, clients: Collection[str]) -> None:
         """Prepare the current models for some clients' tests."""
-        method, of_steps, served = self._method, evaluation.of_steps, self._method.served
-        if not of_steps:
-            self._own = own = Shelf()
-            for client, vector in method.used(clients):
-                own[client] = vector
+        method, feature, served = self._method, evaluation.feature, self._method.served
         prepared: dict[str, list[ArrayRecord]] = {}
-        self._records[of_steps] = prepared
+        self._records[feature] = prepared
         for client in clients:
-            if client in self._own and not of_steps:
-                continue
             # Steps with the same clusters share a record, so that each model is sent once.
             packed: dict[tuple[tuple[int, float], ...], ArrayRecord] = {}
             prepared[client] = models = []
-            for step in evaluation.cells[client]:
-                weights = method.serving(client, step) if of_steps else method.placement(client)
+            for step, cluster in evaluation.cells[client]:
+                if cluster == UNTRAINED:
+                    models.append(method.initial)
+                    continue
+                weights = method.serving(client, step) if feature else method.placement(client)
                 key = tuple(sorted(weights.items()))
                 if key not in packed:
                     packed[key] = self._packer.serve(served, weights)[0]
                 models.append(packed[key])
-            if evaluation.ahead:
-                models.append(method.initial)
 
     def _models(self, evaluation: Evaluation, client: str) -> list[ArrayRecord]:
-        """Return the models that a client tests: one per cell, and an untrained one ahead."""
-        own: Mapping[str, Vector] = {} if evaluation.of_steps else self._own
-        if client not in self._records.get(evaluation.of_steps, {}) and client not in own:
+        """Return the models that a client tests, one per cell."""
+        if client not in self._records.get(evaluation.feature, {}):
             # After a resumption during an evaluation, current models are used.
             self._prepare(evaluation, [client])
-            own = {} if evaluation.of_steps else self._own
-        if client in own:
-            return [self._method.spec.pack(own[client])]
-        return self._records[evaluation.of_steps][client]
+        return self._records[evaluation.feature][client]
 
     def _message(self, evaluation: Evaluation, client: str) -> Message:
         node = self._progress.fleet.clients[client].node_id
         assert node is not None, "clients that left are dropped"
         models, settings = self._models(evaluation, client), dict(self._config)
-        if evaluation.of_steps:
+        if evaluation.feature:
+            cells = evaluation.cells[client]
             different = {id(model): model for model in models}
             records = {names.candidate(k): model for k, model in enumerate(different.values())}
             settings |= {
                 names.KIND: names.TEST_STEPS,
-                names.STEP: evaluation.last_step(client),
-                names.TESTED_STEPS: [step for step, _ in evaluation.tests(client)],
+                names.STEP: evaluation.steps[client],
+                names.TESTED_STEPS: [step for step, _ in cells],
                 names.TESTED_MODELS: [list(different).index(id(model)) for model in models],
-                names.UNTRAINED: evaluation.ahead,
+                names.UNTRAINED: cells[-1][1] == UNTRAINED,
             }
         else:
             records, step = {names.ARRAYS: models[0]}, self._steps.tested(client)
@@ -537,9 +528,9 @@ class Evaluator:
                 evaluation.scores[client] = scores
 
     def _read(self, evaluation: Evaluation, client: str, reply: Message) -> list[ClientScore]:
-        tests = evaluation.tests(client)
-        if not evaluation.of_steps:
-            score = read_score(reply, tests[0][1], self._steps.tested(client) or 0)
+        cells = evaluation.cells[client]
+        if not evaluation.feature:
+            score = read_score(reply, cells[0][1], self._steps.tested(client) or 0)
             if score is None:
                 return []
             if names.BACKDOOR_SUCCESS in self._config:
@@ -547,10 +538,10 @@ class Evaluator:
                 success = metrics.get(names.BACKDOOR_SUCCESS)
                 self._successes += [success] if isinstance(success, float) else []
             return [score]
-        unit, values = read_scores(reply, len(tests))
+        unit, values = read_scores(reply, len(cells))
         return [
             ClientScore(cluster, value, step=step, measure=Measure(unit))
-            for (step, cluster), value in zip(tests, values, strict=bool(values))
+            for (step, cluster), value in zip(cells, values, strict=bool(values))
         ]
 
 

@@ -16,28 +16,28 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from raceme.core.events import Measured
+from raceme.core.state import NoState
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
     import numpy as np
-    from flwr.app import RecordDict
+    from flwr.app import ConfigRecord, Context, RecordDict
     from numpy.typing import NDArray
 
-    from raceme.core.clusters import Clusters
     from raceme.core.config import RunConfig
-    from raceme.core.events import Event, MeasureSchema
+    from raceme.core.events import MeasureSchema, Observer
     from raceme.core.messages import ModelSpec, Vector
+    from raceme.core.progress import Evaluation, Steps
     from raceme.core.requests import InFlight, Outcome, Request, Update
+    from raceme.core.strategy import Method, Needs
 
 
 @dataclass(frozen=True)
 class NoOptions:
     """Options of a feature without any."""
-
-
-@dataclass
-class NoState:
-    """State of a feature without any."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,25 @@ class Refusal:
     """
 
     reason: str
+
+
+@dataclass(frozen=True)
+class StepTests:
+    """Tests of the models of one time by clients, on their data of any steps.
+
+    Attributes
+    ----------
+    steps : Mapping[str, Sequence[int]]
+        Steps to test on, by client.
+    present : Mapping[str, int]
+        Step of the data of each of these clients by which it completes a received model.
+    untrained : bool
+        Whether the untrained model is tested, too, on the last of a client's steps.
+    """
+
+    steps: Mapping[str, Sequence[int]]
+    present: Mapping[str, int]
+    untrained: bool = False
 
 
 class Probe(Protocol):
@@ -85,60 +104,72 @@ class Probe(Protocol):
         """
 
 
-class FeatureContext(Protocol):
-    """A run as its features see it."""
+class FeatureContext:
+    """A run as its features see it.
+
+    Attributes
+    ----------
+    spec : ModelSpec
+        Names and shapes of a model's arrays.
+    clusters : Clusters
+        Models, and assignment of clients.
+    probe : Probe, optional
+        Measures models on the server's own data.
+    drift : StepSchedule, optional
+        When clients' data change; None if they never do.
+    has_one_model, exchanges : bool
+        Whether the method always has one model for all clients, and whether models travel.
+    trained_steps : Mapping[str, int]
+        Step of the data of each client's last update.
+    now : Callable
+        Returns the time on the grid's clock in seconds.
+    step_of : Callable
+        Returns the step of a client's data now; of an empty name, the common one.
+    compared : Callable
+        Returns the comparable part of a model: its weights without running statistics.
+    base : Callable
+        Returns the model that a client's update started from, with `keeps_bases`. Shape (d,).
+    report : Observer
+        Reports an event.
+    """
+
+    def __init__(self, method: Method, steps: Steps, report: Observer) -> None:
+        self._method, self._progress, self.report = method, method.progress, report
+        self.spec, self.clusters, self.probe = method.spec, method.clusters, method.probe
+        self.now, self.compared, self.base = method.now, method.compared, method.base_of
+        self.has_one_model, self.exchanges = method.needs.one_model, method.needs.exchange
+        self.drift, self.step_of = steps.schedule, steps.now_of
+        self.trained_steps: Mapping[str, int] = method.progress.trained_steps
 
     @property
-    def spec(self) -> ModelSpec:
-        """Names and shapes of a model's arrays."""
-
-    @property
-    def clusters(self) -> Clusters:
-        """Models, and assignment of clients."""
-
-    @property
-    def has_one_model(self) -> bool:
-        """Whether the method always has one model for all clients."""
-
-    @property
-    def probe(self) -> Probe | None:
-        """Measures models on the server's own data, if any."""
+    def clients(self) -> list[str]:
+        """The clients online."""
+        return [client.client_id for client in self._progress.fleet.online()]
 
     @property
     def online(self) -> int:
         """Number of clients online."""
+        return len(self._progress.fleet.by_node)
 
     @property
     def updates(self) -> int:
         """Number of updates applied in the run."""
-
-    @property
-    def trained_steps(self) -> Mapping[str, int]:
-        """Step of the data of each client's last update; empty if models do not travel."""
-
-    def now(self) -> float:
-        """Return the time on the grid's clock in seconds."""
-
-    def compared(self, vector: Vector) -> Vector:
-        """Return the comparable part of a model: its weights without running statistics."""
-
-    def base(self, update: Update) -> Vector:
-        """Return the model that a client started from, with `keeps_bases`. Shape (d,)."""
-
-    def report(self, event: Event) -> None:
-        """Report an event."""
+        return self._progress.updates
 
     def measure(self, schema: MeasureSchema, **values: Any) -> None:
         """Report values of a measure, by column."""
+        self.report(Measured(self.now(), self.updates, schema, values))
 
     def exclude(self, client: str) -> None:
         """Let a client count as offline for the method, so that no other waits for it.
 
         It keeps its cluster, and is still asked and tested.
         """
+        self._method.on_leave(client)
 
     def readmit(self, client: str) -> None:
         """Let an excluded client count as online again."""
+        self._method.on_join(self._progress.fleet.clients[client])
 
 
 class Feature:
@@ -155,6 +186,8 @@ class Feature:
     ----------
     options_type, state_type : type
         Dataclasses of the options, and of what a checkpoint needs.
+    switch : str
+        Attribute of the option that switches the feature on; empty if it is always on.
     client : str
         Client half, as ``"module:function"``; empty if clients take no part. The function is called
         as ``function(message, context, call_next, options)`` and returns the reply to the message:
@@ -171,6 +204,7 @@ class Feature:
 
     options_type: ClassVar[type[Any]] = NoOptions
     state_type: ClassVar[type[Any]] = NoState
+    switch: ClassVar[str] = ""
     client: ClassVar[str] = ""
     keeps_bases: ClassVar[bool] = False
     upload_size: ClassVar[float] = 1.0
@@ -184,14 +218,38 @@ class Feature:
     @property
     def is_on(self) -> bool:
         """Whether the options switch the feature on."""
-        return True
+        return not self.switch or bool(getattr(self.options, self.switch))
+
+    def resolved(self, needs: Needs) -> Mapping[str, Any]:
+        """Return values for the options that are left to the run (``auto``), by attribute."""
+        return {}
+
+    def check(self, needs: Needs) -> None:
+        """Check that the feature fits the configuration and the method; a UserError refuses."""
+
+    def cost(self, settings: ConfigRecord, context: Context, examples: int) -> float:
+        """Return the further work of a training message, in passes over a client's samples.
+
+        Simulated devices are charged for it.
+        """
+        return 0.0
+
+    def on_start(self, training: dict[str, Any], tests: dict[str, Any]) -> None:
+        """Change the settings of all training messages of a run, and add some to its tests."""
 
     def restored(self, spec: ModelSpec) -> None:
         """Check a loaded state; a ValueError refuses the checkpoint."""
 
+    def observer(self, folder: Path, resumed_at: float | None) -> Observer | None:
+        """Return an observer of the run's events that writes into its folder, if any."""
+        return None
+
     def on_request(self, request: Request, context: FeatureContext) -> Request:
         """Return the request to send in place of a method's."""
         return request
+
+    def on_sent(self, task: InFlight, context: FeatureContext) -> None:
+        """Handle a task that was sent to a client."""
 
     def on_reply(self, content: RecordDict) -> RecordDict:
         """Return the content of a reply to training as it is read, before any check.
@@ -211,3 +269,10 @@ class Feature:
 
     def on_closed(self, task: InFlight, context: FeatureContext) -> None:
         """Handle the end of a task, successful or not."""
+
+    def tests(self, context: FeatureContext, is_end: bool) -> StepTests | None:
+        """Return tests to begin now, if any; asked after each update, and at the end."""
+        return None
+
+    def on_tested(self, tests: Evaluation, context: FeatureContext) -> None:
+        """Handle the scores of tests that are over."""

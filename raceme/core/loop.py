@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time as clock
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from logging import getLogger
@@ -23,8 +23,9 @@ from raceme.core import messages as names
 from raceme.core.clients import ForeignIdError, Identities, Idle
 from raceme.core.clusters import NonFiniteModelError
 from raceme.core.errors import UserError, about, unknown_name
-from raceme.core.evaluation import EvaluateFn, Evaluator, Packer, Report
+from raceme.core.evaluation import EvaluateFn, Evaluator, Packer
 from raceme.core.events import Ending
+from raceme.core.feature import FeatureContext
 from raceme.core.progress import Plan, Steps, StopCheck
 from raceme.core.requests import (
     SETTINGS,
@@ -79,43 +80,6 @@ _EXPLAINING = 60.0
 """Seconds for which a node is told why it is refused."""
 
 
-class _Context:
-    """A run as its features see it; see :class:`raceme.core.feature.FeatureContext`."""
-
-    def __init__(self, method: Method, observe: events.Observer) -> None:
-        self._method, self._progress, self._observe = method, method.progress, observe
-        self.spec, self.clusters, self.probe = method.spec, method.clusters, method.probe
-        self.now, self.compared, self.base = method.now, method.compared, method.base_of
-
-    @property
-    def trained_steps(self) -> Mapping[str, int]:
-        return self._progress.trained_steps if self._method.needs.exchange else {}
-
-    @property
-    def has_one_model(self) -> bool:
-        return self._method.needs.one_model
-
-    @property
-    def online(self) -> int:
-        return len(self._progress.fleet.by_node)
-
-    @property
-    def updates(self) -> int:
-        return self._progress.updates
-
-    def report(self, event: events.Event) -> None:
-        self._observe(event)
-
-    def measure(self, schema: events.MeasureSchema, **values: Any) -> None:
-        self._observe(events.Measured(self.now(), self.updates, schema, values))
-
-    def exclude(self, client: str) -> None:
-        self._method.on_leave(client)
-
-    def readmit(self, client: str) -> None:
-        self._method.on_join(self._progress.fleet.clients[client])
-
-
 class Loop:
     """Runs a method on a grid.
 
@@ -156,7 +120,7 @@ class Loop:
     ) -> None:
         self._method, self._grid = method, grid
         self._plan, self._identities = plan, identities
-        self._tell, self._stop_check, self._ttl = observe, stop_check, timeout
+        self._observer, self._stop_check, self._ttl = observe, stop_check, timeout
         self._clock = timeline_of(grid, method.now())
         self._progress = method.progress
         self._fleet = method.progress.fleet
@@ -168,7 +132,6 @@ class Loop:
             now=self.now,
             rounds=lambda: method.scheduling.rounds,
             observe=self._observe,
-            tests_tasks=plan.eval_tasks,
         )
         self._evaluator = Evaluator(
             method,
@@ -209,12 +172,12 @@ class Loop:
         method = self._method
         method.clusters.report_to(lambda change: self._observe(replace(change, time=self.now())))
         method.report, method.step_of = self._observe, self._steps.of
-        method.features.begin(_Context(method, self._observe))
+        method.features.begin(FeatureContext(method, self._steps, self._observe))
         ended_at = None
         try:
             if not nothing_missed:
                 self._disconnect()
-                self._progress.checked_at = self._progress.somebody_at = self.now()
+                self._progress.checked_at = self._progress.last_online_at = self.now()
                 self._look_at_fleet()
             ended_at = self._run()
         except KeyboardInterrupt:
@@ -241,11 +204,11 @@ class Loop:
             self._hand_out()
             has_replies = self._receive()
             if self._fleet.by_node:
-                progress.somebody_at = clock.now()
+                progress.last_online_at = clock.now()
             if not has_replies or clock.now() >= progress.checked_at + _FLEET_CHECK_SECONDS:
                 self._look_at_fleet()
                 progress.checked_at = clock.now()
-                alone_since = progress.somebody_at
+                alone_since = progress.last_online_at
                 is_alone = not self._fleet.by_node and clock.now() >= alone_since + self._ttl
                 if is_alone and self._ending is None:
                     where = self._plan.labels.where if not self._fleet.clients else ""
@@ -297,7 +260,7 @@ class Loop:
         """Evaluate if due; return whether a limit is reached, and record it."""
         progress = self._progress
         self._evaluator.close_if_over()
-        self._evaluator.look_at_steps()
+        self._evaluator.begin_tests_of_features(is_end=False)
         if self._evaluation_is_due():
             self._steps.look_before_test()
             self._evaluator.begin()
@@ -344,11 +307,9 @@ class Loop:
         due = self._plan.is_tested(progress, self._method.scheduling.rounds)
         return due or self._steps.is_untested(self._plan.eval_steps)
 
-    def _evaluated(self, report: Report) -> None:
-        """Report tests, and end the run if they are an evaluation that reaches the target."""
+    def _evaluated(self, report: events.Evaluated) -> None:
+        """Report an evaluation, and end the run if it reaches the target."""
         self._observe(report)
-        if isinstance(report, events.TasksTested):
-            return
         if self._ending is None and self._plan.is_reached(report):
             wanted = f"{report.measure.word} of {self._plan.target_accuracy:g}"
             self._ending = Ending.TARGET, f"the target {wanted} was reached"
@@ -660,9 +621,7 @@ class Loop:
     def _accept(self, update: Update) -> None:
         """Accept a valid update, and apply those that the scheduler releases."""
         task, progress = update.task, self._progress
-        self._fleet.heard(task.client, update.num_examples)
-        if self._method.embedding is not None:
-            self._method.embedding.take(task.number, task.client, task.cluster, update.vector)
+        self._fleet.record_examples(task.client, update.num_examples)
         released = self._method.scheduling.accept(update, update.arrived_at)
         progress.trained_steps[task.client] = task.step
         progress.rejected_in_a_row.clear()
@@ -796,4 +755,4 @@ class Loop:
             return
         if isinstance(event, events.ClustersChanged):
             event = replace(event, updates=self._progress.updates)
-        self._tell(event)
+        self._observer(event)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from heapq import nsmallest
 from statistics import fmean
@@ -13,7 +13,8 @@ from zlib import crc32
 
 from raceme.core import events
 from raceme.core.clients import Client, Fleet, Labels, largest_believed
-from raceme.core.events import ACCURACY, Evaluated, Measure, TaskScore, TasksTested, grouped
+from raceme.core.events import ACCURACY, Evaluated, Measure
+from raceme.core.limits import Limits
 from raceme.core.requests import InFlight
 
 StopCheck = Callable[[], str]
@@ -29,10 +30,8 @@ def never_stop() -> str:
 # -----------------------------------------------------------------------------
 # Evaluations: the models of one time, tested on cells (client × step of its data).
 #
-# An ordinary evaluation has one cell for each client that is online, of its present data. With
-# ``eval-tasks`` there is another one whenever a step of a client's data is over, before any client
-# trains on the next one, and at the end: of each step so far, and of the next one. Lopez-Paz and
-# Ranzato ("Gradient Episodic Memory", NeurIPS 2017) call its result the matrix R.
+# An ordinary evaluation has one cell for each client that is online, of its present data. Those of
+# features have cells of any steps.
 #
 # Where testing costs no time all clients answer at once. On real devices each client tests when it
 # is next free, before it trains again; the report says how many have answered.
@@ -82,13 +81,12 @@ class Evaluation:
     ----------
     time, updates, clusters : float, int, int
         Time of the models, applied updates, and number of models.
-    cells : dict[str, dict[int, int]]
-        Steps that each client tests on, with the main cluster of the model.
-    of_steps : bool
-        Whether the cells cover all steps so far, else the current one.
-    ahead : bool
-        Whether the last cell of each client is the step after the trained ones, on which the
-        untrained model is tested too.
+    cells : dict[str, list[tuple[int, int]]]
+        Tests of each client: step of its data, and main cluster of the model.
+    feature : str
+        Name of the feature whose tests they are; empty for an ordinary evaluation.
+    steps : dict[str, int]
+        Step of each client's data at a feature's tests.
     waiting : dict[str, bool]
         Clients still to be queried, in order.
     open : dict[str, str]
@@ -100,9 +98,9 @@ class Evaluation:
     time: float
     updates: int
     clusters: int
-    cells: dict[str, dict[int, int]]
-    of_steps: bool = False
-    ahead: bool = False
+    cells: dict[str, list[tuple[int, int]]]
+    feature: str = ""
+    steps: dict[str, int] = field(default_factory=dict)
     waiting: dict[str, bool] = field(default_factory=dict)
     open: dict[str, str] = field(default_factory=dict)
     scores: dict[str, list[ClientScore]] = field(default_factory=dict)
@@ -112,49 +110,24 @@ class Evaluation:
         """Whether no answer is outstanding."""
         return not self.waiting and not self.open
 
-    def last_step(self, client: str) -> int:
-        """Return the last trained step of the models that a client tests."""
-        return max(self.cells[client]) - self.ahead
-
-    def tests(self, client: str) -> list[tuple[int, int]]:
-        """Return a client's tests: step and main cluster of the model."""
-        cells = list(self.cells[client].items())
-        return [*cells, (cells[-1][0], UNTRAINED)] if self.ahead else cells
-
     def drop(self, client: str) -> None:
         """Stop waiting for a client."""
         self.waiting.pop(client, None)
         self.open = {key: name for key, name in self.open.items() if name != client}
 
-    def reports(self) -> Iterator[Evaluated | TasksTested]:
-        """Make the reports of the answers.
+    def alike(self) -> tuple[Measure, dict[str, list[ClientScore]]]:
+        """Return the measure of most clients and their scores.
 
-        One report for the current step; for all steps, one per last step of clients.
+        Accuracies and errors have no common mean.
         """
-        if not self.scores:
-            return
-        # Accuracies and errors have no common mean: the majority's measure counts.
         measures = Counter(scores[0].measure for scores in self.scores.values())
-        (measure, _), *_ = measures.most_common(1)
-        alike = {name: of for name, of in self.scores.items() if of[0].measure == measure}
-        if not self.of_steps:
-            yield self._of_present({name: of[0] for name, of in alike.items()}, measure)
-            return
-        together = grouped((self.last_step(client), client) for client in self.cells)
-        for step, clients in sorted(together.items()):
-            found = {name: _by_step(alike[name]) for name in clients if name in alike}
-            if any(found.values()):
-                yield TasksTested(
-                    time=self.time,
-                    updates=self.updates,
-                    step=step,
-                    clusters=self.clusters,
-                    per_client={name: scores for name, scores in found.items() if scores},
-                    asked=len(clients),
-                    measure=measure,
-                )
+        measure = max(measures, key=lambda one: measures[one])
+        return measure, {name: of for name, of in self.scores.items() if of[0].measure == measure}
 
-    def _of_present(self, by_client: Mapping[str, ClientScore], measure: Measure) -> Evaluated:
+    def report(self) -> Evaluated:
+        """Make the report of an ordinary evaluation with answers."""
+        measure, alike = self.alike()
+        by_client = {name: of[0] for name, of in alike.items()}
         scores = by_client.values()
         losses = [score.loss for score in scores if math.isfinite(score.loss)]
         return Evaluated(
@@ -171,19 +144,6 @@ class Evaluation:
             groups={name: s.group for name, s in by_client.items() if s.group is not None},
             measure=measure,
         )
-
-
-def _by_step(scores: Iterable[ClientScore]) -> dict[int, TaskScore]:
-    """Return a client's scores by step, without untestable steps."""
-    found: dict[int, TaskScore] = {}
-    for score in scores:
-        if math.isnan(score.accuracy):
-            continue
-        if score.cluster != UNTRAINED:
-            found[score.step] = TaskScore(score.cluster, score.accuracy)
-        elif score.step in found:
-            found[score.step] = found[score.step]._replace(untrained=score.accuracy)
-    return found
 
 
 def weighted_accuracy(scores: Collection[ClientScore]) -> float:
@@ -216,7 +176,7 @@ class Progress:
         Refused replies per client since the last valid one of any client.
     last_refusal : str
         Client and reason of the last refused reply.
-    checked_at, somebody_at : float
+    checked_at, last_online_at : float
         Times of the last check of online nodes, and of the last online client.
     greeted_at : float
         Time of the last greeting; -infinity before the first.
@@ -240,12 +200,8 @@ class Progress:
         Step of each client's data, if determined by its uploads.
     evaluation : Evaluation or None
         The current evaluation on current data.
-    task_steps : dict[str, int]
-        Step of each client's data for tests on all steps; the common step under the empty name.
-    tasks_tested_at : int
-        Number of updates at the last start of these tests; -1 before the first.
-    task_evaluation : Evaluation or None
-        The current evaluation on all steps.
+    feature_tests : dict[str, Evaluation]
+        The current tests of features, by their names.
     fleet : Fleet
         All clients that have been greeted, online or not.
     """
@@ -256,7 +212,7 @@ class Progress:
     rejected_in_a_row: dict[str, int] = field(default_factory=dict)
     last_refusal: str = ""
     checked_at: float = 0.0
-    somebody_at: float = 0.0
+    last_online_at: float = 0.0
     greeted_at: float = -math.inf
     evaluated_at: int = -1
     evaluated_round: int = 0
@@ -268,15 +224,14 @@ class Progress:
     step: int = 0
     steps: dict[str, int] = field(default_factory=dict)
     evaluation: Evaluation | None = None
-    task_steps: dict[str, int] = field(default_factory=dict)
-    tasks_tested_at: int = -1
-    task_evaluation: Evaluation | None = None
+    feature_tests: dict[str, Evaluation] = field(default_factory=dict)
     fleet: Fleet = field(default_factory=Fleet)
 
     @property
     def evaluations(self) -> list[Evaluation]:
         """The current evaluations."""
-        return [each for each in (self.evaluation, self.task_evaluation) if each is not None]
+        ordinary = [] if self.evaluation is None else [self.evaluation]
+        return [*ordinary, *self.feature_tests.values()]
 
     def count_update(self, client: str) -> None:
         """Count an applied update of a client."""
@@ -335,33 +290,15 @@ def rounds_over(count: int) -> str:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Limits):
     """Limits and schedule of a run, the same for every method.
 
     Attributes
     ----------
-    max_time : float or None
-        Stop at this time on the grid's clock, in seconds.
-    target_accuracy : float or None
-        Target mean client accuracy, or mean absolute error.
-    stop_at_target : bool
-        Whether reaching it ends the run.
     eval_every : int
         Number of applied updates between two evaluations.
-    eval_rounds : int
-        Rounds or windows between two evaluations, if the method has them; 0: `eval_every`.
-    eval_steps : bool
-        Whether to evaluate also after a common drift, before any training.
-    eval_tasks : bool
-        Whether to test on all steps so far at the end of each step and of the run.
-    eval_clients : int
-        Number of clients that test at an evaluation; 0: all online.
-    concurrency : int
-        Number of clients that train at a time; 0: all online.
     drift : StepSchedule or None
         When clients' data change; None if they never do.
-    max_rounds : int or None
-        Limit of rounds or windows, if the method has them.
     highest_score : float
         Largest valid score of an upload: 1 for accuracies, infinity for errors.
     labels : Labels
@@ -371,17 +308,8 @@ class Plan:
         its length.
     """
 
-    max_time: float | None = None
-    target_accuracy: float | None = None
-    stop_at_target: bool = True
     eval_every: int = 20
-    eval_rounds: int = 0
-    eval_steps: bool = False
-    eval_tasks: bool = False
-    eval_clients: int = 0
-    concurrency: int = 0
     drift: StepSchedule | None = None
-    max_rounds: int | None = None
     highest_score: float = 1.0
     labels: Labels = field(default_factory=Labels)
     planned_updates: int = 0
@@ -389,7 +317,7 @@ class Plan:
     @property
     def deadline(self) -> float:
         """Time at which to stop; infinity without a limit."""
-        return math.inf if self.max_time is None else self.max_time
+        return self.max_time or math.inf
 
     def limit(self, updates: int, num_updates: int, now: float, rounds: int | None = None) -> str:
         """Return the reached limit in words; empty if none.
@@ -405,7 +333,7 @@ class Plan:
         """
         if 0 < num_updates <= updates:
             return "1 update was applied" if updates == 1 else f"{updates} updates were applied"
-        if self.max_rounds is not None and rounds is not None and rounds >= self.max_rounds:
+        if self.max_rounds and rounds is not None and rounds >= self.max_rounds:
             return rounds_over(self.max_rounds)
         if now >= self.deadline:
             return f"the time limit of {self.deadline:g} s was reached"
@@ -444,7 +372,7 @@ class Plan:
     def is_reached(self, report: Evaluated) -> bool:
         """Return whether an evaluation reaches the target with enough answers."""
         return (
-            self.stop_at_target
+            self.stop_at_target is not False
             and self.target_accuracy is not None
             and report.counts
             and report.measure.reaches(report.accuracy, self.target_accuracy)
@@ -471,8 +399,6 @@ class Steps:
         Returns the number of completed rounds; None without rounds.
     observe : Observer
         Receives a `DataChanged` for every change.
-    tests_tasks : bool
-        Whether models are tested on the data of all steps; see `ended`.
     """
 
     def __init__(
@@ -482,14 +408,13 @@ class Steps:
         now: Callable[[], float],
         rounds: Callable[[], int | None],
         observe: events.Observer,
-        tests_tasks: bool = False,
     ) -> None:
-        self._schedule, self._progress, self._tests_tasks = schedule, progress, tests_tasks
+        self.schedule, self._progress = schedule, progress
         self._now, self._rounds, self._observe = now, rounds, observe
 
     def look(self) -> None:
         """Report a common drift, if any."""
-        schedule, progress = self._schedule, self._progress
+        schedule, progress = self.schedule, self._progress
         if schedule is None or schedule.per_client:
             return
         step = schedule.step(self._now(), progress.updates, 0, self._rounds())
@@ -499,7 +424,7 @@ class Steps:
 
     def next_time(self) -> float:
         """Return the next time of a drift; infinity if none."""
-        return math.inf if self._schedule is None else self._schedule.next_time(self._now())
+        return math.inf if self.schedule is None else self.schedule.next_time(self._now())
 
     def look_before_test(self) -> None:
         """Report a drift that applies before a test.
@@ -507,7 +432,7 @@ class Steps:
         A round's models are tested on that round's data: with steps in rounds, data change when
         work is sent next.
         """
-        if self._schedule is not None and not self._schedule.in_rounds:
+        if self.schedule is not None and not self.schedule.in_rounds:
             self.look()
 
     def is_untested(self, wanted: bool) -> bool:
@@ -522,41 +447,6 @@ class Steps:
             self.look()
         return wanted and self._progress.step != self._progress.evaluated_step
 
-    def ended(self) -> dict[str, int]:
-        """Return the online clients whose step ended since the last call, with that step.
-
-        Empty without tests on all steps. Reports nothing, so that a run's reports do not depend on
-        these tests.
-        """
-        schedule, tested = self._schedule, self._progress.task_steps
-        if schedule is None or not self._tests_tasks:
-            return {}
-        moved: dict[str, int] = {}
-        for client in self._online() if schedule.per_client else [""]:
-            before, now = tested.get(client, 0), self._step(schedule, client)
-            if now != before:
-                moved[client], tested[client] = before, now
-        return dict.fromkeys(self._online(), moved[""]) if "" in moved else moved
-
-    def unfinished(self) -> dict[str, int]:
-        """Return the online clients with the last trained step of the models.
-
-        None if the current models were tested at the end of that step. With steps per client,
-        clients that have not trained on theirs are left out, as the previous end was tested.
-        """
-        schedule, progress = self._schedule, self._progress
-        if schedule is None or not self._tests_tasks:
-            return {}
-        trained = progress.trained_steps
-        if not schedule.per_client:
-            is_new = progress.updates != progress.tasks_tested_at
-            return dict.fromkeys(self._online(), max(trained.values(), default=0)) if is_new else {}
-        steps = {client: self._step(schedule, client) for client in self._online()}
-        return {name: step for name, step in steps.items() if trained.get(name, 0) == step}
-
-    def _online(self) -> list[str]:
-        return [client.client_id for client in self._progress.fleet.online()]
-
     def _step(self, schedule: StepSchedule, client: str) -> int:
         """Return the current step of a client's data, reported or not."""
         uploads = self._progress.uploads.get(client, 0)
@@ -564,17 +454,17 @@ class Steps:
 
     def now_of(self, client: str) -> int:
         """Return the step of a client's data now, whether reported or not; 0 if they never move."""
-        return 0 if self._schedule is None else self._step(self._schedule, client)
+        return 0 if self.schedule is None else self._step(self.schedule, client)
 
     def tested(self, client: str) -> int | None:
         """Return the step of the data that a client is tested on; None if data never change."""
-        if self._schedule is not None and self._schedule.in_rounds:
+        if self.schedule is not None and self.schedule.in_rounds:
             return self._progress.step
         return self.of(client)
 
     def of(self, client: str) -> int | None:
         """Return the step of a client's data now; None if data never change."""
-        schedule, progress = self._schedule, self._progress
+        schedule, progress = self.schedule, self._progress
         if schedule is None:
             return None
         self.look()

@@ -96,6 +96,21 @@ def explained(error: Exception) -> Exception:
     )
 
 
+def load(target: str) -> Any:
+    """Import the object of a target, ``"module:attribute"``.
+
+    Raises
+    ------
+    UserError
+        A package of an extra is missing.
+    """
+    module, attribute = target.split(":")
+    try:
+        return getattr(import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        raise explained(error) from None
+
+
 # -----------------------------------------------------------------------------
 # Registries of names and their objects.
 # -----------------------------------------------------------------------------
@@ -158,11 +173,7 @@ class Registry(Mapping[str, Any]):
             return self._users_own(name)
         if own.endswith(".toml"):
             return (_PACKAGE / own).read_text(encoding="utf-8")
-        module, attribute = own.split(":")
-        try:
-            return getattr(import_module(module), attribute)
-        except ModuleNotFoundError as error:
-            raise explained(error) from None
+        return load(own)
 
     def __iter__(self) -> Iterator[str]:
         return iter([*self._targets, *self._installed])
@@ -826,9 +837,12 @@ FEATURES = _Features(
     "feature",
     {
         "protection": "raceme.features.protection.guards:protection",
+        "own-model": "raceme.features.own_model.server:OwnModel",
         "short-upload": "raceme.features.short_upload.server:ShortUpload",
         "upload-scores": "raceme.features.upload_scores.server:UploadScores",
         "discrepancy": "raceme.features.discrepancy.server:Discrepancy",
+        "task-tests": "raceme.features.task_tests.server:TaskTests",
+        "client-map": "raceme.features.client_map.server:ClientMap",
     },
     group="raceme.features",
     expected="a subclass of raceme.core.feature.Feature",
@@ -917,10 +931,10 @@ CLIENT_WORK = Registry(
     | _functions("raceme.strategies.fedrc.client", "label-masses train-weighted")
     | _functions("raceme.client_app", "describe"),
     group="raceme.client_work",
-    expected="def {name}(work), which returns an Answer",
+    expected="def {name}(work), which returns a WorkResult",
 )
-"""Work of clients: functions of a `ClientWork` that return an `Answer`. ``docs/security.md`` lists
-what each reveals."""
+"""Work of clients: functions of a `ClientWork` that return a `WorkResult`. ``docs/security.md``
+lists what each reveals."""
 
 COMPLETIONS = Registry(
     "completion",
@@ -929,9 +943,13 @@ COMPLETIONS = Registry(
         "own-head": "raceme.training.personal:use_own_head",
         "pulled-model": "raceme.training.personal:use_own_model",
         "interpolation": "raceme.training.personal:use_interpolation",
-        "own-mixture": "raceme.training.work:mix_with_own",
+        "own-mixture": "raceme.features.own_model.client:use_mixture",
     },
     group="raceme.completions",
     expected="def {name}(work)",
 )
 """Functions that complete a received model in a client's network before a test."""
+
+AFTER_TRAINING = {"own-model": "raceme.features.own_model.client:train_own_model"}
+"""Functions ``f(work, received, settings)`` that a client calls after it has trained a received
+model, by the setting that asks for it."""

@@ -120,7 +120,7 @@ class StopRequest:
     def __init__(self, *numbers: signal.Signals) -> None:
         self._numbers = numbers or tuple(_REASONS)
         self._reason = ""
-        self._told = 0
+        self._count = 0
         self._handlers = ExitStack()
 
     def __call__(self) -> str:
@@ -136,8 +136,8 @@ class StopRequest:
         self._handlers.close()
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        self._told += number != signal.SIGHUP
-        if self._told > 1:
+        self._count += number != signal.SIGHUP
+        if self._count > 1:
             raise KeyboardInterrupt
         if not self._reason:
             self._reason = _REASONS[signal.Signals(number)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
 from inspect import Signature, cleandoc
 from logging import getLogger
@@ -26,9 +26,7 @@ from raceme.core.events import grouped
 from raceme.core.feature import Probe
 from raceme.core.loop import Loop
 from raceme.core.messages import (
-    COMPLETED_BY,
-    OWN_MIXTURE,
-    OWN_MODEL,
+    DEFAULT_VALIDATION_SHARE,
     TRAINING,
     VALIDATION_SHARE,
     ModelSpec,
@@ -36,33 +34,18 @@ from raceme.core.messages import (
 )
 from raceme.core.options import convert, documented, present_names, signature_of
 from raceme.core.progress import Plan, Progress, StopCheck, never_stop
-from raceme.core.requests import (
-    Answer,
-    Bases,
-    ClientEmbedding,
-    InFlight,
-    Outcome,
-    Request,
-    Update,
-    Value,
-)
+from raceme.core.requests import Answer, Bases, InFlight, Outcome, Request, Update, Value
 from raceme.core.scheduling import (
     EveryIdle,
     FlowerArguments,
     InRounds,
-    NoState,
     RoundsParameters,
     Scheduler,
     SelectionContext,
-    check_kind,
-    from_tree,
-    to_tree,
 )
+from raceme.core.state import NoState, check_storable, from_tree, stored, to_tree
 
 log = getLogger("raceme")
-
-DEFAULT_VALIDATION_SHARE = 0.2
-"""Default validation share of clients, if the method needs validation samples."""
 
 
 @dataclass
@@ -113,8 +96,8 @@ class Needs:
         Work that needs classes, for the error message of a regression; empty if none.
     validation : bool
         Whether clients compare models on validation samples.
-    own_model : bool
-        Whether runs have ``own-model`` unless it is off.
+    features : Mapping[str, Any]
+        Values of options of features that are left to the method (``auto``), by key.
     pretrained : bool
         Whether `initialize` uses the server's pre-trained models, if any.
     bases : bool
@@ -122,60 +105,26 @@ class Needs:
     latencies : bool
         Whether in-flight requests state the mean time of their work, if the grid knows it; see
         :class:`~raceme.core.requests.InFlight`.
-    mixture : Callable, optional
-        Returns the mixture of several models that a client trained, shape (d,), from its update and
-        the models of the request.
     one_model : bool
         Whether all clients always share one model. Features can then observe longer before they
         judge, whereas clusters form by first updates.
     exchange : bool
         Whether models travel; otherwise no traffic is reported.
-    by_distribution : Callable
-        Returns whether cluster k corresponds to the k-th distribution of the server's samples.
     test_settings : Mapping[str, Value]
         Additional settings of test messages, e.g. another kind of work.
-    fits_clients, fits_validation, fits_server, fits_model : Callable
-        Raise UserError if the hyper-parameters do not fit the number of clients, if a client has
-        too few validation samples, if the server lacks proxy sets, or if the model does not suit.
     """
 
     kinds: frozenset[str] = frozenset()
     settings: frozenset[str] | None = frozenset()
     classes: str = ""
     validation: bool = False
-    own_model: bool = False
+    features: Mapping[str, Any] = field(default_factory=dict)
     pretrained: bool = False
     bases: bool = False
     latencies: bool = False
-    mixture: Callable[[Update, Sequence[Vector]], Vector] | None = None
     one_model: bool = False
     exchange: bool = True
-    by_distribution: Callable[[], bool] = lambda: False
     test_settings: Mapping[str, Value] = field(default_factory=dict)
-    fits_clients: Callable[[int], None] = lambda count: None
-    fits_validation: Callable[[int], None] = lambda count: None
-    fits_server: Callable[[int], None] = lambda count: None
-    fits_model: Callable[[ModelSpec], None] = lambda spec: None
-
-
-@dataclass(frozen=True)
-class InUse:
-    """The models that clients use and test, if different from those that they train.
-
-    Attributes
-    ----------
-    models : Mapping[int, Model], optional
-        The models in use, by cluster; by default the trained ones.
-    own : Callable
-        Returns, of given clients, those with personal models and their models, shape (d,).
-    on_step : Callable
-        Returns the clusters that serve a client on its data of a step, with weights, for methods
-        that remember the models of former tasks. Empty for the current clusters.
-    """
-
-    models: Mapping[int, Model] | None = None
-    own: Callable[[Collection[str]], Iterable[tuple[str, Vector]]] = lambda clients: ()
-    on_step: Callable[[str, int], Weights] = lambda client, step: {}
 
 
 def _shown(method: type[Any], parameters_type: type[Any], doc: str) -> tuple[Signature, str]:
@@ -348,14 +297,12 @@ class Method(Strategy):
         Features of the run, which change or refuse updates before the method receives them.
     train_config : ConfigRecord
         The run's settings for local training.
-    own_settings : dict[str, str | float]
-        Settings of messages that let clients use mixtures with models of their own, if they do.
+    feature_settings : dict[str, Any]
+        Settings of features in messages by which clients test or use models.
     initial : ArrayRecord
         The model before any training.
     step_of : Callable
         Returns the current step of a client's data; None without drift. Set by the loop.
-    embedding : ClientEmbedding, optional
-        Client positions for the map; present if an observer of the run sets it.
     planned_updates : int
         Expected client updates of the run, for schedules that depend on its length.
     probe : Probe or None
@@ -379,7 +326,7 @@ class Method(Strategy):
         cls.__signature__, cls.__doc__ = _shown(cls, cls.parameters_type, cls.__doc__ or "")
 
     def __init__(self, parameters: Any = None, seed: int = 0, **arguments: Any) -> None:
-        check_kind(self.state_type, self.state_type.__name__)
+        check_storable(self.state_type, self.state_type.__name__)
         self.parameters, self.arguments = divided(
             type(self).__name__, self.parameters_type, parameters, arguments
         )
@@ -392,11 +339,10 @@ class Method(Strategy):
         self.starts: Sequence[Vector] = ()
         self.result = RunResult()
         self.bases = Bases()
-        self.embedding: ClientEmbedding | None = None
         self._constant: tuple[Vector, ArrayRecord] | None = None
         self.features = Chain()
         self.train_config = ConfigRecord()
-        self.own_settings: dict[str, str | float] = {}
+        self.feature_settings: dict[str, Any] = {}
         self.report: events.Observer = events.ignore
         self.step_of: Callable[[str], int | None] = lambda client: None
         self.scheduling: Scheduler = self.scheduler()
@@ -478,9 +424,22 @@ class Method(Strategy):
         """Handle the end of a task, successful or not."""
 
     @property
-    def in_use(self) -> InUse:
-        """The models that clients use, if not their clusters'; see :class:`InUse`."""
-        return InUse()
+    def has_distributions(self) -> bool:
+        """Whether cluster k corresponds to the k-th distribution of the server's samples."""
+        return False
+
+    @property
+    def served(self) -> Mapping[int, Model]:
+        """The models that clients use and test, by cluster; by default the trained ones."""
+        return self.models
+
+    def serving(self, client: str, step: int) -> Weights:
+        """Return the clusters that serve a client on its data of a step, with weights.
+
+        For methods that remember the models of former tasks; tests on all steps (``eval-tasks``)
+        use it.
+        """
+        return self.placement(client)
 
     # Queries for methods.
 
@@ -516,23 +475,6 @@ class Method(Strategy):
         """Return the clusters that serve a client, with weights."""
         return self.clusters.of(client)
 
-    @property
-    def served(self) -> Mapping[int, Model]:
-        """The models that clients use and test, by cluster."""
-        models = self.in_use.models
-        return self.models if models is None else models
-
-    def used(self, clients: Collection[str]) -> Iterable[tuple[str, Vector]]:
-        """Return the given clients with personal models, and these models, shape (d,)."""
-        return self.in_use.own(clients)
-
-    def serving(self, client: str, step: int) -> Weights:
-        """Return the clusters that serve a client on its data of a step, with weights.
-
-        Tests on all steps (``eval-tasks``) use it for every step so far and the next one.
-        """
-        return self.in_use.on_step(client, step) or self.placement(client)
-
     def similarity(self) -> tuple[list[str], np.ndarray] | None:
         """Return clients and the matrix of their similarities (NaN: unknown), if any.
 
@@ -565,17 +507,16 @@ class Method(Strategy):
             self._constant = vector, self.spec.pack(vector)
         return self._constant[1]
 
-    # Before a run.
+    # Checks before a run: each raises UserError if the hyper-parameters do not fit.
 
     def check(self, clients: int) -> None:
-        """Check the hyper-parameters against the number of clients, before a run.
+        """Check the hyper-parameters against the number of clients."""
 
-        Raises
-        ------
-        UserError
-            They do not fit.
-        """
-        self.needs.fits_clients(clients)
+    def check_samples(self, samples: int) -> None:
+        """Check the number of validation samples of the client with the fewest."""
+
+    def check_model(self, spec: ModelSpec) -> None:
+        """Check the model."""
 
     def check_server(self, proxies: int, pretrains: bool) -> None:
         """Check that the server has the samples that the method needs.
@@ -597,7 +538,6 @@ class Method(Strategy):
                 f"pretrain: {type(self).__name__} does not start from pre-trained models: leave it "
                 "out."
             )
-        self.needs.fits_server(proxies)
 
     # Running.
 
@@ -734,19 +674,15 @@ class Method(Strategy):
         self.probe, self.starts = probe, starts
         self._spec, self.initial = ModelSpec.of(initial_arrays), initial_arrays
         self.result = RunResult()
-        self.train_config = ConfigRecord({**(train_config or {})})
-        stated = self.train_config.get(VALIDATION_SHARE)
-        share = stated if isinstance(stated, int | float) else DEFAULT_VALIDATION_SHARE
-        self.own_settings = {}
-        if self.train_config.pop(OWN_MODEL, False) and share:
-            self.train_config[OWN_MODEL] = share
-            self.own_settings = {COMPLETED_BY: OWN_MIXTURE, OWN_MODEL: share}
+        training: dict[str, Any] = {**(train_config or {})}
+        share = training.get(VALIDATION_SHARE, DEFAULT_VALIDATION_SHARE)
+        self.feature_settings = {}
+        for feature in self.features:
+            feature.on_start(training, self.feature_settings)
         if self.needs.validation:
-            self.train_config[VALIDATION_SHARE] = share
-        elif self.own_settings:
-            # All samples train the model that is uploaded.
-            self.train_config.pop(VALIDATION_SHARE, None)
-        tests = {**(evaluate_config or {}), **self.needs.test_settings, **self.own_settings}
+            training[VALIDATION_SHARE] = share
+        self.train_config = ConfigRecord(training)
+        tests = {**(evaluate_config or {}), **self.needs.test_settings, **self.feature_settings}
         loop = Loop(
             self,
             grid,
@@ -785,18 +721,12 @@ class Method(Strategy):
         UserError
             The state of a user's method has values of other types than annotated.
         """
-        try:
-            state = to_tree(self.state)
-            if not type(self).__module__.startswith("raceme."):
-                # Told now rather than when the run is resumed.
-                from_tree(self.state_type, state)
-        except (TypeError, ValueError) as error:
-            raise UserError(f"the state of {type(self).__name__} is invalid: {error}") from None
+        name, is_own = type(self).__name__, type(self).__module__.startswith("raceme.")
         return {
-            "method": type(self).__name__,
+            "method": name,
             "clusters": to_tree(self.clusters),
             "bases": to_tree(self.bases),
-            "state": state,
+            "state": stored(self.state, self.state_type, name, verified=not is_own),
             "dispatch": self.scheduling.state_dict(),
             "features": self.features.state_dict(),
             "progress": to_tree(self.progress),
@@ -836,7 +766,8 @@ class Method(Strategy):
             for vector in vectors:
                 if vector.shape != (size,):
                     raise ValueError(f"a {what} of shape {vector.shape}, not ({size},)")
-        self.features.restored(self.spec)
+        for feature in self.features:
+            feature.restored(self.spec)
 
     def _work_in_rounds(self, *_given: Any, **_named: Any) -> NoReturn:
         """Raise UserError: a wrapping strategy calls it, which would train no client."""
@@ -858,10 +789,7 @@ class Method(Strategy):
         if self._keeps_base_of(task):
             brought = [self.spec.unpack(record) for record in work.own_models] if work else []
             self.bases.open(task, self.models, self.placement(task.client), brought)
-        embedding = self.embedding
-        if embedding is not None and task.kind in TRAINING and embedding.wants(task.client):
-            sent = dict.fromkeys(task.candidates, 1.0) or self.placement(task.client)
-            embedding.send(task.number, self.models, sent, bool(task.candidates))
+        self.features.sent(task)
         self.on_sent(task)
 
     def _keeps_base_of(self, task: InFlight) -> bool:
@@ -869,8 +797,7 @@ class Method(Strategy):
 
     def base_of(self, update: Update) -> Vector:
         """Return the model that a client started from, while kept. Shape (d,)."""
-        brought, mixture = self.bases.own(update.task), self.needs.mixture
-        return mixture(update, brought) if mixture and brought else self.bases.of(update.task)
+        return self.bases.of(update.task)
 
     def received(self, update: Update) -> Update:
         """Return an update with its current staleness, age and base.
@@ -944,8 +871,6 @@ class Method(Strategy):
         """Inform the method of the end of a task, and release its base models."""
         self.on_closed(task)
         self.features.closed(task)
-        if self.embedding is not None:
-            self.embedding.close(task.number)
         if self._keeps_base_of(task):
             self.bases.close(task)
 

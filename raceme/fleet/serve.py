@@ -74,26 +74,13 @@ from raceme.flower.messages import (
     REPLY_MESSAGE_UNAVAILABLE,
     size_of,
 )
-from raceme.flower.ports import (
-    bearer,
-    http_server,
-    is_loopback,
-    listen,
-    most_connections,
-)
-from raceme.records.folder import (
-    CHECKPOINTS,
-    STORE,
-    SUMMARY,
-    ControlSocket,
-    Stage,
-    VersionStore,
-    new_folder,
-    recorded,
-)
+from raceme.flower.ports import bearer, http_server, is_loopback, listen, most_connections
+from raceme.records.control import ControlSocket
+from raceme.records.folder import CHECKPOINTS, STORE, SUMMARY, new_folder, recorded
 from raceme.records.record import line_of
 from raceme.records.store import each_event
 from raceme.records.summary import finite
+from raceme.records.versions import Stage, VersionStore
 from raceme.runs import experiment
 from raceme.runs.experiment import RunOutcome
 from raceme.simulation import apps

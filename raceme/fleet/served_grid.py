@@ -55,7 +55,7 @@ from raceme.core.strategy import Method
 from raceme.flower.grid import PatientGrid
 from raceme.flower.link_state import FleetObserver, LinkState
 from raceme.flower.messages import Run, join, split
-from raceme.records.folder import Pair, Stage, Version, VersionStore, is_no_worse
+from raceme.records.versions import Pair, Stage, Version, VersionStore, is_no_worse
 
 # -----------------------------------------------------------------------------
 # The journal: replies since the last checkpoint, written before they are acknowledged.
@@ -580,10 +580,11 @@ class Rollouts(EventHandler):
             members = [name for name in online if method.clusters.main(name) == cluster]
             if not members:
                 continue
-            own = {name: spec.views(vector) for name, vector in method.used(members)}
-            for name in members:
-                if name not in own and len(method.placement(name)) > 1:
-                    own[name] = spec.views(blended(method.served, method.placement(name)))
+            own = {
+                name: spec.views(blended(method.served, method.placement(name)))
+                for name in members
+                if len(method.placement(name)) > 1
+            }
             try:
                 store.add(cluster, changes, spec.views(model.vector), own)
             except OSError as error:
@@ -726,7 +727,7 @@ class Rollouts(EventHandler):
         OSError, SafetensorError
             The file of a version cannot be read.
         """
-        own = self._method.own_settings
+        own = self._method.feature_settings
         settings: dict[str, Any] = {KIND: USE}
         if device.uses is None:
             return (_PROBE, None), MessageType.QUERY, _content({}, settings)

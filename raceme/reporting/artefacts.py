@@ -23,30 +23,15 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from raceme import datasets
-from raceme.core.config import (
-    CONFIG,
-    RunConfig,
-    check_trusted,
-    expanded,
-    imported_by,
-    read_toml,
-)
+from raceme.core.config import CONFIG, RunConfig, check_trusted, expanded, imported_by, read_toml
 from raceme.core.errors import UserError, check_known, one_line, os_errors_as_user_errors
 from raceme.core.files import atomic_write
 from raceme.core.registry import EXPORT, explained
-from raceme.records.folder import (
-    SIMILARITY,
-    SUMMARY,
-    Arrays,
-    VersionStore,
-    clusters_in,
-    model_file,
-    read_model,
-    saved_in,
-)
-from raceme.records.positions import Similarity
+from raceme.records.folder import SIMILARITY, SUMMARY, clusters_in, model_file, read_model, saved_in
 from raceme.records.record import RunRecord, read_run
+from raceme.records.similarity import Similarity
 from raceme.records.summary import write_summary
+from raceme.records.versions import Arrays, VersionStore
 from raceme.reporting.plots import (
     accuracy_figure,
     clusters_figure,

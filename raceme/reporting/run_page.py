@@ -17,16 +17,10 @@ import tomli_w
 
 from raceme.core.config import CONFIG, keys_of, parse_assignment, read_toml
 from raceme.core.errors import UserError
-from raceme.core.events import (
-    ClusterChange,
-    ClustersChanged,
-    Measure,
-    Verdict,
-    grouped,
-    home,
-)
+from raceme.core.events import ClusterChange, ClustersChanged, Measure, Verdict, grouped, home
 from raceme.core.files import ReadingError, parse_json, read_text
 from raceme.core.options import AUTO, Value, as_typed
+from raceme.features.client_map.positions import evenly_spread
 from raceme.records.folder import (
     CHECKPOINTS,
     CONTROL,
@@ -37,8 +31,8 @@ from raceme.records.folder import (
     SUMMARY,
     has_writer,
 )
-from raceme.records.positions import evenly_spread, read_similarity
 from raceme.records.record import ClientRecord, Flags, RunRecord, read_run
+from raceme.records.similarity import read_similarity
 from raceme.records.summary import Floats
 from raceme.reporting.artefacts import figures_of
 from raceme.reporting.console import summary_rows

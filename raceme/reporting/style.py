@@ -25,7 +25,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from raceme.core.events import ClusterChange, ClustersChanged, DataChanged
 from raceme.core.files import atomic_write
-from raceme.records.positions import evenly_spread
+from raceme.features.client_map.positions import evenly_spread
 from raceme.records.summary import Floats
 
 INK = "#22272e"

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -19,26 +19,18 @@ from threadpoolctl import threadpool_limits
 
 from raceme import datasets
 from raceme.core import messages as names
-from raceme.core.chain import Chain
+from raceme.core.chain import Chain, resolved
 from raceme.core.clients import BoundToKeys, Labels
 from raceme.core.clusters import Model, blended
 from raceme.core.config import CONFIG, RunConfig, own_keys, read_toml
 from raceme.core.errors import UserError
-from raceme.core.events import (
-    ClustersScored,
-    Ending,
-    Evaluated,
-    Event,
-    EventHandler,
-    Observer,
-    RunEnded,
-)
+from raceme.core.events import ClustersScored, Ending, Evaluated, Event, Observer
 from raceme.core.files import whole_path
-from raceme.core.messages import ModelSpec, Vector, kept_for_validation
+from raceme.core.limits import Limits
+from raceme.core.messages import DEFAULT_VALIDATION_SHARE, ModelSpec, Vector, kept_for_validation
 from raceme.core.progress import Plan, StopCheck, never_stop
 from raceme.core.registry import STRATEGIES
-from raceme.core.requests import ClientEmbedding, Sketch
-from raceme.core.strategy import DEFAULT_VALIDATION_SHARE, Method
+from raceme.core.strategy import Method
 from raceme.core.timeline import Timeline, timeline_of
 from raceme.datasets.dealt import with_whole_path
 from raceme.datasets.drift import schedule_of
@@ -57,7 +49,6 @@ from raceme.records.folder import (
     only_writer,
     resumed_folder,
 )
-from raceme.records.positions import PositionsFile, positions_of_rows
 from raceme.records.record import TraceFile, WallTimes
 from raceme.records.store import RunStore, each_event
 from raceme.records.summary import RunSummary, VerdictSummary
@@ -139,11 +130,7 @@ def resolve(config: RunConfig) -> RunConfig:
     max_updates = config.max_updates
     if max_updates is None and not config.max_rounds:
         max_updates = config.planned_updates
-    own_model = config.own_model
-    if own_model is None:
-        own_model = config.validation_share != 0 and _made(config).needs.own_model
-    return config.with_values(
-        own_model=own_model,
+    return resolved(config, _made(config).needs).with_values(
         max_updates=max_updates,
         target_accuracy=datasets.default_target(config) if target is None else target,
         stop_at_target=target is not None if stop is None else stop,
@@ -174,8 +161,6 @@ def build_strategy(config: RunConfig) -> Method:
             f"drift-at counts rounds, and {config.strategy} has none: give seconds, updates or "
             "uploads."
         )
-    if config.eval_tasks and drift is None:
-        raise UserError("eval-tasks needs a drift: choose one with drift.")
     if strategy.needs.classes and datasets.data_shape(config).target is not None:
         raise UserError(
             f"The labels of {config.dataset} are quantities, and {config.strategy} has clients "
@@ -188,15 +173,12 @@ def build_strategy(config: RunConfig) -> Method:
                 f"augment shifts images by {LARGEST_SHIFT} pixels, and {config.dataset} has none "
                 "that are larger: leave it out."
             )
-    if config.own_model and names.COMPLETED_BY in strategy.needs.test_settings:
+    for feature in strategy.features:
+        feature.check(strategy.needs)
+    if strategy.needs.validation and config.validation_share == 0:
         raise UserError(
-            f"own-model mixes whole models, and clients of {config.strategy} complete what they "
-            "receive in another way: leave it out."
-        )
-    if (strategy.needs.validation or config.own_model) and config.validation_share == 0:
-        raise UserError(
-            f"{'own-model' if config.own_model else config.strategy} compares models on held-out "
-            "samples: validation-share must be above 0."
+            f"{config.strategy} compares models on held-out samples: validation-share must be "
+            "above 0."
         )
     if config.max_rounds and strategy.scheduling.rounds is None:
         raise UserError(
@@ -252,7 +234,7 @@ def build_grid(config: RunConfig, strategy: Method | None = None) -> VirtualGrid
         share = config.validation_share
         share = DEFAULT_VALIDATION_SHARE if share is None else share
         fewest = min(datasets.fewest_training(config, k) for k in range(config.num_clients))
-        strategy.needs.fits_validation(kept_for_validation(fewest, share))
+        strategy.check_samples(kept_for_validation(fewest, share))
     names = datasets.client_names(config)
     labels = Path(config.labels) if config.labels else None
     Labels(labels, config.where).check_ids(_client_names(config))
@@ -265,7 +247,7 @@ def build_grid(config: RunConfig, strategy: Method | None = None) -> VirtualGrid
         seconds=lambda: training_seconds(config, examples),
         config=config,
     )
-    cost: CostFunction = partial(training_cost, upload_size=Chain.of(config).upload_size)
+    cost: CostFunction = partial(training_cost, features=Chain.of(config))
     if config.drift != NONE and any(node.device.is_per_sample for node in nodes):
         cost = _cost_at_steps(config, cost)
     return VirtualGrid(
@@ -521,7 +503,7 @@ def execute(
     _warn_of_late_changes(config, strategy, grid)
     initial = models.initial_arrays(config)
     spec = ModelSpec.of(initial)
-    strategy.needs.fits_model(spec)
+    strategy.check_model(spec)
     probe = probe_of(config, initial)
     strategy.check_server(0 if probe is None else probe.sets, bool(config.pretrain))
     identities = BoundToKeys(Path(config.device_keys), grid) if config.device_keys else None
@@ -576,13 +558,13 @@ def execute(
             if is_virtual:
                 # On real devices the run's time is wall time.
                 listening.append(WallTimes(out, wall_time, after).observe)
-            if config.client_map:
-                listening.append(ClientMap(strategy, spec, out, after))
+            observing = [feature.observer(out, after) for feature in strategy.features]
+            listening += filter(None, observing)
 
             def observe(event: Event) -> None:
                 for observer in listening:
                     observer(event)
-                if probe and isinstance(event, Evaluated) and strategy.needs.by_distribution():
+                if probe and isinstance(event, Evaluated) and strategy.has_distributions:
                     scores = score_clusters(strategy.served, probe, event.time, event.updates)
                     if scores is not None:
                         observe(scores)
@@ -696,17 +678,8 @@ def _write_artefacts(
 def plan(config: RunConfig) -> Plan:
     """Return the limits and the schedule of a configuration."""
     return Plan(
-        max_time=config.max_time or None,
-        target_accuracy=config.target_accuracy,
-        stop_at_target=bool(config.stop_at_target),
-        eval_every=config.eval_every or config.num_clients,
-        eval_rounds=config.eval_rounds,
-        eval_steps=config.eval_steps,
-        eval_tasks=config.eval_tasks,
-        eval_clients=config.eval_clients,
-        concurrency=config.concurrency,
+        **{item.name: getattr(config, item.name) for item in fields(Limits)},
         drift=schedule_of(config),
-        max_rounds=config.max_rounds or None,
         highest_score=1.0 if datasets.data_shape(config).target is None else float("inf"),
         labels=Labels(Path(config.labels) if config.labels else None, config.where),
         planned_updates=config.planned_updates,
@@ -723,18 +696,9 @@ def training_settings(config: RunConfig, report_timing: bool = False) -> ConfigR
     report_timing : bool
         Whether to request wall times, which differ between runs.
     """
-    assert config.lr is not None, "resolve() sets the learning rate"
-    momentum = config.momentum if config.optimizer == "momentum" else None
-    settings: dict[str, Any] = {
-        names.LR: config.lr,
-        names.BATCH_SIZE: config.batch_size,
-        names.LOCAL_EPOCHS: config.local_epochs,
-        names.LOCAL_STEPS: config.local_steps or None,
-        names.OPTIMIZER: None if config.optimizer == "sgd" else config.optimizer,
-        names.MOMENTUM: momentum,
-        names.WEIGHT_DECAY: config.weight_decay or None,
+    settings = {
+        **config.in_messages(),
         names.VALIDATION_SHARE: config.validation_share,
-        names.OWN_MODEL: config.own_model or None,
         names.REPORT_TIMING: report_timing or None,
     }
     return ConfigRecord({key: value for key, value in settings.items() if value is not None})
@@ -745,57 +709,6 @@ def _resolved_devices(devices: str) -> str:
     if devices.startswith(PREFIX):
         return PREFIX + whole_path(devices.removeprefix(PREFIX))
     return whole_path(devices) if devices.endswith(".toml") else devices
-
-
-# -----------------------------------------------------------------------------
-# The client map during a run: snapshots at evaluations.
-# -----------------------------------------------------------------------------
-
-
-class ClientMap(EventHandler):
-    """Writes the positions of clients, by similarity of their models, at most evaluations.
-
-    Every method has a map, even without comparing clients. It does not affect the run.
-
-    Parameters
-    ----------
-    method : Method
-        The method whose clients are drawn.
-    spec : ModelSpec
-        Shapes of its models.
-    folder : Path
-        Folder of the run.
-    after : float, optional
-        Time at which the run resumes.
-    """
-
-    def __init__(
-        self, method: Method, spec: ModelSpec, folder: Path, after: float | None = None
-    ) -> None:
-        self._method, self._file = method, PositionsFile(folder, after)
-        self._is_missing = False
-        self._embedding = method.embedding = ClientEmbedding(
-            Sketch(sum(spec.sizes), spec.trainable)
-        )
-
-    def on_evaluated(self, event: Evaluated) -> None:
-        """Write a snapshot, unless the last one is recent."""
-        self._is_missing = not self._file.wants(event.updates)
-        if not self._is_missing:
-            self._write(event)
-
-    def on_run_ended(self, event: RunEnded) -> None:
-        """Write the final snapshot unless the last evaluation has one."""
-        if self._is_missing:
-            self._write(event)
-        self._file.bring_back(event.updates)
-
-    def _write(self, event: Evaluated | RunEnded) -> None:
-        method, is_last = self._method, isinstance(event, RunEnded)
-        clients, rows = self._embedding.seen_from_the_mean(method.models, method.placement)
-        if len(clients) > 2:
-            points = positions_of_rows(rows)
-            self._file.write(event.time, clients, points, event.updates, is_last)
 
 
 # -----------------------------------------------------------------------------
@@ -839,8 +752,8 @@ def score_clusters(
 def models_in_use(method: Method) -> Iterator[tuple[str, Vector]]:
     """Yield each online client with its current model.
 
-    This is its cluster's model, the mixture Σ_k α_k w_k of several, or a personal one. Models are
-    made one at a time, as those of a fleet may not fit into memory.
+    This is its cluster's model, or the mixture Σ_k α_k w_k of several. Models are made one at a
+    time, as those of a fleet may not fit into memory.
 
     Parameters
     ----------
@@ -852,12 +765,6 @@ def models_in_use(method: Method) -> Iterator[tuple[str, Vector]]:
     tuple[str, Vector]
         A client and its model's weights, shape (d,).
     """
-    clients = [client.client_id for client in method.progress.fleet.online()]
-    alone = set()
-    for client, vector in method.used(clients):
-        alone.add(client)
-        yield client, vector
     served = method.served
-    for client in clients:
-        if client not in alone:
-            yield client, blended(served, method.placement(client))
+    for client in method.progress.fleet.online():
+        yield client.client_id, blended(served, method.placement(client.client_id))

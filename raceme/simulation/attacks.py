@@ -51,9 +51,9 @@ from raceme.core.registry import ATTACKS
 from raceme.datasets.source import DataShape, Labels, generator
 from raceme.simulation.virtual_grid import Node
 from raceme.strategies.fedrc import LABEL_MASSES
-from raceme.training.clients import Client
+from raceme.training.clients import LocalClient
 from raceme.training.models import Samples
-from raceme.training.work import Answer, ClientWork, Metric, answer_to
+from raceme.training.work import ClientWork, Metric, WorkResult, answer_to
 
 NONE = "none"
 EVENLY = "evenly"
@@ -265,12 +265,12 @@ class Attack:
         """
         return push
 
-    def stated(self, answer: Answer, models: int) -> Answer:
+    def stated(self, answer: WorkResult, models: int) -> WorkResult:
         """Return an answer with what an attacker states about itself.
 
         Parameters
         ----------
-        answer : Answer
+        answer : WorkResult
             What it would state honestly, beside the model that it sends.
         models : int
             Number of models of which it chose one.
@@ -428,7 +428,7 @@ class Claims(Attack):
 
     options_type = ClaimOptions
 
-    def stated(self, answer: Answer, models: int) -> Answer:
+    def stated(self, answer: WorkResult, models: int) -> WorkResult:
         """Return an answer with lies that are plausible in themselves."""
         metrics, numbers, told = dict(answer.metrics), dict(answer.numbers), dict(answer.told)
         claim, counted = self.options.attack_claim, {LABEL_COUNTS, LABEL_MASSES} & set(numbers)
@@ -702,7 +702,7 @@ def _unit(vector: Vector) -> Vector:
 def _poisoned_work(work: ClientWork, attack: Attack) -> ClientWork:
     """Return the work on the labels that an attacker trains on; it is tested on the true ones."""
 
-    def poisoned(client: Client) -> Client:
+    def poisoned(client: LocalClient) -> LocalClient:
         rng = generator(client.config.seed, _POISONED, crc32(client.id.encode()))
         train, kept = attack.samples(client.train, client.num_classes, rng), client.validation
         if kept is not None:
@@ -719,11 +719,11 @@ def _poisoned_work(work: ClientWork, attack: Attack) -> ClientWork:
 
 def _poisoned_answer(
     work: ClientWork,
-    answer: Answer,
+    answer: WorkResult,
     model: ArrayRecord,
     attack: Attack,
     honest: Sequence[Vector],
-) -> Answer:
+) -> WorkResult:
     """Return an answer whose model is what an attacker sends.
 
     Attacks make the weights, as only these are compared; running statistics are those of the model

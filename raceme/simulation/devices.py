@@ -30,21 +30,17 @@ from typing import Any, NamedTuple
 import numpy as np
 from flwr.app import ConfigRecord, Context, Message, MessageType, RecordDict
 
+from raceme.core.chain import Chain
 from raceme.core.errors import UserError, unknown_name
 from raceme.core.files import ReadingError, absolute, parse_toml, read_text
 from raceme.core.messages import (
     COMPUTE_SCALE,
     CONFIG,
     KIND,
-    LOCAL_STEPS,
-    OWN_MODEL,
-    OWN_SHARES,
-    OWN_WHOLE,
     TASK_SHARE,
     TRAIN,
     TRAINING,
     category,
-    forward_cost,
     passes,
 )
 from raceme.core.options import key_of
@@ -602,17 +598,16 @@ class DeviceModel:
 CostFunction = Callable[[Message, Context, int], Workload | None]
 """Maps a message, its client's context and number of training examples to the message's cost; None
 means no time."""
+_NO_FEATURES = Chain()
 
 
 def training_cost(
-    message: Message, context: Context, examples: int, upload_size: float = 1.0
+    message: Message, context: Context, examples: int, features: Chain = _NO_FEATURES
 ) -> Workload | None:
     """Return the cost of a training message; queries and evaluation cost nothing.
 
-    All arrays are sent down. Training returns one model, of `upload_size` times the size of the
-    first one sent; answers to other work are small and take no time. With a
-    model of the client's own, that is trained too, and mixtures of it are validated; with a copy
-    that takes all samples, this as well.
+    All arrays are sent down. Training returns one model, of the size of the first one sent unless
+    features change it; answers to other work are small and take no time.
     """
     if category(message) != MessageType.TRAIN:
         return None
@@ -622,16 +617,12 @@ def training_cost(
     sizes = [record.count_bytes() for record in message.content.array_records.values()]
     upload = sizes[0] if sizes and trains else 0
     share = float(config.get(TASK_SHARE, 1.0))  # type: ignore[arg-type]
-    if trains and (kept := float(config.get(OWN_MODEL, 0.0))):  # type: ignore[arg-type]
-        # It trains for an ordinary task, of which this one is a share; in steps for as many.
-        ordinary = context.run_config if TASK_SHARE in config else config
-        trained = 1.0 if ordinary.get(LOCAL_STEPS) else 1.0 - kept
-        trained += OWN_WHOLE in context.state
-        scale += trained / share + kept * forward_cost(config, examples, len(OWN_SHARES))
+    if trains:
+        scale += features.cost(config, context, examples)
     return Workload(
         epochs=passes(config, examples),
         bytes_down=sum(sizes),
-        bytes_up=int(upload * upload_size),
+        bytes_up=int(upload * features.upload_size),
         scale=scale,
         share=share,
     )

@@ -22,9 +22,10 @@ from torch.func import functional_call, grad_and_value, vmap
 from raceme import client_app
 from raceme.core import messages as keys
 from raceme.core.errors import UserError
+from raceme.core.training_settings import TrainingSettings
 from raceme.simulation.executor import PendingReply, answer
-from raceme.training.clients import Client
-from raceme.training.local import TrainingSettings, epochs, torch_seed
+from raceme.training.clients import LocalClient
+from raceme.training.local import epochs, torch_seed
 from raceme.training.models import Network, Samples
 from raceme.training.work import ClientWork, evaluation_answer, training_answer
 
@@ -119,7 +120,7 @@ _TEST_BATCH = 2048
 
 _PLACE = {keys.KIND, keys.STEP, keys.TASK, keys.VERSION, keys.ROUND}
 _COST = {keys.COMPUTE_SCALE, keys.TASK_SHARE, keys.INVITATION}
-_SGD = {keys.LR, keys.BATCH_SIZE, keys.LOCAL_EPOCHS, keys.LOCAL_STEPS, keys.PROXIMAL_MU}
+_SGD = {"lr", keys.BATCH_SIZE, keys.LOCAL_EPOCHS, keys.LOCAL_STEPS, keys.PROXIMAL_MU}
 _STACKED = {
     keys.TRAIN: ({keys.ARRAYS, keys.MASK}, _PLACE | _COST | _SGD),
     keys.EVALUATE: ({keys.ARRAYS}, _PLACE),
@@ -245,13 +246,13 @@ class Vectorised:
         job = self._jobs.pop(message_id)
         self._replies[message_id] = answer(client_app.app, job.message, job.context)
 
-    def _can_stack(self, client: Client) -> bool:
+    def _can_stack(self, client: LocalClient) -> bool:
         """Return whether a client's work can be stacked with others'."""
         if client.network not in self._gradients:
             self._gradients[client.network] = self._gradients_of(client)
         return self._gradients[client.network] is not None
 
-    def _gradients_of(self, client: Client) -> _Gradients | None:
+    def _gradients_of(self, client: LocalClient) -> _Gradients | None:
         """Return the function for the gradients of many clients; None if impossible."""
         network = client.network
         gradients = _stacked_gradients(network)
@@ -278,7 +279,7 @@ class Vectorised:
         """Train the clients of messages, in order, as far as memory allows."""
         chosen: dict[str, _Training] = {}
         # A client whose data changed between two messages trains on one version at a time.
-        rows: dict[str, Client] = {}
+        rows: dict[str, LocalClient] = {}
         needed = 0
         budget = self._budget()
         for message_id in message_ids:
@@ -397,7 +398,7 @@ class Vectorised:
     def _evaluate(self, message_ids: Sequence[str], network: Network) -> None:
         """Test the network's model on the samples of many clients."""
         works: dict[str, ClientWork] = {}
-        clients: dict[str, Client] = {}
+        clients: dict[str, LocalClient] = {}
         for message_id in message_ids:
             work = _work(self._jobs[message_id])
             if work is None or work.client.network is not network:

@@ -396,10 +396,7 @@ class CSAFL(Method):
     parameters: CSAFLParameters
     state: CSAFLState
 
-    @property
-    def needs(self) -> Needs:
-        """Requirements of the method."""
-        return Needs(bases=True, latencies=True, fits_clients=self._check_groups)
+    needs = Needs(bases=True, latencies=True)
 
     def scheduler(self) -> Scheduler:
         """Pre-train all clients in one round, then train in windows."""
@@ -412,7 +409,7 @@ class CSAFL(Method):
         )
         return then(InRounds(), self.windows, lambda: self.state is None or self.state.grouped)
 
-    def _check_groups(self, clients: int) -> None:
+    def check(self, clients: int) -> None:
         """Raise UserError if there are more groups than clients."""
         if self.parameters.grouping != "none":
             check_groups(self.parameters.groups, clients)

@@ -242,11 +242,7 @@ class MultiKrum(MadeOfParameters):
     parameters_type = MultiKrumParameters
     parameters: MultiKrumParameters
     inner: strategy.MultiKrum
-
-    @property
-    def needs(self) -> Needs:
-        """Requirements of the method."""
-        return Needs(one_model=True, fits_clients=self._check_clients)
+    needs = Needs(one_model=True)
 
     def __init__(self, parameters: Any = None, seed: int = 0, **arguments: Any) -> None:
         super().__init__(parameters, seed, **arguments)
@@ -255,7 +251,7 @@ class MultiKrum(MadeOfParameters):
         self._sent: list[Message] = []
         self._chosen: list[RecordDict] = []
 
-    def _check_clients(self, clients: int) -> None:
+    def check(self, clients: int) -> None:
         """Check that the attackers can be outvoted: n ≥ 2 f + 3.
 
         Raises

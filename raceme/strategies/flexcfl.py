@@ -298,8 +298,11 @@ class GroupsByStart(Method):
             kinds=frozenset({LABEL_COUNTS} if counts else ()),
             classes="count their labels unless detect=direction" if counts else "",
             bases=True,
-            fits_clients=lambda clients: check_groups(self.parameters.groups, clients),
         )
+
+    def check(self, clients: int) -> None:
+        """Raise UserError if there are more groups than clients."""
+        check_groups(self.parameters.groups, clients)
 
     def initialize(self, vector: Vector) -> None:
         """Store w0; all clients are cold."""

@@ -18,7 +18,7 @@ exchanged, and time passes as for the other methods.
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -80,12 +80,7 @@ class FedPer(Personalized):
     settings = frozenset({names.HEAD_LAYERS})
     parameters: FedPerParameters
 
-    @property
-    def needs(self) -> Needs:
-        """Requirements of the method."""
-        return replace(super().needs, fits_model=self._check_layers)
-
-    def _check_layers(self, spec: ModelSpec) -> None:
+    def check_model(self, spec: ModelSpec) -> None:
         """Check that the network has layers to share beside the head."""
         layers, head = len(spec.layers), self.parameters.head_layers
         if layers <= head:

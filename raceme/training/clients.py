@@ -33,6 +33,8 @@ from raceme.core.config import RunConfig, expanded
 from raceme.core.errors import UserError
 from raceme.core.files import Stamp
 from raceme.core.messages import (
+    LOCAL_EPOCHS,
+    LOCAL_STEPS,
     VALIDATION_SHARE,
     InvalidModelError,
     ModelSpec,
@@ -40,10 +42,11 @@ from raceme.core.messages import (
     kept_for_validation,
 )
 from raceme.core.options import Value
+from raceme.core.training_settings import TrainingSettings
 from raceme.datasets.npz import DATA_FILE, stamp_of
 from raceme.datasets.source import ClientData, DataShape, generator
 from raceme.training import models
-from raceme.training.local import TrainingSettings, evaluate, losses, train
+from raceme.training.local import evaluate, losses, train
 from raceme.training.machine import ACCELERATOR, THREADS, Way, fastest, ways_of
 from raceme.training.models import Network, Samples, objective_of
 
@@ -58,7 +61,7 @@ for more steps keeps all of them."""
 
 
 @dataclass(frozen=True, eq=False)
-class Client:
+class LocalClient:
     """A client of this process, with its data of one step.
 
     Attributes
@@ -93,9 +96,9 @@ class Client:
     mixture: tuple[float, ...] | None = None
     all_training: int | None = None
     validation: Samples | None = None
-    _divided: dict[float, Client] = field(default_factory=dict, repr=False)
+    _divided: dict[float, LocalClient] = field(default_factory=dict, repr=False)
 
-    def divided(self, share: float) -> Client:
+    def divided(self, share: float) -> LocalClient:
         """Return this client with a share of its training samples kept for validation.
 
         At least one sample is kept, drawn by the seed of the run and the client's name.
@@ -131,14 +134,14 @@ class ClientCache:
         Loads a client from the items of the run and node configurations and a step.
     """
 
-    def __init__(self, load: Callable[[_Items, _Items, int], Client]) -> None:
+    def __init__(self, load: Callable[[_Items, _Items, int], LocalClient]) -> None:
         self._load = load
         self._run: _Items | None = None
-        self._clients: OrderedDict[_Items, dict[int, Client]] = OrderedDict()
+        self._clients: OrderedDict[_Items, dict[int, LocalClient]] = OrderedDict()
         self._stamps: dict[_Items, Stamp] = {}
         self._since: dict[_Items, int] = {}
 
-    def client(self, context: Context, step: int = 0, kept: int = _STEPS_KEPT) -> Client:
+    def client(self, context: Context, step: int = 0, kept: int = _STEPS_KEPT) -> LocalClient:
         """Return a node's client.
 
         Parameters
@@ -186,7 +189,7 @@ class ClientCache:
             self._since[node] = max(self._clients.pop(node, {}), default=0)
             datasets.forget()
 
-    def clients(self, context: Context, steps: Sequence[int]) -> list[Client]:
+    def clients(self, context: Context, steps: Sequence[int]) -> list[LocalClient]:
         """Return a node's client with its data of each of several steps."""
         kept = max(_STEPS_KEPT, len(steps) + 1)
         return [self.client(context, step, kept) for step in steps]
@@ -206,7 +209,7 @@ class ClientCache:
         self._clients.clear()
 
 
-def joined(client: Client, others: Sequence[Client]) -> Client:
+def joined(client: LocalClient, others: Sequence[LocalClient]) -> LocalClient:
     """Return a client that trains on its data of several steps together."""
     kept = [other.validation for other in others if other.validation is not None]
     return replace(
@@ -217,7 +220,7 @@ def joined(client: Client, others: Sequence[Client]) -> Client:
     )
 
 
-def load(run_items: _Items, node_items: _Items, step: int) -> Client:
+def load(run_items: _Items, node_items: _Items, step: int) -> LocalClient:
     """Load a client with its data of a step; see :class:`ClientCache`."""
     node = dict(node_items)
     own = tuple((name, node[name]) for name in _NODE_KEYS if name in node)
@@ -227,7 +230,7 @@ def load(run_items: _Items, node_items: _Items, step: int) -> Client:
     data, shape = datasets.client_data(config, position, step), datasets.data_shape(config)
     network = _fastest_network(config, node, data)
     kept = network.channels_last, network.accelerator
-    return Client(
+    return LocalClient(
         id=str(node.get("device-id", datasets.client_name(config, position))),
         config=config,
         train=Samples(data.x_train, data.y_train, *kept),
@@ -345,7 +348,7 @@ class OwnData:
     seed: int = 0
     client_id: str = ""
 
-    def client(self, context: Context) -> Client:
+    def client(self, context: Context) -> LocalClient:
         """Return the client with these samples.
 
         Raises
@@ -361,7 +364,7 @@ class OwnData:
         )
         node = context.node_config
         name = f"client-{node[_PARTITION]}" if _PARTITION in node else f"node-{context.node_id}"
-        return Client(
+        return LocalClient(
             id=self.client_id or name,
             config=config,
             train=train,
@@ -493,17 +496,8 @@ def starts_of(config: RunConfig, initial: ArrayRecord) -> Sequence[Vector]:
         )
     held = datasets.pretraining(config)
     network, spec = network_of(config), ModelSpec.of(initial)
-    assert config.lr is not None, "resolve() sets the learning rate"
-    settings = TrainingSettings(
-        lr=config.lr,
-        batch_size=config.batch_size,
-        local_epochs=config.pretrain_epochs,
-        optimizer=config.optimizer,
-        momentum=config.momentum,
-        weight_decay=config.weight_decay,
-        weight_decay_on=config.weight_decay_on,
-        augment=config.augment,
-    )
+    own = {LOCAL_EPOCHS: config.pretrain_epochs, LOCAL_STEPS: 0}
+    settings = TrainingSettings.of(own, config)
     trained = []
     try:
         for number, own in enumerate(held):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import repeat
 from types import MappingProxyType
 from typing import Protocol
@@ -19,77 +17,8 @@ from torch.nn.functional import dropout as left_out
 from torch.nn.functional import pad
 
 from raceme.core.messages import ANCHOR, MASK
+from raceme.core.training_settings import TrainingSettings
 from raceme.training.models import Network, Samples
-
-# -----------------------------------------------------------------------------
-# Hyper-parameters of the local training.
-# -----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class TrainingSettings:
-    """Hyper-parameters of the local training.
-
-    Attributes
-    ----------
-    lr : float
-        Learning rate η of the local optimiser.
-    batch_size : int
-        Samples per step; the last step of an epoch takes the rest.
-    local_epochs : int
-        Number of passes over the client's samples.
-    local_steps : int
-        Exact number of steps instead of epochs; 0: use epochs.
-    optimizer : str
-        Name of an optimiser in :mod:`raceme.training.local`.
-    momentum : float
-        Momentum of the optimiser ``momentum``.
-    weight_decay : float
-        Strength λ of the term λ/2 ‖w‖². Keras' ``l2(s)`` is s ‖w‖², so that λ = 2 s.
-    weight_decay_on : {"all", "kernels"}
-        Weights of the term: all, or only arrays of at least two dimensions (Keras' kernels, without
-        biases and normalisation scales).
-    proximal_mu : float
-        Strength μ of FedProx's term μ/2 ‖w - w₀‖², with w₀ the received weights.
-    dropout : float
-        Dropout probability for inputs of linear layers.
-    augment : bool
-        Shift and mirror images at random; see :func:`shifted_and_mirrored`.
-
-    Raises
-    ------
-    ValueError
-        A number is out of its range.
-    """
-
-    lr: float
-    batch_size: int = 10
-    local_epochs: int = 1
-    local_steps: int = 0
-    optimizer: str = "sgd"
-    momentum: float = 0.9
-    weight_decay: float = 0.0
-    weight_decay_on: str = "all"
-    proximal_mu: float = 0.0
-    dropout: float = 0.0
-    augment: bool = False
-
-    def __post_init__(self) -> None:
-        if not 0 < self.lr < math.inf:
-            raise ValueError(f"lr must be greater than 0, got {self.lr}.")
-        for name, low in _LEAST.items():
-            if not low <= getattr(self, name) < math.inf:
-                key = name.replace("_", "-")
-                raise ValueError(f"{key} must be at least {low}, got {getattr(self, name)}.")
-        for name in ("momentum", "dropout"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(
-                    f"{name} must be at least 0 and below 1, got {getattr(self, name)}."
-                )
-
-
-_LEAST = {"batch_size": 1, "local_epochs": 1, "local_steps": 0, "weight_decay": 0, "proximal_mu": 0}
-
 
 # -----------------------------------------------------------------------------
 # Optimisers by name.
@@ -139,16 +68,7 @@ OPTIMISERS: dict[str, Callable[[Trained, TrainingSettings], Descent]] = {
 
 
 def optimiser_of(trained: Trained, settings: TrainingSettings) -> Descent:
-    """Make the optimiser of the settings for one task.
-
-    Raises
-    ------
-    ValueError
-        There is no optimiser of this name.
-    """
-    if settings.optimizer not in OPTIMISERS:
-        known = ", ".join(OPTIMISERS)
-        raise ValueError(f"optimizer must be one of {known}, got '{settings.optimizer}'.")
+    """Make the optimiser of the settings for one task."""
     return OPTIMISERS[settings.optimizer](trained, settings)
 
 

@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from torch import nn
 
 from raceme.core.errors import UserError
-from raceme.training.local import TrainingSettings, step, train
+from raceme.core.training_settings import TrainingSettings
+from raceme.training.local import step, train
 from raceme.training.models import Network, Samples
 
 # -----------------------------------------------------------------------------

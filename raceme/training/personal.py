@@ -20,7 +20,7 @@ from raceme.core.messages import ModelSpec, from_array, to_array
 from raceme.flower.messages import array_record
 from raceme.training.local import differentiate, optimiser_of
 from raceme.training.models import Network, is_usable
-from raceme.training.work import OWN_MODEL, Answer, ClientWork, losses_of, train_model
+from raceme.training.work import OWN_MODEL, ClientWork, WorkResult, losses_of, train_model
 
 HEAD = "head"
 """Record of a client's state: the arrays of the last layers, which it keeps."""
@@ -33,7 +33,7 @@ ALPHA = "alpha"
 # -----------------------------------------------------------------------------
 
 
-def train_split(work: ClientWork) -> Answer:
+def train_split(work: ClientWork) -> WorkResult:
     """Train the received layers below the client's own last ones; return the former.
 
     With ``head-epochs`` the head is trained first, and then the body (FedRep); otherwise both
@@ -99,7 +99,7 @@ def use_own_head(work: ClientWork) -> None:
 # -----------------------------------------------------------------------------
 
 
-def train_own(work: ClientWork) -> Answer:
+def train_own(work: ClientWork) -> WorkResult:
     """Train the client's own model, which it keeps, pulled towards the received one.
 
     ``v ← v − η (∇F(v) + λ (v − w_received))`` with λ the ``proximal-mu`` of the message. A client's
@@ -115,7 +115,7 @@ def train_own(work: ClientWork) -> Answer:
     return answer
 
 
-def train_beside(work: ClientWork) -> Answer:
+def train_beside(work: ClientWork) -> WorkResult:
     """Train the client's own model (Ditto), and the received one without a pull; return that."""
     train_own(replace(work, settings=ConfigRecord({**work.settings, names.SCORED: 0})))
     free = ConfigRecord({**work.settings, names.PROXIMAL_MU: 0.0})
@@ -133,7 +133,7 @@ def use_own_model(work: ClientWork) -> None:
 # -----------------------------------------------------------------------------
 
 
-def train_mixed(work: ClientWork) -> Answer:
+def train_mixed(work: ClientWork) -> WorkResult:
     """Estimate and train a mixture of several models (FedSoft-Async).
 
     A model's share is that of the samples on which it has the lowest loss, the first of ties, and
@@ -188,7 +188,7 @@ class _Own:
     gradient: Tensor
 
 
-def train_interpolated(work: ClientWork) -> Answer:
+def train_interpolated(work: ClientWork) -> WorkResult:
     """Train the received model w, and v so that α v + (1 − α) w fits the samples; return w.
 
     At each step ``w ← w − η ∇f(w)`` and ``v ← v − η α ∇f(v̄)`` with ``v̄ = α v + (1 − α) w``

@@ -1,8 +1,8 @@
 """Kinds of work of clients: requests, answers and implementations.
 
-A kind of work is a function of a :class:`ClientWork` that returns an :class:`Answer` and depends on
-nothing else, so that messages may be answered early, in any order and in any process. This module
-has the kinds for any method; a method's own are in its ``client.py``. Their names are in
+A kind of work is a function of a :class:`ClientWork` that returns a :class:`WorkResult` and depends
+on nothing else, so that messages may be answered early, in any order and in any process. This
+module has the kinds for any method; a method's own are in its ``client.py``. Their names are in
 :data:`raceme.core.registry.CLIENT_WORK`.
 """
 
@@ -26,10 +26,11 @@ from raceme.core.clusters import cosine
 from raceme.core.errors import UserError
 from raceme.core.messages import ModelSpec, candidate, from_array
 from raceme.core.options import Value
-from raceme.core.registry import CLIENT_WORK, COMPLETIONS, MODELS
+from raceme.core.registry import AFTER_TRAINING, CLIENT_WORK, COMPLETIONS, MODELS, load
+from raceme.core.training_settings import TrainingSettings
 from raceme.datasets.source import own_randomness
-from raceme.training.clients import Client
-from raceme.training.local import TermBuilder, TrainingSettings, epoch_sizes
+from raceme.training.clients import LocalClient
+from raceme.training.local import TermBuilder, epoch_sizes
 from raceme.training.local import evaluate as test_locally
 from raceme.training.local import losses as sample_losses
 from raceme.training.local import train as train_locally
@@ -57,7 +58,7 @@ class ClientWork:
     ----------
     kind : str
         Name of the kind of work.
-    client : Client
+    client : LocalClient
         The client with its samples.
     content : RecordDict
         All records of the message: models, further arrays, settings.
@@ -67,7 +68,7 @@ class ClientWork:
         The client's persistent state.
     at_step : Callable
         Loads this client's data of another step.
-    steps : tuple[Client, ...]
+    steps : tuple[LocalClient, ...]
         The client with its data of each step that the message names; empty if none. Training uses
         all of them together, as does :attr:`client`.
     since : int
@@ -79,12 +80,12 @@ class ClientWork:
     """
 
     kind: str
-    client: Client
+    client: LocalClient
     content: RecordDict
     settings: ConfigRecord
     state: RecordDict
-    at_step: Callable[[int], Client]
-    steps: tuple[Client, ...] = ()
+    at_step: Callable[[int], LocalClient]
+    steps: tuple[LocalClient, ...] = ()
     since: int = 0
     labels: str = ""
     model_file: str = ""
@@ -134,7 +135,7 @@ class ClientWork:
         settings = ConfigRecord({**self.settings, names.STEP: step})
         return replace(self, client=self.at_step(step), settings=settings)
 
-    def former(self) -> Client | None:
+    def former(self) -> LocalClient | None:
         """Return the client with the data of its last upload; None if there was none.
 
         Raises
@@ -194,20 +195,8 @@ class ClientWork:
         ValueError
             A value has the wrong type or is out of range.
         """
-        config = self.client.config
-        return TrainingSettings(
-            lr=self.number(names.LR, config.lr) * self.number(names.LR_SCALE, 1.0),
-            batch_size=int(self.number(names.BATCH_SIZE, config.batch_size)),
-            local_epochs=int(self.number(names.LOCAL_EPOCHS, config.local_epochs)),
-            local_steps=int(self.number(names.LOCAL_STEPS, config.local_steps)),
-            optimizer=str(self.settings.get(names.OPTIMIZER, config.optimizer)),
-            momentum=self.number(names.MOMENTUM, config.momentum),
-            weight_decay=self.number(names.WEIGHT_DECAY, config.weight_decay),
-            weight_decay_on=config.weight_decay_on,
-            proximal_mu=self.number(names.PROXIMAL_MU, 0.0),
-            dropout=self.number(names.DROPOUT, 0.0),
-            augment=config.augment,
-        )
+        scale = self.number(names.LR_SCALE, 1.0)
+        return TrainingSettings.of(self.settings, self.client.config, scale)
 
     def number(self, name: str, default: float | None) -> float:
         """Return a number among the settings.
@@ -270,7 +259,7 @@ def step_in(settings: ConfigRecord, name: str) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class Answer:
+class WorkResult:
     """A client's answer.
 
     Attributes
@@ -296,7 +285,7 @@ class Answer:
 # -----------------------------------------------------------------------------
 
 
-def answer_to(work: ClientWork) -> Answer:
+def answer_to(work: ClientWork) -> WorkResult:
     """Do the work of a message.
 
     Raises
@@ -311,9 +300,10 @@ def answer_to(work: ClientWork) -> Answer:
         # Users' code may draw from the process's generators. Seeding these takes 0.1 ms.
         with own_randomness(work.entropy):
             answer = do(work)
-    if not isinstance(answer, Answer):
+    if not isinstance(answer, WorkResult):
         raise UserError(
-            f"'{work.kind}' must return a raceme.training.work.Answer, got {type(answer).__name__}."
+            f"'{work.kind}' must return a raceme.training.work.WorkResult, got "
+            f"{type(answer).__name__}."
         )
     return answer
 
@@ -392,12 +382,12 @@ OWN_MODEL = "own-model"
 """Record in a client's state: its personal model."""
 
 
-def train(work: ClientWork) -> Answer:
+def train(work: ClientWork) -> WorkResult:
     """Train the received model on the client's training samples."""
     return train_model(work, work.model)
 
 
-def train_best(work: ClientWork) -> Answer:
+def train_best(work: ClientWork) -> WorkResult:
     """Train the one of several models that best fits the training samples (IFCA).
 
     The answer states the choice: the first model with the lowest loss; non-finite losses count as
@@ -414,7 +404,7 @@ def train_best(work: ClientWork) -> Answer:
     return train_model(work, models[chosen], {names.CHOSEN: chosen}, forward)
 
 
-def evaluate(work: ClientWork) -> Answer:
+def evaluate(work: ClientWork) -> WorkResult:
     """Test the received model on the client's test samples."""
     return evaluation_answer(work, *measure(work, work.model, _completed_by(work)))
 
@@ -447,7 +437,7 @@ def _completed_by(work: ClientWork) -> str:
     return str(work.settings.get(names.COMPLETED_BY, ""))
 
 
-def test_steps(work: ClientWork) -> Answer:
+def test_steps(work: ClientWork) -> WorkResult:
     """Test received models on the client's test samples of the steps that the message names.
 
     A model is completed for the tested step, by the client's present samples: those of the tested
@@ -483,14 +473,14 @@ def test_steps(work: ClientWork) -> Answer:
             _receive_completed(completing, models[index], _completed_by(work))
         measured[place] = test_locally(network, there.client.test)[0]
     unit = network.objective.measure.unit
-    return Answer(
+    return WorkResult(
         {names.NUM_EXAMPLES: len(work.client.test)},
         numbers={names.ACCURACIES: measured},
         told={} if unit is None else {names.UNIT: unit},
     )
 
 
-def use(work: ClientWork) -> Answer:
+def use(work: ClientWork) -> WorkResult:
     """Write a received model to the application's file; say which version is there.
 
     Raises
@@ -499,12 +489,10 @@ def use(work: ClientWork) -> Answer:
         The file cannot be written: it keeps what it has.
     """
     if not work.model_file:
-        return Answer({names.USES: 0})
+        return WorkResult({names.USES: 0})
     path = Path(work.model_file)
     if names.ARRAYS in work.arrays:
-        work.receive(work.model)
-        if names.OWN_MODEL in work.settings:
-            mix_with_own(work)
+        _receive_completed(work, work.model, _completed_by(work))
         config, state = work.client.config, work.client.network.module.state_dict()
         data = datasets.described(config)
         arrays = {name: values.cpu().numpy() for name, values in state.items()}
@@ -515,7 +503,7 @@ def use(work: ClientWork) -> Answer:
         about["version"] = work.settings[names.USED_VERSION]
         about["device"] = work.client.id
         write_model_file(path, deployed_network(config, data, arrays), data, about)
-    return Answer({names.USES: 1}, told=_version_in(path))
+    return WorkResult({names.USES: 1}, told=_version_in(path))
 
 
 def _version_in(path: Path) -> dict[str, Value]:
@@ -536,7 +524,7 @@ def _are_counts(stated: object) -> TypeGuard[list[int]]:
     return isinstance(stated, list) and all(isinstance(n, int) and n >= 0 for n in stated)
 
 
-def losses(work: ClientWork) -> Answer:
+def losses(work: ClientWork) -> WorkResult:
     """Measure each sample's loss under each received model.
 
     A non-finite loss becomes the largest number.
@@ -553,10 +541,10 @@ def losses(work: ClientWork) -> Answer:
         known = ", ".join(name for name, part in parts.items() if part is not None)
         raise ValueError(f"losses are measured on these samples: {known}; not on {wanted!r}.")
     measured = bounded(losses_of(work, work.models, samples))
-    return Answer({names.NUM_EXAMPLES: len(samples)}, numbers={names.LOSSES: measured})
+    return WorkResult({names.NUM_EXAMPLES: len(samples)}, numbers={names.LOSSES: measured})
 
 
-def scores(work: ClientWork) -> Answer:
+def scores(work: ClientWork) -> WorkResult:
     """Score each received model on the training samples of each step.
 
     The steps are those named by the message, by default its own. Losses that are not finite in
@@ -570,7 +558,7 @@ def scores(work: ClientWork) -> Answer:
             measured[:, row, column] = test_locally(client.network, client.train)
     accuracies, means = bounded(measured)
     numbers = {names.ACCURACIES: accuracies, names.LOSSES: means}
-    return Answer(
+    return WorkResult(
         {names.NUM_EXAMPLES: sum(len(client.train) for client in clients)}, numbers=numbers
     )
 
@@ -582,7 +570,7 @@ def bounded(measured: NDArray[np.floating]) -> NDArray[np.float32]:
     return np.asarray(finite, np.float32)
 
 
-def label_counts(work: ClientWork) -> Answer:
+def label_counts(work: ClientWork) -> WorkResult:
     """Count the client's training samples per class, and those of the whole stream.
 
     Raises
@@ -598,10 +586,10 @@ def label_counts(work: ClientWork) -> Answer:
     metrics = {names.NUM_EXAMPLES: len(client.train)}
     if client.all_training is not None:
         metrics[names.ALL_EXAMPLES] = client.all_training
-    return Answer(metrics, numbers={names.LABEL_COUNTS: counts})
+    return WorkResult(metrics, numbers={names.LABEL_COUNTS: counts})
 
 
-def nearest_direction(work: ClientWork) -> Answer:
+def nearest_direction(work: ClientWork) -> WorkResult:
     """Train the received model, return the nearest direction of the change, and keep the model.
 
     FlexCFL's client cold start (eq 8), on the client as in the paper:
@@ -621,7 +609,7 @@ def nearest_direction(work: ClientWork) -> Answer:
     if not directions or any(direction.shape != change.shape for direction in directions):
         raise ValueError(f"directions must have the model's {change.size:,} weights.")
     nearest = int(np.argmin([(1 - cosine(one, change)) / 2 for one in directions]))
-    return Answer({names.NUM_EXAMPLES: len(work.client.train), names.CHOSEN: nearest})
+    return WorkResult({names.NUM_EXAMPLES: len(work.client.train), names.CHOSEN: nearest})
 
 
 def training_answer(
@@ -629,15 +617,15 @@ def training_answer(
     model: ArrayRecord,
     metrics: Mapping[str, Metric],
     told: Mapping[str, int] | None = None,
-) -> Answer:
+) -> WorkResult:
     """Answer with a trained model and, under drift, the current mixture of the data."""
     metrics = {names.NUM_EXAMPLES: len(work.client.train), **metrics}
     if names.STEP in work.settings and work.client.mixture is not None:
         metrics[names.MIXTURE] = list(work.client.mixture)
-    return Answer(metrics, model, told=told or {})
+    return WorkResult(metrics, model, told=told or {})
 
 
-def evaluation_answer(work: ClientWork, score: float, loss: float) -> Answer:
+def evaluation_answer(work: ClientWork, score: float, loss: float) -> WorkResult:
     """Answer with test results and, under drift, the current group of the data.
 
     The score is named ``accuracy``, or ``mae`` with its unit.
@@ -651,7 +639,7 @@ def evaluation_answer(work: ClientWork, score: float, loss: float) -> Answer:
     group = work.client.group
     if names.STEP in work.settings and group is not None:
         metrics[names.GROUP] = group
-    return Answer(metrics, told={} if measure.unit is None else {names.UNIT: measure.unit})
+    return WorkResult(metrics, told={} if measure.unit is None else {names.UNIT: measure.unit})
 
 
 def train_model(
@@ -664,7 +652,7 @@ def train_model(
     terms: Sequence[TermBuilder] = (),
     weights: ArrayLike | None = None,
     before_step: Callable[[torch.Tensor, torch.Tensor], object] | None = None,
-) -> Answer:
+) -> WorkResult:
     """Train a model on the client's training samples, and test it if requested.
 
     Parameters
@@ -708,8 +696,9 @@ def train_model(
     )
     scores |= score_upload(work, forward)
     model = work.give(spec, received)
-    if names.OWN_MODEL in work.settings:
-        _train_own(work, received, settings)
+    for setting, target in AFTER_TRAINING.items():
+        if setting in work.settings:
+            load(target)(work, received, settings)
     return training_answer(work, model, {names.TRAIN_LOSS: loss, **scores}, told)
 
 
@@ -723,153 +712,3 @@ def losses_of(
         work.receive(model)
         row[...] = sample_losses(work.client.network, samples)
     return measured
-
-
-# -----------------------------------------------------------------------------
-# A model of the client's own beside the received one: `own-model`.
-#
-# It never leaves the client, which uses a mixture of the two, as in APFL (Deng et al. 2020), with a
-# share by samples that its own model has not been trained on. From this mixture its own model
-# continues with each task: as if it were alone where the others are no help, and as a local
-# adaptation of their model where they are. A client that is better off alone, task after task, is
-# not held back by the others' model, nor by the samples that are kept for the choice.
-# -----------------------------------------------------------------------------
-
-
-Losses = NDArray[np.float64]
-"""The loss of each validation sample under mixtures of two models, shape (shares, samples)."""
-_OWN_LINE = "own-line"
-"""Record of a client's state: its own model."""
-_SURE = "own-sure"
-"""Record of a client's state: for how many tasks its own model has nearly surely been the best."""
-_NEARLY = 0.9
-"""Share of the own model, by the chances of each to be the best, from which on it surely is."""
-_PATIENCE = 5
-"""Such tasks in a row after which a client trains as if it were alone."""
-_HUGE_LOSS = 1e30
-_DRAWS = 200
-
-
-def _train_own(work: ClientWork, received: ArrayRecord, settings: TrainingSettings) -> None:
-    """Train the client's own model, from its mixture with the received one.
-
-    Parameters
-    ----------
-    received : ArrayRecord
-        The model that was trained just now.
-    settings : TrainingSettings
-        As of that training. The own model is not kept near the model that it starts from, and
-        trains for an ordinary task where that one is shorter or longer, such as a probe.
-    """
-    client, state = _validating(work), work.state
-    network, spec = client.network, work.receive(received)
-    start, share, is_alone = network.write(spec), 0.0, False
-    if (losses := _losses_of_mixtures(client, state)) is not None:
-        likely = network.objective.likelihoods(losses)
-        # What the samples rule out, such as a model that overflows, has no chance.
-        chances = _chances_to_be_best(losses, work.generator(part=2)) * (likely > 0.0)
-        surely = _mean_share(chances)
-        former = int(state.config_records.get(_SURE, {"tasks": 0})["tasks"])  # type: ignore[arg-type]
-        tasks = former + 1 if surely >= _NEARLY else 0
-        state[_SURE], is_alone = ConfigRecord({"tasks": tasks}), tasks >= _PATIENCE
-        share = max(_mean_share(likely), surely if is_alone else 0.0)
-    settings = replace(settings, proximal_mu=0.0)
-    if names.TASK_SHARE in work.settings:
-        run = client.config
-        settings = replace(settings, local_epochs=run.local_epochs, local_steps=run.local_steps)
-
-    def train(name: str, samples: Samples, part: int) -> None:
-        own = state.array_records.get(name)
-        network.read(start if own is None else _mixtures(start, own)(share))
-        train_locally(network, samples, settings, work.generator(part), {})
-        # A training that diverged must not spoil all that follow.
-        if is_usable(network.weights):
-            state[name] = network.write(spec)
-
-    train(_OWN_LINE, client.train, 1)
-    if names.OWN_WHOLE in state:
-        train(names.OWN_WHOLE, work.client.train, 3)
-    if is_alone and client is not work.client:
-        state.setdefault(names.OWN_WHOLE, state[_OWN_LINE])
-    else:
-        state.pop(names.OWN_WHOLE, None)
-
-
-def mix_with_own(work: ClientWork) -> None:
-    """Mix the received model with the client's own, by how well it does on validation samples.
-
-    A client that has not trained yet, or has a single sample, uses the received model.
-    """
-    client, own = _validating(work), work.state.array_records
-    if (losses := _losses_of_mixtures(client, work.state)) is not None:
-        start = client.network.write(ModelSpec.of(own[_OWN_LINE]))
-        share = _mean_share(client.network.objective.likelihoods(losses))
-        used = own.get(names.OWN_WHOLE, own[_OWN_LINE])
-        client.network.read(_mixtures(start, used)(share))
-
-
-def _validating(work: ClientWork) -> Client:
-    """Return the client with validation samples, unless it has too few samples."""
-    if work.client.validation is not None or len(work.client.train) < 2:
-        return work.client
-    return work.client.divided(work.number(names.OWN_MODEL, None))
-
-
-def _mixtures(start: ArrayRecord, own: ArrayRecord) -> Callable[[float], ArrayRecord]:
-    """Return the mixture of a received model and the client's own, given the share of its own."""
-    spec = ModelSpec.of(own)
-    received, end = spec.unpack(start), spec.unpack(own)
-
-    def mixture(share: float) -> ArrayRecord:
-        if share == 1.0:
-            # Not even the precision of the own model depends on the received one.
-            return own
-        mixed = np.asarray(received + np.float32(share) * (end - received), np.float32)
-        spec.copy_counters(received, mixed)
-        return spec.pack(mixed)
-
-    return mixture
-
-
-def _losses_of_mixtures(client: Client, state: RecordDict) -> Losses | None:
-    """Return the losses under mixtures of the network's model and the client's own, if it has one.
-
-    The network has its model again in the end.
-    """
-    network, kept = client.network, client.validation
-    if _OWN_LINE not in state or kept is None:
-        return None
-    own = state.array_records[_OWN_LINE]
-    start = network.write(ModelSpec.of(own))
-    mixture = _mixtures(start, own)
-    losses = np.empty((len(names.OWN_SHARES), len(kept)))
-    for row, share in zip(losses, names.OWN_SHARES, strict=True):
-        network.read(mixture(share))
-        row[...] = sample_losses(network, kept)
-    network.read(start)
-    # The loss of a model that overflows is finite here, and the largest.
-    return np.where(losses < _HUGE_LOSS, losses, _HUGE_LOSS)
-
-
-def _mean_share(weights: NDArray[np.float64]) -> float:
-    """Return the mean of the shares that are compared, given a weight of each."""
-    return float(weights @ names.OWN_SHARES / weights.sum())
-
-
-def _chances_to_be_best(losses: Losses, rng: np.random.Generator) -> NDArray[np.float64]:
-    """Return the probability of each share that it has the least expected loss.
-
-    By draws from the posterior distribution of the expected losses, Student's t, of normal losses
-    with an unknown covariance (Jeffreys' prior). A difference that is small, but the same for all
-    samples, is certain, where the likelihood of few samples hardly changes by it. Nothing is known
-    from one sample.
-    """
-    shares, samples = losses.shape
-    if samples < 2:
-        return np.full(shares, 1 / shares)
-    means = losses.mean(axis=1)
-    noise = rng.normal(size=(_DRAWS, samples)) @ (losses - means[:, None]).T
-    noise /= np.sqrt(samples * rng.chisquare(samples - 1, size=(_DRAWS, 1)))
-    drawn = means + noise
-    is_best = drawn == drawn.min(axis=1, keepdims=True)
-    return np.asarray((is_best / is_best.sum(axis=1, keepdims=True)).mean(axis=0))

@@ -32,7 +32,7 @@ from raceme.simulation.attacks import (
 )
 from raceme.training import models
 from raceme.training.models import Samples
-from raceme.training.work import Answer
+from raceme.training.work import WorkResult
 
 
 def config_of(**keys: object) -> RunConfig:
@@ -344,7 +344,7 @@ def test_a_mimic_sends_what_its_victim_of_another_group_would_until_its_turn() -
 
 
 def test_what_liars_state() -> None:
-    answer = Answer(
+    answer = WorkResult(
         {"num-examples": 60, "train-loss": 0.5},
         numbers={
             "label-counts": np.array([10, 20, 30]),
@@ -356,7 +356,7 @@ def test_what_liars_state() -> None:
         told={"chosen": 2},
     )
 
-    def stated(claim: str) -> Answer:
+    def stated(claim: str) -> WorkResult:
         return attack_of(config_of(attack="claims", attack_claim=claim)).stated(answer, 3)
 
     sizes, labels, fit = stated("sizes"), stated("labels"), stated("fit")

@@ -11,7 +11,8 @@ from raceme.core.messages import (
     passes,
     short_task,
 )
-from raceme.training.local import TrainingSettings, epoch_sizes
+from raceme.core.training_settings import TrainingSettings
+from raceme.training.local import epoch_sizes
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ def test_each_cluster_is_tested_on_its_own_set() -> None:
 class Following(FedAsync):
     """A method whose one cluster is of the first distribution."""
 
-    needs = Needs(one_model=True, by_distribution=lambda: True)
+    has_distributions = True
 
 
 @pytest.mark.parametrize("method", [Following, FedAsync])

@@ -40,7 +40,7 @@ def test_who_states_too_much_is_told_of_once(caplog: pytest.LogCaptureFixture) -
     fleet = Fleet()
     for index in range(5):
         fleet.clients[f"c{index}"] = Client(f"c{index}", 10**15 if index == 0 else 10)
-        fleet.heard(f"c{index}", 10**15 if index == 0 else 10)
+        fleet.record_examples(f"c{index}", 10**15 if index == 0 else 10)
     assert [fleet.counted("c0"), fleet.counted("c0"), fleet.counted("c1")] == [100, 100, 10]
     assert fleet.counted("c1", 10**9) == 100
     assert [record.args[0] for record in caplog.records] == ["c0", "c1"]
@@ -49,9 +49,9 @@ def test_who_states_too_much_is_told_of_once(caplog: pytest.LogCaptureFixture) -
 def test_what_a_client_states_last_is_its_size() -> None:
     fleet = Fleet()
     for name in "abcde":
-        fleet.heard(name, 10)
+        fleet.record_examples(name, 10)
     for name in "abcde":
-        fleet.heard(name, 10**6)
+        fleet.record_examples(name, 10**6)
     assert fleet.most_counted() == 10**7
     assert Fleet(sizes=dict(fleet.sizes)).most_counted() == 10**7
 
@@ -60,8 +60,8 @@ def test_data_that_grow_count_as_their_last_update_says() -> None:
     fleet = Fleet(clients={name: Client(name, 10) for name in "abc"})
     assert [fleet.counted(name) for name in "abc"] == [10, 10, 10]
     for examples in (20, 40):
-        fleet.heard("a", examples)
-        fleet.heard("b", 10)
+        fleet.record_examples("a", examples)
+        fleet.record_examples("b", 10)
     assert [fleet.counted(name) for name in "abc"] == [40, 10, 10]
 
 

@@ -228,7 +228,8 @@ def test_text_becomes_the_next_character_from_those_before(tmp_path: Path) -> No
 def test_a_gru_learns_which_character_comes_next(tmp_path: Path) -> None:
     import torch
 
-    from raceme.training.local import TrainingSettings, evaluate, train
+    from raceme.core.training_settings import TrainingSettings
+    from raceme.training.local import evaluate, train
     from raceme.training.models import Network, Samples
 
     write_text(tmp_path, {"A": "abcd" * 300})

@@ -167,8 +167,7 @@ def test_a_short_upload_takes_a_quarter_of_the_time_of_the_network() -> None:
     config = RunConfig(clients=4, model="mclr").with_values(upload="int8")
     said = ConfigRecord({"task": 1, "kind": "train"})
     asked = Message(RecordDict({"arrays": initial_arrays(config), "config": said}), 7, "train")
-    size = Chain.of(config).upload_size
-    short = training_cost(asked, node(config), 20, upload_size=size)
+    short = training_cost(asked, node(config), 20, features=Chain.of(config))
     whole = training_cost(asked, node(config), 20)
     assert short is not None
     assert whole is not None

@@ -27,7 +27,7 @@ from raceme.core.errors import UserError
 from raceme.flower import fleet_client, fleet_protocol, link_state
 from raceme.flower.fleet_protocol import Signatures, Signer, generate_keys
 from raceme.flower.messages import NODE_UNAVAILABLE
-from raceme.records.folder import command
+from raceme.records.control import command
 
 KEYS = generate_keys()
 

@@ -14,7 +14,7 @@ import pytest
 from processes import ROOT, Loopback, Process, free_port, loopback, raceme, wait_until
 
 from raceme.core.errors import UserError
-from raceme.records.folder import command
+from raceme.records.control import command
 from raceme.reporting.artefacts import export_model
 
 pytestmark = pytest.mark.slow

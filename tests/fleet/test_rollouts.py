@@ -27,7 +27,7 @@ from raceme.fleet.served_grid import _TRY, Rollouts
 from raceme.flower.fleet_client import Endpoint
 from raceme.flower.fleet_protocol import generate_keys
 from raceme.flower.messages import identify_process
-from raceme.records.folder import Stage, VersionStore
+from raceme.records.versions import Stage, VersionStore
 from raceme.strategies import FedAsync, FedAsyncParameters, Plan
 
 NUMBER = 3

@@ -19,7 +19,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from raceme.cli.fleet import serve
 from raceme.core.errors import UserError
-from raceme.records.folder import CONTROL, command
+from raceme.records.control import command
+from raceme.records.folder import CONTROL
 from raceme.runs.checkpoints import CHECKPOINTS
 
 RUN = ["--strategy", "fedasync", "--dataset", "digits", "--eval-every", "1000"]

@@ -9,7 +9,7 @@ from flwr.app import ArrayRecord
 from raceme.core.clusters import Model
 from raceme.core.evaluation import Packer
 from raceme.core.messages import ModelSpec
-from raceme.core.scheduling import from_tree, to_tree
+from raceme.core.state import from_tree, to_tree
 from raceme.flower.messages import Shelf, SpillFile
 from raceme.strategies.panicle.strategy import PanicleState
 

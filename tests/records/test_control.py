@@ -14,8 +14,9 @@ import pytest
 
 from raceme.cli.fleet import devices, show, status, versions
 from raceme.core.errors import UserError
-from raceme.records import folder
-from raceme.records.folder import CONTROL, ControlSocket, command, only_writer
+from raceme.records import control as module
+from raceme.records.control import ControlSocket, command
+from raceme.records.folder import CONTROL, only_writer
 
 THREADS: list[str] = []
 
@@ -89,7 +90,7 @@ def test_what_is_wrong_is_one_line_and_the_run_goes_on(
 def test_a_command_that_was_given_up_has_no_effect(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(folder, "_TURN_SECONDS", 0.1)
+    monkeypatch.setattr(module, "_TURN_SECONDS", 0.1)
     done: list[int] = []
     with ControlSocket(run, {"note": lambda: done.append(1)}, lambda: None) as control:
         with pytest.raises(UserError, match=r"busy for 0\.1 s, and has not carried out"):
@@ -100,7 +101,7 @@ def test_a_command_that_was_given_up_has_no_effect(
 
 def spoken(run: Path, line: bytes) -> Any:
     """Say a line to the socket by hand."""
-    with folder._short_path(run / CONTROL) as path, socket.socket(socket.AF_UNIX) as connection:
+    with module._short_path(run / CONTROL) as path, socket.socket(socket.AF_UNIX) as connection:
         connection.connect(path)
         connection.sendall(line)
         connection.shutdown(socket.SHUT_WR)
@@ -125,13 +126,13 @@ def test_any_line_is_answered(run: Path, line: bytes) -> None:
             assert "error" in spoken(run, line)
         except (ConnectionResetError, BrokenPipeError):
             # It was not read to its end.
-            assert len(line) > folder._LONGEST_LINE
+            assert len(line) > module._LONGEST_LINE
         assert command(run, "add", first=0) == 1000
 
 
 def test_a_server_of_another_version_is_named(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with at_work(run, add=add):
-        monkeypatch.setattr(folder, "_PROTOCOL", 2)
+        monkeypatch.setattr(module, "_PROTOCOL", 2)
         said = spoken(run, b'{"protocol": 1, "command": "add", "arguments": {"first": 1}}\n')
         assert "use the `raceme` of its version" in said["error"]
     with ControlSocket(run, {}, lambda: None) as control:
@@ -147,7 +148,7 @@ def test_no_server_and_no_run_are_told_apart(run: Path) -> None:
     with only_writer(run), pytest.raises(UserError, match="takes no commands"):
         command(run, "status")
     # That of a process that was killed.
-    with folder._short_path(run / CONTROL) as path, socket.socket(socket.AF_UNIX) as dead:
+    with module._short_path(run / CONTROL) as path, socket.socket(socket.AF_UNIX) as dead:
         dead.bind(path)
     with pytest.raises(UserError, match="No server runs in"):
         command(run, "status")

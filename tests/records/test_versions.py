@@ -11,15 +11,7 @@ import numpy as np
 import pytest
 
 from raceme.core.errors import UserError
-from raceme.records.folder import (
-    VERSIONS,
-    Pair,
-    Stage,
-    Version,
-    VersionStore,
-    is_no_worse,
-    kept,
-)
+from raceme.records.versions import VERSIONS, Pair, Stage, Version, VersionStore, is_no_worse, kept
 
 NAN = math.nan
 MODEL = {"w": np.arange(3, dtype=np.float32)}

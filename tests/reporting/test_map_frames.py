@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from raceme.core.events import ClientJoined
+from raceme.features.client_map.positions import PositionsFile
 from raceme.records.folder import CONTROL, STORE
-from raceme.records.positions import PositionsFile, Similarity
+from raceme.records.similarity import Similarity
 from raceme.records.store import RunStore
 from raceme.reporting.dashboard.source import RunSource
 

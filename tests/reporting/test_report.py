@@ -22,7 +22,7 @@ from raceme.cli import app
 from raceme.cli.report import plan
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
-from raceme.records.positions import MOST_CLIENTS, Similarity, read_similarity
+from raceme.records.similarity import MOST_CLIENTS, Similarity, read_similarity
 from raceme.runs.experiment import simulate
 
 CHROMIUM = next(

@@ -176,4 +176,4 @@ def test_a_run_on_the_digits(tmp_path: Path) -> None:
 
 def test_it_needs_data_that_change() -> None:
     with pytest.raises(UserError, match="eval-tasks needs a drift"):
-        build_strategy(resolve(RunConfig(eval_tasks=True)))
+        build_strategy(resolve(RunConfig().with_values(eval_tasks=True)))

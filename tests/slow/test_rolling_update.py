@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from processes import ROOT, Loopback, Process, free_port, loopback, raceme
 
-from raceme.records.folder import command
+from raceme.records.control import command
 
 RUN = ["--strategy", "casa", "--dataset", "digits", "--clients", "2", "--groups", "0.5,0.5"]
 RUN += ["--max-updates", "100000", "--eval-every", "10", "--checkpoint-every", "1"]

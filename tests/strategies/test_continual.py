@@ -16,7 +16,7 @@ from raceme.core.clients import Client
 from raceme.core.config import RunConfig
 from raceme.core.messages import from_array
 from raceme.core.requests import Update
-from raceme.core.scheduling import from_tree, to_tree
+from raceme.core.state import from_tree, to_tree
 from raceme.datasets.drift import Schedule
 from raceme.runs.experiment import build_grid, resolve, training_settings
 from raceme.strategies import (

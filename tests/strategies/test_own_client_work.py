@@ -19,14 +19,14 @@ from raceme.runs import experiment
 from raceme.simulation import InProcess, Pool, VirtualGrid
 from raceme.simulation.executor import Executor
 from raceme.training import models
-from raceme.training.work import Answer, ClientWork, train_model
+from raceme.training.work import ClientWork, WorkResult, train_model
 
 CONFIG = RunConfig(clients=6, model="mclr", max_updates=30, workers="0")
 
 # The client half.
 
 
-def train_short(work: ClientWork) -> Answer:
+def train_short(work: ClientWork) -> WorkResult:
     """Train, and answer with the step shortened to the length that the message names."""
     answer = train_model(work, work.model)
     assert answer.model is not None
@@ -34,15 +34,17 @@ def train_short(work: ClientWork) -> Answer:
     start = spec.unpack(work.model)
     step = spec.unpack(answer.model) - start
     step *= min(1.0, work.number("longest-step", None) / float(np.linalg.norm(step)))
-    return Answer(
+    return WorkResult(
         {**answer.metrics, "length": float(np.linalg.norm(step))}, spec.pack(start + step)
     )
 
 
-def mean_label(work: ClientWork) -> Answer:
+def mean_label(work: ClientWork) -> WorkResult:
     """State the mean label of the client's samples."""
     labels = work.client.train.y.numpy()
-    return Answer({NUM_EXAMPLES: len(labels)}, numbers={"mean-label": labels.mean(keepdims=True)})
+    return WorkResult(
+        {NUM_EXAMPLES: len(labels)}, numbers={"mean-label": labels.mean(keepdims=True)}
+    )
 
 
 def nothing(work: ClientWork) -> None:
@@ -116,7 +118,7 @@ def test_clients_do_work_of_a_users_own_in_process_and_in_worker_processes() -> 
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        ("nothing", "must return a raceme.training.work.Answer, got NoneType"),
+        ("nothing", "must return a raceme.training.work.WorkResult, got NoneType"),
         ("missing", "has no .* 'missing'"),
     ],
 )

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raceme.core.messages import BATCH_SIZE, HALF, LOCAL_EPOCHS, LOCAL_STEPS, TASK_SHARE
-from raceme.core.scheduling import from_tree, to_tree
+from raceme.core.state import from_tree, to_tree
 from raceme.strategies.panicle.probes import Probes, Sketcher, settings_of_probe
 
 

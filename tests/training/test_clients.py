@@ -16,7 +16,7 @@ from nodes import CONFIG, context, node_context, write_device
 
 from raceme.client_app import forget, work_of
 from raceme.core.config import RunConfig
-from raceme.training.clients import Client, ClientCache
+from raceme.training.clients import ClientCache, LocalClient
 from raceme.training.models import Samples
 
 
@@ -27,7 +27,7 @@ class Loaded:
 def cache() -> tuple[ClientCache, list[tuple[object, int]]]:
     loaded: list[tuple[object, int]] = []
 
-    def load(run: object, node: object, step: int) -> Client:
+    def load(run: object, node: object, step: int) -> LocalClient:
         loaded.append((dict(node)["partition-id"], step))  # type: ignore[call-overload]
         return Loaded()  # type: ignore[return-value]
 
@@ -46,7 +46,7 @@ def test_a_client_is_loaded_once_and_again_for_each_step_of_its_data() -> None:
 
 
 def test_samples_kept_for_validation_are_neither_trained_on_nor_others_than_before() -> None:
-    def of(share: float) -> Client:
+    def of(share: float) -> LocalClient:
         settings = ConfigRecord({"kind": "losses", "validation-share": share})
         content = RecordDict({"config": settings})
         return work_of(Message(content, dst_node_id=7, message_type="train"), context(2)).client

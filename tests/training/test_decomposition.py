@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from raceme.core.training_settings import TrainingSettings
 from raceme.strategies.continual.client import Decomposition, Masks, Strengths, TaskPart
 from raceme.training import models
-from raceme.training.local import TrainingSettings
 from raceme.training.models import Network
 
 NOBODY = torch.zeros(0, 2)

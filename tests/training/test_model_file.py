@@ -36,7 +36,7 @@ def _quiet() -> Iterator[None]:
 def use(path: Path | None, version: int | None = 1, own: int = 0) -> RecordDict:
     """Hand a device a version; its weights are the initial ones times its number."""
     told = {"kind": "use", "used-run": "run", "used-cluster": 3, "used-version": version or 0}
-    told |= {"own-model": 0.2} if own else {}
+    told |= {"own-model": 0.2, "completed-by": "own-mixture"} if own else {}
     asked: Message = message("query", told)
     if version is None:
         del asked.content["arrays"]

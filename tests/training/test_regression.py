@@ -133,9 +133,9 @@ def test_an_evaluation_is_of_errors_if_the_clients_say_so() -> None:
         for name, mae, count in (("a", 10.0, 1), ("b", 30.0, 3))
     }
     assert all(isinstance(score, ClientScore) for score in scores.values())
-    evaluation = Evaluation(0.0, 4, 1, cells={name: {PRESENT: 0} for name in scores})
+    evaluation = Evaluation(0.0, 4, 1, cells={name: [(PRESENT, 0)] for name in scores})
     evaluation.scores = {name: [score] for name, score in scores.items() if score is not None}
-    (report,) = evaluation.reports()
+    report = evaluation.report()
     assert isinstance(report, Evaluated)
     assert (report.accuracy, report.weighted_accuracy, report.measure) == (20.0, 25.0, ERROR)
     # A model that diverged has an infinite error; a negative one is nonsense, as is an accuracy.

@@ -10,8 +10,9 @@ from nodes import INITIAL, Settings, context, message, several
 from raceme import datasets
 from raceme.client_app import app
 from raceme.core.config import RunConfig
+from raceme.core.training_settings import TrainingSettings
 from raceme.flower.messages import identify_process
-from raceme.training.local import TrainingSettings, epoch_sizes, epochs
+from raceme.training.local import epoch_sizes, epochs
 from raceme.training.models import Samples
 
 CONFIG = RunConfig(clients=8, partition="label-groups", drift="mixture")

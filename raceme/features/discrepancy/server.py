@@ -28,11 +28,7 @@ class Discrepancy(Feature):
     """
 
     options_type = Options
-
-    @property
-    def is_on(self) -> bool:
-        """Whether the key ``discrepancy`` is true."""
-        return bool(self.options.discrepancy)
+    switch = "discrepancy"
 
     def on_applied(
         self, updates: Sequence[Update], outcomes: Sequence[Outcome], context: FeatureContext

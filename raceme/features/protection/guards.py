@@ -57,7 +57,7 @@ _KEPT = 0.9
 """Share of a client's record that is left when its next update is added."""
 _FIRST_JUDGED = 3
 """Updates of a client after which its record counts."""
-_MOST_HEARD = 0.9
+_MOST_KNOWN = 0.9
 """Share of the clients of which an update must be known before directions are judged."""
 _LONGEST_WAIT = 10
 """Updates for each client after which directions are judged all the same: some may stay silent."""
@@ -367,7 +367,7 @@ class _Compares(Guard):
         state = self.state
         state.judged += 1
         known = len(state.directions.keys() | {update.client})
-        most = _MOST_HEARD * min(update.online, self.options.protection_window)
+        most = _MOST_KNOWN * min(update.online, self.options.protection_window)
         return known < most and state.judged <= _LONGEST_WAIT * update.online
 
     def _agreement(self, direction: Vector, others: list[str]) -> float:
@@ -490,8 +490,9 @@ class TrustProtection(_Compares):
     def judge(self, update: Judged) -> Ruling:
         """Judge the length, then whether others contradict the update, then the client's record.
 
-        With clusters too most clients are heard before any is judged by direction: a fast one whose
-        likes are slow is opposed by all that are known, and lengths are bounded meanwhile.
+        With clusters, too, directions count only once updates of most clients are known: before, a
+        fast client is opposed by all that are known if those like it are slow. Lengths are bounded
+        meanwhile.
         """
         state, client, length = self.state, update.client, update.length
         others = self._others(client)
@@ -521,7 +522,9 @@ class TrustProtection(_Compares):
                     ruling = Ruling(Verdict.SCALED, ruling.scale, cosine, 0.0, _BACKWARDS, weights)
             if not waits:
                 # A client in a cluster that is not its own has those that agree elsewhere.
-                agreement = max(self._borne_out(direction, near) for near in (mates, others))
+                agreement = max(
+                    self._distinct_agreement(direction, near) for near in (mates, others)
+                )
                 record = state.records.setdefault(client, Record())
                 record.add(agreement, length * ruling.scale)
         state.directions[client] = direction
@@ -557,7 +560,7 @@ class TrustProtection(_Compares):
         bound = self.options.protection_share * typical
         return ruling if gain >= bound else Ruling(Verdict.REFUSED, 0.0, gain, bound, _NO_GAIN)
 
-    def _borne_out(self, direction: Vector, others: list[str]) -> float:
+    def _distinct_agreement(self, direction: Vector, others: list[str]) -> float:
         """Return the agreement with those of some clients that do not send the same."""
         known = self.state.directions
         single = [name for name in others if name in known and known[name] @ direction < _TWIN]

@@ -14,17 +14,13 @@ class UploadScores(Feature):
     """Requests ask clients to test each upload and the model received in return."""
 
     options_type = Options
+    switch = "score_uploads"
     settings = frozenset({SCORED, FORMER_STEP})
-
-    @property
-    def is_on(self) -> bool:
-        """Whether the key ``score-uploads`` is true."""
-        return bool(self.options.score_uploads)
 
     def on_request(self, request: Request, context: FeatureContext) -> Request:
         """Ask for the tests; the model in return is tested on the data of the last upload."""
         asked: dict[str, Value] = {SCORED: True}
         former = context.trained_steps.get(request.client)
-        if former is not None:
+        if former is not None and context.exchanges:
             asked[FORMER_STEP] = former
         return replace(request, settings={**request.settings, **asked})

@@ -19,13 +19,14 @@ from raceme.core import events
 from raceme.core.config import CONFIG, read_toml
 from raceme.core.errors import UserError
 from raceme.core.events import Event, EventHandler, Membership
-from raceme.core.files import (
-    ReadingError,
-    Stamp,
-    check_folder,
-    file_stamp,
-    parse_json,
-    read_text,
+from raceme.core.files import ReadingError, Stamp, check_folder, file_stamp, parse_json, read_text
+from raceme.features.client_map.positions import (
+    SCALE,
+    PositionsReader,
+    Snapshot,
+    flattened,
+    positions,
+    steps_of,
 )
 from raceme.records.folder import (
     COMPARISON,
@@ -37,16 +38,8 @@ from raceme.records.folder import (
     WALL_TIMES,
     has_writer,
 )
-from raceme.records.positions import (
-    SCALE,
-    PositionsReader,
-    Snapshot,
-    flattened,
-    positions,
-    read_similarity,
-    steps_of,
-)
 from raceme.records.record import read_wall_times
+from raceme.records.similarity import read_similarity
 from raceme.records.store import StoreFollower, plain
 from raceme.records.summary import RunSummary, finite
 

@@ -27,7 +27,7 @@ from raceme.core.clusters import Clusters, Model
 from raceme.core.messages import COMPUTE_SCALE, MASK, Vector
 from raceme.core.options import option, with_defaults
 from raceme.core.requests import InFlight, Outcome, Request, Update
-from raceme.core.strategy import Method, Needs, Variant
+from raceme.core.strategy import Method, Variant
 from raceme.strategies import shared as spectral
 from raceme.strategies.casa.buffers import (
     Code,
@@ -169,12 +169,7 @@ class CASA(Method):
     state: CASAState
     parameters: CASAParameters
 
-    @property
-    def needs(self) -> Needs:
-        """Requirements of the method."""
-        return Needs(fits_clients=self._check_clients)
-
-    def _check_clients(self, clients: int) -> None:
+    def check(self, clients: int) -> None:
         """Warn of a fleet too small for splits by eq (14)."""
         own = self.parameters
         if not own.clustering or not own.bi_level or clients < 2:

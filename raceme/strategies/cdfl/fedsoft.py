@@ -102,17 +102,14 @@ class FedSoft(Method):
     state: FedSoftState
     scheduling: InRounds
 
-    @property
-    def needs(self) -> Needs:
-        """Requirements of the method."""
-        return Needs(
-            kinds=frozenset({names.LOSSES, names.TRAIN_OWN}),
-            pretrained=True,
-            by_distribution=lambda: self.state.pretrained,
-            fits_clients=self._check_clients,
-        )
+    needs = Needs(kinds=frozenset({names.LOSSES, names.TRAIN_OWN}), pretrained=True)
 
-    def _check_clients(self, clients: int) -> None:
+    @property
+    def has_distributions(self) -> bool:
+        """Whether clusters started from pre-trained models."""
+        return self.state.pretrained
+
+    def check(self, clients: int) -> None:
         """Warn if each cluster draws all clients, which makes all clusters alike."""
         if self.parameters.selection == "drawn" and clients <= (self.parameters.drawn or 0):
             log.warning(
@@ -295,9 +292,19 @@ class FedSoftAsync(SoftUploads):
         return Needs(
             kinds=frozenset({names.TRAIN_MIXED}) | self.scheduling.asked_kinds,
             pretrained=True,
-            mixture=_trained_mixture,
-            by_distribution=lambda: self.state.pretrained,
         )
+
+    @property
+    def has_distributions(self) -> bool:
+        """Whether clusters started from pre-trained models."""
+        return self.state.pretrained
+
+    def base_of(self, update: Update) -> Vector:
+        """Return the mixture that a client has trained. Shape (d,)."""
+        if not (models := self.bases.own(update.task)):
+            return super().base_of(update)
+        alpha = stated_shares(update, len(models))
+        return np.tensordot(alpha, np.stack(models), axes=1).astype(np.float32)
 
     def initialize(self, vector: Vector) -> None:
         """Start clusters from their pre-trained models, or from different ones."""
@@ -368,9 +375,3 @@ def stated_shares(update: Update, count: int) -> Shares:
             "0, sum 1"
         )
     return np.asarray(shares / shares.sum())
-
-
-def _trained_mixture(update: Update, models: Sequence[Vector]) -> Vector:
-    """Return the mixture of models by a client's stated shares. Shape (d,)."""
-    alpha = stated_shares(update, len(models))
-    return np.tensordot(alpha, np.stack(models), axes=1).astype(np.float32)

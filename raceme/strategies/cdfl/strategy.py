@@ -648,6 +648,7 @@ class CDFL(SoftUploads):
     """Client-driven uploads, answered with a mixture of cluster models per client (CDFL)."""
 
     parameters_type = CDFLParameters
+    has_distributions = True
     state_type = CDFLState
     parameters: CDFLParameters
     state: CDFLState
@@ -655,12 +656,7 @@ class CDFL(SoftUploads):
     @property
     def needs(self) -> Needs:
         """Requirements of the method."""
-        return Needs(
-            kinds=self.scheduling.asked_kinds,
-            pretrained=True,
-            by_distribution=lambda: True,
-            fits_server=self._check_server,
-        )
+        return Needs(kinds=self.scheduling.asked_kinds, pretrained=True)
 
     def __init__(
         self, parameters: CDFLParameters | None = None, seed: int = 0, **arguments: Any
@@ -687,7 +683,7 @@ class CDFL(SoftUploads):
             bar_of("cdfl.distance-bar", options.distance_bar),
         )
 
-    def _check_server(self, proxies: int) -> None:
+    def check_server(self, proxies: int, pretrains: bool) -> None:
         """Raise UserError unless there is a proxy set for each cluster."""
         wanted = self.parameters.k
         if not proxies:

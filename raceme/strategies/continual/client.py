@@ -17,22 +17,15 @@ from torch.nn.functional import softshrink
 
 from raceme.core import messages as names
 from raceme.core.messages import InvalidModelError, from_array, to_array
+from raceme.core.training_settings import TrainingSettings
 from raceme.flower.messages import array_record
 from raceme.strategies import continual as keys
-from raceme.training.local import (
-    Descent,
-    Term,
-    TermBuilder,
-    TrainingSettings,
-    differentiate,
-    optimiser_of,
-    train,
-)
+from raceme.training.local import Descent, Term, TermBuilder, differentiate, optimiser_of, train
 from raceme.training.models import Network, Samples, is_usable
 from raceme.training.work import (
     OWN_MODEL,
-    Answer,
     ClientWork,
+    WorkResult,
     score_former,
     score_upload,
     train_model,
@@ -53,7 +46,7 @@ TRAINED = "trained"
 """Record of a client's state: the step of the data that it last trained on."""
 
 
-def train_elastic(work: ClientWork) -> Answer:
+def train_elastic(work: ClientWork) -> WorkResult:
     """Train the received model with elastic weight consolidation (EWC).
 
     Where the client's data have moved on since its last training, the task before is over: first
@@ -471,13 +464,13 @@ def _written(part: TaskPart, masks: Masks) -> ArrayRecord:
 # -----------------------------------------------------------------------------
 
 
-def train_decomposed(work: ClientWork) -> Answer:
+def train_decomposed(work: ClientWork) -> WorkResult:
     """Train the received shared weights and those of the current task (APD)."""
     answer, _ = _train(work, sigmoid=True)
     return answer
 
 
-def train_borrowing(work: ClientWork) -> Answer:
+def train_borrowing(work: ClientWork) -> WorkResult:
     """Train as APD does, with task weights of other clients (FedWeIT).
 
     What was sent of others when the task began is kept for as long as it lasts. The answer states
@@ -498,7 +491,7 @@ def train_borrowing(work: ClientWork) -> Answer:
 
 def _train(
     work: ClientWork, sigmoid: bool, borrowed: ArrayRecord | None = None
-) -> tuple[Answer, TaskPart]:
+) -> tuple[WorkResult, TaskPart]:
     """Train, and keep the parts; return the answer, and the present task's part."""
     client, network, received = work.client, work.client.network, work.model
     scores = score_former(work, received, keys.TASK_PARTS)

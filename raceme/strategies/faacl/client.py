@@ -17,10 +17,10 @@ from raceme.flower.messages import array_record
 from raceme.strategies import faacl as keys
 from raceme.training.local import losses
 from raceme.training.models import Samples
-from raceme.training.work import Answer, ClientWork, bounded, train_model
+from raceme.training.work import ClientWork, WorkResult, bounded, train_model
 
 
-def learn(work: ClientWork) -> Answer:
+def learn(work: ClientWork) -> WorkResult:
     """Train the received model and keep some of this step's validation samples.
 
     Raises
@@ -39,7 +39,7 @@ def learn(work: ClientWork) -> Answer:
     return train_model(work, work.model)
 
 
-def match(work: ClientWork) -> Answer:
+def match(work: ClientWork) -> WorkResult:
     """Measure the losses of several models on several sets of samples.
 
     The models are those of clusters, and then those that clients have trained themselves. The sets
@@ -70,10 +70,10 @@ def match(work: ClientWork) -> Answer:
             if samples is not None and position in own:
                 measured[name][own.index(position)] = losses(work.client.network, samples)
     numbers = {name: bounded(found) for name, found in measured.items()}
-    return Answer({NUM_EXAMPLES: len(work.client.train)}, numbers=numbers)
+    return WorkResult({NUM_EXAMPLES: len(work.client.train)}, numbers=numbers)
 
 
-def lend(work: ClientWork) -> Answer:
+def lend(work: ClientWork) -> WorkResult:
     """Send the kept samples of the steps that the message names."""
     numbers: dict[str, NDArray[np.generic]] = {}
     for step in _steps(work):
@@ -82,7 +82,7 @@ def lend(work: ClientWork) -> Answer:
             record = work.state.array_records[name]
             for part in (keys.INPUTS, keys.LABELS):
                 numbers[f"{name}-{part}"] = from_array(record[part])
-    return Answer({NUM_EXAMPLES: len(work.client.train)}, numbers=numbers)
+    return WorkResult({NUM_EXAMPLES: len(work.client.train)}, numbers=numbers)
 
 
 def _clusters(work: ClientWork) -> list[ArrayRecord]:

@@ -39,7 +39,7 @@ from raceme.core.messages import COMPUTE_SCALE, LOSSES, ON, Vector, forward_cost
 from raceme.core.options import option
 from raceme.core.requests import Answer, InFlight, InvalidReplyError, Outcome, Request, Update
 from raceme.core.scheduling import SelectionContext
-from raceme.core.strategy import InUse, Needs
+from raceme.core.strategy import Needs
 from raceme.flower.messages import array_record
 from raceme.strategies.faacl.strategy import (
     ASKING_SECONDS,
@@ -230,18 +230,13 @@ class CFAACL(FAACL):
     parameters: CFAACLParameters
     state: CFAACLState
 
-    @property
-    def needs(self) -> Needs:
-        """Requirements of the method."""
-        return Needs(
-            kinds=frozenset({keys.LEARN, keys.LEND, LOSSES, keys.MATCH}),
-            settings=frozenset({keys.MEMORY_STEPS, keys.PAIRS, keys.REMEMBERED}),
-            validation=True,
-            fits_clients=self._check_clients,
-            fits_validation=self._check_samples,
-        )
+    needs = Needs(
+        kinds=frozenset({keys.LEARN, keys.LEND, LOSSES, keys.MATCH}),
+        settings=frozenset({keys.MEMORY_STEPS, keys.PAIRS, keys.REMEMBERED}),
+        validation=True,
+    )
 
-    def _check_clients(self, clients: int) -> None:
+    def check(self, clients: int) -> None:
         """Raise UserError if the remembered samples are too few for a test."""
         remembered, alpha = self.parameters.remembered, self.parameters.alpha
         if remembered < (needed := fewest_samples(alpha)):
@@ -250,17 +245,12 @@ class CFAACL(FAACL):
                 "samples: no task would ever be recognised. Take more, or a larger c-faacl.alpha."
             )
 
-    @property
-    def in_use(self) -> InUse:
-        """Clusters of former tasks."""
-        return InUse(on_step=self._cluster_of)
-
-    def _cluster_of(self, client: str, step: int) -> Weights:
+    def serving(self, client: str, step: int) -> Weights:
         """Return the present cluster of a client's data of a step."""
         known = self.state.memory.get(client, {})
         cluster = self.state.supported.heir(known[step]) if step in known else None
         if cluster is None or cluster not in self.models:
-            return {}
+            return self.placement(client)
         return {cluster: 1.0}
 
     # Before a round: searches, then Cluster Support and Cluster Merge.

@@ -363,14 +363,9 @@ class FindsSupport(Method):
     parameters: SupportParameters
     state: SupportState
 
-    @property
-    def needs(self) -> Needs:
-        """Requirements of the method."""
-        return Needs(
-            kinds=frozenset({names.LOSSES}), validation=True, fits_validation=self._check_samples
-        )
+    needs = Needs(kinds=frozenset({names.LOSSES}), validation=True)
 
-    def _check_samples(self, samples: int) -> None:
+    def check_samples(self, samples: int) -> None:
         """Raise UserError if a client keeps too few validation samples for a test."""
         needed = fewest_samples(alpha := self.parameters.alpha)
         if samples < needed:

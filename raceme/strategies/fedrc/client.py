@@ -9,13 +9,13 @@ from numpy.typing import NDArray
 from raceme.core.messages import NUM_EXAMPLES, from_array, to_array
 from raceme.flower.messages import array_record
 from raceme.strategies.fedrc import LABEL_MASSES, LABEL_TABLE, MIXING, WEIGHTED_BY
-from raceme.training.work import Answer, ClientWork, losses_of, train_model
+from raceme.training.work import ClientWork, WorkResult, losses_of, train_model
 
 RESPONSIBILITIES = "responsibilities"
 """Record of a client's state: γ, float32, shape (models, samples)."""
 
 
-def label_masses(work: ClientWork) -> Answer:
+def label_masses(work: ClientWork) -> WorkResult:
     """Compute and store the responsibilities, and return their sums by label.
 
     Raises
@@ -36,7 +36,7 @@ def label_masses(work: ClientWork) -> Answer:
     kept = to_array(shares.astype(np.float32))
     work.state[RESPONSIBILITIES] = array_record({RESPONSIBILITIES: kept})
     masses = np.stack([np.bincount(labels, weights=row, minlength=classes) for row in shares])
-    return Answer({NUM_EXAMPLES: len(client.train)}, numbers={LABEL_MASSES: masses})
+    return WorkResult({NUM_EXAMPLES: len(client.train)}, numbers={LABEL_MASSES: masses})
 
 
 def responsibilities(
@@ -69,7 +69,7 @@ def responsibilities(
     return torch.softmax(torch.from_numpy(logits), dim=0).numpy()
 
 
-def train_weighted(work: ClientWork) -> Answer:
+def train_weighted(work: ClientWork) -> WorkResult:
     """Train the received model on the samples, weighted by its responsibilities.
 
     Raises

@@ -29,7 +29,7 @@ from raceme.core.events import grouped
 from raceme.core.messages import ARRAYS, Vector
 from raceme.core.options import option
 from raceme.core.requests import InFlight, Outcome, Request, Update
-from raceme.core.strategy import InUse, Method, Needs
+from raceme.core.strategy import Method, Needs
 from raceme.flower.messages import Shelf
 from raceme.strategies.panicle.probes import (
     LANDMARKS,
@@ -229,7 +229,7 @@ class Panicle(Method):
 
     parameters_type = PanicleParameters
     state_type = PanicleState
-    needs = Needs(bases=True, own_model=True)
+    needs = Needs(bases=True, features={"own-model": True})
     parameters: PanicleParameters
     state: PanicleState
 
@@ -542,13 +542,13 @@ class Panicle(Method):
     # 5. Models in use.
 
     @property
-    def in_use(self) -> InUse:
+    def served(self) -> dict[int, Model]:
         """The mean of each model's last versions, smoother than the model itself."""
         means = {cluster: self._learned(cluster).mean for cluster in self.models}
         if self.spec.counters is not None:
             for cluster, mean in means.items():
                 mean.copy_from(self.models[cluster].vector, self.spec.counters)
-        return InUse(means)
+        return means
 
     # Helpers.
 

@@ -103,13 +103,11 @@ class CFLGP(QueriesFirst):
     state: CFLGPState
     scheduling: InRounds
 
-    @property
-    def needs(self) -> Needs:
-        """Requirements of the method."""
-        return Needs(
-            kinds=frozenset({GRADIENT}),
-            fits_clients=lambda clients: check_groups(self.parameters.k, clients, "clusters"),
-        )
+    needs = Needs(kinds=frozenset({GRADIENT}))
+
+    def check(self, clients: int) -> None:
+        """Raise UserError if there are more clusters than clients."""
+        check_groups(self.parameters.k, clients, "clusters")
 
     def initialize(self, vector: Vector) -> None:
         """Start with M equal models; with one if M is unknown."""

@@ -12,7 +12,7 @@ from raceme.core.messages import NUM_EXAMPLES, Role
 from raceme.strategies import profiles as keys
 from raceme.training.local import differentiate
 from raceme.training.models import Network, Samples
-from raceme.training.work import Answer, ClientWork, bounded
+from raceme.training.work import ClientWork, WorkResult, bounded
 
 _BATCH = 256
 _POINTS = 200
@@ -20,7 +20,7 @@ _MARGIN = 1.02
 """FLUX fits its projection on 200 points, uniform in [0, 1.02 · the largest latent feature]."""
 
 
-def principal_directions(work: ClientWork) -> Answer:
+def principal_directions(work: ClientWork) -> WorkResult:
     """Return the first left singular vectors of the raw samples of each class (PACFL).
 
     The labels of a regression are one class. Fewer samples of a class than directions give fewer.
@@ -42,7 +42,7 @@ def principal_directions(work: ClientWork) -> Answer:
         count = max(1, round(in_all * len(own) / len(x))) if in_all else per_class
         parts.append(main_directions(own, count))
     directions = np.concatenate(parts, axis=1).astype(np.float32)
-    return Answer({NUM_EXAMPLES: len(samples)}, numbers={keys.PRINCIPAL_DIRECTIONS: directions})
+    return WorkResult({NUM_EXAMPLES: len(samples)}, numbers={keys.PRINCIPAL_DIRECTIONS: directions})
 
 
 def main_directions(rows: Matrix, count: int) -> Matrix:
@@ -67,14 +67,14 @@ def main_directions(rows: Matrix, count: int) -> Matrix:
     return np.asarray(np.where(rows.mean(axis=0) @ found < 0, -found, found))
 
 
-def latent_most(work: ClientWork) -> Answer:
+def latent_most(work: ClientWork) -> WorkResult:
     """Return the largest latent feature of the training samples under the received model (FLUX)."""
     work.receive(work.models[0])
     most = float(latent_features(work.client.network, work.client.train).max())
-    return Answer({NUM_EXAMPLES: len(work.client.train), keys.LATENT_MOST: most})
+    return WorkResult({NUM_EXAMPLES: len(work.client.train), keys.LATENT_MOST: most})
 
 
-def descriptors(work: ClientWork) -> Answer:
+def descriptors(work: ClientWork) -> WorkResult:
     """Return moments of the latent features, of all training samples and of each class (FLUX).
 
     Raises
@@ -92,7 +92,7 @@ def descriptors(work: ClientWork) -> Answer:
     labels = client.train.y.cpu().numpy() if client.num_classes else None
     described = moments(latent, labels, outputs if client.num_classes else 0)
     numbers = {keys.DESCRIPTORS: bounded(described)}
-    return Answer({NUM_EXAMPLES: len(client.train)}, numbers=numbers)
+    return WorkResult({NUM_EXAMPLES: len(client.train)}, numbers=numbers)
 
 
 def moments(latent: Matrix, labels: NDArray[np.integer] | None, classes: int) -> Matrix:
@@ -182,7 +182,7 @@ def _described_layer(module: nn.Module) -> nn.Module | None:
     return last
 
 
-def gradient(work: ClientWork) -> Answer:
+def gradient(work: ClientWork) -> WorkResult:
     """Return the gradient of the mean loss of all training samples at the received model (CFL-GP).
 
     Running statistics stay as they are: the network works as in a test.
@@ -201,4 +201,4 @@ def gradient(work: ClientWork) -> Answer:
         if role is Role.TRAINABLE
     ]
     numbers = {keys.GRADIENT: bounded(np.concatenate(parts))}
-    return Answer({NUM_EXAMPLES: len(samples)}, numbers=numbers)
+    return WorkResult({NUM_EXAMPLES: len(samples)}, numbers=numbers)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raceme.core.errors import UserError
-from raceme.core.scheduling import from_tree, to_tree
+from raceme.core.state import from_tree, to_tree
 from raceme.core.strategy import Method
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from raceme.core.clusters import Model
-from raceme.core.requests import SKETCH_SIZE, ClientEmbedding, Sketch
+from raceme.features.client_map.sketches import SKETCH_SIZE, ClientEmbedding, Sketch
 
 LENGTH = 1000
 RNG = np.random.default_rng(0)

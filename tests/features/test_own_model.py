@@ -11,15 +11,18 @@ from nodes import CONFIG, INITIAL, SPEC, context, message, node_context
 from scipy.stats import ttest_1samp
 
 from raceme.client_app import app
+from raceme.core.chain import Chain
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
 from raceme.core.messages import from_array, to_array
+from raceme.features.own_model.client import _chances_to_be_best
+from raceme.features.own_model.server import OwnModel
 from raceme.runs.experiment import simulate
 from raceme.simulation.devices import training_cost
-from raceme.training.work import _chances_to_be_best
 
 OWN = {"own-model": 0.25}
 MIXED = {"completed-by": "own-mixture", **OWN}
+FEATURES = Chain({"own-model": OwnModel()})
 
 
 def moved(by: float) -> ArrayRecord:
@@ -147,7 +150,7 @@ def test_a_client_that_is_surely_better_off_alone_trains_a_copy_on_all_samples(
 
     def train(task: int, slope: float) -> float:
         asked = message("train", {"task": task, **half}, line(slope))
-        cost = training_cost(asked, node, 8)
+        cost = training_cost(asked, node, 8, FEATURES)
         app(asked, node)
         assert cost is not None
         return cost.scale
@@ -246,7 +249,7 @@ def test_what_an_own_model_costs_is_charged() -> None:
     def scale(**settings: object) -> float:
         content = RecordDict({"arrays": INITIAL, "config": ConfigRecord(settings)})  # type: ignore[arg-type]
         asked = Message(content, dst_node_id=7, message_type="train")
-        cost = training_cost(asked, context(0), 20)
+        cost = training_cost(asked, context(0), 20, FEATURES)
         assert cost is not None
         return cost.scale
 

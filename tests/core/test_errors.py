@@ -1,4 +1,4 @@
-"""Lines about one device say in JSON which it is."""
+"""Text of unknown origin is one printable line; lines about a device say which it is."""
 
 from __future__ import annotations
 
@@ -6,6 +6,18 @@ import ast
 from pathlib import Path
 
 import pytest
+
+from raceme.core.errors import UserError, plain
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [("µ ok", "µ ok"), ("a\nb\x1b\x9b", "a b\\x1b\\x9b"), ("\u202e\ud800", "\\u202e\\ud800")],
+)
+def test_what_a_user_is_told_is_one_printable_line(text: str, shown: str) -> None:
+    assert plain(text) == shown
+    assert str(UserError(text)) == shown
+
 
 ROOT = Path(__file__).parents[2] / "raceme"
 ROOMS = ("core", "strategies", "flower", "fleet")

@@ -12,15 +12,17 @@ import pytest
 from fleets import MODEL, grid_of, pulled_app
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
-from runs import ONES, devices, half, of, run
+from runs import ONES, devices, half, of
 
 from raceme.core import events
+from raceme.core.chain import Chain
 from raceme.core.clusters import Clusters, Model, Weights
 from raceme.core.evaluation import read_scores
 from raceme.core.events import TaskScore, TasksTested
 from raceme.core.messages import Vector
 from raceme.core.requests import Outcome, Update
 from raceme.datasets.drift import Schedule, Unit
+from raceme.features.task_tests.server import TaskTests
 from raceme.simulation import Device, VirtualGrid
 from raceme.strategies import FedAsync, FedAvg, Method, Plan
 
@@ -40,11 +42,22 @@ def reported(
     ]
 
 
+def chain_with_tests() -> Chain:
+    return Chain({"task-tests": TaskTests()})
+
+
 def started(
-    method: Method, grid: VirtualGrid, updates: int, schedule: Schedule, **plan: object
+    method: Method,
+    grid: VirtualGrid,
+    updates: int,
+    schedule: Schedule | None,
+    is_on: bool = True,
+    **plan: object,
 ) -> list[events.Event]:
     seen: list[events.Event] = []
-    chosen = Plan(**{"eval_tasks": True, "drift": schedule, **plan})  # type: ignore[arg-type]
+    chosen = Plan(**{"drift": schedule, **plan})  # type: ignore[arg-type]
+    if is_on and not list(method.features):
+        method.features = chain_with_tests()
     method.run(grid, MODEL, updates, plan=chosen, observe=seen.append)
     return seen
 
@@ -134,7 +147,7 @@ def test_the_run_is_the_same_but_for_the_tests(method: type[Method], schedule: S
     fleet = [Device(1.0, jitter=0.3), Device(2.5, jitter=0.3), Device(1.5)]
     targets = [8 * ONES, -8 * ONES, ONES]
     plain, more = (
-        started(method(), grid_of(pulled_app(targets), fleet), 20, schedule, eval_tasks=wanted)
+        started(method(), grid_of(pulled_app(targets), fleet), 20, schedule, wanted)
         for wanted in (False, True)
     )
     assert of(TasksTested, plain) == []
@@ -147,8 +160,9 @@ def test_a_resumed_run_tests_what_the_uninterrupted_one_would(unit: Unit) -> Non
     def fleet() -> VirtualGrid:
         return grid_of(pulled_app([8 * ONES, -8 * ONES]), [Device(1.0, jitter=0.3), Device(1.5)])
 
-    plan = Plan(eval_every=5, eval_tasks=True, drift=Schedule(unit, every=3))
+    plan = Plan(eval_every=5, drift=Schedule(unit, every=3))
     strategy, grid, seen = half(), fleet(), []
+    strategy.features = chain_with_tests()
     saved: list[tuple[int, dict[str, Any], dict[str, Any]]] = []
 
     def save() -> str:
@@ -159,6 +173,7 @@ def test_a_resumed_run_tests_what_the_uninterrupted_one_would(unit: Unit) -> Non
     strategy.run(grid, MODEL, 12, plan=plan, observe=seen.append, stop_check=save)
     for before, state, grid_state in saved:
         restored, again, new_grid = half(), [], fleet()
+        restored.features = chain_with_tests()
         restored.load_state_dict(state)
         new_grid.load_state_dict(grid_state)
         restored.run(new_grid, MODEL, 12, plan=plan, observe=again.append)
@@ -167,7 +182,7 @@ def test_a_resumed_run_tests_what_the_uninterrupted_one_would(unit: Unit) -> Non
 
 
 def test_without_drift_nothing_is_tested() -> None:
-    seen = run(half(), grid_of(pulled_app(), devices(1.0)), 3, eval_tasks=True)
+    seen = started(half(), grid_of(pulled_app(), devices(1.0)), 3, None)
     assert of(TasksTested, seen) == []
 
 
@@ -292,11 +307,12 @@ def test_tests_go_on_when_their_run_is_resumed_with_its_messages() -> None:
 
     # Step 0 ends at 2 s; c1 is at work until 5 s.
     schedule, grid, first = Schedule("updates", (2,)), made(), half()
-    plan = Plan(eval_tasks=True, drift=schedule, eval_every=100)
+    plan = Plan(drift=schedule, eval_every=100)
+    first.features = chain_with_tests()
     first.run(grid, MODEL, 8, plan=plan, stop_check=lambda: "now" if grid.now() >= 3.0 else "")
-    assert first.progress.task_evaluation is not None
-    assert list(first.progress.task_evaluation.waiting) == ["c1"]
+    assert list(first.progress.feature_tests["task-tests"].waiting) == ["c1"]
     second, resumed = half(), made()
+    second.features = chain_with_tests()
     second.load_state_dict(first.state_dict())
     resumed.load_state_dict(grid.state_dict())
     seen = started(second, resumed, 8, schedule, eval_every=100)

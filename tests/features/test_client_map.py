@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from raceme.core.config import RunConfig
-from raceme.records.positions import SCALE, PositionsReader
+from raceme.features.client_map.positions import SCALE, PositionsReader
 from raceme.records.record import read_run
 from raceme.runs.experiment import simulate
 
 
 def simulated(out: Path, **settings: object) -> Path:
-    config = RunConfig(max_updates=60, clients=12, workers="0", out=str(out), **settings)
-    simulate(config)
+    config = RunConfig(max_updates=60, clients=12, workers="0", out=str(out))
+    simulate(config.with_values(**settings))
     return out
 
 
