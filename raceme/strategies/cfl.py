@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from raceme.core.clusters import cosines, nearest, parts_of
 from raceme.core.messages import Vector
 from raceme.core.options import option
-from raceme.core.requests import Outcome, Update
+from raceme.core.requests import Outcome, Outcomes, Update
 from raceme.core.scheduling import InRounds, RoundsParameters
 from raceme.core.strategy import Method, Needs, average_by_cluster
 from raceme.strategies.fedasync import FedAsyncParameters, mix_by_staleness
@@ -213,7 +213,7 @@ class CFL(Bipartitions):
     parameters: CFLParameters
     scheduling: InRounds
 
-    def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
+    def aggregate(self, updates: Sequence[Update]) -> Outcomes:
         """Divide the clusters that meet the criterion, then average inside each."""
         for update in updates:
             self._take(update)
@@ -258,7 +258,7 @@ class OCFL(LatestUpdates):
     parameters: OCFLParameters
     state: OCFLState
 
-    def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
+    def aggregate(self, updates: Sequence[Update]) -> Outcomes:
         """Divide the clients if the moment has come, then average inside each cluster."""
         for update in updates:
             self._take(update)

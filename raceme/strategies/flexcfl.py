@@ -45,7 +45,15 @@ from raceme.core.messages import (
     to_array,
 )
 from raceme.core.options import option
-from raceme.core.requests import Answer, InFlight, InvalidReplyError, Outcome, Request, Update
+from raceme.core.requests import (
+    Answer,
+    InFlight,
+    InvalidReplyError,
+    Outcome,
+    Outcomes,
+    Request,
+    Update,
+)
 from raceme.core.scheduling import (
     EveryIdle,
     InRounds,
@@ -338,7 +346,7 @@ class GroupsByStart(Method):
         settings = {LOCAL_STEPS: steps} if steps else {LOCAL_STEPS: 0, LOCAL_EPOCHS: 1}
         return Request(client, models=(), arrays={ARRAYS: w0}, settings=settings)
 
-    def _start_groups(self, updates: Sequence[Update]) -> list[Outcome]:
+    def _start_groups(self, updates: Sequence[Update]) -> Outcomes:
         """Group the clients of the first round, Algorithm 3; all others are cold.
 
         A group's model is the plain mean of its clients' models; its constant direction is the
@@ -495,13 +503,14 @@ class FlexCFL(GroupsByStart):
 
     # After a round.
 
-    def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
+    def aggregate(self, updates: Sequence[Update]) -> Outcomes:
         """Form the groups first; later place cold clients, and average inside each group."""
         if not self._has_groups:
             return self._start_groups(updates)
         cold = [update for update in updates if update.task.client in self._cold]
         others = [update for update in updates if update.task.client not in self._cold]
-        placed = [self._place(update) for update in cold]
+        placed = {update.number: self._place(update) for update in cold}
+        unused = {u.number: Outcome(self._home(u), staleness=0, weight=0.0) for u in others}
         # A client that has migrated since then has trained the model of its former group.
         trained = [update for update in others if update.task.cluster == self._home(update)]
         if self.parameters.detect == "direction":
@@ -509,8 +518,7 @@ class FlexCFL(GroupsByStart):
         averaged = average_by_cluster(self.clusters, trained)
         if self.parameters.eta_g and trained:
             self._mix_groups()
-        done = dict(zip(map(id, [*cold, *trained]), [*placed, *averaged], strict=True))
-        return [done.get(id(u)) or Outcome(self._home(u), staleness=0, weight=0.0) for u in updates]
+        return {**unused, **placed, **averaged}
 
     def _mix_groups(self) -> None:
         """Aggregate between all groups with clients, including those idle in the round.
@@ -641,7 +649,7 @@ class FlexCFLAsync(GroupsByStart):
         else:
             self.state.told.pop(task.client, None)
 
-    def aggregate(self, updates: Sequence[Update]) -> Sequence[Outcome]:
+    def aggregate(self, updates: Sequence[Update]) -> Outcomes:
         """Form the groups first; then process each update by itself."""
         if not self._has_groups:
             return self._start_groups(updates)

@@ -22,7 +22,7 @@ from raceme.core.clients import Client
 from raceme.core.clusters import Model, cosines, parts_of, unit
 from raceme.core.messages import Vector
 from raceme.core.options import option
-from raceme.core.requests import Outcome, Update
+from raceme.core.requests import Outcome, Outcomes, Update
 from raceme.core.scheduling import InRounds, RoundsParameters, share_of
 from raceme.core.strategy import Method, Needs, average_by_cluster
 from raceme.strategies import shared as spectral
@@ -258,7 +258,7 @@ class ICFL(DividesBySimilarity):
             self.scheduling.state.number, planned, options.alpha_start, options.epsilon
         )
 
-    def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
+    def aggregate(self, updates: Sequence[Update]) -> Outcomes:
         """Compare the clients of the round, place and divide, then average in each cluster."""
         clients = [update.task.client for update in updates]
         compared = np.stack([self._compared(update) for update in updates])

@@ -43,7 +43,15 @@ from raceme.core.messages import (
     Vector,
 )
 from raceme.core.options import option
-from raceme.core.requests import Answer, InFlight, InvalidReplyError, Outcome, Request, Update
+from raceme.core.requests import (
+    Answer,
+    InFlight,
+    InvalidReplyError,
+    Outcome,
+    Outcomes,
+    Request,
+    Update,
+)
 from raceme.core.scheduling import InRounds, RoundsParameters, SelectionContext
 from raceme.core.strategy import Method, Needs, average_by_cluster
 from raceme.strategies.fedasync import FedAsyncParameters, mix_by_staleness
@@ -181,7 +189,7 @@ class IFCA(ChoosesModel, AveragingRounds):
         self.state.unanswered.pop(client, None)
         self.state.settle(client)
 
-    def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
+    def aggregate(self, updates: Sequence[Update]) -> Outcomes:
         """Average the models trained from the same one."""
         for update in updates:
             self.clusters.assign(update.task.client, update.task.cluster)
@@ -283,7 +291,7 @@ class FeSEM(Method):
             self.clusters.assign(client, self._nearest(local[np.newaxis])[0])
         return Request(client)
 
-    def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
+    def aggregate(self, updates: Sequence[Update]) -> Outcomes:
         """Update the centres (M); assign clients to the nearest ones if not done before."""
         if self._assigns_first:
             self.state.local.update({update.task.client: update.vector for update in updates})

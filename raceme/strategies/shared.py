@@ -17,7 +17,14 @@ from raceme.core.clusters import Clusters, Matrix
 from raceme.core.errors import UserError, about
 from raceme.core.messages import ALL_EXAMPLES, LABEL_COUNTS, Vector, count_of
 from raceme.core.options import option
-from raceme.core.requests import Answer, InFlight, InvalidReplyError, Outcome, Request, Update
+from raceme.core.requests import (
+    Answer,
+    InFlight,
+    InvalidReplyError,
+    Outcomes,
+    Request,
+    Update,
+)
 from raceme.core.scheduling import InRounds, Scheduler, SelectionContext
 from raceme.core.strategy import Method, average_by_cluster
 
@@ -622,7 +629,7 @@ class AveragingRounds(Method):
         """Return the current queries; None if the next round may begin."""
         return None
 
-    def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
+    def aggregate(self, updates: Sequence[Update]) -> Outcomes:
         """Average inside each cluster."""
         return average_by_cluster(self.clusters, updates)
 

@@ -146,8 +146,8 @@ def test_asynchronous_updates_have_no_threshold() -> None:
 
 def test_updates_that_were_made_together_are_averaged_by_examples() -> None:
     strategy = in_a_window(update="synchronous")
-    updates = [update(strategy, "c0", 4, 8, number=1), update(strategy, "c2", 1, 2, examples=20)]
-    strategy.windows.state.joint = {0: 0, 1: 0}
+    updates = [update(strategy, "c0", 4, 8), update(strategy, "c2", 1, 2, examples=20)]
+    strategy.windows.state.joint = {one.number: 0 for one in updates}
     applied = strategy.applied(updates)
     assert [one.weight for one in applied] == pytest.approx([1 / 3, 2 / 3])
     assert strategy.models[0].vector.tolist() == pytest.approx([2.0, 4.0])

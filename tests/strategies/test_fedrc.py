@@ -4,7 +4,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from clustered import check_it_can_be_restored, homes, run_on, three_groups, with_clients
+from clustered import (
+    NUMBERS,
+    check_it_can_be_restored,
+    homes,
+    run_on,
+    three_groups,
+    with_clients,
+)
 from runs import of
 
 from raceme.core import events
@@ -29,7 +36,7 @@ def answer(client: str, masses: Any, examples: int = 10) -> Answer:
 
 
 def trained(client: str, model: int, examples: int, *weights: float) -> Update:
-    task = InFlight(0, client, model, 0, 0, sent_at=0.0, bytes_down=0, kind=TRAIN_WEIGHTED)
+    task = InFlight(next(NUMBERS), client, model, 0, 0, 0.0, 0, kind=TRAIN_WEIGHTED)
     return Update(task, np.array(weights, np.float32), examples, 0.0)
 
 

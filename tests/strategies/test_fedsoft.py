@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from clustered import with_clients
+from clustered import NUMBERS, with_clients
 from flwr.app import Context, RecordDict
 
 from raceme.client_app import app
@@ -43,7 +43,7 @@ def _client(name: str, examples: int):  # type: ignore[no-untyped-def]
 
 
 def trained(client: str, *weights: float) -> Update:
-    task = InFlight(0, client, 0, 0, 0, sent_at=0.0, bytes_down=0)
+    task = InFlight(next(NUMBERS), client, 0, 0, 0, sent_at=0.0, bytes_down=0)
     return Update(task, np.array(weights, np.float32), 10, 0.0)
 
 

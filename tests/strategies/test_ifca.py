@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from clustered import (
     CENTRES,
+    NUMBERS,
     at_version,
     check_it_can_be_restored,
     found,
@@ -64,7 +65,7 @@ def test_the_first_model_is_the_initial_one_and_the_seed_decides_the_others() ->
 def chose(
     client: str, cluster: int, *values: float, examples: int = 10, version: int = 0
 ) -> Update:
-    task = InFlight(0, client, cluster, version, 0, sent_at=0.0, bytes_down=0)
+    task = InFlight(next(NUMBERS), client, cluster, version, 0, sent_at=0.0, bytes_down=0)
     return Update(task, np.array(values, np.float32), examples, 0.0)
 
 

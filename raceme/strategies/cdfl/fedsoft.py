@@ -24,7 +24,7 @@ from raceme.core import messages as names
 from raceme.core.clients import Client
 from raceme.core.messages import Vector, candidate, forward_cost, to_array
 from raceme.core.options import option
-from raceme.core.requests import Answer, InvalidReplyError, Outcome, Request, Update
+from raceme.core.requests import Answer, InvalidReplyError, Outcome, Outcomes, Request, Update
 from raceme.core.scheduling import InRounds, Scheduler, SelectionContext
 from raceme.core.strategy import Method, Needs
 from raceme.flower.messages import array_record
@@ -200,10 +200,10 @@ class FedSoft(Method):
             client, names.TRAIN_OWN, settings={names.PROXIMAL_MU: self.parameters.strength}
         )
 
-    def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
+    def aggregate(self, updates: Sequence[Update]) -> Outcomes:
         """Replace each cluster's model by the mean of its drawn clients' models."""
         clients, drawn = [update.task.client for update in updates], self.state.drawn
-        largest = dict.fromkeys(clients, 0.0)
+        largest = [0.0] * len(clients)
         all_weights = self._weights(clients)
         for position, model in enumerate(self.models.values()):
             rows = [row for row, client in enumerate(clients) if position in drawn.get(client, [])]
@@ -215,11 +215,11 @@ class FedSoft(Method):
             weights = weights / weights.sum()
             model.average([updates[row].vector for row in rows], weights.tolist())
             for row, weight in zip(rows, weights.tolist(), strict=True):
-                largest[clients[row]] = max(largest[clients[row]], weight)
-        return [
-            Outcome(self.clusters.main(client), staleness=0, weight=largest[client])
-            for client in clients
-        ]
+                largest[row] = max(largest[row], weight)
+        return {
+            update.number: Outcome(self.clusters.main(update.task.client), 0, weight)
+            for update, weight in zip(updates, largest, strict=True)
+        }
 
 
 def importance_of(losses: NDArray[np.float32], smoothing: float) -> Shares:
@@ -313,10 +313,11 @@ class FedSoftAsync(SoftUploads):
         """Return estimation and training of a client's mixture, or a loss evaluation of it."""
         versions = self.state.held[client]
         vectors = [self.bases.vectors[_name(k, version)] for k, version in versions.items()]
-        if self.scheduling.looks(client):
+        if self.scheduling.evaluates_loss(client):
             shares = np.asarray(self._shares(client))
             mixture = np.tensordot(shares, np.stack(vectors), axes=1).astype(np.float32)
-            return self.scheduling.look_at(client, self.spec.pack(mixture), self._pass_cost(client))
+            cost = self._pass_cost(client)
+            return self.scheduling.loss_evaluation(client, self.spec.pack(mixture), cost)
         models = {candidate(k): self.spec.pack(own) for k, own in enumerate(vectors)}
         settings = {
             names.PROXIMAL_MU: self.parameters.rho,

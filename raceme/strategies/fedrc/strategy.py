@@ -31,7 +31,14 @@ from numpy.typing import NDArray
 from raceme.core.clients import Client
 from raceme.core.messages import COMPUTE_SCALE, Vector, forward_cost, to_array
 from raceme.core.options import option
-from raceme.core.requests import Answer, InFlight, InvalidReplyError, Outcome, Request, Update
+from raceme.core.requests import (
+    Answer,
+    InFlight,
+    InvalidReplyError,
+    Outcomes,
+    Request,
+    Update,
+)
 from raceme.core.scheduling import InRounds, RoundsParameters, Scheduler, SelectionContext
 from raceme.core.strategy import Method, Needs, average_by_cluster
 from raceme.flower.messages import array_record
@@ -184,7 +191,7 @@ class FedRC(Method):
         if task.kind == TRAIN_WEIGHTED:
             self.state.begun.setdefault(task.client, {})[task.cluster] = True
 
-    def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
+    def aggregate(self, updates: Sequence[Update]) -> Outcomes:
         """Average each model over its clients: θ_k ← Σ n_i θ_ik / Σ n_i."""
         self.state.begun, self.state.assigned = {}, {}
         return average_by_cluster(self.clusters, updates, home=lambda update: update.task.cluster)
