@@ -52,6 +52,8 @@ def test_three_updates_by_hand() -> None:
     assert second.weight == pytest.approx(0.773660, abs=1e-6)
     # 0.77366 · (3, 4) + 0.22634 · (0.773683, 0) = (2.496096, 3.094640).
     assert model.vector.tolist() == pytest.approx([2.496096, 3.094640], abs=1e-5)
+    # What was compared is cleared: buf_1 held the model of c0.
+    assert strategy.state.buffers.owners(1).tolist() == []
     names, similarity = strategy.similarity()
     assert names == ["c0", "c1", "c2"]
     assert similarity[0, 1] == similarity[1, 0] == pytest.approx(0.6)
@@ -369,7 +371,10 @@ def test_a_newcomers_first_update_counts_as_if_it_had_started_from_its_cluster()
     strategy.on_sent(task("new", version=100, cluster=1))
     strategy.applied([update("c2", (0.0, 1.0), version=3)])
     strategy.on_sent(task("c2", version=4, cluster=2))
-    strategy.applied([update("new", (0.1, 1.0), version=100)])
+    strategy.progress.updates = 12
+    late = Update(task("new", 100, 1, updates=9), np.array([0.1, 1.0], np.float32), 10, 0.0)
+    # 12 − 9 updates of the whole run: the versions of its cluster say nothing about its start.
+    assert strategy.applied([late])[0].staleness == 3
     assert strategy.clusters.main("new") == 2
     owners = strategy.state.buffers.owners(2).tolist()
     assert [strategy.state.clients[owner] for owner in owners] == ["new"]

@@ -66,6 +66,17 @@ def test_a_round_of_all_by_hand() -> None:
     assert made.models[1].vector.tolist() == pytest.approx([6.1 / 1.5, 1.8 / 1.5])
 
 
+def test_a_round_of_all_counts_examples() -> None:
+    made = soft(selection="all")
+    made.state.drawn = {name: [0, 1] for name in ("c0", "c1", "c2")}
+    for name, examples in (("c0", 10), ("c1", 20), ("c2", 30)):
+        made.progress.fleet.clients[name] = _client(name, examples)
+    made.applied([trained("c0", 1, 0), trained("c1", 3, 0), trained("c2", 5, 2)])
+    # u n of cluster 0: 9, 10 and 3 of 22; of cluster 1: 1, 10 and 27 of 38.
+    assert made.models[0].vector.tolist() == pytest.approx([54 / 22, 6 / 22])
+    assert made.models[1].vector.tolist() == pytest.approx([166 / 38, 54 / 38])
+
+
 def test_clusters_draw_by_importance_and_examples() -> None:
     made = soft(drawn=1)
     clients = [_client(f"c{number}", 10) for number in range(3)]

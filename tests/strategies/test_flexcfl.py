@@ -91,6 +91,19 @@ def test_cold_starts_by_hand(measure: str) -> None:
     assert strategy.state.cold == {"c6": True}
 
 
+def test_directions_of_groups_stay_those_of_the_group_cold_start() -> None:
+    strategy = with_clients(FlexCFL(FlexCFLParameters(groups=2, detect="none")), 5)
+    round_of(strategy, (2, 0), (0, 1), (4, 0.1), (0.1, 3))
+    # Each group moves to where the other one began.
+    round_of(strategy, (0, 9), (9, 0), (0, 9), (9, 0))
+    assert [strategy.models[k].vector.tolist() for k in (1, 2)] == [[0.0, 9.0], [9.0, 0.0]]
+    # Eq (8) compares (5, 0) with (3, 0.05) and (0.05, 2), the mean changes of w0.
+    strategy.applied([update(strategy, "c4", 5, 0)])
+    assert strategy.clusters.main("c4") == 1
+    directions = {k: one.tolist() for k, one in strategy.state.directions.items()}
+    assert directions == {1: pytest.approx([3.0, 0.05]), 2: pytest.approx([0.05, 2.0])}
+
+
 def counts_of(
     strategy: FlexCFL, client: str, counts: list[int], examples: int = 10, whole: int = 0
 ) -> Answer:
