@@ -656,7 +656,7 @@ class FedRC(_FedRC):
         *,
         fraction: float = 1.0,
         sampling: str = 'random',
-        k: int = 3,
+        k: int = 4,
         **arguments: Unpack[_Arguments],
     ) -> None: ...
 class FedRep(_FedRep):

@@ -41,7 +41,7 @@ from raceme.core.requests import Outcome, Outcomes, Request, Update
 from raceme.core.schedulers import InWindows
 from raceme.core.scheduling import InRounds, Scheduler, sample, then
 from raceme.core.strategy import Method, Needs, Variant, average_by_cluster
-from raceme.strategies.shared import check_groups, contribution, partition
+from raceme.strategies.shared import DEFAULT_K, check_groups, contribution, log_count, partition
 
 log = getLogger("raceme")
 
@@ -67,7 +67,7 @@ class CSAFLParameters:
 
     update: str = option("semi-asynchronous", "how the members of a group update", among=UPDATES)
     grouping: str = option("spectral", "how clients are grouped", among=GROUPINGS)
-    groups: int = option(4, "m: number of groups", low=1)
+    groups: int = option(DEFAULT_K, "m: number of groups", low=1)
     budget: float = option(10.0, "T: time budget of a communication round", unit=SECONDS, above=0)
     picked: int = option(20, "K: clients picked at random for a communication round", low=1)
     threshold: int = option(5, "staleness δ beyond which a group updates together", low=0)
@@ -147,6 +147,8 @@ class CSAFL(Method):
 
     def initialize(self, vector: Vector) -> None:
         """Start with w0; only spectral clustering needs pre-training."""
+        if self.parameters.grouping != "none":
+            log_count(self, self.parameters.groups, "groups")
         self.clusters = Clusters({0: Model(vector)})
         self.state = CSAFLState(vector.copy(), grouped=self.parameters.grouping != "spectral")
 

@@ -65,7 +65,14 @@ from raceme.core.scheduling import (
 )
 from raceme.core.strategy import Method, Needs, Variant, average_by_cluster
 from raceme.strategies.fedasync import FedAsyncParameters, mix_by_staleness
-from raceme.strategies.shared import LabelCounts, check_groups, kmeans, linkage
+from raceme.strategies.shared import (
+    DEFAULT_K,
+    LabelCounts,
+    check_groups,
+    kmeans,
+    linkage,
+    log_count,
+)
 
 # -----------------------------------------------------------------------------
 # Group cold start (Algorithm 3, eqs 6 and 7) and client cold start (eq 8).
@@ -236,7 +243,7 @@ _W0 = 0
 class ColdStartParameters:
     """Common hyper-parameters of FlexCFL and FlexCFL-Async."""
 
-    groups: int = option(4, "m: number of groups", low=1)
+    groups: int = option(DEFAULT_K, "m: number of groups", low=1)
     pretrain: int = option(20, "α: clients per group that train before the groups are found", low=1)
     pretrain_steps: int = option(
         50, "mini-batches of pre-training (0: one pass over the samples, the paper's text)", low=0
@@ -311,6 +318,7 @@ class GroupsByStart(Method):
 
     def initialize(self, vector: Vector) -> None:
         """Store w0; all clients are cold."""
+        log_count(self, self.parameters.groups, "groups")
         self.clusters = Clusters({_W0: Model(vector)})
         self.state = self.state_type(vector.copy())
 

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from raceme.core.clusters import Clusters, Matrix
+from raceme.core.clusters import Clusters, Matrix, Model
 from raceme.core.errors import UserError, about
-from raceme.core.messages import ALL_EXAMPLES, LABEL_COUNTS, Vector, count_of
+from raceme.core.files import check_room
+from raceme.core.messages import ALL_EXAMPLES, LABEL_COUNTS, ModelSpec, Vector, count_of
 from raceme.core.options import option
 from raceme.core.requests import (
     Answer,
@@ -380,6 +381,72 @@ def linkage(
         n_clusters=parts, metric="precomputed", linkage=how, distance_threshold=below
     )
     return numbered(method.fit_predict(distances))
+
+
+# -----------------------------------------------------------------------------
+# Number and first models of the clusters of methods with a given K.
+# -----------------------------------------------------------------------------
+
+
+DEFAULT_K = 4
+"""Default number of models or groups of every method that is given it: that of the default fleet's
+groups."""
+_NOISE = 0.01
+"""Standard deviation of the weights of further models if the initial one has only equal weights."""
+
+
+def log_count(method: Method, count: int, reason: str) -> None:
+    """Log the number of models or groups of a run, with the option or samples that state it."""
+    getLogger("raceme.run").info("%s takes K = %d (%s).", type(method).__name__, count, reason)
+
+
+def models_of(method: Method, stated: int | None) -> tuple[int, str]:
+    """Return K and its reason: the stated number, that of pre-trained models, or `DEFAULT_K`."""
+    if stated is None and method.starts:
+        return len(method.starts), "pre-trained models"
+    return stated or DEFAULT_K, "k"
+
+
+def start_clusters(
+    method: Method, vector: Vector, count: int, reason: str, alike: bool = False
+) -> Clusters:
+    """Return K clusters with pre-trained models if there are any, else equal or different ones."""
+    starts = method.starts
+    if starts and len(starts) != count:
+        raise UserError(
+            f"There are {len(starts)} pre-trained models for {count} clusters: pretrain makes one "
+            "for each group of the data."
+        )
+    if not (starts or alike):
+        return different_models(method, vector, count)
+    log_count(method, count, reason)
+    return Clusters({k: Model((starts[k] if starts else vector).copy()) for k in range(count)})
+
+
+def different_models(method: Method, vector: Vector, count: int) -> Clusters:
+    """Return K clusters with different models; the first is the initial model itself."""
+    log_count(method, count, "k")
+    check_room(count * vector.nbytes, f"{count:,} models of {vector.size:,} weights")
+    spec, rng = method._spec, method.rng
+    vectors = [vector, *(redrawn(vector, spec, rng) for _ in range(1, count))]
+    return Clusters({cluster: Model(start) for cluster, start in enumerate(vectors)})
+
+
+def redrawn(vector: Vector, spec: ModelSpec | None, rng: np.random.Generator) -> Vector:
+    """Return another initial model: the weights permuted within each array.
+
+    Our reading of "different initialisations": another draw from the same distribution per layer,
+    without knowing the network. A model of equal weights, such as zeros, gets noise instead.
+    """
+    drawn = vector.copy()
+    arrays = [drawn] if spec is None else spec.views(drawn).values()
+    for values in arrays:
+        flat = values.reshape(-1)
+        flat[...] = rng.permutation(flat)
+    if np.array_equal(drawn, vector):
+        noise = rng.normal(0.0, _NOISE, len(drawn)).astype(np.float32)
+        drawn += only_weights(noise, None if spec is None else spec.trainable)
+    return drawn
 
 
 # -----------------------------------------------------------------------------

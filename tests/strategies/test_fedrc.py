@@ -145,7 +145,7 @@ def test_what_are_no_masses_of_whole_samples_is_refused(masses: Any, examples: i
 
 
 def test_every_participant_trains_every_model_in_every_round() -> None:
-    seen = run_on(FedRC(), three_groups(), 36)
+    seen = run_on(FedRC(FedRCParameters(k=3)), three_groups(), 36)
     applied = of(events.UpdateApplied, seen)
     assert len(applied) == 36
     assert len({(event.client, event.cluster) for event in applied}) == 36

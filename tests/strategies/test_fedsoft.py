@@ -1,5 +1,7 @@
 """FedSoft: importance, whom clusters draw, a round by hand, a client's own model."""
 
+import logging
+
 import numpy as np
 import pytest
 from clustered import NUMBERS, with_clients
@@ -121,6 +123,7 @@ def test_in_a_small_fleet_clusters_draw_different_clients() -> None:
 
 
 def test_drawing_everybody_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
     soft(drawn=15).check(16)
     soft().check(5)
     soft(drawn=15, selection="all").check(15)

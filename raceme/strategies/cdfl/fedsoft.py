@@ -33,8 +33,8 @@ from raceme.strategies.cdfl.strategy import (
     SoftParameters,
     SoftState,
     SoftUploads,
-    start_clusters,
 )
+from raceme.strategies.shared import DEFAULT_K, models_of, start_clusters
 
 log = logging.getLogger("raceme")
 
@@ -47,7 +47,7 @@ _MOST_DRAWN = 15
 class FedSoftParameters:
     """Hyper-parameters of FedSoft; with at least 30 clients `drawn` is the paper's."""
 
-    k: int | None = option(None, "K: number of clusters (auto: of pre-trained models, or 2)", low=1)
+    k: int | None = option(None, "K: number of clusters (auto: of pre-trained models, or 4)", low=1)
     estimate_every: int = option(2, "τ: rounds between two estimates of importance", low=1)
     selection: str = option(
         "drawn",
@@ -66,7 +66,7 @@ class FedSoftParameters:
         """Return the maximum number of clients of a round."""
         if self.selection == "all":
             return clients
-        return min(clients, self.draws(clients) * (self.k or 2))
+        return min(clients, self.draws(clients) * (self.k or DEFAULT_K))
 
     def draws(self, clients: int) -> int:
         """Return the number of clients that each cluster draws."""
@@ -129,8 +129,8 @@ class FedSoft(Method):
 
     def initialize(self, vector: Vector) -> None:
         """Start clusters from their pre-trained models, or from different ones."""
-        count = self.parameters.k or len(self.starts) or 2
-        self.clusters = start_clusters(self, vector, count, alike=False)
+        count, reason = models_of(self, self.parameters.k)
+        self.clusters = start_clusters(self, vector, count, reason)
         self.state = FedSoftState(pretrained=bool(self.starts))
 
     def on_join(self, client: Client) -> None:
@@ -259,7 +259,7 @@ def importance_of(losses: NDArray[np.float32], smoothing: float) -> Shares:
 class FedSoftAsyncParameters(SoftParameters):
     """Hyper-parameters of FedSoft-Async."""
 
-    k: int | None = option(None, "K: number of clusters (auto: of pre-trained models, or 2)", low=1)
+    k: int | None = option(None, "K: number of clusters (auto: of pre-trained models, or 4)", low=1)
 
 
 @dataclass
@@ -301,8 +301,8 @@ class FedSoftAsync(SoftUploads):
 
     def initialize(self, vector: Vector) -> None:
         """Start clusters from their pre-trained models, or from different ones."""
-        count = self.parameters.k or len(self.starts) or 2
-        self.clusters = start_clusters(self, vector, count, alike=False)
+        count, reason = models_of(self, self.parameters.k)
+        self.clusters = start_clusters(self, vector, count, reason)
         self.state = FedSoftAsyncState(
             renewed=dict.fromkeys(self.clusters.models, 0), pretrained=bool(self.starts)
         )

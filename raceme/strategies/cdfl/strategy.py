@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from scipy.special import softmax
 
 from raceme.core.clients import Client
-from raceme.core.clusters import Clusters, Model, NonFiniteModelError, blended
+from raceme.core.clusters import Model, NonFiniteModelError, blended
 from raceme.core.errors import UserError
 from raceme.core.messages import ARRAYS, LARGEST, PROXIMAL_MU, Vector, forward_cost
 from raceme.core.options import option
@@ -37,7 +37,7 @@ from raceme.core.requests import Answer, Outcome, Request, Update
 from raceme.core.schedulers import OnRequest, RequestParameters
 from raceme.core.scheduling import Scheduler
 from raceme.core.strategy import Method, Needs
-from raceme.strategies.ifca import different_models
+from raceme.strategies.shared import start_clusters
 
 # -----------------------------------------------------------------------------
 # DistributionEstimation and UpdateRatioCompute. Cluster k has a model w_k, and a proxy set D_k on
@@ -382,8 +382,7 @@ class CDFL(SoftUploads):
     def initialize(self, vector: Vector) -> None:
         """Start clusters from their pre-trained models, or all from the initial one."""
         assert self.probe is not None, "check_server() has seen that there is one"
-        count = self.parameters.k or self.probe.sets
-        self.clusters = start_clusters(self, vector, count, alike=True)
+        self.clusters = start_clusters(self, vector, self.probe.sets, "proxy sets", alike=True)
         self.state = CDFLState(renewed=dict.fromkeys(self.clusters.models, 0))
 
     # Requests.
@@ -448,19 +447,6 @@ class CDFL(SoftUploads):
             loss = self._loss(model.vector, proxy)
             self._losses[cluster] = model, model.version, loss
         return loss
-
-
-def start_clusters(method: Method, vector: Vector, count: int, alike: bool) -> Clusters:
-    """Return K clusters of pre-trained models if there are any, else of equal or different ones."""
-    starts = method.starts
-    if starts and len(starts) != count:
-        raise UserError(
-            f"There are {len(starts)} pre-trained models for {count} clusters: pretrain makes one "
-            "for each group of the data."
-        )
-    if not (starts or alike):
-        return different_models(vector, count, method.spec, method.rng)
-    return Clusters({k: Model((starts[k] if starts else vector).copy()) for k in range(count)})
 
 
 def bar_of(name: str, text: str) -> Bar:

@@ -43,7 +43,7 @@ from raceme.core.scheduling import InRounds, RoundsParameters, Scheduler, Select
 from raceme.core.strategy import Method, Needs, average_by_cluster
 from raceme.flower.messages import array_record
 from raceme.strategies.fedrc import LABEL_MASSES, LABEL_TABLE, MIXING, TRAIN_WEIGHTED, WEIGHTED_BY
-from raceme.strategies.ifca import different_models
+from raceme.strategies.shared import DEFAULT_K, different_models
 
 log = getLogger("raceme")
 
@@ -55,9 +55,9 @@ _MOST = 1_000_000
 
 @dataclass(frozen=True)
 class FedRCParameters(RoundsParameters):
-    """Hyper-parameters of FedRC; the defaults are those of the authors' code."""
+    """Hyper-parameters of FedRC."""
 
-    k: int = option(3, "K: number of models", low=1)
+    k: int = option(DEFAULT_K, "K: number of models", low=1)
 
 
 @dataclass
@@ -105,7 +105,7 @@ class FedRC(Method):
 
     def initialize(self, vector: Vector) -> None:
         """Start with K different models."""
-        self.clusters = different_models(vector, self.parameters.k, self._spec, self.rng)
+        self.clusters = different_models(self, vector, self.parameters.k)
         self.state = FedRCState()
 
     # Before a round: the E-step.
