@@ -38,7 +38,7 @@ from raceme.core.requests import (
 )
 from raceme.core.scheduling import InRounds, RoundsParameters, Scheduler, SelectionContext
 from raceme.core.strategy import Method, Needs, Variant, average_by_cluster
-from raceme.strategies.fedasync import FedAsyncParameters, mix_by_staleness
+from raceme.strategies.fedasync import MixingParameters, mix_by_staleness
 from raceme.strategies.shared import linkage
 
 # -----------------------------------------------------------------------------
@@ -549,7 +549,7 @@ class FollowsConcepts(Method):
 
 
 @dataclass(frozen=True)
-class FedDriftAsyncParameters(ConceptParameters, FedAsyncParameters):
+class FedDriftAsyncParameters(ConceptParameters, MixingParameters):
     """Hyper-parameters of FedDrift-Async."""
 
     ask_every: int = option(

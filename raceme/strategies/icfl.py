@@ -26,7 +26,7 @@ from raceme.core.requests import Outcome, Outcomes, Update
 from raceme.core.scheduling import InRounds, RoundsParameters, share_of
 from raceme.core.strategy import Method, Needs, average_by_cluster
 from raceme.strategies import shared as spectral
-from raceme.strategies.fedasync import FedAsyncParameters, mix_by_staleness
+from raceme.strategies.fedasync import MixingParameters, mix_by_staleness
 
 # -----------------------------------------------------------------------------
 # Similarities of clients, averaged over their comparisons.
@@ -131,7 +131,7 @@ class ICFLParameters(_Comparing, RoundsParameters):
 
 
 @dataclass(frozen=True)
-class ICFLAsyncParameters(_Comparing, FedAsyncParameters):
+class ICFLAsyncParameters(_Comparing, MixingParameters):
     """Hyper-parameters of ICFL-Async."""
 
     time_decay: float = option(0.01, "rounds that one update counts for", low=0)

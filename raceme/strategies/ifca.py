@@ -52,7 +52,7 @@ from raceme.core.requests import (
 )
 from raceme.core.scheduling import InRounds, RoundsParameters, SelectionContext
 from raceme.core.strategy import Method, Needs, average_by_cluster
-from raceme.strategies.fedasync import FedAsyncParameters, mix_by_staleness
+from raceme.strategies.fedasync import MixingParameters, mix_by_staleness
 from raceme.strategies.shared import (
     DEFAULT_K,
     AveragingRounds,
@@ -89,7 +89,7 @@ class IFCAParameters(_Choice, RoundsParameters):
 
 
 @dataclass(frozen=True)
-class IFCAAsyncParameters(_Choice, FedAsyncParameters):
+class IFCAAsyncParameters(_Choice, MixingParameters):
     """Hyper-parameters of IFCA-Async."""
 
 

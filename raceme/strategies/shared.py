@@ -604,7 +604,7 @@ class LabelCounts:
         usual, clients = lengths.most_common(1)[0] if lengths else (labels, 0)
         return usual if clients > lengths[labels] + 1 else labels
 
-    def take(self, answer: Answer, stated: int, tolerance: float) -> None:
+    def take(self, answer: Answer, stated: int, tolerance: float, distance: str = "counts") -> None:
         """Process label counts.
 
         Parameters
@@ -613,6 +613,8 @@ class LabelCounts:
             Number of training samples in the client's greeting.
         tolerance : float
             Share of the data that may come or go.
+        distance : str
+            Distance of label counts, one of `DISTANCES`.
 
         Raises
         ------
@@ -633,9 +635,16 @@ class LabelCounts:
             raise InvalidReplyError(f"it counts {total} labels of {answer.num_examples} examples")
         # n_i of eq (9): all samples of the client, released or not.
         examples = max(stated, count_of(answer.metrics.get(ALL_EXAMPLES)) or 0)
-        self.count(client, counts.tolist(), examples, tolerance)
+        self.count(client, counts.tolist(), examples, tolerance, distance)
 
-    def count(self, client: str, counts: Sequence[int], examples: int, tolerance: float) -> None:
+    def count(
+        self,
+        client: str,
+        counts: Sequence[int],
+        examples: int,
+        tolerance: float,
+        distance: str = "counts",
+    ) -> None:
         """Record a client's label counts; it becomes cold if they changed too much.
 
         Parameters
@@ -652,18 +661,25 @@ class LabelCounts:
         if client in self.cold:
             return
         then = self.placed_with.setdefault(client, self.counts[client])
-        if len(then) != len(counts) or has_shifted(counts, then, examples, tolerance):
+        if len(then) != len(counts) or has_shifted(counts, then, examples, tolerance, distance):
             self.cold[client] = True
 
 
+DISTANCES = ("counts", "wasserstein")
+"""Distances of label counts; see `has_shifted`."""
+
+
 def has_shifted(
-    now: Sequence[int], then: Sequence[int], examples: int, tolerance: float = 0.2
+    now: Sequence[int],
+    then: Sequence[int],
+    examples: int,
+    tolerance: float = 0.2,
+    distance: str = "counts",
 ) -> bool:
     """Return whether label counts moved further than τ_i = tolerance / LabelSize · n_i, eq (9).
 
-    The distance is the mean over the labels of ``|count now − count then|``. A tolerance of 0.2 is
-    exceeded if more than a fifth of the samples were added or removed, or more than a tenth
-    replaced by other labels, which counts twice.
+    A tolerance of 0.2 is exceeded by the mean difference if more than a fifth of the samples were
+    added or removed, or more than a tenth replaced by other labels, which counts twice.
 
     Parameters
     ----------
@@ -673,9 +689,18 @@ def has_shifted(
         n_i: number of all training samples of the client, as in the authors' code.
     tolerance : float
         Share of n_i that may come or go; the paper's value is 0.2.
+    distance : str
+        ``"counts"``: the mean over the labels of ``|count now − count then|``. ``"wasserstein"``:
+        scipy's Wasserstein distance of the two sets of counts, as in the authors' code, for which
+        labels with equal counts are exchangeable.
     """
-    difference = np.abs(np.asarray(now, np.int64) - np.asarray(then, np.int64))
-    return bool(difference.mean() > tolerance / len(difference) * examples)
+    if distance == "wasserstein":
+        from scipy.stats import wasserstein_distance
+
+        moved = float(wasserstein_distance(now, then))
+    else:
+        moved = float(np.abs(np.asarray(now, np.int64) - np.asarray(then, np.int64)).mean())
+    return moved > tolerance / len(now) * examples
 
 
 # -----------------------------------------------------------------------------
