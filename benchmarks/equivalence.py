@@ -75,6 +75,13 @@ NEW_KEYS: frozenset[str] = frozenset(
     | {"features", "ifca.detect"}
     | {f"{name}.{key}" for name in ("flexcfl", "fedgroup") for key in ("inter-group", "placing")}
     | {f"{name}.{key}" for name in _WINDOWED for key in ("stale", "unfinished")}
+    | {
+        f"{name}.{key}"
+        for name in ("flexcfl", "fedgroup", "flexcfl-async")
+        for key in ("start", "distance")
+    }
+    | {"flexcfl.paper", "fedgroup.paper", "fedasync.rho", "fedasync.first-staleness"}
+    | {"cfl.gamma-max", "cfl-async.gamma-max"}
 )
 """Keys that the committed file does not have: left out of configurations."""
 REMOVED_KEYS: dict[str, Any] = {"never-across": "", "together": ""}

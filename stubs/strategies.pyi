@@ -320,6 +320,7 @@ class CFL(_CFL):
         linkage: str = 'complete',
         wait_rounds: int = 0,
         least_members: int = 2,
+        gamma_max: float = 0.0,
         eps1: float = 0.4,
         eps2: float = 0.7,
         **arguments: Unpack[_Arguments],
@@ -337,6 +338,7 @@ class CFLAsync(_CFLAsync):
         linkage: str = 'complete',
         wait_rounds: int = 0,
         least_members: int = 2,
+        gamma_max: float = 0.0,
         eps1: float = 0.4,
         eps2: float = 1.0,
         **arguments: Unpack[_Arguments],
@@ -500,6 +502,8 @@ class FedAsync(_FedAsync):
         a: float = 1.0,
         b: float = 4.0,
         alpha: float = 0.3,
+        rho: float = 0.0,
+        first_staleness: int = 0,
         **arguments: Unpack[_Arguments],
     ) -> None: ...
 class FedAvg(_FedAvg):
@@ -609,11 +613,14 @@ def FedGroup(
     pretrain_steps: int = 50,
     measure: str = 'edc',
     detect: str = 'none',
+    distance: str = 'counts',
+    start: str = 'own',
     tolerance: float = 0.2,
     newcomers: str = 'direction',
     placing: str = 'server',
     eta_g: float = 0.0,
     inter_group: str = 'mean',
+    paper: bool = False,
     **arguments: Unpack[_Arguments],
 ) -> FlexCFL: ...
 class FedMedian(_FedMedian):
@@ -656,7 +663,7 @@ class FedRC(_FedRC):
         *,
         fraction: float = 1.0,
         sampling: str = 'random',
-        k: int = 3,
+        k: int = 4,
         **arguments: Unpack[_Arguments],
     ) -> None: ...
 class FedRep(_FedRep):
@@ -756,11 +763,14 @@ class FlexCFL(_FlexCFL):
         pretrain_steps: int = 50,
         measure: str = 'edc',
         detect: str = 'label-counts',
+        distance: str = 'counts',
+        start: str = 'own',
         tolerance: float = 0.2,
         newcomers: str = 'direction',
         placing: str = 'server',
         eta_g: float = 0.0,
         inter_group: str = 'mean',
+        paper: bool = False,
         **arguments: Unpack[_Arguments],
     ) -> None: ...
 class FlexCFLAsync(_FlexCFLAsync):
@@ -778,6 +788,8 @@ class FlexCFLAsync(_FlexCFLAsync):
         pretrain_steps: int = 50,
         measure: str = 'edc',
         detect: str = 'label-counts',
+        distance: str = 'counts',
+        start: str = 'own',
         tolerance: float = 0.2,
         **arguments: Unpack[_Arguments],
     ) -> None: ...

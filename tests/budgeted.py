@@ -12,9 +12,9 @@ from raceme.core.clients import Client
 from raceme.core.clusters import cosines, parts_of
 from raceme.core.messages import Vector
 from raceme.core.requests import Outcome, Update
+from raceme.core.schedulers import InWindows
 from raceme.core.scheduling import Scheduler, sample
 from raceme.core.strategy import Method, Needs
-from raceme.strategies.csafl import InWindows
 from raceme.strategies.shared import partition
 
 BUDGET, PICKED, GROUPS, STALEST, TIME_WEIGHT = 12.0, 6, 3, 4, 0.1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +20,8 @@ from raceme.core.scheduling import InRounds
 from raceme.simulation import Device, VirtualGrid
 from raceme.strategies import Method, Plan
 
+NUMBERS = itertools.count()
+"""Numbers of requests, which are never used twice."""
 GROUPS = [index % 3 for index in range(12)]
 CENTRES = 0.5 + 3.0 * np.eye(3, 8)
 """Where the clients of three groups pull the model."""
@@ -93,12 +96,13 @@ def placed(seen: list[events.Event], change: events.ClusterChange) -> list[event
 
 
 def update(
-    strategy: Any, client: str, *values: float, examples: int = 10, number: int = 0
+    strategy: Any, client: str, *values: float, examples: int = 10, number: int | None = None
 ) -> Update:
     """Give a client a task from its present model, and return its answer to it."""
     cluster = strategy.clusters.main(client)
     version = strategy.models[cluster].version
     updates = strategy.progress.updates
+    number = next(NUMBERS) if number is None else number
     task = InFlight(number, client, cluster, version, updates, sent_at=0.0, bytes_down=0)
     strategy.open_task(task)
     return Update(task, np.array(values, np.float32), examples, 0.0)

@@ -11,9 +11,9 @@ from flwr.clientapp import ClientApp
 
 from raceme.core.messages import LOSSES
 from raceme.core.requests import Answer, InFlight, Request
+from raceme.core.schedulers import OnRequest, RequestParameters
 from raceme.core.scheduling import Scheduler
 from raceme.strategies import FedAsync
-from raceme.strategies.cdfl.strategy import OnRequest, RequestParameters
 
 
 def asking(requests: str, seconds: float = 10.0, **options: float) -> OnRequest:
@@ -34,15 +34,16 @@ class Asks(FedAsync):
         return self._asked
 
     def request_for(self, client: str) -> Request:
-        if self.scheduling.looks(client):
-            return self.scheduling.look_at(client, self.spec.pack(self.models[0].vector), cost=0.0)
+        if self.scheduling.evaluates_loss(client):
+            held = self.spec.pack(self.models[0].vector)
+            return self.scheduling.loss_evaluation(client, held, cost=0.0)
         return Request(client)
 
     def on_sent(self, task: InFlight) -> None:
         self.kinds.append((self.now(), task.client, task.kind))
 
     def on_answer(self, answer: Answer) -> None:
-        assert self.scheduling.heard(answer)
+        assert self.scheduling.take_loss(answer)
 
 
 def drifting_app(rise: Sequence[float]) -> ClientApp:

@@ -11,9 +11,9 @@ from raceme.core.clients import Client
 from raceme.core.clusters import Clusters, Model
 from raceme.core.messages import Vector
 from raceme.core.requests import Outcome, Update
+from raceme.core.schedulers import OnRequest, RequestParameters
 from raceme.core.scheduling import Scheduler
 from raceme.core.strategy import Method
-from raceme.strategies.cdfl.strategy import OnRequest, RequestParameters
 
 K, SHARPNESS, MIXED = 3, 12.0, 0.2
 

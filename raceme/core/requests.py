@@ -342,6 +342,11 @@ class Update:
     bases: Bases | None = field(default=None, repr=False, compare=False, metadata=TRANSIENT)
 
     @property
+    def number(self) -> int:
+        """The number of the request."""
+        return self.task.number
+
+    @property
     def base(self) -> Vector:
         """The model from which the client started, for methods that keep bases. Shape (d,)."""
         if self.bases is None:
@@ -371,6 +376,10 @@ class Outcome:
     cluster: int
     staleness: int
     weight: float
+
+
+Outcomes = dict[int, Outcome]
+"""Outcomes of updates, by the numbers of their requests."""
 
 
 Reading = Callable[[RecordDict], RecordDict]

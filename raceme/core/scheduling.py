@@ -1,8 +1,8 @@
 """Schedulers: selection of clients, and release of their updates.
 
 A method has one scheduler. `EveryIdle` releases every update at once, `InRounds` those of a round
-together. Client-driven work is in :mod:`raceme.strategies.cdfl.strategy`, time windows in
-:mod:`raceme.strategies.csafl`. A scheduler handles clients and times, not models.
+together. Work on request and in time windows is in :mod:`raceme.core.schedulers`. A scheduler
+handles clients and times, not models.
 """
 
 from __future__ import annotations

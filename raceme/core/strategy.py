@@ -34,7 +34,16 @@ from raceme.core.messages import (
 )
 from raceme.core.options import convert, documented, present_names, signature_of
 from raceme.core.progress import Plan, Progress, StopCheck, never_stop
-from raceme.core.requests import Answer, Bases, InFlight, Outcome, Request, Update, Value
+from raceme.core.requests import (
+    Answer,
+    Bases,
+    InFlight,
+    Outcome,
+    Outcomes,
+    Request,
+    Update,
+    Value,
+)
 from raceme.core.scheduling import (
     EveryIdle,
     FlowerArguments,
@@ -378,19 +387,19 @@ class Method(Strategy):
             f"{type(self).__name__} defines neither on_update() nor aggregate(): define one."
         )
 
-    def aggregate(self, updates: Sequence[Update]) -> Sequence[Outcome]:
+    def aggregate(self, updates: Sequence[Update]) -> Outcomes:
         """Apply the updates that the scheduler releases together.
 
         Returns
         -------
-        Sequence[Outcome]
-            One outcome per update, in the same order.
+        dict[int, Outcome]
+            The outcome of each update, by `update.number`.
         """
         # All are as of now; those after the first may be for a model changed by one before.
-        return [
-            self.on_update(self.received(update) if index else update)
+        return {
+            update.number: self.on_update(self.received(update) if index else update)
             for index, update in enumerate(updates)
-        ]
+        }
 
     def request_for(self, client: str) -> Request:
         """Return the request to a selected client: training, by default."""
@@ -841,8 +850,14 @@ class Method(Strategy):
             An outcome is missing, or has an invalid cluster, staleness or weight.
         """
         method = type(self).__name__
-        outcomes = self.aggregate([self.received(update) for update in updates])
-        for outcome in outcomes if isinstance(outcomes, Sequence) else [outcomes]:
+        found = self.aggregate([self.received(update) for update in updates])
+        if not isinstance(found, Mapping) or found.keys() != {update.number for update in updates}:
+            raise UserError(
+                f"{method}.aggregate() must return a dictionary with an Outcome for each "
+                "update.number."
+            )
+        outcomes = [found[update.number] for update in updates]
+        for outcome in outcomes:
             if not isinstance(outcome, Outcome):
                 raise UserError(
                     f"{method} must return an Outcome for each update, got "
@@ -860,11 +875,6 @@ class Method(Strategy):
                         f"{method} returned {outcome}: its {name} must be a finite number that is "
                         "not negative."
                     )
-        if len(outcomes) != len(updates):
-            raise UserError(
-                f"{method} must return an Outcome for each update, got {len(outcomes)} for "
-                f"{len(updates)}."
-            )
         return outcomes
 
     def close_task(self, task: InFlight) -> None:
@@ -912,7 +922,7 @@ def average_by_cluster(
     updates: Sequence[Update],
     by_examples: bool = True,
     home: Callable[[Update], int] | None = None,
-) -> list[Outcome]:
+) -> Outcomes:
     """Replace each cluster's model by the mean of the models trained for it.
 
     Parameters
@@ -933,7 +943,7 @@ def average_by_cluster(
         totals[cluster] = sum(weights[index] for index in own)
         vectors = [updates[index].vector for index in own]
         clusters.models[cluster].average(vectors, [weights[index] for index in own])
-    return [
-        Outcome(cluster, staleness=0, weight=weight / totals[cluster])
-        for cluster, weight in zip(homes, weights, strict=True)
-    ]
+    return {
+        update.number: Outcome(cluster, staleness=0, weight=weight / totals[cluster])
+        for update, cluster, weight in zip(updates, homes, weights, strict=True)
+    }

@@ -25,10 +25,10 @@ from numpy.typing import NDArray
 from raceme.core.clusters import cosines, nearest, parts_of
 from raceme.core.messages import Vector
 from raceme.core.options import option
-from raceme.core.requests import Outcome, Update
+from raceme.core.requests import Outcome, Outcomes, Update
 from raceme.core.scheduling import InRounds, RoundsParameters
 from raceme.core.strategy import Method, Needs, average_by_cluster
-from raceme.strategies.fedasync import FedAsyncParameters, mix_by_staleness
+from raceme.strategies.fedasync import MixingParameters, mix_by_staleness
 from raceme.strategies.shared import LINKAGES, linkage, norms_of, should_bipartition
 
 log = getLogger("raceme")
@@ -53,6 +53,13 @@ class _Dividing:
     least_members: int = option(
         2, "clients that a cluster must have to be divided (the authors' code: 3)", low=2
     )
+    gamma_max: float = option(
+        0.0,
+        "γ_max: separation of the halves above which a cluster is divided (0, CASA's paper and the "
+        "authors' code: any)",
+        low=0,
+        below=1,
+    )
 
 
 @dataclass(frozen=True)
@@ -70,7 +77,7 @@ class CFLParameters(_Dividing, RoundsParameters):
 
 
 @dataclass(frozen=True)
-class CFLAsyncParameters(_Dividing, FedAsyncParameters):
+class CFLAsyncParameters(_Dividing, MixingParameters):
     """Hyper-parameters of CFL-Async; the defaults are those of CASA's paper."""
 
     eps1: float = option(
@@ -198,12 +205,25 @@ class Bipartitions(LatestUpdates):
             return
         if not should_bipartition(norms, options.eps1, options.eps2):
             return
-        labels = linkage(1.0 - cosines(deltas, deltas), parts=2, how=options.linkage)
+        similarity = cosines(deltas, deltas)
+        labels = linkage(1.0 - similarity, parts=2, how=options.linkage)
+        if options.gamma_max and separation(similarity, labels) <= options.gamma_max:
+            return
         parts = parts_of(clients, labels)
         self._add_absent(cluster, parts)
         self.clusters.split(cluster, parts, score=norms.largest, threshold=options.eps2)
         for client in (client for part in parts for client in part):
             state.deltas.pop(client, None)
+
+
+def separation(similarity: NDArray[np.floating], labels: NDArray[np.int64]) -> float:
+    """Return √((1 − α_cross) / 2), with α_cross the largest similarity across the two halves.
+
+    It is 0 for halves that share a direction, and 1 for opposite ones: Algorithm 1, whose γ_max
+    bounds the noise of the updates.
+    """
+    across = similarity[np.ix_(labels == 0, labels == 1)]
+    return float(np.sqrt(max(0.0, 1.0 - float(across.max())) / 2.0))
 
 
 class CFL(Bipartitions):
@@ -213,7 +233,7 @@ class CFL(Bipartitions):
     parameters: CFLParameters
     scheduling: InRounds
 
-    def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
+    def aggregate(self, updates: Sequence[Update]) -> Outcomes:
         """Divide the clusters that meet the criterion, then average inside each."""
         for update in updates:
             self._take(update)
@@ -258,7 +278,7 @@ class OCFL(LatestUpdates):
     parameters: OCFLParameters
     state: OCFLState
 
-    def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
+    def aggregate(self, updates: Sequence[Update]) -> Outcomes:
         """Divide the clients if the moment has come, then average inside each cluster."""
         for update in updates:
             self._take(update)

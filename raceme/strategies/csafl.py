@@ -24,8 +24,7 @@ mean of the members that have answered (``unfinished=dropped`` discards it).
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from logging import getLogger
 
@@ -38,71 +37,13 @@ from raceme.core.clusters import Clusters, Model, cosine, cosines, parts_of, uni
 from raceme.core.events import Measured, MeasureSchema
 from raceme.core.messages import ARRAYS, LOCAL_EPOCHS, LOCAL_STEPS, Vector
 from raceme.core.options import SECONDS, option, with_defaults
-from raceme.core.requests import InFlight, InvalidReplyError, Outcome, Request, Update
-from raceme.core.scheduling import InRounds, Scheduler, SelectionContext, sample, then
+from raceme.core.requests import Outcome, Outcomes, Request, Update
+from raceme.core.schedulers import InWindows
+from raceme.core.scheduling import InRounds, Scheduler, sample, then
 from raceme.core.strategy import Method, Needs, Variant, average_by_cluster
-from raceme.strategies.shared import check_groups, contribution, partition
-
-# -----------------------------------------------------------------------------
-# Windows: time slices in which selected clients train repeatedly.
-# -----------------------------------------------------------------------------
-
+from raceme.strategies.shared import DEFAULT_K, check_groups, contribution, log_count, partition
 
 log = getLogger("raceme")
-
-_HOPELESS_WINDOWS = 3
-"""Consecutive windows without a finished update after which the run stops."""
-
-Members = Callable[[Sequence[Client], np.random.Generator], Sequence[Client]]
-"""Selects the clients of a window from the online clients, with a random generator."""
-GroupOf = Callable[[str], int | None]
-"""Returns the group of a client; None for a client without one."""
-Idled = Callable[[str, int, float], None]
-"""Reports a client's idle time at the end of a window: client, window number, seconds."""
-
-
-@dataclass
-class WindowState:
-    """A time window.
-
-    Attributes
-    ----------
-    number : int
-        Number of the window, from 1; 0 before the first.
-    ends_at : float
-        Its end; 0 before the first.
-    members : dict[str, bool]
-        Clients of the window.
-    open : dict[str, int]
-        Task number of each training member.
-    gathering : dict[int, bool]
-        Groups whose next update is synchronous.
-    joint : dict[int, int]
-        Group of each task of a synchronous update.
-    held : list[Update]
-        Updates that wait for others of their synchronous update.
-    waiting : dict[str, float]
-        Start of each member's present idle time.
-    waited : dict[str, float]
-        Earlier idle time of each member in this window, in seconds.
-    done : int
-        Updates received in this window.
-    fruitless : int
-        Consecutive windows, up to the last, without an update in time.
-    """
-
-    number: int = 0
-    ends_at: float = 0.0
-    members: dict[str, bool] = field(default_factory=dict)
-    open: dict[str, int] = field(default_factory=dict)
-    gathering: dict[int, bool] = field(default_factory=dict)
-    joint: dict[int, int] = field(default_factory=dict)
-    held: list[Update] = field(default_factory=list)
-    waiting: dict[str, float] = field(default_factory=dict)
-    waited: dict[str, float] = field(default_factory=dict)
-    done: int = 0
-    fruitless: int = 0
-
 
 IDLE = MeasureSchema(
     "idle",
@@ -116,219 +57,6 @@ IDLE = MeasureSchema(
 )
 """One event per client and window; 0 seconds for a client that never waited."""
 
-
-def _alone(client: str) -> int | None:
-    return None
-
-
-def _ignore(client: str, window: int, seconds: float) -> None:
-    """Do nothing."""
-
-
-class InWindows(Scheduler):
-    """Time windows in which selected clients train repeatedly.
-
-    Tasks that are open at the end of a window time out. Updates are aggregated on arrival, except
-    synchronous ones of a group: its members wait until all of them are idle, then all train, and
-    their updates are aggregated after the last arrival or at the end of the window.
-
-    Parameters
-    ----------
-    budget : float
-        Length of a window in seconds.
-    members : Callable
-        Selects the clients of a window from the online clients, with a random generator.
-    group_of : Callable, optional
-        Returns the group of a client.
-    together : bool
-        Whether all updates are synchronous; else only those of a group after :meth:`gather`.
-    idled : Callable, optional
-        Reports the idle time of each member at the end of each window.
-    """
-
-    state: WindowState
-    timeout_reason = "its window ended first"
-    backs_off_when_late = False
-
-    def __init__(
-        self,
-        budget: float,
-        members: Members,
-        group_of: GroupOf = _alone,
-        together: bool = False,
-        idled: Idled = _ignore,
-    ) -> None:
-        self._budget, self._members, self._group_of = budget, members, group_of
-        self._together, self._idled = together, idled
-        self.state = WindowState()
-
-    # Interface of the method.
-
-    def gather(self, group: int) -> None:
-        """Make the next update of a group synchronous."""
-        self.state.gathering[group] = True
-
-    def is_joint(self, update: Update) -> bool:
-        """Return whether a released update is part of a synchronous one."""
-        return update.task.number in self.state.joint
-
-    @property
-    def is_open(self) -> bool:
-        """Whether a window is open; updates released at its end lack members."""
-        return bool(self.state.members)
-
-    @property
-    def rounds(self) -> int:
-        """Number of completed windows."""
-        return self.state.number - bool(self.state.members)
-
-    # Selection.
-
-    def choose(self, moment: SelectionContext) -> Sequence[Client]:
-        """Return the members that train next; open a window if none is open."""
-        state = self.state
-        if moment.now >= state.ends_at and not moment.greeting:
-            online = moment.fleet.online()
-            if online:
-                chosen = self._members(online, moment.rng)
-                number, fruitless = state.number + 1, state.fruitless
-                self.state = state = WindowState(
-                    number,
-                    moment.now + self._budget,
-                    {client.client_id: True for client in chosen},
-                    fruitless=fruitless,
-                )
-        ready = [c for c in moment.idle.ready(moment.now) if c.client_id in state.members]
-        together: dict[int, list[Client]] = {}
-        alone = []
-        for client in ready:
-            group = self._group_of(client.client_id)
-            if group is None or not (self._gathers(group) or self._is_under_way(group)):
-                self._end_wait(client.client_id, moment.now)
-                alone.append(client)
-            else:
-                state.waiting.setdefault(client.client_id, moment.now)
-                together.setdefault(group, []).append(client)
-        return [*alone, *self._that_start(together, moment.now)]
-
-    def _that_start(self, together: dict[int, list[Client]], now: float) -> list[Client]:
-        """Return the members of the groups whose members are all idle."""
-        state, starting = self.state, []
-        busy = {self._group_of(client) for client in state.open}
-        for group, clients in together.items():
-            if group in busy or self._is_under_way(group):
-                continue
-            for client in clients:
-                self._end_wait(client.client_id, now)
-            starting += clients
-        return starting
-
-    def sent(self, task: InFlight, now: float) -> None:
-        """Record a member's task, and whether it is part of a synchronous update."""
-        self.state.open[task.client] = task.number
-        group = self._group_of(task.client)
-        if group is not None and self._gathers(group):
-            self.state.joint[task.number] = group
-
-    # Updates.
-
-    def accept(self, update: Update, now: float) -> Sequence[Update]:
-        """Release an update of this window, unless it is part of a synchronous one."""
-        state, client = self.state, update.task.client
-        if state.open.get(client) != update.task.number:
-            raise InvalidReplyError("it came after its window was over")
-        del state.open[client]
-        state.done += 1
-        group = state.joint.get(update.task.number)
-        if group is None:
-            return [update]
-        state.held.append(update)
-        state.waiting[client] = now
-        return self._released(group)
-
-    def lost(self, task: InFlight, now: float) -> Sequence[Update]:
-        """Record that a member is idle."""
-        state = self.state
-        if state.open.get(task.client) != task.number:
-            return []
-        del state.open[task.client]
-        group = state.joint.pop(task.number, None)
-        return [] if group is None else self._released(group)
-
-    def left(self, client: str, now: float) -> Sequence[Update]:
-        """Remove a client that left."""
-        state = self.state
-        self._end_wait(client, now)
-        number = state.open.pop(client, None)
-        group = None if number is None else state.joint.pop(number, None)
-        return [] if group is None else self._released(group)
-
-    def wake_at(self) -> float:
-        """Return the end of the window; infinity if none is open."""
-        return self.state.ends_at if self.state.members else math.inf
-
-    def wake(self, now: float) -> tuple[Collection[int], Sequence[Update]]:
-        """Close the window: open tasks time out."""
-        state = self.state
-        late, released = list(state.open.values()), state.held
-        state.fruitless = state.fruitless + 1 if late and not state.done else 0
-        if state.fruitless == 1:
-            log.warning(
-                "No client was done within window %d: is the budget of %g s too short?",
-                state.number,
-                self._budget,
-            )
-        for client in list(state.waiting):
-            self._end_wait(client, now)
-        for client in state.members:
-            self._idled(client, state.number, state.waited.get(client, 0.0))
-        # `joint` is kept: `is_joint` is still asked of the updates released here.
-        state.members, state.open, state.held, state.gathering = {}, {}, [], {}
-        return late, released
-
-    def hopeless(self) -> str:
-        """Return an error if the window is too short for any update."""
-        if self.state.fruitless < _HOPELESS_WINDOWS:
-            return ""
-        return (
-            f"no update fits into the budget of {self._budget:g} s: in {self.state.fruitless} "
-            "windows in a row no client was done before the end: it must be longer"
-        )
-
-    # Synchronous updates of a group.
-
-    def _gathers(self, group: int) -> bool:
-        """Return whether a group's next update is synchronous."""
-        return self._together or group in self.state.gathering
-
-    def _is_under_way(self, group: int) -> bool:
-        """Return whether a group has an open synchronous update."""
-        state = self.state
-        return any(state.joint.get(number) == group for number in state.open.values())
-
-    def _released(self, group: int) -> list[Update]:
-        """Return a group's synchronous update if it is complete, else none."""
-        state = self.state
-        if self._is_under_way(group):
-            return []
-        released = [u for u in state.held if state.joint[u.task.number] == group]
-        state.held = [u for u in state.held if state.joint[u.task.number] != group]
-        state.gathering.pop(group, None)
-        return released
-
-    def _end_wait(self, client: str, now: float) -> None:
-        """End a client's idle time, if any, and count it."""
-        state = self.state
-        if client in state.waiting:
-            waited = now - state.waiting.pop(client)
-            state.waited[client] = state.waited.get(client, 0.0) + waited
-
-
-# -----------------------------------------------------------------------------
-# CSAFL: groups by update direction and latency, semi-asynchronous in time windows.
-# -----------------------------------------------------------------------------
-
-
 UPDATES = ("semi-asynchronous", "asynchronous", "synchronous")
 GROUPINGS = ("spectral", "random", "none")
 
@@ -339,7 +67,7 @@ class CSAFLParameters:
 
     update: str = option("semi-asynchronous", "how the members of a group update", among=UPDATES)
     grouping: str = option("spectral", "how clients are grouped", among=GROUPINGS)
-    groups: int = option(4, "m: number of groups", low=1)
+    groups: int = option(DEFAULT_K, "m: number of groups", low=1)
     budget: float = option(10.0, "T: time budget of a communication round", unit=SECONDS, above=0)
     picked: int = option(20, "K: clients picked at random for a communication round", low=1)
     threshold: int = option(5, "staleness δ beyond which a group updates together", low=0)
@@ -416,6 +144,8 @@ class CSAFL(Method):
 
     def initialize(self, vector: Vector) -> None:
         """Start with w0; only spectral clustering needs pre-training."""
+        if self.parameters.grouping != "none":
+            log_count(self, self.parameters.groups, "groups")
         self.clusters = Clusters({0: Model(vector)})
         self.state = CSAFLState(vector.copy(), grouped=self.parameters.grouping != "spectral")
 
@@ -429,7 +159,7 @@ class CSAFL(Method):
         w0 = self.record_of(self.state.initial)
         return Request(client, models=(), arrays={ARRAYS: w0}, settings=settings)
 
-    def _form_groups(self, updates: Sequence[Update]) -> list[Outcome]:
+    def _form_groups(self, updates: Sequence[Update]) -> Outcomes:
         """Group the pre-trained clients by spectral clustering of cosines and latencies."""
         clients = [update.task.client for update in updates]
         deltas = np.stack([self._change(update) for update in updates])
@@ -447,7 +177,8 @@ class CSAFL(Method):
             members = deltas[labels == part]
             self.state.directions[group] = np.mean([unit(delta) for delta in members], axis=0)
         self.state.grouped = True
-        return [Outcome(self.clusters.main(client), staleness=0, weight=0.0) for client in clients]
+        home = self.clusters.main
+        return {u.number: Outcome(home(u.task.client), staleness=0, weight=0.0) for u in updates}
 
     def _place(self, update: Update) -> Outcome:
         """Assign a client that joined later to the group of the nearest direction."""
@@ -485,17 +216,16 @@ class CSAFL(Method):
         values = {"client": client, "window": window, "seconds": seconds, "budget": budget}
         self.report(Measured(self.now(), self.progress.updates, IDLE, values))
 
-    def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
+    def aggregate(self, updates: Sequence[Update]) -> Outcomes:
         """Form the groups first; later mix single updates in, and average synchronous ones."""
         if not self.state.grouped:
             return self._form_groups(updates)
         if self.parameters.unfinished == "dropped" and not self.windows.is_open:
-            return [Outcome(self.clusters.main(u.task.client), u.staleness, 0.0) for u in updates]
+            home = self.clusters.main
+            return {u.number: Outcome(home(u.task.client), u.staleness, 0.0) for u in updates}
         joint = [update for update in updates if self.windows.is_joint(update)]
-        averaged = average_by_cluster(self.clusters, joint)
-        by_client = {u.task.client: a for u, a in zip(joint, averaged, strict=True)}
-        single = super().aggregate
-        return [by_client.get(u.task.client) or single([u])[0] for u in updates]
+        single = [update for update in updates if not self.windows.is_joint(update)]
+        return {**average_by_cluster(self.clusters, joint), **super().aggregate(single)}
 
     def on_update(self, update: Update) -> Outcome:
         """Mix one update in with its client's share of the group's samples (Algorithm 2, line 19).

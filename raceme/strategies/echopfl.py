@@ -26,7 +26,7 @@ from raceme.core.messages import TRAIN, Vector
 from raceme.core.options import option
 from raceme.core.requests import InFlight, Outcome, Update
 from raceme.core.strategy import Method, Needs
-from raceme.strategies.fedasync import FedAsyncParameters, mix_by_staleness
+from raceme.strategies.fedasync import MixingParameters, mix_by_staleness
 from raceme.strategies.shared import only_weights
 
 _WEIGHT = 0.3
@@ -34,7 +34,7 @@ _WEIGHT = 0.3
 
 
 @dataclass(frozen=True)
-class EchoPFLParameters(FedAsyncParameters):
+class EchoPFLParameters(MixingParameters):
     """Hyper-parameters of EchoPFL."""
 
     expand: float = option(0.0, "similarity below which a client founds a cluster", low=-1, high=1)

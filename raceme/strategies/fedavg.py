@@ -20,7 +20,7 @@ from raceme.core import messages as names
 from raceme.core.clients import Client
 from raceme.core.errors import UserError
 from raceme.core.options import option, with_defaults
-from raceme.core.requests import Outcome, Request, Update
+from raceme.core.requests import Outcome, Outcomes, Request, Update
 from raceme.core.scheduling import IN_TURN, InRounds, RoundsParameters, Scheduler
 from raceme.core.strategy import Method, Needs, Variant, divided
 
@@ -109,7 +109,7 @@ class FlowerRounds(Method):
         """Return training with the settings of Flower's strategy."""
         return Request(client, settings=self.state.settings)
 
-    def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
+    def aggregate(self, updates: Sequence[Update]) -> Outcomes:
         """Let Flower's strategy aggregate, weighted by examples."""
         number = self.scheduling.state.number
         arrays, metrics = self.inner.aggregate_train(number, self._replies(updates))
@@ -117,7 +117,8 @@ class FlowerRounds(Method):
             self.models[0].replace(self.spec.unpack(arrays))
         if metrics is not None:
             self.result.train_metrics_clientapp[number] = metrics
-        return [Outcome(0, staleness=0, weight=weight) for weight in self.weights(updates)]
+        weights = zip(updates, self.weights(updates), strict=True)
+        return {update.number: Outcome(0, staleness=0, weight=weight) for update, weight in weights}
 
     def weights(self, updates: Sequence[Update]) -> list[float]:
         """Return the share of each update in Flower's aggregation."""
@@ -267,7 +268,7 @@ class MultiKrum(MadeOfParameters):
                 f"clients, and these have {count}: take more clients or a larger fraction."
             )
 
-    def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
+    def aggregate(self, updates: Sequence[Update]) -> Outcomes:
         """Let Flower's strategy select and average."""
         wanted, attackers = self.parameters.num_nodes_to_select, self.inner.num_malicious_nodes
         if wanted is None:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from raceme.core.clusters import Clusters, Model, cosine
 from raceme.core.messages import TRAINING, Vector
 from raceme.core.options import option
-from raceme.core.requests import InFlight, Outcome, Update
+from raceme.core.requests import InFlight, Outcome, Outcomes, Update
 from raceme.core.scheduling import EveryIdle, InRounds, Scheduler, then
 from raceme.core.strategy import Method, Needs, Variant
 from raceme.strategies.shared import contribution, only_weights, stepped
@@ -556,7 +556,7 @@ class ACE(Method):
         if self.parameters.counts_from_sending and known and task.kind in TRAINING:
             self.state.trained_from[task.client] = task.version
 
-    def aggregate(self, updates: Sequence[Update]) -> Sequence[Outcome]:
+    def aggregate(self, updates: Sequence[Update]) -> Outcomes:
         """Fill the cache and take the first step; later apply single updates."""
         if self.state.started:
             return super().aggregate(updates)
@@ -566,7 +566,7 @@ class ACE(Method):
         self._count(self.models[0].version)
         self._step(self.parameters.server_lr)
         weight = self.parameters.server_lr / len(updates)
-        return [Outcome(cluster=0, staleness=0, weight=weight) for _ in updates]
+        return {u.number: Outcome(cluster=0, staleness=0, weight=weight) for u in updates}
 
     def on_update(self, update: Update) -> Outcome:
         """Replace the client's former update, and step along the mean."""

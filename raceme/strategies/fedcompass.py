@@ -21,7 +21,7 @@ from raceme.core.clients import Client
 from raceme.core.errors import UserError
 from raceme.core.messages import short_task
 from raceme.core.options import option
-from raceme.core.requests import InFlight, Outcome, Request, Update
+from raceme.core.requests import InFlight, Outcome, Outcomes, Request, Update
 from raceme.core.scheduling import Scheduler, SelectionContext, sample
 from raceme.core.strategy import Method, Needs
 
@@ -283,14 +283,14 @@ class FedCompass(Method):
         steps = self.scheduling.steps_of(client)
         return Request(client, settings=short_task(self.train_config, examples, steps))
 
-    def aggregate(self, updates: Sequence[Update]) -> Sequence[Outcome]:
+    def aggregate(self, updates: Sequence[Update]) -> Outcomes:
         """Move the model towards those of a group: w ← w + (α/N) Σ st(s_i) (w_i − w)."""
         model, own = self.models[0], self.parameters
         clients = max(len(updates), self.clusters.size(0))
-        stale = [update.staleness for update in updates]
-        shares = [own.alpha / clients * (1.0 + s) ** -own.a for s in stale]
-        step = np.zeros_like(model.vector)
-        for update, share in zip(updates, shares, strict=True):
+        step, outcomes = np.zeros_like(model.vector), Outcomes()
+        for update in updates:
+            share = own.alpha / clients * (1.0 + update.staleness) ** -own.a
             step += np.float32(share) * (update.vector - model.vector)
+            outcomes[update.number] = Outcome(0, update.staleness, share)
         model.move(step)
-        return [Outcome(0, s, share) for s, share in zip(stale, shares, strict=True)]
+        return outcomes

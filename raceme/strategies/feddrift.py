@@ -27,10 +27,18 @@ from raceme.core import messages as names
 from raceme.core.clients import Client
 from raceme.core.clusters import Model
 from raceme.core.options import option
-from raceme.core.requests import Answer, InFlight, InvalidReplyError, Outcome, Request, Update
+from raceme.core.requests import (
+    Answer,
+    InFlight,
+    InvalidReplyError,
+    Outcome,
+    Outcomes,
+    Request,
+    Update,
+)
 from raceme.core.scheduling import InRounds, RoundsParameters, Scheduler, SelectionContext
 from raceme.core.strategy import Method, Needs, Variant, average_by_cluster
-from raceme.strategies.fedasync import FedAsyncParameters, mix_by_staleness
+from raceme.strategies.fedasync import MixingParameters, mix_by_staleness
 from raceme.strategies.shared import linkage
 
 # -----------------------------------------------------------------------------
@@ -541,7 +549,7 @@ class FollowsConcepts(Method):
 
 
 @dataclass(frozen=True)
-class FedDriftAsyncParameters(ConceptParameters, FedAsyncParameters):
+class FedDriftAsyncParameters(ConceptParameters, MixingParameters):
     """Hyper-parameters of FedDrift-Async."""
 
     ask_every: int = option(
@@ -732,7 +740,7 @@ class FedDrift(FollowsConcepts):
         own = self.state.concepts.by_model(client, now, self.parameters.memory)
         return next((model for model in own if model not in begun), None)
 
-    def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
+    def aggregate(self, updates: Sequence[Update]) -> Outcomes:
         """Average the updates of each model, weighted by the numbers of samples."""
         self.state.begun = {}
         for client in dict.fromkeys(update.task.client for update in updates):

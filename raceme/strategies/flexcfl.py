@@ -8,6 +8,13 @@ that group's model in the same round. Each group runs federated averaging (Algor
 with inter-group aggregation. Migration: clients state their label counts before each round, and a
 client whose counts have changed repeats the client cold start.
 
+The defaults are those of the authors' code, except for the number of groups. ``paper=true`` takes
+the choices of the paper's text: one epoch of pre-training, groups that start from w0, undivided
+inter-group aggregation, cold clients that find their group themselves. Two of its statements are
+not followed: a pre-trained model is discarded, and the client trains E epochs of its group's model
+(the text: the client trains E − 1 more epochs and uploads them); K = 20 clients of a round are a
+share here, `fraction`.
+
 In the paper a cold client determines its group itself: it keeps w0 and the groups' directions, and
 sends the group's number only (``placing=client``). By default the server does so, and devices need
 no memory.
@@ -45,7 +52,15 @@ from raceme.core.messages import (
     to_array,
 )
 from raceme.core.options import option
-from raceme.core.requests import Answer, InFlight, InvalidReplyError, Outcome, Request, Update
+from raceme.core.requests import (
+    Answer,
+    InFlight,
+    InvalidReplyError,
+    Outcome,
+    Outcomes,
+    Request,
+    Update,
+)
 from raceme.core.scheduling import (
     EveryIdle,
     InRounds,
@@ -56,8 +71,16 @@ from raceme.core.scheduling import (
     then,
 )
 from raceme.core.strategy import Method, Needs, Variant, average_by_cluster
-from raceme.strategies.fedasync import FedAsyncParameters, mix_by_staleness
-from raceme.strategies.shared import LabelCounts, check_groups, kmeans, linkage
+from raceme.strategies.fedasync import MixingParameters, mix_by_staleness
+from raceme.strategies.shared import (
+    DEFAULT_K,
+    DISTANCES,
+    LabelCounts,
+    check_groups,
+    kmeans,
+    linkage,
+    log_count,
+)
 
 # -----------------------------------------------------------------------------
 # Group cold start (Algorithm 3, eqs 6 and 7) and client cold start (eq 8).
@@ -224,11 +247,15 @@ _W0 = 0
 """Cluster of w0, before there are groups."""
 
 
+_PAPER = {"pretrain_steps": 0, "start": "common", "inter_group": "sum", "placing": "client"}
+"""Choices of the paper's text that differ from the authors' code."""
+
+
 @dataclass(frozen=True)
 class ColdStartParameters:
     """Common hyper-parameters of FlexCFL and FlexCFL-Async."""
 
-    groups: int = option(4, "m: number of groups", low=1)
+    groups: int = option(DEFAULT_K, "m: number of groups", low=1)
     pretrain: int = option(20, "α: clients per group that train before the groups are found", low=1)
     pretrain_steps: int = option(
         50, "mini-batches of pre-training (0: one pass over the samples, the paper's text)", low=0
@@ -243,6 +270,19 @@ class ColdStartParameters:
         "detection of changed data of a client: label-counts, direction, or none",
         among=("label-counts", "direction", "none"),
     )
+    distance: str = option(
+        "counts",
+        "distance of label counts: counts: mean difference per label; or wasserstein: scipy's "
+        "distance of the two sets of counts, as in the authors' code, which overlooks the exchange "
+        "of labels with equal counts",
+        among=DISTANCES,
+    )
+    start: str = option(
+        "own",
+        "first models of groups: own: the mean of their pre-trained models (the authors' code); or "
+        "common: w0 (the paper's Algorithm 2)",
+        among=("own", "common"),
+    )
     tolerance: float = option(
         0.2, "share of a client's samples that may come or go; a replaced one counts twice", low=0
     )
@@ -255,7 +295,7 @@ class ColdStartParameters:
 
 @dataclass(frozen=True)
 class FlexCFLParameters(ColdStartParameters, RoundsParameters):
-    """Hyper-parameters of FlexCFL; all defaults but the number of groups are the paper's."""
+    """Hyper-parameters of FlexCFL."""
 
     newcomers: str = option(
         "direction",
@@ -275,6 +315,16 @@ class FlexCFLParameters(ColdStartParameters, RoundsParameters):
         "sum: undivided, as in the paper's text",
         among=("mean", "sum"),
     )
+    paper: bool = option(
+        False,
+        "the choices of the paper's text: pretrain-steps=0, start=common, inter-group=sum and "
+        "placing=client",
+    )
+
+    def __post_init__(self) -> None:
+        if self.paper:
+            for name, value in _PAPER.items():
+                object.__setattr__(self, name, value)
 
 
 @dataclass(frozen=True)
@@ -306,6 +356,7 @@ class GroupsByStart(Method):
 
     def initialize(self, vector: Vector) -> None:
         """Store w0; all clients are cold."""
+        log_count(self, self.parameters.groups, "groups")
         self.clusters = Clusters({_W0: Model(vector)})
         self.state = self.state_type(vector.copy())
 
@@ -341,11 +392,11 @@ class GroupsByStart(Method):
         settings = {LOCAL_STEPS: steps} if steps else {LOCAL_STEPS: 0, LOCAL_EPOCHS: 1}
         return Request(client, models=(), arrays={ARRAYS: w0}, settings=settings)
 
-    def _start_groups(self, updates: Sequence[Update]) -> list[Outcome]:
+    def _start_groups(self, updates: Sequence[Update]) -> Outcomes:
         """Group the clients of the first round, Algorithm 3; all others are cold.
 
-        A group's model is the plain mean of its clients' models; its constant direction is the
-        change from w0.
+        A group's constant direction is the change from w0 to the plain mean of its clients' models.
+        This mean is also its model, unless groups start from w0.
         """
         start, clusters = self.state, self.clusters
         clients = [update.task.client for update in updates]
@@ -361,6 +412,8 @@ class GroupsByStart(Method):
         for group in groups:
             change = np.asarray(self.models[group].vector - start.initial)
             start.directions[group] = self.compared(change)
+            if self.parameters.start == "common":
+                self.models[group].replace(start.initial)
         for client in clusters.members:
             if clusters.is_placed(client):
                 start.settle(client)
@@ -379,7 +432,8 @@ class GroupsByStart(Method):
     def _take_counts(self, answer: Answer) -> None:
         """Process label counts; a client whose data have changed becomes cold."""
         stated = self.progress.fleet.clients[answer.task.client].num_examples
-        self.state.take(answer, stated, self.parameters.tolerance)
+        parameters = self.parameters
+        self.state.take(answer, stated, parameters.tolerance, parameters.distance)
 
 
 @dataclass
@@ -498,13 +552,14 @@ class FlexCFL(GroupsByStart):
 
     # After a round.
 
-    def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
+    def aggregate(self, updates: Sequence[Update]) -> Outcomes:
         """Form the groups first; later place cold clients, and average inside each group."""
         if not self._has_groups:
             return self._start_groups(updates)
         cold = [update for update in updates if update.task.client in self._cold]
         others = [update for update in updates if update.task.client not in self._cold]
-        placed = [self._place(update) for update in cold]
+        placed = {update.number: self._place(update) for update in cold}
+        unused = {u.number: Outcome(self._home(u), staleness=0, weight=0.0) for u in others}
         # A client that has migrated since then has trained the model of its former group.
         trained = [update for update in others if update.task.cluster == self._home(update)]
         if self.parameters.detect == "direction":
@@ -512,8 +567,7 @@ class FlexCFL(GroupsByStart):
         averaged = average_by_cluster(self.clusters, trained)
         if self.parameters.eta_g and trained:
             self._mix_groups()
-        done = dict(zip(map(id, [*cold, *trained]), [*placed, *averaged], strict=True))
-        return [done.get(id(u)) or Outcome(self._home(u), staleness=0, weight=0.0) for u in updates]
+        return {**unused, **placed, **averaged}
 
     def _mix_groups(self) -> None:
         """Aggregate between all groups with clients, including those idle in the round.
@@ -579,7 +633,7 @@ def mix_groups(models: Sequence[Model], eta_g: float, divided: bool = True) -> N
 
 
 @dataclass(frozen=True)
-class FlexCFLAsyncParameters(ColdStartParameters, FedAsyncParameters):
+class FlexCFLAsyncParameters(ColdStartParameters, MixingParameters):
     """Hyper-parameters of FlexCFL-Async."""
 
 
@@ -644,7 +698,7 @@ class FlexCFLAsync(GroupsByStart):
         else:
             self.state.told.pop(task.client, None)
 
-    def aggregate(self, updates: Sequence[Update]) -> Sequence[Outcome]:
+    def aggregate(self, updates: Sequence[Update]) -> Outcomes:
         """Form the groups first; then process each update by itself."""
         if not self._has_groups:
             return self._start_groups(updates)

@@ -22,11 +22,11 @@ from raceme.core.clients import Client
 from raceme.core.clusters import Model, cosines, parts_of, unit
 from raceme.core.messages import Vector
 from raceme.core.options import option
-from raceme.core.requests import Outcome, Update
+from raceme.core.requests import Outcome, Outcomes, Update
 from raceme.core.scheduling import InRounds, RoundsParameters, share_of
 from raceme.core.strategy import Method, Needs, average_by_cluster
 from raceme.strategies import shared as spectral
-from raceme.strategies.fedasync import FedAsyncParameters, mix_by_staleness
+from raceme.strategies.fedasync import MixingParameters, mix_by_staleness
 
 # -----------------------------------------------------------------------------
 # Similarities of clients, averaged over their comparisons.
@@ -131,7 +131,7 @@ class ICFLParameters(_Comparing, RoundsParameters):
 
 
 @dataclass(frozen=True)
-class ICFLAsyncParameters(_Comparing, FedAsyncParameters):
+class ICFLAsyncParameters(_Comparing, MixingParameters):
     """Hyper-parameters of ICFL-Async."""
 
     time_decay: float = option(0.01, "rounds that one update counts for", low=0)
@@ -258,7 +258,7 @@ class ICFL(DividesBySimilarity):
             self.scheduling.state.number, planned, options.alpha_start, options.epsilon
         )
 
-    def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
+    def aggregate(self, updates: Sequence[Update]) -> Outcomes:
         """Compare the clients of the round, place and divide, then average in each cluster."""
         clients = [update.task.client for update in updates]
         compared = np.stack([self._compared(update) for update in updates])

@@ -31,7 +31,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raceme.core.clusters import Clusters, Model, parts_of
-from raceme.core.files import check_room
 from raceme.core.messages import (
     COMPUTE_SCALE,
     LABEL_COUNTS,
@@ -39,15 +38,28 @@ from raceme.core.messages import (
     SCORES,
     TRAIN,
     TRAIN_BEST,
-    ModelSpec,
     Vector,
 )
 from raceme.core.options import option
-from raceme.core.requests import Answer, InFlight, InvalidReplyError, Outcome, Request, Update
+from raceme.core.requests import (
+    Answer,
+    InFlight,
+    InvalidReplyError,
+    Outcome,
+    Outcomes,
+    Request,
+    Update,
+)
 from raceme.core.scheduling import InRounds, RoundsParameters, SelectionContext
 from raceme.core.strategy import Method, Needs, average_by_cluster
-from raceme.strategies.fedasync import FedAsyncParameters, mix_by_staleness
-from raceme.strategies.shared import AveragingRounds, LabelCounts
+from raceme.strategies.fedasync import MixingParameters, mix_by_staleness
+from raceme.strategies.shared import (
+    DEFAULT_K,
+    AveragingRounds,
+    LabelCounts,
+    different_models,
+    log_count,
+)
 
 _TOLERANCE = 0.2
 """Share of a client's samples that may come or go: FlexCFL's."""
@@ -57,7 +69,7 @@ _TOLERANCE = 0.2
 class _Choice:
     """Common parameters of IFCA and IFCA-Async."""
 
-    k: int = option(4, "K: number of models", low=1)
+    k: int = option(DEFAULT_K, "K: number of models", low=1)
     choosing_cost: float = option(
         0.0, "share of a round's computing that testing one model takes (our addition)", low=0
     )
@@ -77,7 +89,7 @@ class IFCAParameters(_Choice, RoundsParameters):
 
 
 @dataclass(frozen=True)
-class IFCAAsyncParameters(_Choice, FedAsyncParameters):
+class IFCAAsyncParameters(_Choice, MixingParameters):
     """Hyper-parameters of IFCA-Async."""
 
 
@@ -93,7 +105,7 @@ class ChoosesModel(Method):
 
     def initialize(self, vector: Vector) -> None:
         """Start from K different models."""
-        self.clusters = different_models(vector, self.parameters.k, self._spec, self.rng)
+        self.clusters = different_models(self, vector, self.parameters.k)
         self.state = self.state_type()
 
     def request_for(self, client: str) -> Request:
@@ -181,7 +193,7 @@ class IFCA(ChoosesModel, AveragingRounds):
         self.state.unanswered.pop(client, None)
         self.state.settle(client)
 
-    def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
+    def aggregate(self, updates: Sequence[Update]) -> Outcomes:
         """Average the models trained from the same one."""
         for update in updates:
             self.clusters.assign(update.task.client, update.task.cluster)
@@ -202,34 +214,11 @@ class IFCAAsync(ChoosesModel):
         return mix_by_staleness(self, update, chosen, update.staleness)
 
 
-def different_models(
-    vector: Vector, k: int, spec: ModelSpec | None, rng: np.random.Generator
-) -> Clusters:
-    """Return K clusters with different models; the first is the initial model itself."""
-    check_room(k * vector.nbytes, f"{k:,} models of {vector.size:,} weights")
-    vectors = [vector, *(redrawn(vector, spec, rng) for _ in range(1, k))]
-    return Clusters({cluster: Model(start) for cluster, start in enumerate(vectors)})
-
-
-def redrawn(vector: Vector, spec: ModelSpec | None, rng: np.random.Generator) -> Vector:
-    """Return another initial model: the weights permuted within each array.
-
-    Our reading of "different initialisations": another draw from the same distribution per layer,
-    without knowing the network.
-    """
-    drawn = vector.copy()
-    arrays = [drawn] if spec is None else spec.views(drawn).values()
-    for values in arrays:
-        flat = values.reshape(-1)
-        flat[...] = rng.permutation(flat)
-    return drawn
-
-
 @dataclass(frozen=True)
 class FeSEMParameters(RoundsParameters):
     """Hyper-parameters of FeSEM."""
 
-    k: int = option(4, "K: number of centres", low=1)
+    k: int = option(DEFAULT_K, "K: number of centres", low=1)
     start: str = option(
         "models",
         "first centres: models: K different initial models (the paper); or the models of clients "
@@ -267,8 +256,11 @@ class FeSEM(Method):
 
     def initialize(self, vector: Vector) -> None:
         """Start from K different models, or from the initial one for the first round."""
-        count = self.parameters.k if self._assigns_first else 1
-        self.clusters = different_models(vector, count, self._spec, self.rng)
+        if self._assigns_first:
+            self.clusters = different_models(self, vector, self.parameters.k)
+        else:
+            log_count(self, self.parameters.k, "k")
+            self.clusters = Clusters({0: Model(vector)})
         self.state = FeSEMState(vector.copy())
 
     @property
@@ -283,7 +275,7 @@ class FeSEM(Method):
             self.clusters.assign(client, self._nearest(local[np.newaxis])[0])
         return Request(client)
 
-    def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
+    def aggregate(self, updates: Sequence[Update]) -> Outcomes:
         """Update the centres (M); assign clients to the nearest ones if not done before."""
         if self._assigns_first:
             self.state.local.update({update.task.client: update.vector for update in updates})

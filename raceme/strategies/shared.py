@@ -13,11 +13,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from raceme.core.clusters import Clusters, Matrix
+from raceme.core.clusters import Clusters, Matrix, Model
 from raceme.core.errors import UserError, about
-from raceme.core.messages import ALL_EXAMPLES, LABEL_COUNTS, Vector, count_of
+from raceme.core.files import check_room
+from raceme.core.messages import ALL_EXAMPLES, LABEL_COUNTS, ModelSpec, Vector, count_of
 from raceme.core.options import option
-from raceme.core.requests import Answer, InFlight, InvalidReplyError, Outcome, Request, Update
+from raceme.core.requests import (
+    Answer,
+    InFlight,
+    InvalidReplyError,
+    Outcomes,
+    Request,
+    Update,
+)
 from raceme.core.scheduling import InRounds, Scheduler, SelectionContext
 from raceme.core.strategy import Method, average_by_cluster
 
@@ -376,6 +384,72 @@ def linkage(
 
 
 # -----------------------------------------------------------------------------
+# Number and first models of the clusters of methods with a given K.
+# -----------------------------------------------------------------------------
+
+
+DEFAULT_K = 4
+"""Default number of models or groups of every method that is given it: that of the default fleet's
+groups."""
+_NOISE = 0.01
+"""Standard deviation of the weights of further models if the initial one has only equal weights."""
+
+
+def log_count(method: Method, count: int, reason: str) -> None:
+    """Log the number of models or groups of a run, with the option or samples that state it."""
+    getLogger("raceme.run").info("%s takes K = %d (%s).", type(method).__name__, count, reason)
+
+
+def models_of(method: Method, stated: int | None) -> tuple[int, str]:
+    """Return K and its reason: the stated number, that of pre-trained models, or `DEFAULT_K`."""
+    if stated is None and method.starts:
+        return len(method.starts), "pre-trained models"
+    return stated or DEFAULT_K, "k"
+
+
+def start_clusters(
+    method: Method, vector: Vector, count: int, reason: str, alike: bool = False
+) -> Clusters:
+    """Return K clusters with pre-trained models if there are any, else equal or different ones."""
+    starts = method.starts
+    if starts and len(starts) != count:
+        raise UserError(
+            f"There are {len(starts)} pre-trained models for {count} clusters: pretrain makes one "
+            "for each group of the data."
+        )
+    if not (starts or alike):
+        return different_models(method, vector, count)
+    log_count(method, count, reason)
+    return Clusters({k: Model((starts[k] if starts else vector).copy()) for k in range(count)})
+
+
+def different_models(method: Method, vector: Vector, count: int) -> Clusters:
+    """Return K clusters with different models; the first is the initial model itself."""
+    log_count(method, count, "k")
+    check_room(count * vector.nbytes, f"{count:,} models of {vector.size:,} weights")
+    spec, rng = method._spec, method.rng
+    vectors = [vector, *(redrawn(vector, spec, rng) for _ in range(1, count))]
+    return Clusters({cluster: Model(start) for cluster, start in enumerate(vectors)})
+
+
+def redrawn(vector: Vector, spec: ModelSpec | None, rng: np.random.Generator) -> Vector:
+    """Return another initial model: the weights permuted within each array.
+
+    Our reading of "different initialisations": another draw from the same distribution per layer,
+    without knowing the network. A model of equal weights, such as zeros, gets noise instead.
+    """
+    drawn = vector.copy()
+    arrays = [drawn] if spec is None else spec.views(drawn).values()
+    for values in arrays:
+        flat = values.reshape(-1)
+        flat[...] = rng.permutation(flat)
+    if np.array_equal(drawn, vector):
+        noise = rng.normal(0.0, _NOISE, len(drawn)).astype(np.float32)
+        drawn += only_weights(noise, None if spec is None else spec.trainable)
+    return drawn
+
+
+# -----------------------------------------------------------------------------
 # Groups of clients, and their matching with current clusters.
 # -----------------------------------------------------------------------------
 
@@ -530,7 +604,7 @@ class LabelCounts:
         usual, clients = lengths.most_common(1)[0] if lengths else (labels, 0)
         return usual if clients > lengths[labels] + 1 else labels
 
-    def take(self, answer: Answer, stated: int, tolerance: float) -> None:
+    def take(self, answer: Answer, stated: int, tolerance: float, distance: str = "counts") -> None:
         """Process label counts.
 
         Parameters
@@ -539,6 +613,8 @@ class LabelCounts:
             Number of training samples in the client's greeting.
         tolerance : float
             Share of the data that may come or go.
+        distance : str
+            Distance of label counts, one of `DISTANCES`.
 
         Raises
         ------
@@ -559,9 +635,16 @@ class LabelCounts:
             raise InvalidReplyError(f"it counts {total} labels of {answer.num_examples} examples")
         # n_i of eq (9): all samples of the client, released or not.
         examples = max(stated, count_of(answer.metrics.get(ALL_EXAMPLES)) or 0)
-        self.count(client, counts.tolist(), examples, tolerance)
+        self.count(client, counts.tolist(), examples, tolerance, distance)
 
-    def count(self, client: str, counts: Sequence[int], examples: int, tolerance: float) -> None:
+    def count(
+        self,
+        client: str,
+        counts: Sequence[int],
+        examples: int,
+        tolerance: float,
+        distance: str = "counts",
+    ) -> None:
         """Record a client's label counts; it becomes cold if they changed too much.
 
         Parameters
@@ -578,18 +661,25 @@ class LabelCounts:
         if client in self.cold:
             return
         then = self.placed_with.setdefault(client, self.counts[client])
-        if len(then) != len(counts) or has_shifted(counts, then, examples, tolerance):
+        if len(then) != len(counts) or has_shifted(counts, then, examples, tolerance, distance):
             self.cold[client] = True
 
 
+DISTANCES = ("counts", "wasserstein")
+"""Distances of label counts; see `has_shifted`."""
+
+
 def has_shifted(
-    now: Sequence[int], then: Sequence[int], examples: int, tolerance: float = 0.2
+    now: Sequence[int],
+    then: Sequence[int],
+    examples: int,
+    tolerance: float = 0.2,
+    distance: str = "counts",
 ) -> bool:
     """Return whether label counts moved further than τ_i = tolerance / LabelSize · n_i, eq (9).
 
-    The distance is the mean over the labels of ``|count now − count then|``. A tolerance of 0.2 is
-    exceeded if more than a fifth of the samples were added or removed, or more than a tenth
-    replaced by other labels, which counts twice.
+    A tolerance of 0.2 is exceeded by the mean difference if more than a fifth of the samples were
+    added or removed, or more than a tenth replaced by other labels, which counts twice.
 
     Parameters
     ----------
@@ -599,9 +689,18 @@ def has_shifted(
         n_i: number of all training samples of the client, as in the authors' code.
     tolerance : float
         Share of n_i that may come or go; the paper's value is 0.2.
+    distance : str
+        ``"counts"``: the mean over the labels of ``|count now − count then|``. ``"wasserstein"``:
+        scipy's Wasserstein distance of the two sets of counts, as in the authors' code, for which
+        labels with equal counts are exchangeable.
     """
-    difference = np.abs(np.asarray(now, np.int64) - np.asarray(then, np.int64))
-    return bool(difference.mean() > tolerance / len(difference) * examples)
+    if distance == "wasserstein":
+        from scipy.stats import wasserstein_distance
+
+        moved = float(wasserstein_distance(now, then))
+    else:
+        moved = float(np.abs(np.asarray(now, np.int64) - np.asarray(then, np.int64)).mean())
+    return moved > tolerance / len(now) * examples
 
 
 # -----------------------------------------------------------------------------
@@ -622,7 +721,7 @@ class AveragingRounds(Method):
         """Return the current queries; None if the next round may begin."""
         return None
 
-    def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
+    def aggregate(self, updates: Sequence[Update]) -> Outcomes:
         """Average inside each cluster."""
         return average_by_cluster(self.clusters, updates)
 

@@ -16,7 +16,7 @@ from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
 from raceme.core.messages import HALF, ModelSpec
 from raceme.core.registry import ATTACKS
-from raceme.core.requests import Outcome, Request, Update
+from raceme.core.requests import Outcome, Outcomes, Request, Update
 from raceme.core.scheduling import InRounds, Scheduler
 from raceme.core.strategy import Method
 from raceme.datasets.source import DataShape, Target
@@ -191,10 +191,10 @@ class Note(Method):
         super().__init__()
         self.sent: dict[int, np.ndarray] = {}
 
-    def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
+    def aggregate(self, updates: Sequence[Update]) -> Outcomes:
         for update in updates:
             self.sent[int(update.task.client.removeprefix("client-"))] = update.vector
-        return [Outcome(0, 0, 0.0) for _ in updates]
+        return {update.number: Outcome(0, 0, 0.0) for update in updates}
 
 
 def replies(config: RunConfig) -> dict[int, np.ndarray]:
@@ -287,13 +287,13 @@ def sent_in_turn(config: RunConfig) -> dict[int, list[np.ndarray]]:
     """Return what each client sends in a run of two updates for each, as models."""
 
     class NoteAll(Method):
-        def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
+        def aggregate(self, updates: Sequence[Update]) -> Outcomes:
             for update in updates:
                 number = int(update.task.client.removeprefix("client-"))
                 found.setdefault(number, []).append(update.vector)
             # Each update is the model from here on.
             self.models[0].replace(updates[-1].vector)
-            return [Outcome(0, 0, 1.0) for _ in updates]
+            return {update.number: Outcome(0, 0, 1.0) for update in updates}
 
     found: dict[int, list[np.ndarray]] = {}
     run_method(NoteAll(), config, 3)
@@ -307,11 +307,11 @@ def test_noise_is_drawn_anew_in_each_round() -> None:
         def scheduler(self) -> Scheduler:
             return InRounds()
 
-        def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
+        def aggregate(self, updates: Sequence[Update]) -> Outcomes:
             for update in updates:
                 change = update.vector - self.models[0].vector
                 found.setdefault(update.task.client, []).append(change)
-            return [Outcome(0, 0, 0.0) for _ in updates]
+            return {update.number: Outcome(0, 0, 0.0) for update in updates}
 
     config = config_of(**SMALL, attack="noise", attackers=0.25)
     run_method(NoteRounds(), config, 2)

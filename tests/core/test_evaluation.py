@@ -18,12 +18,12 @@ from raceme.core import evaluation, events
 from raceme.core.evaluation import score_from
 from raceme.core.events import Ending, Evaluated
 from raceme.core.progress import ClientScore, weighted_accuracy
+from raceme.core.schedulers import OnRequest, RequestParameters
 from raceme.core.scheduling import Scheduler
 from raceme.core.strategy import Method, Needs
 from raceme.simulation import Device, Node, VirtualGrid
 from raceme.simulation.devices import Workload, training_cost
 from raceme.strategies import FedAsync, FedAvg, Plan
-from raceme.strategies.cdfl.strategy import OnRequest, RequestParameters
 
 
 def costly(grid: VirtualGrid) -> VirtualGrid:

@@ -17,11 +17,11 @@ from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
 from raceme.core.events import ClusterChange
 from raceme.core.requests import Outcome, Update
+from raceme.core.schedulers import InWindows
 from raceme.core.scheduling import EveryIdle, Scheduler
 from raceme.datasets.drift import Schedule, Unit
 from raceme.runs.experiment import build_strategy, resolve
 from raceme.strategies import FedAsync, FedAvg, Plan
-from raceme.strategies.csafl import InWindows
 
 
 class InSpans(FedAsync):

@@ -17,11 +17,11 @@ from runs import ONES, devices, half, of, run
 from raceme.core import events
 from raceme.core.messages import ModelSpec
 from raceme.core.requests import InFlight, InvalidReplyError, Outcome, Update, read_update
+from raceme.core.schedulers import InWindows
 from raceme.core.scheduling import Scheduler
 from raceme.flower.messages import identify_process, set_message_id
 from raceme.simulation import Device, Node, VirtualGrid
 from raceme.strategies import CASA, FedAsync, FedBuff, Method, Plan, Standalone
-from raceme.strategies.csafl import InWindows
 
 METHODS = [CASA, FedAsync, FedBuff, Standalone]
 

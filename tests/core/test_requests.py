@@ -21,10 +21,10 @@ from raceme.core import events
 from raceme.core.clients import Client
 from raceme.core.messages import LOSSES
 from raceme.core.requests import Answer, InFlight, InvalidReplyError, Request
+from raceme.core.schedulers import OnRequest, RequestParameters
 from raceme.datasets.drift import Schedule
 from raceme.simulation import Device, VirtualGrid
 from raceme.strategies import FedAsync, Plan
-from raceme.strategies.cdfl.strategy import OnRequest, RequestParameters
 
 
 def every(seconds: float) -> Callable[[Client, float, np.random.Generator], float]:
@@ -134,24 +134,24 @@ def test_other_work_leaves_a_request_as_it_is() -> None:
 # Losses.
 
 
-def looks(bench: Bench, now: float, *losses: float, step: int = 0) -> bool:
+def evaluate(bench: Bench, now: float, *losses: float, step: int = 0) -> bool:
     """Let c0 look at its loss, which it must want now; return whether it will train."""
-    assert bench.policy.looks("c0")
+    assert bench.policy.evaluates_loss("c0")
     assert [c.client_id for c in bench.policy.choose(bench.moment(now))] == ["c0"]
     task = InFlight(bench.number, "c0", 0, 0, 0, now, 0, kind=LOSSES, step=step)
     bench.number += 1
     bench.policy.sent(task, now)
     answer = Answer(task, len(losses), numbers={LOSSES: np.array([losses], np.float32)})
-    assert bench.policy.heard(answer)
+    assert bench.policy.take_loss(answer)
     bench.policy.lost(task, now)
-    return not bench.policy.looks("c0")
+    return not bench.policy.evaluates_loss("c0")
 
 
 def trained(loss: float = 1.0, **options: float) -> Bench:
     """Return a bench whose c0 looks at 3, 13, 23 … s; it has trained and was back at 1 s."""
     bench = Bench(asking("loss", 10.0, **options), 1)
     bench.policy.state.phases["c0"] = 3.0
-    assert not bench.policy.looks("c0")
+    assert not bench.policy.evaluates_loss("c0")
     assert bench.work(0.0) == ["c0"]
     bench.answer("c0", 1.0, train_loss=loss)
     return bench
@@ -159,7 +159,7 @@ def trained(loss: float = 1.0, **options: float) -> Bench:
 
 def test_a_client_trains_first_and_then_looks_at_once_and_at_its_times() -> None:
     bench = trained()
-    assert not looks(bench, 1.0, 0.5, 1.5)
+    assert not evaluate(bench, 1.0, 0.5, 1.5)
     assert bench.policy.state.known == {"c0": 1.0}
     assert bench.policy.choose(bench.moment(1.0)) == []
     assert bench.policy.wake_at() == 3.0
@@ -170,32 +170,32 @@ def test_a_client_trains_when_its_loss_is_above_the_known_one_by_more_than_the_s
     loss: float, rises: bool
 ) -> None:
     bench = trained(loss_rise=0.125)
-    looks(bench, 1.0, 1.0)
-    assert looks(bench, 3.0, loss) is rises
+    evaluate(bench, 1.0, 1.0)
+    assert evaluate(bench, 3.0, loss) is rises
     assert bench.work(3.0) == (["c0"] if rises else [])
     if rises:
         # What it has trained is new: nothing is known of that model yet.
         bench.answer("c0", 4.0)
         assert bench.policy.state.known == {}
-        assert bench.policy.looks("c0")
+        assert bench.policy.evaluates_loss("c0")
 
 
 def test_a_loss_that_rises_slowly_is_compared_with_the_lowest() -> None:
     bench = trained()
-    looks(bench, 1.0, 2.0)
-    assert not looks(bench, 3.0, 1.0)
-    assert not looks(bench, 13.0, 1.0625)
-    assert looks(bench, 23.0, 1.125)
+    evaluate(bench, 1.0, 2.0)
+    assert not evaluate(bench, 3.0, 1.0)
+    assert not evaluate(bench, 13.0, 1.0625)
+    assert evaluate(bench, 23.0, 1.125)
 
 
 def test_data_that_have_moved_on_before_the_first_look_are_compared_with_the_training() -> None:
-    assert looks(trained(loss=1.0), 1.0, 1.5, step=1)
-    assert not looks(trained(loss=1.0), 1.0, 1.5, step=0)
-    assert not looks(trained(loss=1.4), 1.0, 1.5, step=1)
+    assert evaluate(trained(loss=1.0), 1.0, 1.5, step=1)
+    assert not evaluate(trained(loss=1.0), 1.0, 1.5, step=0)
+    assert not evaluate(trained(loss=1.4), 1.0, 1.5, step=1)
     # A client that does not say its loss: what it sees first is the first that is known.
     silent = trained(loss=math.nan)
-    assert not looks(silent, 1.0, 1.5, step=1)
-    assert looks(silent, 3.0, 1.8, step=1)
+    assert not evaluate(silent, 1.0, 1.5, step=1)
+    assert evaluate(silent, 3.0, 1.8, step=1)
 
 
 @pytest.mark.parametrize(
@@ -209,10 +209,10 @@ def test_what_is_no_loss_of_the_model_is_refused_and_looked_for_again(
     bench.work(1.0, kind=LOSSES)
     task = bench.tasks["c0"]
     with pytest.raises(InvalidReplyError, match="no losses of the model that it holds"):
-        bench.policy.heard(Answer(task, 3, numbers=numbers))
+        bench.policy.take_loss(Answer(task, 3, numbers=numbers))
     bench.policy.lost(task, 2.0)
     bench.idle.add("c0")
-    assert bench.policy.looks("c0")
+    assert bench.policy.evaluates_loss("c0")
     assert bench.work(2.0, kind=LOSSES) == ["c0"]
 
 
@@ -220,9 +220,9 @@ def test_the_answer_to_other_work_is_none_of_the_policys() -> None:
     bench = trained()
     other = InFlight(99, "c0", 0, 0, 0, 1.0, 0, kind=LOSSES)
     losses = {LOSSES: np.full((1, 2), 9.0)}
-    assert not bench.policy.heard(Answer(other, 2, numbers=losses))
+    assert not bench.policy.take_loss(Answer(other, 2, numbers=losses))
     bench.work(1.0, kind=LOSSES)
-    assert not bench.policy.heard(Answer(other, 2, numbers=losses))
+    assert not bench.policy.take_loss(Answer(other, 2, numbers=losses))
     assert bench.policy.state.known == {}
 
 
@@ -268,7 +268,7 @@ def test_a_client_that_asks_too_soon_waits_which_is_said_once_and_counted(
         assert policy.wake_at() == upload + 5.0
         assert bench.work(upload + 5.0) == ["c0"]
         bench.answer("c0", upload + 6.0)
-    assert policy.state.hurried == {"c0": 3}
+    assert policy.state.early == {"c0": 3}
     # A record may be handled twice, by handlers that other tests have left.
     assert [r.getMessage() for r in dict.fromkeys(caplog.records)] == [
         "c0 wants to upload sooner than 5 s after its last upload: it has to wait "
@@ -283,13 +283,13 @@ def test_who_is_patient_is_not_made_to_wait() -> None:
     bench.answer("c0", 6.0)
     bench.work(6.0)
     assert bench.work(11.0) == ["c0"]
-    assert bench.policy.state.hurried == {}
+    assert bench.policy.state.early == {}
 
 
 def test_looks_are_no_uploads_but_training_waits() -> None:
     bench = trained(least_seconds=20.0)
-    looks(bench, 1.0, 1.0)
-    assert looks(bench, 3.0, 2.0)
+    evaluate(bench, 1.0, 1.0)
+    assert evaluate(bench, 3.0, 2.0)
     assert bench.work(3.0) == []
     assert bench.policy.wake_at() == 21.0
     assert bench.work(21.0) == ["c0"]
@@ -319,7 +319,7 @@ def test_a_device_that_comes_back_too_soon_is_refused_and_invited_later() -> Non
     with pytest.raises(InvalidReplyError, match=too_soon):
         bench.answer("c0", 3.5)
     bench.idle.add("c0")
-    assert bench.policy.state.hurried == {"c0": 1}
+    assert bench.policy.state.early == {"c0": 1}
     assert bench.work(3.5) == []
     assert bench.work(6.0) == ["c0"]
     # What it wished to do is done now.
@@ -384,7 +384,7 @@ def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(requests: str) -> No
 
     strategy.run(grid, MODEL, 40, 60.0, plan=plan, observe=seen.append, stop_check=save)
     assert len(saved) > 1
-    assert strategy.scheduling.state.hurried
+    assert strategy.scheduling.state.early
     for before, state in saved:
         again, restored, new_grid = [], method(99), fleet()
         restored.load_state_dict(state["strategy"])

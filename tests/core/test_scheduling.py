@@ -11,10 +11,10 @@ from policies import Bench, run
 from raceme.core import events
 from raceme.core.messages import LOSSES
 from raceme.core.requests import InFlight, InvalidReplyError, Outcome, Update
+from raceme.core.schedulers import OnRequest
 from raceme.core.scheduling import EveryIdle, InRounds
 from raceme.simulation import Device
 from raceme.strategies import FedAsync
-from raceme.strategies.cdfl.strategy import OnRequest
 from raceme.strategies.csafl import IDLE
 
 # Rounds.

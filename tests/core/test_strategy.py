@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from clustered import at_version, run_on, three_groups
+from clustered import NUMBERS, at_version, run_on, three_groups
 
 from raceme.core import events
 from raceme.core.clients import Client
 from raceme.core.clusters import Clusters, Model
 from raceme.core.errors import UserError
 from raceme.core.messages import Vector
-from raceme.core.requests import InFlight, Outcome, Update
+from raceme.core.requests import InFlight, Outcome, Outcomes, Update
 from raceme.core.strategy import Method
 
 
@@ -35,7 +35,7 @@ class Mixing(Method):
 class Moving(Mixing):
     """Moves a client to the next cluster after every third update, whose models differ in age."""
 
-    def aggregate(self, updates: Sequence[Update]) -> Sequence[Outcome]:
+    def aggregate(self, updates: Sequence[Update]) -> Outcomes:
         outcomes = super().aggregate(updates)
         if self.progress.updates % 3 == 0:
             client = list(self.clusters.members)[self.progress.updates // 3 % 12]
@@ -58,7 +58,8 @@ def method(*versions: int, updates: int = 40) -> Mixing:
 
 
 def sent(version: int, cluster: int = 0, updates: int = 0, named: bool = False) -> Update:
-    task = InFlight(0, "c0", cluster, version, updates, 0.0, 0, {cluster: version} if named else {})
+    candidates = {cluster: version} if named else {}
+    task = InFlight(next(NUMBERS), "c0", cluster, version, updates, 0.0, 0, candidates)
     return Update(task, np.ones(2, np.float32), 10, 0.0)
 
 
@@ -158,13 +159,14 @@ def test_an_outcome_that_cannot_be_is_refused(outcome: Outcome, message: str) ->
 
 def test_outcomes_are_as_many_as_updates() -> None:
     class Dropping(Mixing):
-        def aggregate(self, updates: Sequence[Update]) -> Sequence[Outcome]:
-            return super().aggregate(updates)[1:]
+        def aggregate(self, updates: Sequence[Update]) -> Outcomes:
+            return super().aggregate(updates[1:])
 
     made = Dropping()
     made.initialize(np.zeros(2, np.float32))
     with pytest.raises(
-        UserError, match="Dropping must return an Outcome for each update, got 1 for 2"
+        UserError,
+        match=r"Dropping\.aggregate\(\) must return .* an Outcome for each update\.number",
     ):
         made.applied([sent(version=0), sent(version=0)])
 

@@ -12,10 +12,10 @@ from policies import Bench, run, updates_of
 from raceme.core import events
 from raceme.core.clients import Client
 from raceme.core.requests import InvalidReplyError
+from raceme.core.schedulers import InWindows
 from raceme.core.scheduling import Scheduler
 from raceme.simulation import Device
 from raceme.strategies import FedAsync, Plan
-from raceme.strategies.csafl import InWindows
 
 
 def two_first(online: list[Client], rng: np.random.Generator) -> list[Client]:

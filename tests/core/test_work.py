@@ -132,7 +132,7 @@ def test_a_round_of_answers_is_a_round() -> None:
             return InRounds()
 
         def aggregate(self, updates: Any) -> Any:
-            return [self.on_update(update) for update in updates]
+            return {update.number: self.on_update(update) for update in updates}
 
     strategy = InTurn((LOSSES,))
     seen = run(strategy, grid_of(asked_app([]), devices(1.0, 3.0)), num_rounds=2)

@@ -11,13 +11,12 @@ from raceme.core.clusters import Clusters
 from raceme.core.progress import Progress
 from raceme.core.registry import STRATEGIES
 from raceme.core.requests import Bases
+from raceme.core.schedulers import RequestState, WindowState
 from raceme.core.scheduling import RoundState
 from raceme.core.strategy import Variant
 from raceme.features.protection.guards import GuardState
 from raceme.features.task_tests.server import TaskTestsState
 from raceme.runs.checkpoints import STATE
-from raceme.strategies.cdfl.strategy import RequestState
-from raceme.strategies.csafl import WindowState
 from raceme.strategies.fedcompass import ArrivalState
 
 SNAPSHOT = Path(__file__).with_name("state_fields.json")

@@ -89,6 +89,15 @@ def test_a_client_comes_back_to_the_cluster_of_a_task_that_it_remembers() -> Non
     assert [made.method.serving("c0", step) for step in range(3)] == [{1: 1.0}, {3: 1.0}, {1: 1.0}]
 
 
+def test_a_cluster_is_remembered_under_the_step_whose_data_were_learned() -> None:
+    made = bench()
+    next_task(made, {"c0": 8.0, "c1": 9.0})
+    # Data move on during the search for those of step 1.
+    made.step = 2
+    made.search(lambda model, client, where: HOME if model in _home(client, where) else FAR)
+    assert made.method.state.memory == {"c0": {0: 1, 1: 3}, "c1": {0: 2, 1: 4}}
+
+
 def _home(client: str, where: str) -> set[str]:
     """Return the models that are at home on a set: the client's own on its new data, and so on."""
     own = {"c0": ("1", "3"), "c1": ("2", "4")}[client]

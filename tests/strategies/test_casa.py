@@ -11,11 +11,12 @@ from fleets import MODEL, grid_of, pulled_app
 
 from raceme.core import events
 from raceme.core.clients import Client
-from raceme.core.events import ClusterChange
+from raceme.core.events import ClusterChange, Measured
 from raceme.core.requests import InFlight, Update
 from raceme.simulation import Device
 from raceme.strategies import CASA, CASAParameters, Plan
 from raceme.strategies.casa.buffers import comparable
+from raceme.strategies.casa.strategy import GAP, SPLITS
 
 
 def casa_with(clients: int, size: int = 2, **parameters: float | str | bool) -> CASA:
@@ -52,6 +53,8 @@ def test_three_updates_by_hand() -> None:
     assert second.weight == pytest.approx(0.773660, abs=1e-6)
     # 0.77366 · (3, 4) + 0.22634 · (0.773683, 0) = (2.496096, 3.094640).
     assert model.vector.tolist() == pytest.approx([2.496096, 3.094640], abs=1e-5)
+    # What was compared is cleared: buf_1 held the model of c0.
+    assert strategy.state.buffers.owners(1).tolist() == []
     names, similarity = strategy.similarity()
     assert names == ["c0", "c1", "c2"]
     assert similarity[0, 1] == similarity[1, 0] == pytest.approx(0.6)
@@ -336,6 +339,36 @@ def test_a_newcomer_joins_the_cluster_whose_buffered_models_it_resembles() -> No
     assert strategy.clusters.main("new") == strategy.clusters.main("c4")
 
 
+def explained(alpha0: float) -> list[Measured]:
+    """Let three clients update at 0, 60 and 120 degrees; return what CASA measures."""
+    strategy = casa_with(3, alpha0=alpha0, gamma=0.5, kappa=0.0)
+    seen: list[Measured] = []
+    strategy.report = seen.append  # type: ignore[assignment]
+    for _ in range(2):
+        for client, degrees in (("c0", 0), ("c1", 60), ("c2", 120)):
+            angle = np.deg2rad(degrees)
+            strategy.applied([update(client, (np.cos(angle), np.sin(angle)))])
+    return seen
+
+
+def test_one_cluster_explains_itself() -> None:
+    seen = explained(alpha0=2.0)
+    # Cosines 0.5, 0.5 and −0.5, which counts as 0: D = (1.5, 2, 1.5), L has the eigenvalues 0, 1/3
+    # and 5/6. |C| = 3: α_c = 2 / log2(6), and with γ = 0.5 a split needs α_c² = 0.5986.
+    gap, splits = [[event for event in seen if event.schema is one] for one in (GAP, SPLITS)]
+    assert gap[0].values["gap"] == pytest.approx(0.5)
+    assert gap[0].values["needed"] == pytest.approx(4 / math.log2(6) ** 2)
+    assert splits[-1].value == (
+        "one cluster: the largest gap was 0.5, a split needs 0.6 (gamma, clients)"
+    )
+
+
+def test_a_client_that_was_split_off_alone_is_named() -> None:
+    # α_c² = 0.15 is below the gap of 0.5.
+    last = [event for event in explained(alpha0=1.0) if event.schema is SPLITS][-1]
+    assert last.value == "2 clusters; clients split off alone: 1 (noise-guard)"
+
+
 def two_clusters(**parameters: float | str) -> CASA:
     """c0 and c1 in cluster 1, c2 in cluster 2; nothing is compared yet, and nobody divides them."""
     strategy = casa_with(3, clustering=False, **parameters)
@@ -369,7 +402,10 @@ def test_a_newcomers_first_update_counts_as_if_it_had_started_from_its_cluster()
     strategy.on_sent(task("new", version=100, cluster=1))
     strategy.applied([update("c2", (0.0, 1.0), version=3)])
     strategy.on_sent(task("c2", version=4, cluster=2))
-    strategy.applied([update("new", (0.1, 1.0), version=100)])
+    strategy.progress.updates = 12
+    late = Update(task("new", 100, 1, updates=9), np.array([0.1, 1.0], np.float32), 10, 0.0)
+    # 12 − 9 updates of the whole run: the versions of its cluster say nothing about its start.
+    assert strategy.applied([late])[0].staleness == 3
     assert strategy.clusters.main("new") == 2
     owners = strategy.state.buffers.owners(2).tolist()
     assert [strategy.state.clients[owner] for owner in owners] == ["new"]

@@ -30,8 +30,10 @@ class Centres:
     def __init__(self, *centres: Sequence[float]) -> None:
         self.centres = [np.array(centre, np.float32) for centre in centres]
         self.sets = len(centres)
+        self.asked: list[int] = []
 
     def __call__(self, vectors: Sequence[Vector], proxy: int = 0) -> np.ndarray:
+        self.asked.append(proxy)
         far = [float(np.linalg.norm(vector - self.centres[proxy])) for vector in vectors]
         return np.array([[d, d] for d in far], np.float32)
 
@@ -106,12 +108,18 @@ def test_an_upload_by_hand() -> None:
     assert (cdfl.state.since["c0"], cdfl.state.renewed) == (1, {0: 1, 1: 0})
 
 
-def test_alpha_uses_the_models_before_the_upload_and_measures_them_once_a_version() -> None:
-    cdfl = method(beta0=1.0)
-    first = cdfl.estimate(np.array([1, 0], np.float32))
+def test_a_clusters_own_loss_is_measured_once_per_version() -> None:
+    cdfl = method(beta0=1.0, c1=0.0, c2=1.0)
+    v = np.array([1, 0], np.float32)
+    # Own losses 0 and 0: d1 = (|0 − 1|, |0 − 3|), the others' shares (3/4, 1/4), times A = 3.
+    assert cdfl.estimate(v)[0] == pytest.approx(1 / (1 + math.exp(-1.5)))
     cdfl.applied([upload("c0", 1.0, 0.0)])
-    # Cluster 0 is at (1, 0) now: d1 = |1 − 1| and d2 = 0 speak for it more than before.
-    assert cdfl.estimate(np.array([1, 0], np.float32))[0] > first[0]
+    # Cluster 0 is at (1, 0) now, with a loss of 1 of its own: d1 = (0, 3), (1, 0).
+    assert cdfl.estimate(v)[0] == pytest.approx(1 / (1 + math.exp(-3.0)))
+    measured = len(cdfl.probe.asked)
+    cdfl.estimate(v)
+    # Only those of v: the models have not changed.
+    assert cdfl.probe.asked[measured:] == [0, 1]
 
 
 @pytest.mark.parametrize(("epoch", "is_stale"), [(3, False), (4, True)])

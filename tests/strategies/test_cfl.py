@@ -105,6 +105,9 @@ def test_the_options_of_dividing() -> None:
     assert after_a_round(before=5, wait_rounds=5) == [1, 1, 2, 2]
     assert after_a_round(least_members=5) == [0] * 4
     assert after_a_round(least_members=4) == [1, 1, 2, 2]
+    # The halves are 40° apart: √((1 − cos 40°) / 2) = sin 20° = 0.342.
+    assert after_a_round(gamma_max=0.34) == [1, 1, 2, 2]
+    assert after_a_round(gamma_max=0.35) == [0] * 4
 
 
 def test_a_round_without_and_one_with_a_split() -> None:

@@ -82,6 +82,11 @@ def test_a_fifth_of_the_data_on_both_sides() -> None:
     then = [50, 30, 20, 0]
     # τ = 0.2 / 4 · 100 = 5: a mean difference over the four labels of 5 is not beyond it.
     assert not has_shifted([40, 40, 20, 0], then, 100)
+    # Sorted, (0, 10, 30, 60) and (0, 20, 20, 60) differ by 20 in all: 5 is not beyond 5.
+    assert has_shifted([60, 30, 10, 0], [0, 60, 20, 20], 100)
+    assert not has_shifted([60, 30, 10, 0], [0, 60, 20, 20], 100, distance="wasserstein")
+    # (0, 0, 40, 60) and (0, 20, 20, 60): 40 in all.
+    assert has_shifted([60, 40, 0, 0], [0, 60, 20, 20], 100, distance="wasserstein")
     assert has_shifted([40, 40, 19, 0], then, 100)
     # A replaced sample counts twice: a tenth of the 100 is (10 + 10) / 4 = 5, 11 are beyond it.
     assert not has_shifted([40, 30, 20, 10], then, 100)

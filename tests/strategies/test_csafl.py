@@ -16,6 +16,7 @@ from clustered import (
     homes,
     last_accuracy,
     placed,
+    round_of,
     run_on,
     three_groups,
     update,
@@ -136,6 +137,23 @@ def test_the_threshold_on_both_sides(
     assert strategy.windows.state.gathering == {0: True}
 
 
+def test_a_stale_update_makes_its_own_group_gather() -> None:
+    strategy = with_clients(CSAFL(CSAFLParameters(grouping="random", threshold=2)), 4)
+    first, second = strategy.clusters.split(0, [["c0", "c1"], ["c2", "c3"]])
+    stale = update(strategy, "c2", 4, 8)
+    at_version(strategy, 3, cluster=second)
+    strategy.applied([stale])
+    assert strategy.windows.state.gathering == {second: True}
+    assert strategy.models[first].version == 0
+
+
+def test_the_direction_of_a_group_is_the_mean_of_unit_updates() -> None:
+    strategy = with_clients(CSAFL(CSAFLParameters(groups=1)), 2)
+    round_of(strategy, (10, 0), (0, 1))
+    # Not (5, 0.5): a long update counts no more than a short one.
+    assert strategy.state.directions[1].tolist() == [0.5, 0.5]
+
+
 def test_asynchronous_updates_have_no_threshold() -> None:
     strategy = in_a_window(update="asynchronous")
     late = update(strategy, "c0", 4, 8)
@@ -146,8 +164,8 @@ def test_asynchronous_updates_have_no_threshold() -> None:
 
 def test_updates_that_were_made_together_are_averaged_by_examples() -> None:
     strategy = in_a_window(update="synchronous")
-    updates = [update(strategy, "c0", 4, 8, number=1), update(strategy, "c2", 1, 2, examples=20)]
-    strategy.windows.state.joint = {0: 0, 1: 0}
+    updates = [update(strategy, "c0", 4, 8), update(strategy, "c2", 1, 2, examples=20)]
+    strategy.windows.state.joint = {one.number: 0 for one in updates}
     applied = strategy.applied(updates)
     assert [one.weight for one in applied] == pytest.approx([1 / 3, 2 / 3])
     assert strategy.models[0].vector.tolist() == pytest.approx([2.0, 4.0])

@@ -81,6 +81,27 @@ def test_flat_faacl_by_hand() -> None:
     assert len(made.train(INIT)) == 5
 
 
+def test_a_comparison_withdraws_support() -> None:
+    made = bench(4)
+    made.train({})
+    made.train({})
+    # 1 and 2 are merged, so that all are compared again; 3 supports 4.
+    far = dict.fromkeys((1, 2, 3, 4), 9.0)
+    made.compare(
+        {
+            "c0": {**far, 1: 1.0, 2: 1.0},
+            "c1": {**far, 1: 1.0, 2: 1.0},
+            "c2": {**far, 3: 1.0},
+            "c3": {**far, 3: 1.25, 4: 1.0},
+        }
+    )
+    assert ("c2", 4, "train") in made.train({})
+    own = {"c0": 5, "c1": 5, "c2": 3, "c3": 4}
+    made.compare({c: {**dict.fromkeys((3, 4, 5), 9.0), k: 1.0} for c, k in own.items()})
+    # The model of 4 has moved on: that of 3 is worse now.
+    assert sorted(made.train({})) == [(c, k, "train") for c, k in own.items()]
+
+
 def test_the_merged_model_is_one_of_the_two_and_not_their_mean() -> None:
     kept = set()
     for seed in range(8):

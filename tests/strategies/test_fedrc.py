@@ -4,7 +4,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from clustered import check_it_can_be_restored, homes, run_on, three_groups, with_clients
+from clustered import (
+    NUMBERS,
+    check_it_can_be_restored,
+    homes,
+    run_on,
+    three_groups,
+    with_clients,
+)
 from runs import of
 
 from raceme.core import events
@@ -29,7 +36,7 @@ def answer(client: str, masses: Any, examples: int = 10) -> Answer:
 
 
 def trained(client: str, model: int, examples: int, *weights: float) -> Update:
-    task = InFlight(0, client, model, 0, 0, sent_at=0.0, bytes_down=0, kind=TRAIN_WEIGHTED)
+    task = InFlight(next(NUMBERS), client, model, 0, 0, 0.0, 0, kind=TRAIN_WEIGHTED)
     return Update(task, np.array(weights, np.float32), examples, 0.0)
 
 
@@ -138,7 +145,7 @@ def test_what_are_no_masses_of_whole_samples_is_refused(masses: Any, examples: i
 
 
 def test_every_participant_trains_every_model_in_every_round() -> None:
-    seen = run_on(FedRC(), three_groups(), 36)
+    seen = run_on(FedRC(FedRCParameters(k=3)), three_groups(), 36)
     applied = of(events.UpdateApplied, seen)
     assert len(applied) == 36
     assert len({(event.client, event.cluster) for event in applied}) == 36

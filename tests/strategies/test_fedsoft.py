@@ -1,8 +1,10 @@
 """FedSoft: importance, whom clusters draw, a round by hand, a client's own model."""
 
+import logging
+
 import numpy as np
 import pytest
-from clustered import with_clients
+from clustered import NUMBERS, with_clients
 from flwr.app import Context, RecordDict
 
 from raceme.client_app import app
@@ -43,7 +45,7 @@ def _client(name: str, examples: int):  # type: ignore[no-untyped-def]
 
 
 def trained(client: str, *weights: float) -> Update:
-    task = InFlight(0, client, 0, 0, 0, sent_at=0.0, bytes_down=0)
+    task = InFlight(next(NUMBERS), client, 0, 0, 0, sent_at=0.0, bytes_down=0)
     return Update(task, np.array(weights, np.float32), 10, 0.0)
 
 
@@ -64,6 +66,17 @@ def test_a_round_of_all_by_hand() -> None:
     # v of cluster 0: 0.9, 0.5, 0.1 over 1.5: (0.9 + 1.5 + 0.5) / 1.5; of cluster 1 reversed.
     assert made.models[0].vector.tolist() == pytest.approx([2.9 / 1.5, 0.2 / 1.5])
     assert made.models[1].vector.tolist() == pytest.approx([6.1 / 1.5, 1.8 / 1.5])
+
+
+def test_a_round_of_all_counts_examples() -> None:
+    made = soft(selection="all")
+    made.state.drawn = {name: [0, 1] for name in ("c0", "c1", "c2")}
+    for name, examples in (("c0", 10), ("c1", 20), ("c2", 30)):
+        made.progress.fleet.clients[name] = _client(name, examples)
+    made.applied([trained("c0", 1, 0), trained("c1", 3, 0), trained("c2", 5, 2)])
+    # u n of cluster 0: 9, 10 and 3 of 22; of cluster 1: 1, 10 and 27 of 38.
+    assert made.models[0].vector.tolist() == pytest.approx([54 / 22, 6 / 22])
+    assert made.models[1].vector.tolist() == pytest.approx([166 / 38, 54 / 38])
 
 
 def test_clusters_draw_by_importance_and_examples() -> None:
@@ -110,6 +123,7 @@ def test_in_a_small_fleet_clusters_draw_different_clients() -> None:
 
 
 def test_drawing_everybody_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
     soft(drawn=15).check(16)
     soft().check(5)
     soft(drawn=15, selection="all").check(15)

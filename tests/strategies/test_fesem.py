@@ -36,7 +36,7 @@ def test_the_distance_is_the_euclidean_one() -> None:
 
 def test_the_papers_rounds_by_hand() -> None:
     strategy = with_clients(FeSEM(FeSEMParameters(k=2)), 3)
-    # Centres (0, 0), the initial model, and (6, 0); a shuffled model of zeros would be zeros.
+    # Centres (0, 0), the initial model, and (6, 0).
     strategy.models[1].replace(np.array([6, 0], np.float32))
 
     def choose() -> list[int]:

@@ -91,6 +91,48 @@ def test_cold_starts_by_hand(measure: str) -> None:
     assert strategy.state.cold == {"c6": True}
 
 
+def test_directions_of_groups_stay_those_of_the_group_cold_start() -> None:
+    strategy = with_clients(FlexCFL(FlexCFLParameters(groups=2, detect="none")), 5)
+    round_of(strategy, (2, 0), (0, 1), (4, 0.1), (0.1, 3))
+    # Each group moves to where the other one began.
+    round_of(strategy, (0, 9), (9, 0), (0, 9), (9, 0))
+    assert [strategy.models[k].vector.tolist() for k in (1, 2)] == [[0.0, 9.0], [9.0, 0.0]]
+    # Eq (8) compares (5, 0) with (3, 0.05) and (0.05, 2), the mean changes of w0.
+    strategy.applied([update(strategy, "c4", 5, 0)])
+    assert strategy.clusters.main("c4") == 1
+    directions = {k: one.tolist() for k, one in strategy.state.directions.items()}
+    assert directions == {1: pytest.approx([3.0, 0.05]), 2: pytest.approx([0.05, 2.0])}
+
+
+def test_groups_that_start_from_the_initial_model_keep_their_directions() -> None:
+    strategy = with_clients(FlexCFL(FlexCFLParameters(groups=2, start="common")), 4)
+    applied = round_of(strategy, (2, 0), (0, 1), (4, 0.1), (0.1, 3))
+    assert [strategy.models[k].vector.tolist() for k in (1, 2)] == [[0.0, 0.0], [0.0, 0.0]]
+    directions = {k: one.tolist() for k, one in strategy.state.directions.items()}
+    assert directions == {1: pytest.approx([3.0, 0.05]), 2: pytest.approx([0.05, 2.0])}
+    assert [outcome.cluster for outcome in applied] == [1, 2, 1, 2]
+
+
+def test_the_choices_of_the_papers_text() -> None:
+    text = FlexCFLParameters(paper=True)
+    assert (text.pretrain_steps, text.start, text.inter_group) == (0, "common", "sum")
+    assert text.placing == "client"
+    config = RunConfig.from_mapping({"strategy": "flexcfl", "flexcfl.paper": True})
+    assert config.parameters() == text
+    assert RunConfig.from_mapping(config.to_mapping()) == config
+
+
+@pytest.mark.parametrize(("distance", "is_cold"), [("counts", True), ("wasserstein", False)])
+def test_an_exchange_of_labels_with_equal_counts_by_distance(distance: str, is_cold: bool) -> None:
+    strategy = with_clients(FlexCFL(FlexCFLParameters(groups=2, distance=distance)), 4)
+    strategy.progress.fleet.clients = {f"c{i}": Client(f"c{i}", 10) for i in range(4)}
+    for index in range(4):
+        strategy.on_answer(counts_of(strategy, f"c{index}", [9, 1]))
+    round_of(strategy, (2, 0), (0, 1), (4, 0.1), (0.1, 3))
+    strategy.on_answer(counts_of(strategy, "c0", [1, 9]))
+    assert ("c0" in strategy.state.cold) == is_cold
+
+
 def counts_of(
     strategy: FlexCFL, client: str, counts: list[int], examples: int = 10, whole: int = 0
 ) -> Answer:

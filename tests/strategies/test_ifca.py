@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from clustered import (
     CENTRES,
+    NUMBERS,
     at_version,
     check_it_can_be_restored,
     found,
@@ -30,22 +31,11 @@ from raceme.flower.messages import identify_process
 from raceme.runs.experiment import simulate
 from raceme.simulation import Device
 from raceme.strategies import IFCA, IFCAAsync, IFCAAsyncParameters, IFCAParameters
-from raceme.strategies.ifca import redrawn
 from raceme.training import models
 
 DIGITS = RunConfig(clients=20, partition="iid", model="mclr")
 STARTS = models.initial_arrays(DIGITS)
 SPEC = ModelSpec.of(STARTS)
-
-
-def test_other_starts_have_the_same_numbers_array_by_array() -> None:
-    spec = ModelSpec.of(MODEL)
-    vector = np.arange(8, dtype=np.float32)
-    drawn = redrawn(vector, spec, np.random.default_rng(0))
-    assert not np.array_equal(drawn, vector)
-    assert sorted(drawn[:4]) == [0, 1, 2, 3]
-    assert sorted(drawn[4:]) == [4, 5, 6, 7]
-    assert vector.tolist() == list(range(8))
 
 
 def test_the_first_model_is_the_initial_one_and_the_seed_decides_the_others() -> None:
@@ -64,7 +54,7 @@ def test_the_first_model_is_the_initial_one_and_the_seed_decides_the_others() ->
 def chose(
     client: str, cluster: int, *values: float, examples: int = 10, version: int = 0
 ) -> Update:
-    task = InFlight(0, client, cluster, version, 0, sent_at=0.0, bytes_down=0)
+    task = InFlight(next(NUMBERS), client, cluster, version, 0, sent_at=0.0, bytes_down=0)
     return Update(task, np.array(values, np.float32), examples, 0.0)
 
 
@@ -141,6 +131,7 @@ def test_a_migration_sends_all_models_and_brings_none(tmp_path: Path) -> None:
 
 def test_async_by_hand() -> None:
     strategy = with_clients(IFCAAsync(IFCAAsyncParameters(k=2)), 1)
+    strategy.models[1].replace(np.zeros(2, np.float32))
     at_version(strategy, 10, cluster=1)
     # τ = 10 − 1 = 9, hinge with a = 1 and b = 4: 0.3 / (9 − 4 + 1) = 0.05.
     applied = strategy.applied([chose("c0", 1, 2.0, 4.0, version=1)])[0]

@@ -18,12 +18,14 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from logging import getLogger
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from raceme.core.clients import Client
 from raceme.core.clusters import Clusters, Model
+from raceme.core.events import Measured, MeasureSchema
 from raceme.core.messages import COMPUTE_SCALE, MASK, Vector
 from raceme.core.options import option, with_defaults
 from raceme.core.requests import InFlight, Outcome, Request, Update
@@ -48,6 +50,19 @@ _UNASSIGNED = -1
 _LARGE_GAP = 0.02
 """An eigengap that is hardly reached: the paper's lie between 1e-4 and 1e-3. On digits in four
 label groups ten clients, which need 0.016, are split, but eight, which need 0.024, are not."""
+
+
+GAP = MeasureSchema(
+    "gap",
+    "largest eigengap of a cluster, and the least one that splits it",
+    ("cluster", "gap", "needed"),
+    value="gap",
+    summary="none",
+    figure="points",
+)
+"""One event per computation of a cluster's eigengaps."""
+SPLITS = MeasureSchema("splits", "splits", ("explanation",), summary="last", figure="none")
+"""Why there are as many clusters as there are."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +100,22 @@ class CASAParameters:
 
 
 @dataclass
+class Attempt:
+    """A computation of a cluster's eigengaps.
+
+    Attributes
+    ----------
+    gap : float
+        The largest gap; 0 before the first computation.
+    needed : float
+        α_c^(1/γ): the gap beyond which the cluster is split by eq (14).
+    """
+
+    gap: float = 0.0
+    needed: float = 1.0
+
+
+@dataclass
 class CASAState:
     """What CASA knows beside its clusters. Arrays have spare capacity beyond the n clients.
 
@@ -112,6 +143,10 @@ class CASAState:
         buf_i: models for comparison with each client.
     landmarks : Landmarks
         Other clients, and their assignment to landmarks.
+    attempt : Attempt
+        The computation since the last split that was nearest to one.
+    alone : int
+        Number of clients that were split off alone.
     """
 
     reference: Vector
@@ -124,6 +159,8 @@ class CASAState:
     computed: NDArray[np.bool_] = field(default_factory=lambda: np.empty((0, 0), np.bool_))
     buffers: ModelBuffers = field(default_factory=ModelBuffers)
     landmarks: Landmarks = field(default_factory=Landmarks)
+    attempt: Attempt = field(default_factory=Attempt)
+    alone: int = 0
 
     def add(self, client: str) -> int:
         """Add a client, and return its index."""
@@ -409,6 +446,8 @@ class CASA(Method):
         gap = spectral.largest_gap(weights)
         if not leaves_out:
             watch.look(weights, gap.size if gap else 0.0)
+        if gap is not None:
+            self._note_gap(k, Attempt(gap.size, alpha_c ** (1.0 / gamma)))
         if gap is None or not spectral.should_split(alpha_c, gap.size, gamma):
             return
         guard = self.parameters.noise_guard
@@ -423,6 +462,31 @@ class CASA(Method):
         self.clusters.split(k, names, score=gap.size**gamma, threshold=alpha_c)
         self._locate(client for part in names for client in part)
         del self._watches[k]
+        self.state.attempt = Attempt()
+        self.state.alone += sum(len(part) == 1 for part in names)
+        self._measure(SPLITS, explanation=self._explanation())
+
+    def _note_gap(self, k: int, attempt: Attempt) -> None:
+        """Report the eigengap of a cluster, and explain the clusters if it is nearest to a split."""
+        self._measure(GAP, cluster=k, gap=attempt.gap, needed=attempt.needed)
+        nearest = self.state.attempt
+        if attempt.gap * nearest.needed > nearest.gap * attempt.needed:
+            self.state.attempt = attempt
+            self._measure(SPLITS, explanation=self._explanation())
+
+    def _explanation(self) -> str:
+        """Return why there are as many clusters as there are."""
+        count, state, nearest = len(self.models), self.state, self.state.attempt
+        text = "one cluster" if count == 1 else f"{count} clusters"
+        if nearest.gap:
+            text += f": the largest gap was {nearest.gap:.2g}, a split needs {nearest.needed:.2g}"
+            text += " (gamma, clients)"
+        if state.alone:
+            text += f"; clients split off alone: {state.alone} (noise-guard)"
+        return text
+
+    def _measure(self, schema: MeasureSchema, **values: Any) -> None:
+        self.report(Measured(self.now(), self.progress.updates, schema, values))
 
     def _parts(
         self, k: int, members: NDArray[np.intp], labels: NDArray[np.int64]

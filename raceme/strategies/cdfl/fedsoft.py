@@ -24,7 +24,7 @@ from raceme.core import messages as names
 from raceme.core.clients import Client
 from raceme.core.messages import Vector, candidate, forward_cost, to_array
 from raceme.core.options import option
-from raceme.core.requests import Answer, InvalidReplyError, Outcome, Request, Update
+from raceme.core.requests import Answer, InvalidReplyError, Outcome, Outcomes, Request, Update
 from raceme.core.scheduling import InRounds, Scheduler, SelectionContext
 from raceme.core.strategy import Method, Needs
 from raceme.flower.messages import array_record
@@ -33,8 +33,8 @@ from raceme.strategies.cdfl.strategy import (
     SoftParameters,
     SoftState,
     SoftUploads,
-    start_clusters,
 )
+from raceme.strategies.shared import DEFAULT_K, models_of, start_clusters
 
 log = logging.getLogger("raceme")
 
@@ -47,7 +47,7 @@ _MOST_DRAWN = 15
 class FedSoftParameters:
     """Hyper-parameters of FedSoft; with at least 30 clients `drawn` is the paper's."""
 
-    k: int | None = option(None, "K: number of clusters (auto: of pre-trained models, or 2)", low=1)
+    k: int | None = option(None, "K: number of clusters (auto: of pre-trained models, or 4)", low=1)
     estimate_every: int = option(2, "τ: rounds between two estimates of importance", low=1)
     selection: str = option(
         "drawn",
@@ -66,7 +66,7 @@ class FedSoftParameters:
         """Return the maximum number of clients of a round."""
         if self.selection == "all":
             return clients
-        return min(clients, self.draws(clients) * (self.k or 2))
+        return min(clients, self.draws(clients) * (self.k or DEFAULT_K))
 
     def draws(self, clients: int) -> int:
         """Return the number of clients that each cluster draws."""
@@ -126,8 +126,8 @@ class FedSoft(Method):
 
     def initialize(self, vector: Vector) -> None:
         """Start clusters from their pre-trained models, or from different ones."""
-        count = self.parameters.k or len(self.starts) or 2
-        self.clusters = start_clusters(self, vector, count, alike=False)
+        count, reason = models_of(self, self.parameters.k)
+        self.clusters = start_clusters(self, vector, count, reason)
         self.state = FedSoftState(pretrained=bool(self.starts))
 
     def on_join(self, client: Client) -> None:
@@ -197,10 +197,10 @@ class FedSoft(Method):
             client, names.TRAIN_OWN, settings={names.PROXIMAL_MU: self.parameters.strength}
         )
 
-    def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
+    def aggregate(self, updates: Sequence[Update]) -> Outcomes:
         """Replace each cluster's model by the mean of its drawn clients' models."""
         clients, drawn = [update.task.client for update in updates], self.state.drawn
-        largest = dict.fromkeys(clients, 0.0)
+        largest = [0.0] * len(clients)
         all_weights = self._weights(clients)
         for position, model in enumerate(self.models.values()):
             rows = [row for row, client in enumerate(clients) if position in drawn.get(client, [])]
@@ -212,11 +212,11 @@ class FedSoft(Method):
             weights = weights / weights.sum()
             model.average([updates[row].vector for row in rows], weights.tolist())
             for row, weight in zip(rows, weights.tolist(), strict=True):
-                largest[clients[row]] = max(largest[clients[row]], weight)
-        return [
-            Outcome(self.clusters.main(client), staleness=0, weight=largest[client])
-            for client in clients
-        ]
+                largest[row] = max(largest[row], weight)
+        return {
+            update.number: Outcome(self.clusters.main(update.task.client), 0, weight)
+            for update, weight in zip(updates, largest, strict=True)
+        }
 
 
 def importance_of(losses: NDArray[np.float32], smoothing: float) -> Shares:
@@ -256,7 +256,7 @@ def importance_of(losses: NDArray[np.float32], smoothing: float) -> Shares:
 class FedSoftAsyncParameters(SoftParameters):
     """Hyper-parameters of FedSoft-Async."""
 
-    k: int | None = option(None, "K: number of clusters (auto: of pre-trained models, or 2)", low=1)
+    k: int | None = option(None, "K: number of clusters (auto: of pre-trained models, or 4)", low=1)
 
 
 @dataclass
@@ -308,8 +308,8 @@ class FedSoftAsync(SoftUploads):
 
     def initialize(self, vector: Vector) -> None:
         """Start clusters from their pre-trained models, or from different ones."""
-        count = self.parameters.k or len(self.starts) or 2
-        self.clusters = start_clusters(self, vector, count, alike=False)
+        count, reason = models_of(self, self.parameters.k)
+        self.clusters = start_clusters(self, vector, count, reason)
         self.state = FedSoftAsyncState(
             renewed=dict.fromkeys(self.clusters.models, 0), pretrained=bool(self.starts)
         )
@@ -320,10 +320,11 @@ class FedSoftAsync(SoftUploads):
         """Return estimation and training of a client's mixture, or a loss evaluation of it."""
         versions = self.state.held[client]
         vectors = [self.bases.vectors[_name(k, version)] for k, version in versions.items()]
-        if self.scheduling.looks(client):
+        if self.scheduling.evaluates_loss(client):
             shares = np.asarray(self._shares(client))
             mixture = np.tensordot(shares, np.stack(vectors), axes=1).astype(np.float32)
-            return self.scheduling.look_at(client, self.spec.pack(mixture), self._pass_cost(client))
+            cost = self._pass_cost(client)
+            return self.scheduling.loss_evaluation(client, self.spec.pack(mixture), cost)
         models = {candidate(k): self.spec.pack(own) for k, own in enumerate(vectors)}
         settings = {
             names.PROXIMAL_MU: self.parameters.rho,

@@ -20,347 +20,24 @@ models; without pre-trained models all clusters start alike.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from logging import getLogger
 from typing import Any
 
 import numpy as np
-from flwr.app import ArrayRecord
 from numpy.typing import NDArray
 from scipy.special import softmax
 
 from raceme.core.clients import Client
-from raceme.core.clusters import Clusters, Model, NonFiniteModelError, blended
-from raceme.core.errors import UserError, about
-from raceme.core.messages import (
-    ARRAYS,
-    COMPUTE_SCALE,
-    INVITATION,
-    LARGEST,
-    LOSSES,
-    PROXIMAL_MU,
-    TRAINING,
-    Vector,
-    forward_cost,
-)
-from raceme.core.options import SECONDS, Value, option
-from raceme.core.requests import Answer, InFlight, InvalidReplyError, Outcome, Request, Update
-from raceme.core.scheduling import Scheduler, SelectionContext
+from raceme.core.clusters import Model, NonFiniteModelError, blended
+from raceme.core.errors import UserError
+from raceme.core.messages import ARRAYS, LARGEST, PROXIMAL_MU, Vector, forward_cost
+from raceme.core.options import option
+from raceme.core.requests import Answer, Outcome, Request, Update
+from raceme.core.schedulers import OnRequest, RequestParameters
+from raceme.core.scheduling import Scheduler
 from raceme.core.strategy import Method, Needs
-from raceme.strategies.ifca import different_models
-
-# -----------------------------------------------------------------------------
-# Scheduling: clients decide when they train.
-# -----------------------------------------------------------------------------
-
-
-log = getLogger("raceme")
-
-POISSON, FIXED, LOSS, DEVICE = "poisson", "fixed", "loss", "device"
-
-NextRequest = Callable[[Client, float, np.random.Generator], float]
-"""Returns the time of a client's next request, given the client, the time and a generator."""
-
-
-@dataclass(frozen=True)
-class RequestParameters:
-    """Hyper-parameters of methods whose clients decide when they train."""
-
-    requests: str = option(
-        POISSON,
-        "when a client asks for work: poisson or fixed waits, loss: when its loss has risen, or "
-        "device: as each device wishes (raceme device --when)",
-        among=(POISSON, FIXED, LOSS, DEVICE),
-    )
-    request_seconds: float = option(
-        10.0,
-        "poisson: mean wait of an idle client; fixed: from one request to the next; loss: from one "
-        "look at its loss to the next",
-        unit=SECONDS,
-        above=0,
-    )
-    loss_rise: float = option(
-        0.1, "loss: how much of itself the loss must have risen by for a client to ask", low=0
-    )
-    least_seconds: float = option(
-        0.0, "least time from one upload of a client to the next", unit=SECONDS, low=0
-    )
-
-
-@dataclass
-class RequestState:
-    """Requests of clients, and their losses.
-
-    Attributes
-    ----------
-    due : dict[str, float]
-        Time of each idle client's next request, in seconds.
-    phases : dict[str, float]
-        Fixed waits: time of each client's first request, in seconds.
-    asked : dict[str, float]
-        Fixed waits: time of each client's last served request.
-    uploaded_at : dict[str, float]
-        Arrival of each client's last accepted update.
-    trained : dict[str, float]
-        Training loss of that update; NaN if not stated.
-    steps : dict[str, int]
-        Step of the data of each client's last training or loss evaluation.
-    known : dict[str, float]
-        Lowest evaluated loss of each client's model on its training samples since its upload.
-    risen : dict[str, bool]
-        Clients whose loss has risen since their last training.
-    looking : dict[str, int]
-        Task number of each open loss evaluation.
-    hurried : dict[str, int]
-        Number of early requests or uploads, by client.
-    refused : dict[str, bool]
-        Clients whose last upload was refused as too early.
-    """
-
-    due: dict[str, float] = field(default_factory=dict)
-    phases: dict[str, float] = field(default_factory=dict)
-    asked: dict[str, float] = field(default_factory=dict)
-    uploaded_at: dict[str, float] = field(default_factory=dict)
-    trained: dict[str, float] = field(default_factory=dict)
-    steps: dict[str, int] = field(default_factory=dict)
-    known: dict[str, float] = field(default_factory=dict)
-    risen: dict[str, bool] = field(default_factory=dict)
-    looking: dict[str, int] = field(default_factory=dict)
-    hurried: dict[str, int] = field(default_factory=dict)
-    refused: dict[str, bool] = field(default_factory=dict)
-
-
-class OnRequest(Scheduler):
-    """Each client decides when it trains; updates are processed on arrival.
-
-    ``poisson``
-        An idle client waits for an exponential time.
-    ``fixed``
-        A client requests work periodically, with a uniformly random phase; requests of a busy
-        client are skipped.
-    ``loss``
-        A client trains when it joins. After each upload it evaluates the loss of its received model
-        on its present training samples, at once and then periodically. It trains again when the
-        loss exceeds ``1 + loss_rise`` times the lowest one since the upload, which is that of the
-        training if the data have changed before the first evaluation.
-    ``device``
-        Each idle client receives an invitation; the device holds it until it wishes to train, or
-        trains at once. A client that was too early is not invited but asked after the minimum time.
-
-    Parameters
-    ----------
-    parameters : RequestParameters
-        Mode, period and minimum time between uploads.
-    next_request : Callable, optional
-        Time of an idle client's next request, which replaces the mode.
-    """
-
-    state: RequestState
-
-    def __init__(
-        self,
-        parameters: RequestParameters | None = None,
-        next_request: NextRequest | None = None,
-    ) -> None:
-        self._parameters = parameters or RequestParameters()
-        self._next_request = next_request
-        self._mode = self._parameters.requests if next_request is None else ""
-        self.state = RequestState()
-
-    # Loss evaluations.
-
-    @property
-    def asked_kinds(self) -> frozenset[str]:
-        """Kinds of requests besides training and testing a model."""
-        return frozenset({LOSSES} if self._mode == LOSS else ())
-
-    def looks(self, client: str) -> bool:
-        """Return whether a selected client evaluates its loss instead of training."""
-        state = self.state
-        return self._mode == LOSS and client in state.uploaded_at and client not in state.risen
-
-    def look_at(self, client: str, held: ArrayRecord, cost: float) -> Request:
-        """Return a client's loss evaluation.
-
-        Parameters
-        ----------
-        held : ArrayRecord
-            Model that the client has. It is sent, since clients need no memory, but does not count
-            as traffic.
-        cost : float
-            Share of a training's virtual time; see :func:`raceme.core.messages.forward_cost`.
-        """
-        settings = {COMPUTE_SCALE: cost}
-        arrays = {ARRAYS: held}
-        return Request(client, LOSSES, (), arrays, settings, phase="look", is_held=True)
-
-    def heard(self, answer: Answer) -> bool:
-        """Process a loss evaluation; return False for an answer to another request.
-
-        Raises
-        ------
-        InvalidReplyError
-            It lacks the losses of one model.
-        """
-        state, client = self.state, answer.task.client
-        if state.looking.get(client) != answer.task.number:
-            return False
-        losses = answer.numbers.get(LOSSES)
-        if losses is None or losses.ndim != 2 or len(losses) != 1 or not losses.size:
-            raise InvalidReplyError("it brings no losses of the model that it holds")
-        loss = float(losses.mean(dtype=np.float64))
-        known = state.known.get(client)
-        if known is None:
-            # The model's loss on former data is unknown, except that of the training.
-            trained, moved = state.trained[client], answer.task.step != state.steps[client]
-            known = trained if moved and math.isfinite(trained) else loss
-        if loss > (1 + self._parameters.loss_rise) * known:
-            state.risen[client] = True
-        # The lowest loss, not the last one, so that slow rises add up.
-        state.known[client] = min(known, loss)
-        state.steps[client] = answer.task.step
-        return True
-
-    # Selection.
-
-    def choose(self, moment: SelectionContext) -> Sequence[Client]:
-        """Return the idle clients with a due request."""
-        due, chosen = self.state.due, []
-        for client in moment.idle.ready(moment.now):
-            name = client.client_id
-            if name not in due:
-                due[name] = self._not_too_soon(name, self._asks_at(client, moment))
-            if due[name] <= moment.now:
-                chosen.append(client)
-        return chosen
-
-    def settings(self, work: Request) -> Mapping[str, Value]:
-        """Mark training as an invitation where devices decide."""
-        invites = self._mode == DEVICE and work.kind in TRAINING
-        invites &= work.client not in self.state.refused
-        return {INVITATION: True} if invites else {}
-
-    def sent(self, task: InFlight, now: float) -> None:
-        """Remove the served request; other tasks leave it unchanged."""
-        client, state = task.client, self.state
-        if state.due.get(client, math.inf) > now:
-            return
-        asked = state.due.pop(client)
-        if client in state.phases:
-            state.asked[client] = asked
-        if task.kind == LOSSES and self.looks(client):
-            state.looking[client] = task.number
-
-    def invited(self, client: str) -> bool:
-        """Return whether a client may hold an invitation, perhaps for hours."""
-        return self._mode == DEVICE and client not in self.state.refused
-
-    def accept(self, update: Update, now: float) -> Sequence[Update]:
-        """Accept an update, unless an invited client is too early.
-
-        Raises
-        ------
-        InvalidReplyError
-            The client is too early.
-        """
-        state, client = self.state, update.task.client
-        allowed = self._allowed_at(client)
-        if self._mode == DEVICE and now < allowed:
-            self._hurries(client)
-            state.refused[client] = True
-            since = now - state.uploaded_at[client]
-            least = self._parameters.least_seconds
-            raise InvalidReplyError(
-                f"it came {since:.3g} s after its last upload: at least {least:g} s must lie "
-                "between two (least-seconds)"
-            )
-        state.uploaded_at[client] = now
-        state.trained[client], state.steps[client] = update.train_loss, update.task.step
-        state.known.pop(client, None)
-        state.risen.pop(client, None)
-        state.refused.pop(client, None)
-        return [update]
-
-    def lost(self, task: InFlight, now: float) -> Sequence[Update]:
-        """Remove a lost loss evaluation."""
-        if self.state.looking.get(task.client) == task.number:
-            del self.state.looking[task.client]
-        return []
-
-    def left(self, client: str, now: float) -> Sequence[Update]:
-        """Remove the request of a client that left."""
-        self.state.due.pop(client, None)
-        return []
-
-    def wake_at(self) -> float:
-        """Return the time of the next request."""
-        return min(self.state.due.values(), default=math.inf)
-
-    def is_quiescent(self, client: str, step: int) -> bool:
-        """Return whether a client never trains again without a change of its data.
-
-        Its loss on them has not risen, and later evaluations would give the same.
-        """
-        state = self.state
-        has_looked = client in state.known and state.steps[client] == step
-        return self._mode == LOSS and has_looked and client not in state.risen
-
-    # Times of requests.
-
-    def _asks_at(self, client: Client, moment: SelectionContext) -> float:
-        """Return the time of an idle client's next request."""
-        name, now, state = client.client_id, moment.now, self.state
-        if self._next_request is not None:
-            return self._next_request(client, now, moment.rng)
-        if self._mode == POISSON:
-            return now + float(moment.rng.exponential(self._parameters.request_seconds))
-        # By loss, only repeated evaluations wait.
-        at_once = name not in state.known or name in state.risen
-        if self._mode == DEVICE or (self._mode == LOSS and at_once):
-            return now
-        return self._tick(name, now, moment.rng)
-
-    def _tick(self, client: str, now: float, rng: np.random.Generator) -> float:
-        """Return the next of a client's periodic times."""
-        state, period = self.state, self._parameters.request_seconds
-        if client not in state.phases:
-            state.phases[client] = float(rng.uniform(0, period))
-        first, last = state.phases[client], state.asked.get(client, -math.inf)
-        number = max(0, math.ceil((now - first) / period))
-        # Never the same time twice, despite rounding.
-        return first + (number + (first + number * period <= last)) * period
-
-    def _allowed_at(self, client: str) -> float:
-        """Return the earliest time of a client's next upload."""
-        last = self.state.uploaded_at.get(client, -math.inf)
-        return last + self._parameters.least_seconds
-
-    def _not_too_soon(self, client: str, asks_at: float) -> float:
-        """Return the time of a client's request, delayed if too early after its last upload."""
-        allowed = self._allowed_at(client)
-        if asks_at >= allowed or self.looks(client):
-            return asks_at
-        if self._mode == DEVICE:
-            # A device's next upload is unpredictable; only those that were early before wait.
-            return allowed if client in self.state.hurried else asks_at
-        self._hurries(client)
-        return allowed
-
-    def _hurries(self, client: str) -> None:
-        """Count an early request or upload; warn of a client's first one."""
-        hurried = self.state.hurried
-        hurried[client] = hurried.get(client, 0) + 1
-        if hurried[client] == 1:
-            log.warning(
-                "%s wants to upload sooner than %g s after its last upload: it has to wait "
-                "(least-seconds; this is said once)",
-                client,
-                self._parameters.least_seconds,
-                extra=about(client),
-            )
-
+from raceme.strategies.shared import start_clusters
 
 # -----------------------------------------------------------------------------
 # DistributionEstimation and UpdateRatioCompute. Cluster k has a model w_k, and a proxy set D_k on
@@ -588,7 +265,7 @@ class SoftUploads(Method):
 
     def on_answer(self, answer: Answer) -> None:
         """Process a loss evaluation."""
-        self.scheduling.heard(answer)
+        self.scheduling.take_loss(answer)
 
     def _send_back(self, client: str, weights: dict[int, float]) -> None:
         """Record a client's weights of the clusters in the model that it receives."""
@@ -701,8 +378,7 @@ class CDFL(SoftUploads):
     def initialize(self, vector: Vector) -> None:
         """Start clusters from their pre-trained models, or all from the initial one."""
         assert self.probe is not None, "check_server() has seen that there is one"
-        count = self.parameters.k or self.probe.sets
-        self.clusters = start_clusters(self, vector, count, alike=True)
+        self.clusters = start_clusters(self, vector, self.probe.sets, "proxy sets", alike=True)
         self.state = CDFLState(renewed=dict.fromkeys(self.clusters.models, 0))
 
     # Requests.
@@ -710,8 +386,8 @@ class CDFL(SoftUploads):
     def request_for(self, client: str) -> Request:
         """Return training, or a loss evaluation, of the client's received model."""
         received = self.spec.pack(self.state.received[client])
-        if self.scheduling.looks(client):
-            return self.scheduling.look_at(client, received, self._pass_cost(client))
+        if self.scheduling.evaluates_loss(client):
+            return self.scheduling.loss_evaluation(client, received, self._pass_cost(client))
         settings = {PROXIMAL_MU: self.parameters.rho}
         return Request(client, models=(), arrays={ARRAYS: received}, settings=settings)
 
@@ -767,19 +443,6 @@ class CDFL(SoftUploads):
             loss = self._loss(model.vector, proxy)
             self._losses[cluster] = model, model.version, loss
         return loss
-
-
-def start_clusters(method: Method, vector: Vector, count: int, alike: bool) -> Clusters:
-    """Return K clusters of pre-trained models if there are any, else of equal or different ones."""
-    starts = method.starts
-    if starts and len(starts) != count:
-        raise UserError(
-            f"There are {len(starts)} pre-trained models for {count} clusters: pretrain makes one "
-            "for each group of the data."
-        )
-    if not (starts or alike):
-        return different_models(vector, count, method.spec, method.rng)
-    return Clusters({k: Model((starts[k] if starts else vector).copy()) for k in range(count)})
 
 
 def bar_of(name: str, text: str) -> Bar:

@@ -16,7 +16,7 @@ import raceme.strategies.continual as keys
 from raceme.core import messages as names
 from raceme.core.messages import ModelSpec, forward_cost, to_array
 from raceme.core.options import option
-from raceme.core.requests import Outcome, Request, Update, Value
+from raceme.core.requests import Outcomes, Request, Update, Value
 from raceme.core.scheduling import RoundsParameters
 from raceme.core.strategy import Needs, average_by_cluster
 from raceme.flower.messages import array_record
@@ -317,7 +317,7 @@ class FedWeIT(TaskRounds):
         chosen = sorted(self.rng.choice(len(finished), count, replace=False)) if count else []
         return [finished[index] for index in chosen]
 
-    def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
+    def aggregate(self, updates: Sequence[Update]) -> Outcomes:
         """Average the base weights, weighted by the numbers of samples; store each client's A."""
         for update in updates:
             adaptive = adaptive_of(update, self.spec)

@@ -37,7 +37,15 @@ from raceme.core.errors import UserError, about
 from raceme.core.events import grouped
 from raceme.core.messages import COMPUTE_SCALE, LOSSES, ON, Vector, forward_cost, numbered, to_array
 from raceme.core.options import option
-from raceme.core.requests import Answer, InFlight, InvalidReplyError, Outcome, Request, Update
+from raceme.core.requests import (
+    Answer,
+    InFlight,
+    InvalidReplyError,
+    Outcome,
+    Outcomes,
+    Request,
+    Update,
+)
 from raceme.core.scheduling import SelectionContext
 from raceme.core.strategy import Needs
 from raceme.flower.messages import array_record
@@ -300,26 +308,29 @@ class CFAACL(FAACL):
         """Return whether an update is of new data; there may be newer ones by now."""
         return update.task.kind == keys.LEARN
 
-    def _take_new(self, updates: Sequence[Update]) -> list[Outcome]:
+    def _take_new(self, updates: Sequence[Update]) -> Outcomes:
         """Found clusters for the first clients (cold start, Algorithm 7); later ones search."""
         if self._has_clusters:
             return self._learned(updates)
         founded = super()._take_new(updates)
-        for update, applied in zip(updates, founded, strict=True):
-            self._remember(update.task.client, update.task.step, applied.cluster)
+        for update in updates:
+            cluster = founded[update.number].cluster
+            self._remember(update.task.client, update.task.step, cluster)
         return founded
 
     @property
     def _has_clusters(self) -> bool:
         return bool(self.state.supported.partitions)
 
-    def _learned(self, updates: Sequence[Update]) -> list[Outcome]:
+    def _learned(self, updates: Sequence[Update]) -> Outcomes:
         """Store the local models of clients with new data for the search."""
+        outcomes = Outcomes()
         for update in updates:
-            self.state.local[update.task.client] = update.vector.copy()
-            self.state.learned_at[update.task.client] = update.task.step
-        places = [self.clusters.main(update.task.client) for update in updates]
-        return [Outcome(cluster, staleness=0, weight=0.0) for cluster in places]
+            client = update.task.client
+            self.state.local[client] = update.vector.copy()
+            self.state.learned_at[client] = update.task.step
+            outcomes[update.number] = Outcome(self.clusters.main(client), staleness=0, weight=0.0)
+        return outcomes
 
     # Searches for the clusters of new data between two rounds, Algorithms 8 and 9.
 

@@ -32,7 +32,15 @@ from raceme.core.errors import UserError, about
 from raceme.core.events import Measured, MeasureSchema
 from raceme.core.messages import Vector, forward_cost, kept_for_validation
 from raceme.core.options import option
-from raceme.core.requests import Answer, InFlight, InvalidReplyError, Outcome, Request, Update
+from raceme.core.requests import (
+    Answer,
+    InFlight,
+    InvalidReplyError,
+    Outcome,
+    Outcomes,
+    Request,
+    Update,
+)
 from raceme.core.scheduling import InRounds, RoundsParameters, Scheduler, SelectionContext, share_of
 from raceme.core.strategy import Method, Needs, average_by_cluster
 from raceme.strategies.shared import StalenessParameters
@@ -415,14 +423,14 @@ class FindsSupport(Method):
             values = {"supporters": now}
             self.report(Measured(self.now(), self.progress.updates, SUPPORTERS, values))
 
-    def _found_each(self, updates: Sequence[Update]) -> list[Outcome]:
+    def _found_each(self, updates: Sequence[Update]) -> Outcomes:
         """Found a cluster for each client that has trained θ."""
-        applied = []
+        applied = Outcomes()
         for update in updates:
             client = update.task.client
             cluster = self.clusters.found(Model(update.vector.copy(), 1), [client])
             self.state.cold.pop(client, None)
-            applied.append(Outcome(cluster, staleness=0, weight=1.0))
+            applied[update.number] = Outcome(cluster, staleness=0, weight=1.0)
         if START in self.models and not self.clusters.clients(START, online_only=False):
             self.clusters.retire(START)
         return applied
@@ -536,7 +544,7 @@ class FAACL(FindsSupport):
         own = state.supported.trained_by(self.clusters.main(client))
         return next((model for model in own if model not in begun), None)
 
-    def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
+    def aggregate(self, updates: Sequence[Update]) -> Outcomes:
         """Add new clients; average the updates of each model."""
         state = self.state
         new = [update for update in updates if self._is_new(update)]
@@ -544,17 +552,16 @@ class FAACL(FindsSupport):
         state.begun = {}
         state.is_due = bool(others) and not state.supported.is_settled
         averaged = average_by_cluster(self.clusters, others, home=lambda u: u.task.cluster)
-        done = dict(zip(map(id, [*others, *new]), [*averaged, *self._take_new(new)], strict=True))
-        return [done[id(update)] for update in updates]
+        return {**averaged, **self._take_new(new)}
 
     def _is_new(self, update: Update) -> bool:
         """Return whether an update is of a client without a cluster."""
         return update.task.client in self.state.cold
 
-    def _take_new(self, updates: Sequence[Update]) -> list[Outcome]:
+    def _take_new(self, updates: Sequence[Update]) -> Outcomes:
         """Found a cluster for each client, and add it to the comparison."""
         founded = self._found_each(updates)
-        self._add([applied.cluster for applied in founded])
+        self._add([outcome.cluster for outcome in founded.values()])
         return founded
 
     # Cluster Support and Cluster Merge, Algorithms 2 and 3, between two rounds.
@@ -849,8 +856,7 @@ class FAACLAsync(FindsSupport):
     def on_update(self, update: Update) -> Outcome:
         """Found a cluster for a cold client; mix other updates into their models."""
         if update.task.client in self.state.cold:
-            (founded,) = self._found_each([update])
-            return founded
+            return self._found_each([update])[update.number]
         return self._mix(update)
 
     def _mix(self, update: Update) -> Outcome:

@@ -31,12 +31,19 @@ from numpy.typing import NDArray
 from raceme.core.clients import Client
 from raceme.core.messages import COMPUTE_SCALE, Vector, forward_cost, to_array
 from raceme.core.options import option
-from raceme.core.requests import Answer, InFlight, InvalidReplyError, Outcome, Request, Update
+from raceme.core.requests import (
+    Answer,
+    InFlight,
+    InvalidReplyError,
+    Outcomes,
+    Request,
+    Update,
+)
 from raceme.core.scheduling import InRounds, RoundsParameters, Scheduler, SelectionContext
 from raceme.core.strategy import Method, Needs, average_by_cluster
 from raceme.flower.messages import array_record
 from raceme.strategies.fedrc import LABEL_MASSES, LABEL_TABLE, MIXING, TRAIN_WEIGHTED, WEIGHTED_BY
-from raceme.strategies.ifca import different_models
+from raceme.strategies.shared import DEFAULT_K, different_models
 
 log = getLogger("raceme")
 
@@ -48,9 +55,9 @@ _MOST = 1_000_000
 
 @dataclass(frozen=True)
 class FedRCParameters(RoundsParameters):
-    """Hyper-parameters of FedRC; the defaults are those of the authors' code."""
+    """Hyper-parameters of FedRC."""
 
-    k: int = option(3, "K: number of models", low=1)
+    k: int = option(DEFAULT_K, "K: number of models", low=1)
 
 
 @dataclass
@@ -98,7 +105,7 @@ class FedRC(Method):
 
     def initialize(self, vector: Vector) -> None:
         """Start with K different models."""
-        self.clusters = different_models(vector, self.parameters.k, self._spec, self.rng)
+        self.clusters = different_models(self, vector, self.parameters.k)
         self.state = FedRCState()
 
     # Before a round: the E-step.
@@ -184,7 +191,7 @@ class FedRC(Method):
         if task.kind == TRAIN_WEIGHTED:
             self.state.begun.setdefault(task.client, {})[task.cluster] = True
 
-    def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
+    def aggregate(self, updates: Sequence[Update]) -> Outcomes:
         """Average each model over its clients: θ_k ← Σ n_i θ_ik / Σ n_i."""
         self.state.begun, self.state.assigned = {}, {}
         return average_by_cluster(self.clusters, updates, home=lambda update: update.task.cluster)

@@ -473,51 +473,76 @@ class Panicle(Method):
     # 4. Learning.
 
     def _learn_from(self, update: Update) -> Outcome:
-        """Mix a member's model in: w ← (1 − α) w + α (z + β (w − w₀) − λ (z' − z̄)).
-
-        z is its model and z' its former one, z̄ the mean of all members' latest ones, w₀ its base.
-        α and z̄ are weighted by examples, as in FedAvg.
-        """
-        client, state = update.task.client, self.state
-        watch = self._watch(client)
-        if watch.asked >= _PATIENCE and not self._is_settled(client):
-            # It answers again: it is probed once more, without being waited for.
-            watch.asked = _PATIENCE - 1
-        state.unlooked += 1
+        """Mix a member's model in: w ← (1 − α) w + α (z + β (w − w₀) − λ (z' − z̄))."""
+        client = update.task.client
+        self._probe_again(client)
+        self.state.unlooked += 1
         self._look_if_due()
         k = self.clusters.main(client)
         if len(self.models) == 1:
             self._move(client, k)  # The only cluster needs no probe.
         learned, base = self._learned(k), update.task.cluster
-        has_moved = base != k
-        staleness = update.age if has_moved else update.staleness
-        if not self.clusters.is_placed(client) or (has_moved and base not in learned.origins):
+        staleness = update.staleness if base == k else update.age
+        is_usable = base == k or base in learned.origins
+        if not self.clusters.is_placed(client) or not is_usable:
             return Outcome(k, staleness, weight=0.0)
         if self._is_sudden(client, float(np.linalg.norm(self.compared(update.delta)))):
             self._call(client)
-        model, m = self.models[k], max(1, self.clusters.size(k))
+        m = max(1, self.clusters.size(k))
         alpha = share_of(m, learned.updates / m)
-        target: Vector = update.vector
-        if state.counts_in.get(client) == k:
-            mean = np.asarray(learned.total / np.float32(learned.examples))
-            gone = np.float32(min(1.0, 1.0 / (alpha * m))) * (state.latest[client] - mean)
-            target = np.asarray(target - gone)
-        if not has_moved:
-            beta = np.float32(min(self.parameters.forward, _UNDER_WAY / (alpha * m)))
-            target = np.asarray(target + beta * (model.vector - update.base))
+        target = self._target(update, k, alpha * m)
         # Up to m: equally fast members overtake each other.
         alpha *= min(1.0, m / max(1, staleness))
         self._renew(update, k)
-        # No model is in the sum if the cluster's only member has gone offline.
-        if learned.counted:
-            alpha = min(1.0, alpha * (update.num_examples * learned.counted / learned.examples))
+        alpha = self._by_examples(alpha, update, k)
         # No mean of models, except for statistics: `move` checks that it is finite.
         target = contribution(target, update.vector, self.trainable)
+        self._move_model(k, alpha, target, m)
+        return Outcome(k, staleness, alpha)
+
+    def _probe_again(self, client: str) -> None:
+        """Probe an unsettled client that answers again once more, without waiting for it."""
+        watch = self._watch(client)
+        if watch.asked >= _PATIENCE and not self._is_settled(client):
+            watch.asked = _PATIENCE - 1
+
+    def _target(self, update: Update, cluster: int, shares: float) -> Vector:
+        """Return z + β (w − w₀) − λ (z' − z̄), towards which an update moves the model w.
+
+        z is the member's model and z' its former one, z̄ the mean of all members' latest ones by
+        examples, w₀ the model that it has trained.
+
+        Parameters
+        ----------
+        shares : float
+            α m: sum of the shares of all members.
+        """
+        client, learned = update.task.client, self._learned(cluster)
+        target: Vector = update.vector
+        if self.state.counts_in.get(client) == cluster:
+            mean = np.asarray(learned.total / np.float32(learned.examples))
+            gone = np.float32(min(1.0, 1.0 / shares)) * (self.state.latest[client] - mean)
+            target = np.asarray(target - gone)
+        if update.task.cluster == cluster:
+            beta = np.float32(min(self.parameters.forward, _UNDER_WAY / shares))
+            target = np.asarray(target + beta * (self.models[cluster].vector - update.base))
+        return target
+
+    def _by_examples(self, alpha: float, update: Update, cluster: int) -> float:
+        """Return α, multiplied by a member's examples relative to the members' mean."""
+        learned = self._learned(cluster)
+        # No model is in the sum if the cluster's only member has gone offline.
+        if not learned.counted:
+            return alpha
+        return min(1.0, alpha * (update.num_examples * learned.counted / learned.examples))
+
+    def _move_model(self, cluster: int, alpha: float, target: Vector, members: int) -> None:
+        """Move a cluster's model towards a target, and its mean of the last versions along."""
+        model, learned = self.models[cluster], self._learned(cluster)
         model.move(np.float32(alpha) * (target - model.vector))
         learned.updates += 1
-        versions = min(self.parameters.average * learned.updates, m)
+        versions = min(self.parameters.average * learned.updates, members)
         learned.mean.mix(model.vector, 1.0 / max(1.0, versions))
-        return Outcome(k, staleness, alpha)
 
     def _renew(self, update: Update, cluster: int) -> None:
         """Replace a member's latest model, if it is online."""

@@ -39,11 +39,13 @@ from raceme.core.scheduling import InRounds, RoundsParameters, SelectionContext
 from raceme.core.strategy import Needs
 from raceme.strategies.profiles import GRADIENT
 from raceme.strategies.shared import (
+    DEFAULT_K,
     QueriesFirst,
     QueryState,
     check_groups,
     kept_homes,
     kmeans,
+    log_count,
     numbered,
 )
 
@@ -55,7 +57,7 @@ _SAMPLED = 0.01
 class CFLGPParameters(RoundsParameters):
     """Hyper-parameters of CFL-GP; the defaults are those of the authors' code."""
 
-    k: int = option(4, "M: number of clusters (0: found by the largest silhouette)", low=0)
+    k: int = option(DEFAULT_K, "M: number of clusters (0: found by the largest silhouette)", low=0)
     every: int = option(2, "P: rounds from one clustering to the next", low=1)
     until: int = option(10, "T_end: rounds in which clients are clustered", low=1)
     warmup: int = option(4, "rounds with one model, if the number of clusters is unknown", low=1)
@@ -112,6 +114,8 @@ class CFLGP(QueriesFirst):
     def initialize(self, vector: Vector) -> None:
         """Start with M equal models; with one if M is unknown."""
         count = self.parameters.k or 1
+        if self.parameters.k:
+            log_count(self, count, "k")
         self.clusters = Clusters({m: Model(vector.copy()) for m in range(count)})
         self.state = CFLGPState()
         if self.parameters.profile == "sampled":

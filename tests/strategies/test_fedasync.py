@@ -1,0 +1,27 @@
+"""FedAsync: the paper's choices beside those of CASA's baselines."""
+
+from __future__ import annotations
+
+import pytest
+from clustered import at_version, update, with_clients
+
+from raceme.strategies import FedAsync
+
+
+def test_a_fresh_update_may_have_a_staleness_of_one() -> None:
+    made = with_clients(FedAsync(alpha=0.5, decay="polynomial", a=1.0, first_staleness=1), 1)
+    late = update(made, "c0", 8, 0)
+    # s(0 + 1) = 1 / 2, of α = 0.5: a quarter of 8.
+    (outcome,) = made.applied([update(made, "c0", 8, 0)])
+    assert (outcome.staleness, outcome.weight) == (0, 0.25)
+    assert made.models[0].vector.tolist() == [2.0, 0.0]
+    at_version(made, 2)
+    # s(2 + 1) = 1 / 4: 2 + (8 − 2) / 8.
+    (outcome,) = made.applied([late])
+    assert (outcome.staleness, outcome.weight) == (2, 0.125)
+    assert made.models[0].vector.tolist() == [2.75, 0.0]
+
+
+@pytest.mark.parametrize(("rho", "settings"), [(0.0, {}), (0.05, {"proximal-mu": 0.05})])
+def test_the_proximal_term_of_clients(rho: float, settings: dict[str, float]) -> None:
+    assert FedAsync(rho=rho).request_for("c0").settings == settings
