@@ -1,22 +1,21 @@
-"""Execution of a run on a Ray cluster: connecting, checking nodes, and actors."""
+"""Execution of work on a Ray cluster: connecting, checking nodes, and tasks."""
 
 from __future__ import annotations
 
 import hashlib
+import heapq
 import logging
 import os
-import queue
 import signal
 import sys
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cache, lru_cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import grpc
-from flwr.app import ArrayRecord
+from flwr.app import Context, Message
 
 from raceme import datasets
 from raceme.core.config import RunConfig
@@ -26,14 +25,15 @@ from raceme.core.options import Value
 from raceme.core.registry import define, definitions
 from raceme.core.signals import handled_by
 from raceme.simulation.executor import (
+    MOST_DEATHS,
     Desk,
     PendingReply,
-    PrefetchingExecutor,
     Response,
-    Worker,
     WorkerRequest,
+    most_ahead,
     open_desk,
     pack,
+    unpack,
 )
 
 NAME = "ray"
@@ -43,6 +43,8 @@ ADDRESS = "ray://"
 _CONNECT_SECONDS = 20.0
 _NODE_SECONDS = 60.0
 """Time limit for a node to report its installation, for which it starts a process."""
+_DATA_SECONDS = 300.0
+"""Time limit for a node to load the data."""
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # Keeps a raylet's messages about ended workers out of the run's output.
@@ -66,6 +68,8 @@ class Cluster:
         cluster at this address of Ray's client.
     cores : int
         CPUs of a new cluster.
+    config : RunConfig, optional
+        Configuration of a run whose data all nodes need; they are checked to be the same.
 
     Raises
     ------
@@ -73,7 +77,7 @@ class Cluster:
         Ray is not installed; there is no cluster; its nodes do not fit.
     """
 
-    def __init__(self, workers: str, cores: int) -> None:
+    def __init__(self, workers: str, cores: int, config: RunConfig | None = None) -> None:
         if find_spec("ray") is None:
             line = install_line("simulation")
             raise UserError(f"--workers {workers}: ray is not installed. Type: {line}")
@@ -93,6 +97,8 @@ class Cluster:
         try:
             self.nodes = _alive()
             check_nodes(self.nodes)
+            if config is not None:
+                check_data(self.nodes, config)
             self.cpus = int(ray.cluster_resources().get("CPU", 0))
             if not self.cpus:
                 raise UserError(f"--workers {workers}: the Ray cluster has no CPU for work.")
@@ -178,42 +184,120 @@ def check_nodes(nodes: Mapping[str, str]) -> None:
     UserError
         Some differ; the message names each.
     """
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
     installed = _installed()
-    here = installed()
-    asked = ray.remote(num_cpus=0, max_retries=0)(installed)
-    answers = {
-        node_id: asked.options(
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)
-        ).remote()
-        for node_id in nodes
-    }
-    ray.wait(list(answers.values()), num_returns=len(answers), timeout=_NODE_SECONDS)
-    wrong, alive = [], _alive()
-    for node_id, answer in answers.items():
-        try:
-            there = ray.get(answer, timeout=0)
-        except ray.exceptions.GetTimeoutError:
-            wrong.append(f"{nodes[node_id]} did not answer within {_NODE_SECONDS:g} s")
-            continue
-        except ray.exceptions.RayError as error:
-            # A listed node may just have died; it gets no work.
-            if node_id in alive:
-                wrong.append(f"{nodes[node_id]} cannot be queried ({first_line(error)})")
+    here, wrong = installed(), []
+    for name, there in _ask(nodes, installed, _NODE_SECONDS).items():
+        if isinstance(there, str):
+            wrong.append(f"{name} {there}")
             continue
         other = ", ".join(
-            f"{name} {there[name]}" for name, version in here.items() if there[name] != version
+            f"{what} {there[what]}" for what, version in here.items() if there[what] != version
         )
         if other:
-            wrong.append(f"{nodes[node_id]} has {other}")
+            wrong.append(f"{name} has {other}")
     if wrong:
-        own = ", ".join(f"{name} {version}" for name, version in here.items())
+        own = ", ".join(f"{what} {version}" for what, version in here.items())
         raise UserError(
             "All nodes of the Ray cluster must have the versions of this machine: "
             f"{'; '.join(wrong)}; this machine has {own}."
         )
+
+
+def check_data(nodes: Mapping[str, str], config: RunConfig) -> None:
+    """Check that all nodes have this machine's data of a run; warn if their processors differ.
+
+    Raises
+    ------
+    UserError
+        A node lacks the data, or has others.
+    """
+    here = fingerprint(config)
+    keys, pickled, path = config.to_mapping(), definitions(), list(sys.path)
+    answers = _ask(nodes, _data_there, _DATA_SECONDS, keys, path, pickled)
+    kinds: dict[str, str] = {}
+    for name, there in answers.items():
+        if isinstance(there, str):
+            raise UserError(f"Node {name} of the Ray cluster {there}")
+        if there.data != here:
+            raise UserError(
+                f"Node {name} of the Ray cluster has data that differ from this machine's: "
+                "folders and files must be the same on all nodes."
+            )
+        kinds.setdefault(there.instructions, name)
+    if len(kinds) > 1:
+        shown = ", ".join(f"{name} with {kind}" for kind, name in kinds.items())
+        log.warning("Nodes compute differently (%s): sums may differ in their last digits.", shown)
+
+
+def _ask(
+    nodes: Mapping[str, str], function: Callable[..., Any], seconds: float, *arguments: Any
+) -> dict[str, Any]:
+    """Return what a function returns on each node, by name; a text where it cannot be called."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    asked = ray.remote(num_cpus=0, max_retries=0)(function)
+    coming = {
+        node_id: asked.options(
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)
+        ).remote(*arguments)
+        for node_id in nodes
+    }
+    ray.wait(list(coming.values()), num_returns=len(coming), timeout=seconds)
+    answers, alive = {}, _alive()
+    for node_id, answer in coming.items():
+        try:
+            answers[nodes[node_id]] = ray.get(answer, timeout=0)
+        except ray.exceptions.GetTimeoutError:
+            answers[nodes[node_id]] = f"did not answer within {seconds:g} s"
+        except ray.exceptions.RayError as error:
+            # A listed node may just have died; it gets no work.
+            if node_id in alive:
+                answers[nodes[node_id]] = f"cannot be queried ({first_line(error)})"
+    return answers
+
+
+class _NodeData(NamedTuple):
+    """The data of a node, and the CPU capability of its torch, which can change last digits."""
+
+    data: str
+    instructions: str
+
+
+def _data_there(
+    keys: Mapping[str, Value], path: Sequence[str], pickled: Mapping[str, bytes]
+) -> _NodeData | str:
+    """Return the calling node's data, or why it lacks them; nothing is downloaded."""
+    _prepare(path, pickled)
+    config = RunConfig.from_mapping(keys)
+    try:
+        data = fingerprint(config.with_values(download=False))
+    except UserError as error:
+        return f"lacks the data: {error}"
+    import torch
+
+    return _NodeData(data, torch.backends.cpu.get_cpu_capability())
+
+
+def _prepare(path: Sequence[str], pickled: Mapping[str, bytes]) -> None:
+    """Let the calling process import what the simulator's can."""
+    sys.path[:] = dict.fromkeys([*path, *sys.path])
+    define(pickled)
+
+
+def fingerprint(config: RunConfig) -> str:
+    """Return a fingerprint of the first client's data.
+
+    Raises
+    ------
+    UserError
+        The data cannot be loaded.
+    """
+    data = datasets.client_data(config, 0)
+    digest = hashlib.sha256()
+    for values in (data.x_train, data.y_train, data.x_test, data.y_test):
+        digest.update(f"{values.shape} {values.dtype}".encode() + values.tobytes())
+    return digest.hexdigest()
 
 
 def first_line(error: BaseException) -> str:
@@ -269,239 +353,48 @@ def _name(node: Mapping[str, Any]) -> str:
 
 
 # -----------------------------------------------------------------------------
-# Ray's object store: one copy of arrays that many messages share.
-# -----------------------------------------------------------------------------
-
-
-Key = tuple[int, ...]
-
-_BY_VALUE = 100_000
-"""Maximum size in bytes of records sent by value: Ray does not store smaller objects."""
-_IDLE = 8
-"""Number of unused versions kept for coming messages."""
-
-
-@dataclass
-class _Version:
-    """An entry of the store.
-
-    Attributes
-    ----------
-    reference : ObjectRef
-        Ray's reference, which keeps the object in the store.
-    data : list[bytes]
-        Local arrays; keeping them reserves their ids.
-    users : int
-        Number of open tasks that refer to it.
-    """
-
-    reference: Any
-    data: list[bytes]
-    users: int = 0
-
-
-class Versions:
-    """Model arrays in Ray's object store, one copy per version.
-
-    A version is identified by its array objects, which its messages share. A node fetches it once
-    for all of its actors.
-    """
-
-    def __init__(self) -> None:
-        self._versions: OrderedDict[Key, _Version] = OrderedDict()
-        self.puts = 0
-
-    def hold(self, record: ArrayRecord) -> tuple[Key | None, Any]:
-        """Return the value to send for a record, and the key that releases it, if any."""
-        data = [array.data for array in record.values()]
-        if sum(map(len, data)) < _BY_VALUE:
-            return None, data
-        key = tuple(map(id, data))
-        if key not in self._versions:
-            import ray
-
-            self._versions[key] = _Version(ray.put(data), data)
-            self.puts += 1
-        version = self._versions[key]
-        version.users += 1
-        self._versions.move_to_end(key)
-        return key, version.reference
-
-    def release(self, key: Key) -> None:
-        """Release a version at the end of a task."""
-        self._versions[key].users -= 1
-        idle = [key for key, version in self._versions.items() if not version.users]
-        for key in idle[: max(0, len(idle) - _IDLE)]:
-            del self._versions[key]
-
-    def clear(self) -> None:
-        """Release all versions."""
-        self._versions.clear()
-
-
-# -----------------------------------------------------------------------------
-# The actor on a Ray node: answers messages with a ClientApp.
-# -----------------------------------------------------------------------------
-
-
-class Started(NamedTuple):
-    """Outcome of an actor's start.
-
-    Attributes
-    ----------
-    node_id : str
-        Ray's id of its node.
-    failure : str
-        Reason of a failed start; empty on success.
-    instructions : str
-        CPU capability that torch uses, which can change the last digits of sums.
-    data : str
-        Fingerprint of the node's data; empty if not requested.
-    """
-
-    node_id: str
-    failure: str = ""
-    instructions: str = ""
-    data: str = ""
-
-
-class RayWorker:
-    """An actor, which keeps the ClientApp, its clients and their data between messages."""
-
-    def start(
-        self,
-        target: str,
-        seed: int | None,
-        log_level: int,
-        path: Sequence[str],
-        run: Mapping[str, Value] | None,
-        pickled: Mapping[str, bytes],
-    ) -> Started:
-        """Load the ClientApp.
-
-        Parameters
-        ----------
-        target, seed, log_level
-            See :func:`~raceme.simulation.executor.open_desk`.
-        path : Sequence[str]
-            The simulator's module search path, added to the actor's.
-        run : Mapping[str, Value], optional
-            Configuration of a run whose data the actor needs.
-        pickled : Mapping[str, bytes]
-            See :func:`~raceme.core.registry.define`.
-        """
-        import ray
-
-        define(pickled)
-        node_id = ray.get_runtime_context().get_node_id()
-        sys.path[:] = dict.fromkeys([*path, *sys.path])
-        try:
-            data = "" if run is None else _data_here(RunConfig.from_mapping(run))
-        except UserError as error:
-            return Started(node_id, f"lacks the data: {error}")
-        desk = open_desk(target, seed, log_level)
-        if isinstance(desk, str):
-            return Started(node_id, f"cannot load the ClientApp {target}: {desk}")
-        self._desk: Desk = desk
-        torch = sys.modules.get("torch")
-        instructions = "" if torch is None else torch.backends.cpu.get_cpu_capability()
-        return Started(node_id, "", instructions, data)
-
-    def respond(self, request: WorkerRequest, *data: list[bytes]) -> Response:
-        """Answer a request; the data of its arrays follow it, record by record."""
-        return self._desk.respond(request, [part for record in data for part in record])
-
-
-def _data_here(config: RunConfig) -> str:
-    """Return the fingerprint of the node's data, without downloading in each actor."""
-    found = fingerprint(config.with_values(download=False))
-    if config.download:
-        # Free the memory: clients load the data themselves.
-        datasets.forget()
-    return found
-
-
-def fingerprint(config: RunConfig) -> str:
-    """Return a fingerprint of the first client's data.
-
-    Raises
-    ------
-    UserError
-        The data cannot be loaded.
-    """
-    data = datasets.client_data(config, 0)
-    digest = hashlib.sha256()
-    for values in (data.x_train, data.y_train, data.x_test, data.y_test):
-        digest.update(f"{values.shape} {values.dtype}".encode() + values.tobytes())
-    return digest.hexdigest()
-
-
-# -----------------------------------------------------------------------------
-# Actors on a Ray cluster, one per CPU, which keep models and data.
+# An executor of tasks on a Ray cluster. Its processes keep ClientApp and data between tasks.
 # -----------------------------------------------------------------------------
 
 
 log = logging.getLogger("raceme.workers")
 
-_MOST_ACTORS = 1024
+_BY_VALUE = 100_000
+"""Maximum size in bytes of arrays sent by value: Ray does not store smaller objects."""
+_KEPT = 8
+"""Number of models kept in Ray's object store for coming messages."""
 _READY_SECONDS = 300.0
-"""Time limit for the first actor to be placed and to load app and data."""
+"""Time limit for the first task to be done, which imports the app and loads data."""
 
 
-@dataclass(eq=False, kw_only=True)
-class _Actor(Worker):
-    """An actor as the simulator sees it.
+@dataclass(eq=False)
+class _Task(PendingReply):
+    """A message whose reply is computed on the cluster once it has a reference."""
 
-    Attributes
-    ----------
-    actor : ActorHandle
-        Ray's handle, by which the actor is called.
-    node_id : str
-        Ray's id of its node; empty until the actor is ready.
-    versions : dict[str, list[Key]]
-        Object-store entries of its tasks, by message id.
-    """
-
-    actor: Any
-    node_id: str = ""
-    versions: dict[str, list[Key]] = field(default_factory=dict)
+    reference: Any = None
 
 
-Arrival = tuple[_Actor, Callable[[], "Started | Response"]]
-"""An actor and a function that returns its result, or raises if the actor was lost."""
+class RayTasks:
+    """An executor of tasks on a Ray cluster, one per CPU at a time, in order of due time.
 
-
-class RayActors(PrefetchingExecutor[_Actor]):
-    """An executor of actors on a Ray cluster.
-
-    Lost actors are replaced where CPUs are free.
+    A lost task is repeated.
 
     Parameters
     ----------
     target, seed
-        See :class:`~raceme.simulation.executor.PrefetchingExecutor`.
+        See :class:`~raceme.simulation.executor.Pool`.
     workers : str
         Ray cluster to use, ``"ray"`` or ``"ray://HEAD:PORT"``; see :class:`Cluster`.
     cores : int
         CPUs of a cluster that is started here.
     config : RunConfig, optional
-        Configuration of a run whose data all nodes need; they are checked to be the same.
+        Configuration of a run whose data all nodes need.
 
     Raises
     ------
     UserError
         There is no such cluster, or its nodes differ.
     """
-
-    never_ready = (
-        "Ray's actors ended before they loaded the ClientApp {target}: {how}. --workers 0 starts "
-        "none."
-    )
-    deadly = (
-        "{deaths} of Ray's actors died at the same task, the last on node {node}: {job}. The "
-        "usual reason is a lack of memory: start nodes with fewer CPUs (ray start --num-cpus). "
-        "Ray says: {how}."
-    )
 
     def __init__(
         self,
@@ -511,142 +404,129 @@ class RayActors(PrefetchingExecutor[_Actor]):
         seed: int | None = None,
         config: RunConfig | None = None,
     ) -> None:
-        self._run = None if config is None else config.to_mapping()
-        self._data = "" if config is None else fingerprint(config)
-        self._versions = Versions()
-        self._arrivals: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
-        self._instructions = ""
-        self._troubled: set[str] = set()
-        self._cluster = Cluster(workers, cores)
-        count = min(self._cluster.cpus, _MOST_ACTORS)
-        super().__init__(target, count, seed)
-        try:
-            self._workers.extend(self._start() for _ in range(count))
-        except BaseException:
-            self.close()
-            raise
-
-    def _start(self) -> _Actor:
-        """Start an actor; Ray places it when a CPU is free."""
+        self._cluster = Cluster(workers, cores, config)
         import ray
 
-        made = ray.remote(num_cpus=1, max_restarts=0, max_task_retries=0)(RayWorker)
-        worker = _Actor(actor=made.remote())
+        self._task = ray.remote(num_cpus=1, max_retries=0)(_respond)
+        # Equal arrays are one object, which a node fetches once for all of its processes.
+        self._stored = lru_cache(_KEPT)(ray.put)
         level = logging.getLogger("flwr").level
-        started = worker.actor.start.remote(
-            self._target, self._seed, level, sys.path, self._run, definitions()
-        )
-        self._expect(worker, started)
-        return worker
+        self._app = ray.put((target, seed, level, list(sys.path), definitions()))
+        self._jobs: dict[str, _Task] = {}
+        self._waiting: list[tuple[float, int, str]] = []
+        self._begun: set[str] = set()
+        self._order = 0
+        self._bound = most_ahead(self._cluster.cpus)
+        self._patience: float | None = _READY_SECONDS
 
-    def _end_workers(self) -> None:
-        """End the actors, and leave the cluster."""
-        for worker in self._workers:
-            _kill(worker)
-        self._versions.clear()
-        self._cluster.close()
+    def submit(self, message: Message, context: Context, due: float) -> None:
+        """Submit a message, and start its work unless enough is done in advance."""
+        self._order += 1
+        job = _Task(message, context, due, self._order)
+        self._jobs[job.message_id] = job
+        heapq.heappush(self._waiting, (due, job.order, job.message_id))
+        self._start_waiting()
 
-    def _send(self, worker: _Actor, job: PendingReply) -> bool:
-        """Send a task to an actor; it can always take it."""
-        content = job.message.content
-        held = [self._versions.hold(record) for record in content.array_records.values()]
-        request = self._request(worker, job, pack(content).records, None)
-        worker.versions[job.message_id] = [key for key, _ in held if key is not None]
-        self._begin(worker, job, request)
-        data = [data for _, data in held]
-        self._expect(worker, worker.actor.respond.remote(request, *data))
-        return True
-
-    def _expect(self, worker: _Actor, coming: Any) -> None:
-        """Queue an actor's result on completion, from another thread."""
-        coming.future().add_done_callback(lambda done: self._arrivals.put((worker, done.result)))
-
-    def _receive(self, wait: bool) -> None:
-        """Process results of the actors; with `wait`, at least one."""
-        # Waiting for work has no time limit.
-        at_work = any(worker.ready for worker in self._workers)
-        patience = None if at_work else _READY_SECONDS
-        while True:
-            try:
-                worker, value = self._arrivals.get(block=wait, timeout=patience if wait else None)
-            except queue.Empty:
-                if not wait:
-                    return
-                raise UserError(
-                    f"No actor of the Ray cluster was ready within {_READY_SECONDS:g} s: all its "
-                    "CPUs are taken, or its nodes are gone. `ray status` shows both."
-                ) from None
-            wait = False
-            # Ignore results of actors that were dropped.
-            if worker in self._workers:
-                self._take(worker, value)
-
-    def _take(self, worker: _Actor, value: Callable[[], Started | Response]) -> None:
-        """Process an actor's result or loss."""
-        from ray.exceptions import RayError, RayTaskError
-
-        try:
-            came = value()
-        except RayTaskError:
-            # Not explained by the end of an actor.
-            raise
-        except RayError as error:
-            self._lose(worker, first_line(error))
-            return
-        if isinstance(came, Started):
-            self._admit(worker, came)
-            return
-        self._release(worker, came.message_id)
-        assert came.data is not None, "actors share no memory with this process"
-        self._finish(worker, came, came.data)
-
-    def _admit(self, worker: _Actor, started: Started) -> None:
-        """Record that an actor is ready.
+    def result(self, message_id: str) -> Message:
+        """Return the reply to a submitted message; wait for it if necessary.
 
         Raises
         ------
         UserError
-            Its start failed.
+            The ClientApp cannot be loaded, no CPU is free, or the task is lost repeatedly.
         """
-        name = self._cluster.name(started.node_id)
-        if started.failure:
-            raise UserError(f"Node {name} of the Ray cluster {started.failure}")
-        if started.data != self._data:
+        job = self._jobs[message_id]
+        response = None
+        while response is None:
+            # Work on an outdated client state is repeated.
+            if job.reference is None or job.state is not job.context.state:
+                self._start(job)
+            response = self._response(job)
+        self.cancel(message_id)
+        self._start_waiting()
+        if response.state is not None:
+            job.context.state = unpack(response.state)
+        return job.reply(response, response.data or [])
+
+    def cancel(self, message_id: str) -> None:
+        """Drop a submitted message; the result of work in progress is discarded."""
+        self._jobs.pop(message_id, None)
+        self._begun.discard(message_id)
+
+    def close(self) -> None:
+        """Drop unfinished work, and leave the cluster."""
+        import ray
+
+        for job in self._jobs.values():
+            if job.reference is not None:
+                ray.cancel(job.reference, force=True)
+        self._jobs, self._waiting, self._begun = {}, [], set()
+        self._stored.cache_clear()
+        self._cluster.close()
+
+    def _start_waiting(self) -> None:
+        """Start waiting tasks, within the bound on results held in advance."""
+        while self._waiting and len(self._begun) < self._bound:
+            job = self._jobs.get(heapq.heappop(self._waiting)[2])
+            if job is not None and job.message_id not in self._begun:
+                self._start(job)
+
+    def _start(self, job: _Task) -> None:
+        """Start a task; Ray places it when a CPU is free."""
+        data = []
+        for record in job.message.content.array_records.values():
+            own = tuple(array.data for array in record.values())
+            data.append(own if sum(map(len, own)) < _BY_VALUE else self._stored(own))
+        request = job.request(pack(job.message.content).records)
+        self._begun.add(job.message_id)
+        job.reference = self._task.remote(self._app, request, *data)
+
+    def _response(self, job: _Task) -> Response | None:
+        """Wait for the response to a task; None if it was lost, and is to be started again."""
+        import ray
+
+        try:
+            response: Response | str = ray.get(job.reference, timeout=self._patience)
+        except ray.exceptions.RayTaskError:
+            # Not explained by the end of a process.
+            raise
+        except ray.exceptions.GetTimeoutError:
             raise UserError(
-                f"Node {name} of the Ray cluster has data that differ from this machine's: "
-                "folders and files must be the same on all nodes."
-            )
-        known = self._instructions or started.instructions
-        if started.instructions != known:
-            log.warning(
-                "Node %s computes with %s, others with %s: sums may differ in their last digits.",
-                name,
-                started.instructions,
-                known,
-            )
-        self._instructions, worker.node_id = known, started.node_id
-        self._welcome(worker)
-
-    def _release(self, worker: _Actor, message_id: str) -> None:
-        for key in worker.versions.pop(message_id):
-            self._versions.release(key)
-
-    def _lose(self, worker: _Actor, how: str) -> None:
-        """Handle the loss of an actor."""
-        # It may still run but be unreachable.
-        _kill(worker)
-        for message_id in list(worker.versions):
-            self._release(worker, message_id)
-        node = self._cluster.name(worker.node_id) if worker.ready else "not known yet"
-        if worker.ready and worker.node_id not in self._troubled:
-            self._troubled.add(worker.node_id)
-            log.warning("Ray lost work on node %s and repeats it elsewhere: %s.", node, how)
-        self._replace(worker, how=how, node=node)
+                f"No task of the Ray cluster was done within {_READY_SECONDS:g} s: all its CPUs "
+                "are taken, or its nodes are gone. `ray status` shows both."
+            ) from None
+        except ray.exceptions.RayError as error:
+            how = first_line(error)
+            job.deaths, job.reference = job.deaths + 1, None
+            if job.deaths >= MOST_DEATHS:
+                raise UserError(
+                    f"{job.deaths} of Ray's processes died at the same task: {job}. The usual "
+                    "reason is a lack of memory: start nodes with fewer CPUs (ray start "
+                    f"--num-cpus). Ray says: {how}."
+                ) from None
+            log.warning("Ray lost work and repeats it elsewhere: %s.", how)
+            return None
+        if isinstance(response, str):
+            raise UserError(f"Ray's processes cannot load the ClientApp: {response}")
+        self._patience = None
+        return response
 
 
-def _kill(worker: _Actor) -> None:
-    """End an actor, if reachable."""
-    import ray
+@cache
+def _desk(target: str, seed: int | None, log_level: int) -> Desk | str:
+    """Return the desk of the calling process, which keeps it."""
+    return open_desk(target, seed, log_level)
 
-    with suppress(ray.exceptions.RayError, ConnectionError):
-        ray.kill(worker.actor)
+
+def _respond(
+    app: tuple[str, int | None, int, Sequence[str], Mapping[str, bytes]],
+    request: WorkerRequest,
+    *data: Sequence[bytes],
+) -> Response | str:
+    """Answer a request on the calling node; the data of its arrays follow it, record by record."""
+    target, seed, log_level, path, pickled = app
+    _prepare(path, pickled)
+    desk = _desk(target, seed, log_level)
+    if isinstance(desk, str):
+        return desk
+    return desk.respond(request, [part for record in data for part in record])

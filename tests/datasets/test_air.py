@@ -126,7 +126,7 @@ def test_what_is_not_there_is_one_clear_line(tmp_path: Path, root: Path) -> None
     with pytest.raises(UserError, match=r"too few hours with readings"):
         datasets.load(config_of(root, clients=1))
     np.savez(root / "beijing_air_by_station" / "Alpha.npz", x=np.zeros((5, 3)))
-    with pytest.raises(UserError, match=r"Alpha.npz lacks x or wind_dir"):
+    with pytest.raises(UserError, match=r"Alpha.npz lacks wind_dir"):
         datasets.load(config_of(root, clients=1))
 
 

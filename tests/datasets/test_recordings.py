@@ -104,7 +104,7 @@ def test_missing_and_foreign_batches_are_one_clear_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"batch_01.npz holds x of shape \(4, 3\)"):
         datasets.load(config_of("gas-drift", tmp_path))
     np.savez(tmp_path / "batch_01.npz", x=np.zeros((4, 128)))
-    with pytest.raises(UserError, match=r"batch_01.npz lacks x or y"):
+    with pytest.raises(UserError, match=r"batch_01.npz lacks y"):
         datasets.load(config_of("gas-drift", tmp_path))
 
 
