@@ -55,11 +55,18 @@ class Commands:
         self.start(*arguments, output=output)
         return self.exit_code()
 
-    def typed(self, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Type a command in a folder, in a terminal as wide as this process'."""
-        columns = {name: os.environ[name] for name in ("COLUMNS",) if name in os.environ}
+    def typed(
+        self, folder: Path, *arguments: str, site: Path | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Type a command in a folder, in a terminal as wide as this process'.
+
+        With `site`, what lies in this folder is installed.
+        """
+        own = {name: os.environ[name] for name in ("COLUMNS",) if name in os.environ}
+        if site is not None:
+            own |= {"SITE": str(site), "PYTHONPATH": os.pathsep.join([str(ROOT), str(site)])}
         output, errors = folder / ".output", folder / ".errors"
-        self.start(*arguments, output=output, errors=errors, environment=columns)
+        self.start(*arguments, output=output, errors=errors, environment=own)
         code = self.exit_code()
         written = [path.read_text() for path in (output, errors)]
         for path in (output, errors):
@@ -101,6 +108,7 @@ def _serve() -> None:
             # As in a terminal, whatever the tests were started from.
             signal.signal(signal.SIGHUP, signal.SIG_DFL)
             os.environ |= environment
+            sys.path += filter(None, [environment.get("SITE")])
             log = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(log, 1)
             if errors != output:

@@ -481,7 +481,7 @@ class AppGrid(VirtualGrid):
                 self.check_training()
             return super().push_messages(messages)
 
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+    def _pull(self, message_ids: Collection[str]) -> Iterable[Message]:
         """Return the replies present; on a second call at the same time, wait for the next ones."""
         wanted = set(message_ids)
         with self._work():

@@ -462,3 +462,10 @@ def test_times_per_sample_follow_data_that_grow(tmp_path: Path) -> None:
     }
     assert found == pytest.approx(wanted)
     assert len({round(seconds, 6) for seconds in wanted.values()}) >= 3
+
+
+def test_replies_are_pulled_by_the_name_of_flower_1_43_too() -> None:
+    grid = grid_of(Device())
+    sent = list(grid.push_messages([query(1)]))
+    (reply,) = grid.pull_messages(reply_to_message_ids=sent)
+    assert reply.metadata.reply_to_message_id == sent[0]
