@@ -94,14 +94,8 @@ class Job:
             content = parse_json(read_text(self.folder / SUMMARY))
         except ReadingError:
             return None
-        return content if isinstance(content, dict) and self._is_complete(content) else None
-
-    def _is_complete(self, summary: dict[str, Any]) -> bool:
-        if "ending" in summary:
-            return summary["ending"] in {ending.value for ending in Ending if ending.is_complete}
-        # Summaries of earlier versions state the end of a run in words only.
-        updates, time = summary.get("updates", 0), summary.get("virtual_time", 0.0)
-        return bool(updates >= self.config.planned_updates or 0 < self.config.max_time <= time)
+        complete = {ending.value for ending in Ending if ending.is_complete}
+        return content if isinstance(content, dict) and content.get("ending") in complete else None
 
 
 def make_jobs(
