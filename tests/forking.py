@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,6 +30,7 @@ class Commands:
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
+        self._child: int | None = None
 
     def start(
         self,
@@ -40,15 +41,26 @@ class Commands:
     ) -> int:
         """Start a command in the folder of the files that take what it writes; return its id."""
         assert self._process.stdin
+        self.end()
         output.touch()
         files = [str(output), str(errors or output)]
         self._process.stdin.write(json.dumps([*files, dict(environment or {}), *arguments]) + "\n")
         self._process.stdin.flush()
-        return int(self._answer())
+        self._child = int(self._answer())
+        return self._child
 
     def exit_code(self) -> int:
         """Wait for the end of the command; a signal is a negative number."""
-        return int(self._answer())
+        code = int(self._answer())
+        self._child = None
+        return code
+
+    def end(self) -> None:
+        """Kill a command whose test has not waited for its end, such as one that timed out."""
+        if self._child is not None:
+            with suppress(ProcessLookupError):
+                os.kill(self._child, signal.SIGKILL)
+            self.exit_code()
 
     def run(self, *arguments: str, output: Path) -> int:
         """Start a command and wait for its end."""
@@ -89,9 +101,12 @@ def commands() -> Iterator[Commands]:
         text=True,
         env=environment,
     )
+    opened = Commands(process)
     try:
-        yield Commands(process)
+        yield opened
     finally:
+        # Otherwise it would be waited for forever.
+        opened.end()
         process.communicate()
 
 

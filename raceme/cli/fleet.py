@@ -321,25 +321,22 @@ def serve(
 # -----------------------------------------------------------------------------
 
 
-def up(
-    keys: Mapping[str, Value],
-    clients: Annotated[int, typer.Option(metavar="INTEGER", help="devices to start", min=1)] = 4,
-    shape: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PROFILE",
-            help="give each device the CPU share and bandwidth of a device profile (not "
-            "trace:FOLDER); needs root",
-        ),
-    ] = None,
-    delay: Annotated[
-        float, typer.Option(metavar="MILLISECONDS", help="with --shape: delay per direction", min=0)
-    ] = 0.0,
-    loss: Annotated[
-        float,
-        typer.Option(metavar="PERCENT", help="with --shape: share of lost packets", min=0, max=99),
-    ] = 0.0,
-) -> None:
+@dataclass(frozen=True)
+class TestbedArguments:
+    """Options of `raceme up`."""
+
+    clients: int = option(4, "devices to start", unit="INTEGER", low=1)
+    shape: str | None = option(
+        None,
+        "give each device the CPU share and bandwidth of a device profile (not trace:FOLDER); "
+        "needs root",
+        unit="PROFILE",
+    )
+    delay: float = option(0.0, "with --shape: delay per direction", unit="MILLISECONDS", low=0)
+    loss: float = option(0.0, "with --shape: share of lost packets", unit="PERCENT", low=0, high=99)
+
+
+def up(keys: Mapping[str, Value], options: TestbedArguments) -> None:
     """Run a server and devices as processes on this machine, with one log.
 
     Press Ctrl-C to stop all of them.
@@ -347,6 +344,7 @@ def up(
     from raceme.core.signals import interrupted_by_signals
     from raceme.fleet.testbed import FOLDER, prepare, run_testbed, shapes_from
 
+    clients, shape, delay, loss = vars(options).values()
     settings = prepare({**keys, "clients": clients})
     if shape is None and (delay or loss):
         raise UserError("--delay and --loss belong to --shape PROFILE, e.g. --shape uniform.")
