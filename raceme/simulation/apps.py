@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-import re
 import shlex
 import signal
 import sys
@@ -65,7 +64,6 @@ _CONFIGURES = ("configure_train", "configure_evaluate")
 _AGGREGATES = ("aggregate_train", "aggregate_evaluate")
 _METRIC_KEYS = ("accuracy-key", "loss-key")
 """Arguments of a method that an app's own strategy does not have."""
-_DISTRIBUTION = re.compile(r"[A-Za-z0-9._-]+")
 
 
 @dataclass(frozen=True)
@@ -82,8 +80,6 @@ class FlowerApp:
         The ServerApp and the ClientApp, as ``module:attribute``.
     run_config : Mapping[str, Value]
         Flower's run config, overrides included.
-    dependencies : tuple[str, ...]
-        Distributions that its ``pyproject.toml`` requires.
     """
 
     folder: Path
@@ -91,7 +87,6 @@ class FlowerApp:
     server: str
     client: str
     run_config: Mapping[str, Value]
-    dependencies: tuple[str, ...] = ()
 
     def load_server(self) -> ServerApp:
         """Import the ServerApp.
@@ -148,19 +143,9 @@ class FlowerApp:
             return UserError(
                 f"The app in {self.folder} imports '{module}', which it does not contain."
             )
-        top = _plain(first)
-        # sklearn is in scikit-learn.
-        names = (top, f"scikit_{top[2:]}")
-        stated = ((_DISTRIBUTION.match(text), text) for text in self.dependencies)
-        wanted = next((text for name, text in stated if name and _plain(name[0]) in names), None)
-        install = (
-            f"python3 -m pip install '{wanted}'"
-            if wanted
-            else f"python3 -m pip install -e {self.folder} (all that its pyproject.toml asks for)"
-        )
         return UserError(
             f"The app in {self.folder} needs the module '{module}', which is not installed: "
-            f"{install}"
+            f"python3 -m pip install -e {self.folder} (all that its pyproject.toml asks for)"
         )
 
 
@@ -197,14 +182,12 @@ def read_app(folder: Path, overrides: Sequence[str] = ()) -> FlowerApp:
             f"{folder}/pyproject.toml names no serverapp and clientapp in "
             "[tool.flwr.app.components]: add them."
         )
-    listed = project["project"].get("dependencies")
     return FlowerApp(
         folder=folder,
         name=str(project["project"]["name"]),
         server=components["serverapp"],
         client=components["clientapp"],
         run_config={**known, **_overrides(overrides, known)},
-        dependencies=tuple(map(str, listed)) if isinstance(listed, list) else (),
     )
 
 
@@ -228,10 +211,6 @@ def _overrides(texts: Sequence[str], known: Mapping[str, Value]) -> dict[str, Va
     for name in given:
         check_known("key in --run-config", name, known)
     return given
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"[-_.]+", "_", name).lower()
 
 
 def _place(error: BaseException, folder: Path) -> str:

@@ -6,17 +6,21 @@ import hashlib
 import heapq
 import logging
 import os
+import platform
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from importlib import metadata
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import grpc
 from flwr.app import Context, Message
 
+import raceme
 from raceme import datasets
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError, one_line
@@ -184,7 +188,6 @@ def check_nodes(nodes: Mapping[str, str]) -> None:
     UserError
         Some differ; the message names each.
     """
-    installed = _installed()
     here, wrong = installed(), []
     for name, there in _ask(nodes, installed, _NODE_SECONDS).items():
         if isinstance(there, str):
@@ -302,42 +305,23 @@ def fingerprint(config: RunConfig) -> str:
 
 def first_line(error: BaseException) -> str:
     """Return an error's first line; Ray's have many."""
+    # What a task has raised, without Ray's own words.
+    error = getattr(error, "cause", None) or error
     text = str(error).strip().partition("\n")[0].rstrip(".:")
     return text or type(error).__name__
 
 
-def _installed() -> Any:
-    """Return a function that reports the installation of the machine that calls it.
-
-    A nested function is sent as code, which matters where Raceme is missing or differs.
-    """
-
-    def installed() -> dict[str, str]:
-        import hashlib
-        import platform
-        from importlib import metadata
-        from importlib.util import find_spec
-        from pathlib import Path
-
-        def version(name: str) -> str:
-            try:
-                return metadata.version(name)
-            except metadata.PackageNotFoundError:
-                return "missing"
-
-        found = {"Python": ".".join(platform.python_version_tuple()[:2])}
-        spec = find_spec("raceme")
-        if spec is None or not spec.submodule_search_locations:
-            found["Raceme"] = "missing"
-        else:
-            # Two checkouts of the same version may differ.
-            digest, folder = hashlib.sha256(), Path(spec.submodule_search_locations[0])
-            for path in sorted(folder.rglob("*.py")):
-                digest.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes())
-            found["Raceme"] = f"{version('raceme')} (sources {digest.hexdigest()[:8]})"
-        return found | {name: version(name) for name in ("torch", "numpy", "flwr")}
-
-    return installed
+def installed() -> dict[str, str]:
+    """Return the versions on the machine that calls it, with a digest of Raceme's sources."""
+    # Two checkouts of the same version may differ.
+    digest, folder = hashlib.sha256(), Path(__file__).parent.parent
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes())
+    return {
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+        "Raceme": f"{raceme.__version__} (sources {digest.hexdigest()[:8]})",
+        **{name: metadata.version(name) for name in ("torch", "numpy", "flwr")},
+    }
 
 
 def _alive() -> dict[str, str]:
