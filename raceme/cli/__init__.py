@@ -196,10 +196,10 @@ class _Lasting(io.FileIO):
                 rest = rest[written:]
             except OSError as error:
                 self._lost = True
-                self._tell(error)
+                self._report(error)
         return whole
 
-    def _tell(self, error: OSError) -> None:
+    def _report(self, error: OSError) -> None:
         if self._number != 2 and error.errno not in _CLOSED:
             with suppress(OSError):
                 os.write(2, f"raceme: no more output is shown: {error.strerror}.\n".encode())

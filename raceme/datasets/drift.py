@@ -411,7 +411,7 @@ class LabelShift(SomeClients):
 
 
 @dataclass(frozen=True)
-class NoiseOptions(ShareOptions):
+class NoiseDriftOptions(ShareOptions):
     """Options of the drift ``noise``: clients, and growth of the noise."""
 
     noise_growth: float = option(
@@ -422,7 +422,7 @@ class NoiseOptions(ShareOptions):
 class Noise(SomeClients):
     """Gaussian noise that grows by noise-growth per step, as in a wearing sensor."""
 
-    options_type = NoiseOptions
+    options_type = NoiseDriftOptions
     planned_steps = _QUARTERS
 
     def check(self) -> None:

@@ -354,9 +354,9 @@ class _Reports(EventHandler):
         Reason to end the run; empty while reports are received.
     """
 
-    def __init__(self, tell: Callable[[JobProgress], None]) -> None:
+    def __init__(self, send: Callable[[JobProgress], None]) -> None:
         self.failure = ""
-        self._tell, self._last, self._score = tell, time.monotonic(), ""
+        self._send, self._last, self._score = send, time.monotonic(), ""
 
     def on_evaluated(self, event: Evaluated) -> None:
         self._score = f"{event.measure.word} {event.measure.shown(event.accuracy)}"
@@ -365,19 +365,19 @@ class _Reports(EventHandler):
         if time.monotonic() - self._last > _REPORT_SECONDS:
             self._last = time.monotonic()
             try:
-                self._tell(JobProgress(event.seq, event.time, self._score))
+                self._send(JobProgress(event.seq, event.time, self._score))
             except OSError:
                 self.failure = "its comparison has ended"
 
 
-def run_one(keys: Mapping[str, Value], tell: Callable[[JobProgress], None]) -> Finished:
+def run_one(keys: Mapping[str, Value], send: Callable[[JobProgress], None]) -> Finished:
     """Run a configuration; resume the unfinished run of an existing folder.
 
     Parameters
     ----------
     keys : Mapping[str, Value]
         The keys of the run's configuration.
-    tell : Callable
+    send : Callable
         Receives the progress. An OSError from it ends the run with a checkpoint.
     """
     from raceme.reporting.artefacts import missing_line
@@ -391,10 +391,10 @@ def run_one(keys: Mapping[str, Value], tell: Callable[[JobProgress], None]) -> F
         config = config.with_values(checkpoint_seconds=_CHECKPOINT_SECONDS)
     if folder.exists():
         config = config.with_values(resume=config.out)
-    reports = _Reports(tell)
+    reports = _Reports(send)
     try:
-        with failure_recorded(folder), StopRequest(signal.SIGTERM) as told:
-            outcome = simulate(config, reports, stop=lambda: told() or reports.failure)
+        with failure_recorded(folder), StopRequest(signal.SIGTERM) as stop:
+            outcome = simulate(config, reports, stop=lambda: stop() or reports.failure)
     except UserError as error:
         # The message suffices. Write nothing, as the folder may belong to another process.
         return Finished(one_line(error))
@@ -633,7 +633,7 @@ def _run_there(
     logging.getLogger("flwr").setLevel(logging.ERROR)
     logging.getLogger("raceme").propagate = False
 
-    def tell(progress: JobProgress) -> None:
+    def send(progress: JobProgress) -> None:
         if ray.get(board.take.remote(number, progress)):
             raise OSError("the comparison ends")
 
@@ -641,7 +641,7 @@ def _run_there(
         folder = Path(place) / "run"
         if files:
             _unpack(files, folder)
-        finished = run_one({**keys, "out": str(folder)}, tell)
+        finished = run_one({**keys, "out": str(folder)}, send)
         return _Result(finished, ray.get_runtime_context().get_node_id(), _packed(folder))
 
 

@@ -436,7 +436,7 @@ class AppGrid(VirtualGrid):
         # Time of the last futile poll, and the numbers of consecutive futile polls and node
         # queries.
         self._looked_at = -math.inf
-        self._vain, self._same_moment = 0, 0
+        self._futile, self._same_moment = 0, 0
 
     @property
     def is_working(self) -> bool:
@@ -454,7 +454,7 @@ class AppGrid(VirtualGrid):
         messages = list(messages)
         with self._work():
             if messages:
-                self._get_on()
+                self._note_progress()
             asked = {category(message) for message in messages}
             if self.check_training is not None and MessageType.TRAIN in asked:
                 self.check_training()
@@ -471,9 +471,9 @@ class AppGrid(VirtualGrid):
                 self._move_to_reply(wanted)
             replies = [self._arrived.pop(key)[1] for key in self._ready(wanted)]
             if replies or coming:
-                self._get_on()
+                self._note_progress()
             else:
-                self._ask_in_vain("for replies")
+                self._count_futile_query("for replies")
             self._looked_at = self.now()
             return replies
 
@@ -483,7 +483,7 @@ class AppGrid(VirtualGrid):
         """Send messages and move the clock until all are answered, or by `timeout` seconds."""
         messages = list(messages)
         with self._work():
-            self._get_on()
+            self._note_progress()
             left = self.max_time - self.now()
             is_last = left < math.inf and (timeout is None or left <= timeout)
             timeout = left if is_last else timeout
@@ -495,7 +495,7 @@ class AppGrid(VirtualGrid):
     def wait(self, message_ids: Collection[str], until: float | None = None) -> list[Message]:
         """Move the clock to the next reply; see :class:`~raceme.simulation.VirtualGrid`."""
         with self._work():
-            self._get_on()
+            self._note_progress()
             end = self.max_time if until is None else min(until, self.max_time)
             replies = super().wait(message_ids, end)
             if not replies and self.now() >= self.max_time:
@@ -506,7 +506,7 @@ class AppGrid(VirtualGrid):
         """Return the ids of the nodes that are online now."""
         with self._work():
             if not self._pending:
-                self._ask_in_vain("which clients are online")
+                self._count_futile_query("which clients are online")
                 self._same_moment += 1
                 if self._same_moment > _SAME_MOMENT:
                     super().wait(())
@@ -521,10 +521,10 @@ class AppGrid(VirtualGrid):
             if self.now() >= self.max_time:
                 raise self._out_of_time()
 
-    def _get_on(self) -> None:
+    def _note_progress(self) -> None:
         """Record progress of the ServerApp."""
         self._looked_at = -math.inf
-        self._vain = self._same_moment = 0
+        self._futile = self._same_moment = 0
 
     @contextmanager
     def _work(self) -> Iterator[None]:
@@ -554,7 +554,7 @@ class AppGrid(VirtualGrid):
             self._keep(reply.metadata.reply_to_message_id, reply)
         self.pass_time(0.0)
 
-    def _ask_in_vain(self, what: str) -> None:
+    def _count_futile_query(self, what: str) -> None:
         """Count consecutive futile queries of the ServerApp.
 
         Raises
@@ -562,12 +562,12 @@ class AppGrid(VirtualGrid):
         Halted
             Too many.
         """
-        self._vain += 1
+        self._futile += 1
         most = _MOST_ASKS if self.is_still else _MOST_ASKS_OF_CHANGING
-        if self._vain > most:
+        if self._futile > most:
             raise Halted(
-                f"the ServerApp would never return: it has asked {self._vain - 1:,} times in a row "
-                f"{what}, and no client has anything to do"
+                f"the ServerApp would never return: it has asked {self._futile - 1:,} times in a "
+                f"row {what}, and no client has anything to do"
             )
 
 

@@ -673,7 +673,7 @@ _SERVER_SECONDS = 1.0
 _MOMENT = 1e-3
 
 
-class TaskRecord(NamedTuple):
+class ReplayedTask(NamedTuple):
     """A recorded task.
 
     Attributes
@@ -694,11 +694,11 @@ class TracedDevice(Device):
 
     Attributes
     ----------
-    tasks : tuple[TaskRecord, ...]
+    tasks : tuple[ReplayedTask, ...]
         Its tasks in order, repeated after the last.
     """
 
-    tasks: tuple[TaskRecord, ...] = ()
+    tasks: tuple[ReplayedTask, ...] = ()
 
     def duration(self, load: Workload, rng: np.random.Generator, task: int = 0) -> float:
         """Return the recorded time of a task; its size is ignored."""
@@ -784,7 +784,7 @@ def _in_rounds(record: RunRecord) -> bool:
     return not bool((sends[np.searchsorted(sends, reply)] < came).any())
 
 
-def _recorded_tasks(record: RunRecord, name: str, in_rounds: bool) -> tuple[TaskRecord, ...]:
+def _recorded_tasks(record: RunRecord, name: str, in_rounds: bool) -> tuple[ReplayedTask, ...]:
     """Return a client's tasks in the order of sending."""
     updates, rejections = record.updates, record.rejections
     failures = [
@@ -806,14 +806,14 @@ def _recorded_tasks(record: RunRecord, name: str, in_rounds: bool) -> tuple[Task
         # also waits for others, which is not its own time.
         gap = 0.0 if in_rounds else sent - before
         seconds = returned - sent + (gap if 0 < gap < _SERVER_SECONDS else 0.0)
-        replayed.append(TaskRecord(seconds, failure or None))
+        replayed.append(ReplayedTask(seconds, failure or None))
         # After an unusable reply the method pauses the client, which a replay does by itself.
         before = -math.inf if failure else returned
     # The task open at the end of the run took longer than the recording: a replay must not finish
     # it earlier.
     open_for = record.end - max(returned for _, returned, _ in tasks)
     if replayed[0].seconds <= open_for:
-        replayed.append(TaskRecord(open_for + _MOMENT))
+        replayed.append(ReplayedTask(open_for + _MOMENT))
     return tuple(replayed)
 
 

@@ -25,8 +25,8 @@ from raceme.simulation.devices import (
     DROPPED,
     TOO_SLOW,
     DeviceModel,
+    ReplayedTask,
     TaskOutcome,
-    TaskRecord,
     TracedDevice,
     Uplink,
     Workload,
@@ -522,7 +522,7 @@ def test_what_the_server_took_is_of_the_rhythm_and_waiting_for_others_is_not(
 
 
 def test_the_mean_duration_is_that_of_the_recorded_tasks() -> None:
-    device = TracedDevice(tasks=(TaskRecord(1.0), TaskRecord(3.0, "lost")))
+    device = TracedDevice(tasks=(ReplayedTask(1.0), ReplayedTask(3.0, "lost")))
     assert device.mean_duration(Workload(examples=10)) == 2.0
 
 
