@@ -184,8 +184,7 @@ def _check_same(job: Job) -> None:
     """Raise UserError if the finished run in a job's folder has another configuration."""
     wanted = job.config.with_values(out="").to_mapping()
     try:
-        # A run of a release without the key had no such models.
-        found = {"own-model": False, **read_toml(job.folder / CONFIG)}
+        found = read_toml(job.folder / CONFIG)
         # Only the code of this run may be imported; that of another differs as text.
         if imported_by(found).items() <= imported_by(wanted).items():
             found = RunConfig.from_mapping(found).to_mapping()

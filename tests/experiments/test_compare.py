@@ -19,7 +19,7 @@ from raceme.core.config import read_toml
 from raceme.core.errors import UserError
 from raceme.core.events import Ending, Event, RunEnded, UpdateApplied
 from raceme.experiments.compare import compare, prepare
-from raceme.experiments.jobs import make_jobs, survey
+from raceme.experiments.jobs import make_jobs
 from raceme.experiments.results import Comparison
 from raceme.experiments.suites import Suite, load_suite, of_names
 from raceme.experiments.tables import main_table
@@ -104,22 +104,6 @@ def test_only_what_is_unfinished_is_done_again(finished: Path, tmp_path: Path) -
     assert "casa, seed 0: already finished, kept" in said
     assert "[6/6] fedasync, seed 1: accuracy" in said
     assert dump(out / "fedasync" / "seed-1") == dump(finished / "fedasync" / "seed-1")
-
-
-def test_a_run_of_before_own_models_had_none(finished: Path, tmp_path: Path) -> None:
-    out = tmp_path / "copy"
-    shutil.copytree(finished, out)
-    suite = small_suite("casa", "panicle")
-    casa, panicle = make_jobs(suite, suite.methods, (0,), out)
-    assert (casa.config.own_model, panicle.config.own_model) == (False, True)
-    written = casa.folder / "config.toml"
-    text = written.read_text()
-    for stated in ("own-model = false\n", ""):
-        written.write_text(text.replace("own-model = false\n", stated))
-        assert survey([casa]) == ([casa], [])
-    written.write_text(text.replace("own-model = false", "own-model = true"))
-    with pytest.raises(UserError, match="own-model = True, wanted is False"):
-        survey([casa])
 
 
 @pytest.mark.parametrize("method", ["casa", "fedavg"])
