@@ -15,7 +15,7 @@ from functools import cache, lru_cache
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import grpc
 from flwr.app import Context, Message
@@ -45,10 +45,10 @@ ADDRESS = "ray://"
 """Prefix of addresses of Ray's client."""
 
 _CONNECT_SECONDS = 20.0
-_NODE_SECONDS = 60.0
-"""Time limit for a node to report its installation, for which it starts a process."""
-_DATA_SECONDS = 300.0
-"""Time limit for a node to load the data."""
+_NODE_SECONDS = 300.0
+"""Time limit for a node to report what it has, for which it starts a process and loads data."""
+_PROCESSOR = "processor"
+"""Capability of a processor that torch uses, which can change the last digits of sums."""
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # Keeps a raylet's messages about ended workers out of the run's output.
@@ -100,9 +100,7 @@ class Cluster:
             self._connected = True
         try:
             self.nodes = _alive()
-            check_nodes(self.nodes)
-            if config is not None:
-                check_data(self.nodes, config)
+            check_nodes(self.nodes, config)
             self.cpus = int(ray.cluster_resources().get("CPU", 0))
             if not self.cpus:
                 raise UserError(f"--workers {workers}: the Ray cluster has no CPU for work.")
@@ -175,66 +173,45 @@ def _check_listens(address: str) -> None:
             ) from None
 
 
-def check_nodes(nodes: Mapping[str, str]) -> None:
-    """Check that all nodes have this machine's installation.
+def check_nodes(nodes: Mapping[str, str], config: RunConfig | None = None) -> None:
+    """Check that all nodes have this machine's installation, and data; warn of other processors.
 
     Parameters
     ----------
     nodes : Mapping[str, str]
         Name of each node, by Ray's node id.
+    config : RunConfig, optional
+        Configuration of a run whose data all nodes need.
 
     Raises
     ------
     UserError
         Some differ; the message names each.
     """
-    here, wrong = installed(), []
-    for name, there in _ask(nodes, installed, _NODE_SECONDS).items():
+    here = _report(config and config.to_mapping())
+    # Nothing is downloaded there.
+    keys = config and config.with_values(download=False).to_mapping()
+    wrong, processors = [], {here.pop(_PROCESSOR, ""): "this machine"}
+    for name, there in _ask(nodes, _report, keys, list(sys.path), definitions()).items():
         if isinstance(there, str):
             wrong.append(f"{name} {there}")
             continue
-        other = ", ".join(
-            f"{what} {there[what]}" for what, version in here.items() if there[what] != version
-        )
+        processors.setdefault(there.pop(_PROCESSOR, ""), name)
+        other = ", ".join(f"{what} {there[what]}" for what in here if there[what] != here[what])
         if other:
             wrong.append(f"{name} has {other}")
     if wrong:
         own = ", ".join(f"{what} {version}" for what, version in here.items())
         raise UserError(
-            "All nodes of the Ray cluster must have the versions of this machine: "
+            "All nodes of the Ray cluster must have the versions and data of this machine: "
             f"{'; '.join(wrong)}; this machine has {own}."
         )
-
-
-def check_data(nodes: Mapping[str, str], config: RunConfig) -> None:
-    """Check that all nodes have this machine's data of a run; warn if their processors differ.
-
-    Raises
-    ------
-    UserError
-        A node lacks the data, or has others.
-    """
-    here = fingerprint(config)
-    keys, pickled, path = config.to_mapping(), definitions(), list(sys.path)
-    answers = _ask(nodes, _data_there, _DATA_SECONDS, keys, path, pickled)
-    kinds: dict[str, str] = {}
-    for name, there in answers.items():
-        if isinstance(there, str):
-            raise UserError(f"Node {name} of the Ray cluster {there}")
-        if there.data != here:
-            raise UserError(
-                f"Node {name} of the Ray cluster has data that differ from this machine's: "
-                "folders and files must be the same on all nodes."
-            )
-        kinds.setdefault(there.instructions, name)
-    if len(kinds) > 1:
-        shown = ", ".join(f"{name} with {kind}" for kind, name in kinds.items())
+    if len(processors) > 1:
+        shown = ", ".join(f"{name} with {kind}" for kind, name in processors.items())
         log.warning("Nodes compute differently (%s): sums may differ in their last digits.", shown)
 
 
-def _ask(
-    nodes: Mapping[str, str], function: Callable[..., Any], seconds: float, *arguments: Any
-) -> dict[str, Any]:
+def _ask(nodes: Mapping[str, str], function: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
     """Return what a function returns on each node, by name; a text where it cannot be called."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -246,40 +223,18 @@ def _ask(
         ).remote(*arguments)
         for node_id in nodes
     }
-    ray.wait(list(coming.values()), num_returns=len(coming), timeout=seconds)
+    ray.wait(list(coming.values()), num_returns=len(coming), timeout=_NODE_SECONDS)
     answers, alive = {}, _alive()
     for node_id, answer in coming.items():
         try:
             answers[nodes[node_id]] = ray.get(answer, timeout=0)
         except ray.exceptions.GetTimeoutError:
-            answers[nodes[node_id]] = f"did not answer within {seconds:g} s"
+            answers[nodes[node_id]] = f"did not answer within {_NODE_SECONDS:g} s"
         except ray.exceptions.RayError as error:
             # A listed node may just have died; it gets no work.
             if node_id in alive:
                 answers[nodes[node_id]] = f"cannot be queried ({first_line(error)})"
     return answers
-
-
-class _NodeData(NamedTuple):
-    """The data of a node, and the CPU capability of its torch, which can change last digits."""
-
-    data: str
-    instructions: str
-
-
-def _data_there(
-    keys: Mapping[str, Value], path: Sequence[str], pickled: Mapping[str, bytes]
-) -> _NodeData | str:
-    """Return the calling node's data, or why it lacks them; nothing is downloaded."""
-    _prepare(path, pickled)
-    config = RunConfig.from_mapping(keys)
-    try:
-        data = fingerprint(config.with_values(download=False))
-    except UserError as error:
-        return f"lacks the data: {error}"
-    import torch
-
-    return _NodeData(data, torch.backends.cpu.get_cpu_capability())
 
 
 def _prepare(path: Sequence[str], pickled: Mapping[str, bytes]) -> None:
@@ -311,17 +266,33 @@ def first_line(error: BaseException) -> str:
     return text or type(error).__name__
 
 
-def installed() -> dict[str, str]:
-    """Return the versions on the machine that calls it, with a digest of Raceme's sources."""
-    # Two checkouts of the same version may differ.
+def _report(
+    keys: Mapping[str, Value] | None,
+    path: Sequence[str] = (),
+    pickled: Mapping[str, bytes] | None = None,
+) -> dict[str, str]:
+    """Return what matters of the machine that calls it: versions, and what it has of a run's data.
+
+    The sources of Raceme have a digest, as two checkouts of the same version may differ.
+    """
+    _prepare(path, pickled or {})
     digest, folder = hashlib.sha256(), Path(__file__).parent.parent
-    for path in sorted(folder.rglob("*.py")):
-        digest.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes())
-    return {
+    for file in sorted(folder.rglob("*.py")):
+        digest.update(str(file.relative_to(folder)).encode() + b"\0" + file.read_bytes())
+    found = {
         "Python": ".".join(platform.python_version_tuple()[:2]),
         "Raceme": f"{raceme.__version__} (sources {digest.hexdigest()[:8]})",
         **{name: metadata.version(name) for name in ("torch", "numpy", "flwr")},
     }
+    if keys is not None:
+        import torch
+
+        try:
+            found["data"] = fingerprint(RunConfig.from_mapping(keys))[:8]
+        except UserError as error:
+            found["data"] = f"missing ({str(error).rstrip('.')})"
+        found[_PROCESSOR] = torch.backends.cpu.get_cpu_capability()
+    return found
 
 
 def _alive() -> dict[str, str]:

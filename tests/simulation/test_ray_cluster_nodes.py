@@ -147,7 +147,9 @@ def test_a_node_with_other_versions_is_named(added: Callable[..., Any], tmp_path
     node = added(env_vars={"PYTHONPATH": path})
     with pytest.raises(UserError) as caught:
         executor_for(APP, "ray")
-    said = f"this machine: {node.node_ip_address} ({node.node_id[:8]}) has torch 1.2.3; this"
+    said = (
+        f"data of this machine: {node.node_ip_address} ({node.node_id[:8]}) has torch 1.2.3; this"
+    )
     assert said in str(caught.value)
 
 
@@ -175,7 +177,7 @@ def test_a_node_without_the_data_is_named_with_the_place(
 ) -> None:
     config = loaded(files)
     (tmp_path / "device-0.npz").unlink()
-    with pytest.raises(UserError, match=r"Node .* lacks the data: .*device-0\.npz"):
+    with pytest.raises(UserError, match=r"has data missing \(.*device-0\.npz"):
         executor_for(APP, "ray", config=config)
 
 
@@ -184,7 +186,7 @@ def test_a_node_with_other_data_is_named(
 ) -> None:
     config = loaded(files)
     (tmp_path / "device-1.npz").replace(tmp_path / "device-0.npz")
-    with pytest.raises(UserError, match=r"Node .* has data that differ from this machine's"):
+    with pytest.raises(UserError, match=r"has data \w{8}; this machine has .* data \w{8}\."):
         executor_for(APP, "ray", config=config)
 
 
