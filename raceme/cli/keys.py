@@ -234,13 +234,20 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
         given |= {name: tuple(given[name] or ()) for name in several}
         command(*keys, options=declared(**given), **values)
 
-    own = list(parameters.values())
-    at = list(parameters).index("options")
-    before = [p if p.name == "keys" else p.replace(kind=made[0].kind) for p in own[:at]]
-    after = [p.replace(kind=made[0].kind) for p in own[at + 1 :]]
+    own, at = list(parameters.values()), list(parameters).index("options")
+    return _as_command(wrapped, command, [*own[:at], *made, *own[at + 1 :]])
+
+
+def _as_command(
+    wrapped: Callable[..., None],
+    command: Callable[..., None],
+    parameters: Sequence[inspect.Parameter],
+) -> Callable[..., None]:
+    """Give a function the name and help of a command, and parameters that typer reads."""
+    keyword = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]
     wrapped.__name__, wrapped.__doc__ = command.__name__, command.__doc__
-    wrapped.__signature__ = inspect.Signature([*before, *made, *after])  # type: ignore[attr-defined]
-    wrapped.__annotations__ = {p.name: p.annotation for p in (*before, *made, *after)}
+    wrapped.__signature__ = inspect.Signature(keyword)  # type: ignore[attr-defined]
+    wrapped.__annotations__ = {p.name: p.annotation for p in keyword}
     return wrapped
 
 
@@ -289,12 +296,7 @@ def with_keys(
     if groups:
         # A command's own options precede its keys, or follow them if grouped.
         own = [p.replace(annotation=_grouped(p.annotation)) for p in own]
-    parameters = [*options, *own] if groups else [*own, *options]
-    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]
-    wrapped.__name__, wrapped.__doc__ = command.__name__, command.__doc__
-    wrapped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    wrapped.__annotations__ = {p.name: p.annotation for p in parameters}
-    return wrapped
+    return _as_command(wrapped, command, [*options, *own] if groups else [*own, *options])
 
 
 def _key_options(
