@@ -12,7 +12,7 @@ name = "{name}"
 version = "1.0.0"
 description = "an app"
 license = "Apache-2.0"
-dependencies = ["flwr>=1.39", "Some_Package[extra]>=2"]
+dependencies = ["flwr>=1.39"]
 
 [tool.flwr.app]
 publisher = "raceme"

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SCENARIOS = {
     "virtual time, `raceme simulate`": [
         "tests/simulation/test_virtual_grid.py",
-        "tests/simulation/test_simulate.py",
+        "tests/simulation/test_apps.py",
     ],
     "in the place of an app's strategy, on Ray": ["tests/test_drop_in.py", "-k", "on_ray"],
     "`flwr run .` on a SuperLink with SuperNodes": ["tests/test_flower.py", "-k", "over_grpc"],

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,6 +30,7 @@ class Commands:
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
+        self._child: int | None = None
 
     def start(
         self,
@@ -40,26 +41,44 @@ class Commands:
     ) -> int:
         """Start a command in the folder of the files that take what it writes; return its id."""
         assert self._process.stdin
+        self.end()
         output.touch()
         files = [str(output), str(errors or output)]
         self._process.stdin.write(json.dumps([*files, dict(environment or {}), *arguments]) + "\n")
         self._process.stdin.flush()
-        return int(self._answer())
+        self._child = int(self._answer())
+        return self._child
 
     def exit_code(self) -> int:
         """Wait for the end of the command; a signal is a negative number."""
-        return int(self._answer())
+        code = int(self._answer())
+        self._child = None
+        return code
+
+    def end(self) -> None:
+        """Kill a command whose test has not waited for its end, such as one that timed out."""
+        if self._child is not None:
+            with suppress(ProcessLookupError):
+                os.kill(self._child, signal.SIGKILL)
+            self.exit_code()
 
     def run(self, *arguments: str, output: Path) -> int:
         """Start a command and wait for its end."""
         self.start(*arguments, output=output)
         return self.exit_code()
 
-    def typed(self, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Type a command in a folder, in a terminal as wide as this process'."""
-        columns = {name: os.environ[name] for name in ("COLUMNS",) if name in os.environ}
+    def typed(
+        self, folder: Path, *arguments: str, site: Path | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Type a command in a folder, in a terminal as wide as this process'.
+
+        With `site`, what lies in this folder is installed.
+        """
+        own = {name: os.environ[name] for name in ("COLUMNS",) if name in os.environ}
+        if site is not None:
+            own |= {"SITE": str(site), "PYTHONPATH": os.pathsep.join([str(ROOT), str(site)])}
         output, errors = folder / ".output", folder / ".errors"
-        self.start(*arguments, output=output, errors=errors, environment=columns)
+        self.start(*arguments, output=output, errors=errors, environment=own)
         code = self.exit_code()
         written = [path.read_text() for path in (output, errors)]
         for path in (output, errors):
@@ -82,9 +101,12 @@ def commands() -> Iterator[Commands]:
         text=True,
         env=environment,
     )
+    opened = Commands(process)
     try:
-        yield Commands(process)
+        yield opened
     finally:
+        # Otherwise it would be waited for forever.
+        opened.end()
         process.communicate()
 
 
@@ -101,6 +123,7 @@ def _serve() -> None:
             # As in a terminal, whatever the tests were started from.
             signal.signal(signal.SIGHUP, signal.SIG_DFL)
             os.environ |= environment
+            sys.path += filter(None, [environment.get("SITE")])
             log = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(log, 1)
             if errors != output:

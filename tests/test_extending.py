@@ -1,20 +1,21 @@
 """The examples of docs/extending.md do what the page says: in files of a user's own, and installed.
 
-Commands run in processes, as the console script does: it does not search the current folder.
+Commands run in processes that do not search the current folder, as the console script does.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import subprocess
-import sys
 import tomllib
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
+from forking import Commands
 from processes import ROOT, loopback
 
 from raceme.core.config import read_toml
@@ -32,29 +33,26 @@ def blocks(language: str) -> list[str]:
 METHOD, DATA, *_ = blocks("python")
 
 
-def raceme(folder: Path, *arguments: str, site: Path | None = None) -> str:
-    """Type a command in a folder; return what it prints, after a check that it went well."""
-    done = run(folder, *arguments, site=site)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+Typed = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def run(
-    folder: Path, *arguments: str, site: Path | None = None
-) -> subprocess.CompletedProcess[str]:
-    script = folder / "bin" / "command.py"
-    script.parent.mkdir(exist_ok=True)
-    script.write_text("from raceme.cli import main\n\nif __name__ == '__main__':\n    main()\n")
-    paths = [str(ROOT), *([str(site)] if site else [])]
-    return subprocess.run(
-        [sys.executable, str(script), *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "COLUMNS": "150"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+@pytest.fixture
+def typed(command: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Typed:
+    """Type a command in a folder."""
+    monkeypatch.setenv("COLUMNS", "150")
+    return partial(command.typed, tmp_path)
+
+
+@pytest.fixture
+def raceme(typed: Typed) -> Callable[..., str]:
+    """Type a command that goes well; return what it prints."""
+
+    def run(*arguments: str, site: Path | None = None) -> str:
+        done = typed(*arguments, site=site)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
 
 
 def summary(out: Path) -> dict[str, object]:
@@ -89,49 +87,55 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return site
 
 
-def test_the_method_of_the_page_in_a_file_of_ones_own(folder: Path) -> None:
+def test_the_method_of_the_page_in_a_file_of_ones_own(
+    folder: Path, raceme: Callable[..., str]
+) -> None:
     assert len(METHOD.splitlines()) <= MOST_LINES
     limits = ["--max-updates", "800", "--workers", "0", "--eval-every", "200"]
-    raceme(folder, "run", "--strategy", "my_method:Mine", *limits, "--out", "run")
+    raceme("run", "--strategy", "my_method:Mine", *limits, "--out", "run")
     found = summary(folder / "run")
     assert found["accuracy"] >= 0.98
     assert found["purity"] == 1.0
     keys = read_toml(folder / "run" / "config.toml")
     assert (keys["strategy"], keys["mine.every"]) == ("my_method:Mine", 200)
-    raceme(folder, "report", "run")
+    raceme("report", "run")
     assert "updates between two groupings" in (folder / "run" / "report.html").read_text()
 
 
 @pytest.mark.slow
-def test_keys_of_ones_own_and_the_configuration_that_repeats_them(folder: Path) -> None:
+def test_keys_of_ones_own_and_the_configuration_that_repeats_them(
+    folder: Path, raceme: Callable[..., str], typed: Typed
+) -> None:
     own = ["--strategy", "my_method:Mine", "--mine.alpha", "0.3", "--set", "mine.every=6"]
-    raceme(folder, "run", *own, *SMALL, "--out", "one")
+    raceme("run", *own, *SMALL, "--out", "one")
     assert read_toml(folder / "one" / "config.toml")["mine.alpha"] == 0.3
-    raceme(folder, "run", "--config", "one/config.toml", "--trust", "one", "--out", "two")
+    raceme("run", "--config", "one/config.toml", "--trust", "one", "--out", "two")
     one, two = (summary(folder / name) for name in ("one", "two"))
     assert one["accuracy"] == two["accuracy"]
-    wrong = run(folder, "run", "--strategy", "my_method:Mine", "--mine.alfa", "0.3")
+    wrong = typed("run", "--strategy", "my_method:Mine", "--mine.alfa", "0.3")
     assert "Did you mean 'mine.alpha'?" in wrong.stderr
 
 
 @pytest.mark.slow
-def test_data_of_ones_own_reach_worker_processes(folder: Path) -> None:
+def test_data_of_ones_own_reach_worker_processes(folder: Path, raceme: Callable[..., str]) -> None:
     dealt = ["--partition", "my_data:halves", "--first-half", "0.34"]
     changing = ["--drift", "my_data:Mirror", "--drift-at", "6 updates"]
     chosen = ["--strategy", "fedasync", *SMALL, *dealt, *changing]
-    raceme(folder, "run", *chosen, "--dataset", "my_data:Iris", "--measurements", "2", "--out", "a")
+    raceme("run", *chosen, "--dataset", "my_data:Iris", "--measurements", "2", "--out", "a")
     keys = read_toml(folder / "a" / "config.toml")
     assert (keys["measurements"], keys["model"], keys["first-half"]) == (2, "mclr", 0.34)
     assert summary(folder / "a")["updates"] == 12
-    raceme(folder, "run", *chosen, "--dataset", "my_data:blobs", "--out", "b")
+    raceme("run", *chosen, "--dataset", "my_data:blobs", "--out", "b")
     assert summary(folder / "b")["dataset"] == "my_data:blobs"
 
 
-def test_the_attack_and_the_protection_of_the_page(folder: Path) -> None:
+def test_the_attack_and_the_protection_of_the_page(
+    folder: Path, raceme: Callable[..., str]
+) -> None:
     (defence,) = (block for block in blocks("python") if "class Steady(Guard)" in block)
     (folder / "my_defence.py").write_text(defence)
     (line,) = re.findall(r"^raceme (run --attack my_defence.*)$", PAGE.read_text(), re.M)
-    raceme(folder, *line.split(), "--max-updates", "200", "--workers", "0", "--out", "run")
+    raceme(*line.split(), "--max-updates", "200", "--workers", "0", "--out", "run")
     found = summary(folder / "run")
     rulings, attackers = found["verdicts"], found["attackers"]
     assert isinstance(rulings, dict)
@@ -141,7 +145,7 @@ def test_the_attack_and_the_protection_of_the_page(folder: Path) -> None:
     assert not refused - set(attackers)
 
 
-def test_a_fleet_and_a_model_of_ones_own(folder: Path) -> None:
+def test_a_fleet_and_a_model_of_ones_own(folder: Path, raceme: Callable[..., str]) -> None:
     (folder / "my_fleet.py").write_text(
         "from raceme.simulation import Device\n\n"
         "def devices(clients, seed):\n"
@@ -154,22 +158,24 @@ def test_a_fleet_and_a_model_of_ones_own(folder: Path) -> None:
         "    return nn.Sequential(nn.Flatten(), linear)\n"
     )
     chosen = ["--devices", "my_fleet:devices", "--model", "my_models:build", *SMALL]
-    raceme(folder, "run", "--strategy", "fedasync", *chosen, "--out", "run")
+    raceme("run", "--strategy", "fedasync", *chosen, "--out", "run")
     assert summary(folder / "run")["virtual_time"] == 4.0
 
 
-def test_what_is_installed_has_names_everywhere(tmp_path: Path, site: Path) -> None:
-    listed = raceme(tmp_path, "list", site=site)
+def test_what_is_installed_has_names_everywhere(
+    tmp_path: Path, site: Path, raceme: Callable[..., str], typed: Typed
+) -> None:
+    listed = raceme("list", site=site)
     for name in ("kmeans-async", "iris", "blobs", "halves", "mirror"):
         assert re.search(rf"^ *{name}  +\S", listed, re.M), name
     assert "updates between two groupings" in raceme(
-        tmp_path, "list", "kmeans-async.every", "--keys", site=site
+        "list", "kmeans-async.every", "--keys", site=site
     )
     # In runs that a comparison starts in processes of their own.
     chosen = ["--dataset", "iris", "--set", "kmeans-async.every=6", "--partition", "halves"]
     limits = ["--clients", "4", "--max-updates", "8", "--processes", "2"]
     compared = raceme(
-        tmp_path, "compare", "kmeans-async", "fedasync", *chosen, *limits, "--out", "out", site=site
+        "compare", "kmeans-async", "fedasync", *chosen, *limits, "--out", "out", site=site
     )
     assert "kmeans-async" in compared
     keys = read_toml(tmp_path / "out" / "kmeans-async" / "seed-0" / "config.toml")
@@ -177,7 +183,7 @@ def test_what_is_installed_has_names_everywhere(tmp_path: Path, site: Path) -> N
     assert "kmeans-async.every" not in read_toml(
         tmp_path / "out" / "fedasync" / "seed-0" / "config.toml"
     )
-    wrong = run(tmp_path, "run", "--strategy", "kmean-async", site=site)
+    wrong = typed("run", "--strategy", "kmean-async", site=site)
     assert "Did you mean 'kmeans-async'?" in wrong.stderr
 
 

@@ -41,7 +41,7 @@ COMMANDS = {
     "up": "raceme.cli.fleet:up",
 }
 """The function of each command, or a group of commands. A function whose first parameter is `keys`
-takes the keys of a run."""
+takes the keys of a run; `options` are a dataclass, with a command-line option per field."""
 
 # Click's in older releases of typer, a copy of it in newer ones.
 _ClickError: Any = next(k for k in typer.BadParameter.__mro__ if k.__name__ == "ClickException")
@@ -75,10 +75,12 @@ def _imported(name: str) -> Any:
     function = getattr(import_module(module), attribute)
     if isinstance(function, typer.Typer):
         return typer.main.get_command(function)
-    alone = typer.Typer(**PLAIN)
-    if next(iter(signature(function).parameters)) == "keys":
-        from raceme.cli.keys import SHOWN, KeyCommand, with_keys
+    from raceme.cli.keys import SHOWN, KeyCommand, with_keys, with_options
 
+    alone, parameters = typer.Typer(**PLAIN), [*signature(function).parameters]
+    if "options" in parameters:
+        function = with_options(function)
+    if parameters[0] == "keys":
         alone.command(name, cls=KeyCommand)(with_keys(function, SHOWN.get(name)))
     else:
         alone.command(name)(function)
@@ -194,10 +196,10 @@ class _Lasting(io.FileIO):
                 rest = rest[written:]
             except OSError as error:
                 self._lost = True
-                self._tell(error)
+                self._report(error)
         return whole
 
-    def _tell(self, error: OSError) -> None:
+    def _report(self, error: OSError) -> None:
         if self._number != 2 and error.errno not in _CLOSED:
             with suppress(OSError):
                 os.write(2, f"raceme: no more output is shown: {error.strerror}.\n".encode())

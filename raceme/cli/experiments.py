@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -125,17 +126,17 @@ def _print_results(comparison: Comparison, out: Path, console: Console) -> None:
 @contextmanager
 def _runner(workers: Value) -> Iterator[tuple[RunAll, int]]:
     """Provide the executor of runs, and its parallelism."""
-    from raceme.experiments.jobs import run_jobs
+    from raceme.experiments.jobs import run_jobs, run_on_ray
     from raceme.simulation import cores, is_ray
 
     if not is_ray(str(workers)):
         yield run_jobs, cores()
         return
-    from raceme.experiments.jobs import RayRuns
+    from raceme.simulation.ray_cluster import Cluster
 
-    cluster = RayRuns(str(workers))
+    cluster = Cluster(str(workers), cores())
     try:
-        yield cluster.run, cluster.cpus
+        yield partial(run_on_ray, cluster), cluster.cpus
     finally:
         cluster.close()
 

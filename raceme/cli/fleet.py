@@ -9,6 +9,7 @@ import platform
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,6 +18,7 @@ import typer
 
 from raceme.cli import PLAIN
 from raceme.cli.report import ADDRESS, Address, Watch, parsed_address, watched
+from raceme.cli.run import PAIRS
 from raceme.core.errors import (
     JsonFormatter,
     PlainFormatter,
@@ -25,14 +27,8 @@ from raceme.core.errors import (
     printable,
     show_log,
 )
-from raceme.core.options import Value
+from raceme.core.options import Value, option
 
-_LogFormat = Annotated[
-    str,
-    typer.Option(
-        "--log-format", metavar="NAME", help="text, or json: a line for each event and message"
-    ),
-]
 _LOG_FORMATS = ("text", "json")
 _TRANSPORTS = ("auto", "grpc", "http")
 _LEVELS = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3}
@@ -44,123 +40,88 @@ def _silence_grpc() -> None:
         os.environ["GRPC_VERBOSITY"] = "none"
 
 
-def device(
-    superlink: Annotated[
-        str,
-        typer.Option(
-            metavar="HOST:PORT",
-            help="address of the server: `raceme serve`, or a SuperLink's Fleet API",
-        ),
-    ],
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="plain text instead of TLS; for tests only")
-    ] = False,
-    root_certificates: Annotated[
-        Path | None,
-        typer.Option(
-            help="certificate authority of the server (PEM), made by `raceme certs`: ca.crt"
-        ),
-    ] = None,
-    key: Annotated[
-        Path | None, typer.Option(help="private key of this device, made by `raceme certs`")
-    ] = None,
-    allow_open_key: Annotated[
-        bool, typer.Option("--allow-open-key", help="accept a key file that other users can read")
-    ] = False,
-    node_config: Annotated[
-        str, typer.Option(help="settings for the ClientApp: \"key=1 key='text'\"")
-    ] = "",
-    device_id: Annotated[
-        str | None,
-        typer.Option(
-            help="stable name of this device",
-            show_default="the host's name, or client-<partition-id>",
-        ),
-    ] = None,
-    trusted_app: Annotated[
-        list[str] | None,
-        typer.Option(metavar="PUBLISHER/NAME", help="run only this app; may be repeated"),
-    ] = None,
-    trusted_model: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="MODULE:FUNCTION",
-            help="allow runs to import this model, dataset or client work; may be repeated",
-        ),
-    ] = None,
-    threads: Annotated[
-        str, typer.Option(metavar="N", help="CPU threads for training; auto: the fastest number")
-    ] = "auto",
-    accelerator: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME", help="processor for training: cpu, cuda, mps; auto: the fastest"
-        ),
-    ] = "auto",
-    memory_limit: Annotated[
-        int | None, typer.Option(metavar="MIB", help="limit of the memory for data", min=1)
-    ] = None,
-    grace: Annotated[
-        float,
-        typer.Option(metavar="SECONDS", help="time to finish a task after SIGTERM", min=0),
-    ] = 5.0,
-    when: Annotated[
-        str,
-        typer.Option(
-            metavar="POLICY",
-            help="when to train, with requests=device: at-once, interval=60s, poisson=60s, or "
-            "drift=10% (when the loss has risen by 10 %)",
-        ),
-    ] = "at-once",
-    look: Annotated[
-        str,
-        typer.Option(
-            metavar="TIME", help="time between two measurements of the loss (--when drift)"
-        ),
-    ] = "10s",
-    transport: Annotated[
-        str,
-        typer.Option(
-            "--transport",
-            metavar="NAME",
-            help="grpc (raceme serve, Flower 1.39), http (Flower 1.40 and later), or auto",
-        ),
-    ] = "auto",
-    health_file: Annotated[
-        Path | None, typer.Option(help="file to touch while the server answers, for health checks")
-    ] = None,
-    model_file: Annotated[
-        Path | None,
-        typer.Option(
-            help="file for the model that serves this device, always whole, for an application"
-        ),
-    ] = None,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", help="also log tracebacks of the ClientApp")
-    ] = False,
-    log_format: _LogFormat = "text",
-) -> None:
+_ADDRESS = "HOST:PORT"
+_LOG_FORMAT = "text, or json: a line for each event and message"
+
+
+@dataclass(frozen=True)
+class DeviceArguments:
+    """Options of `raceme device`."""
+
+    superlink: str = option(
+        ..., "address of the server: `raceme serve`, or a SuperLink's Fleet API", unit=_ADDRESS
+    )
+    insecure: bool = option(False, "plain text instead of TLS; for tests only")
+    root_certificates: Path | None = option(
+        None, "certificate authority of the server (PEM), made by `raceme certs`: ca.crt"
+    )
+    key: Path | None = option(None, "private key of this device, made by `raceme certs`")
+    allow_open_key: bool = option(False, "accept a key file that other users can read")
+    node_config: str = option("", "settings for the ClientApp: \"key=1 key='text'\"")
+    device_id: str | None = option(
+        None, "stable name of this device; default: the host's, or client-<partition-id>"
+    )
+    trusted_app: tuple[str, ...] = option(
+        (), "run only this app; may be repeated", unit="PUBLISHER/NAME"
+    )
+    trusted_model: tuple[str, ...] = option(
+        (),
+        "allow runs to import this model, dataset or client work; may be repeated",
+        unit="MODULE:FUNCTION",
+    )
+    threads: str = option("auto", "CPU threads for training; auto: the fastest number", unit="N")
+    accelerator: str = option(
+        "auto", "processor for training: cpu, cuda, mps; auto: the fastest", unit="NAME"
+    )
+    memory_limit: int | None = option(None, "limit of the memory for data", unit="MIB", low=1)
+    grace: float = option(5.0, "time to finish a task after SIGTERM", unit="SECONDS", low=0)
+    when: str = option(
+        "at-once",
+        "when to train, with requests=device: at-once, interval=60s, poisson=60s, or drift=10% "
+        "(when the loss has risen by 10 %)",
+        unit="POLICY",
+    )
+    look: str = option(
+        "10s", "time between two measurements of the loss (--when drift)", unit="TIME"
+    )
+    transport: str = option(
+        "auto",
+        "grpc (raceme serve, Flower 1.39), http (Flower 1.40 and later), or auto",
+        unit="NAME",
+    )
+    health_file: Path | None = option(
+        None, "file to touch while the server answers, for health checks"
+    )
+    model_file: Path | None = option(
+        None, "file for the model that serves this device, always whole, for an application"
+    )
+    verbose: bool = option(False, "also log tracebacks of the ClientApp")
+    log_format: str = option("text", _LOG_FORMAT, unit="NAME")
+
+
+def device(options: DeviceArguments) -> None:
     """Connect this machine to a server as a device, and train until stopped."""
-    if insecure and (key or root_certificates):
+    key, root_certificates = options.key, options.root_certificates
+    if options.insecure and (key or root_certificates):
         raise UserError(
             "--insecure sends everything in plain text: leave it out to use --key or "
             "--root-certificates."
         )
-    is_json = _is_json(log_format)
+    is_json = _is_json(options.log_format)
     _silence_grpc()
-    own = {"threads": threads, "accelerator": accelerator}
-    if model_file is not None:
+    own = {"threads": options.threads, "accelerator": options.accelerator}
+    if options.model_file is not None:
         from raceme.fleet.device import checked_model_file
 
-        own["model-file"] = checked_model_file(model_file)
-    config = _node_config(node_config, device_id, own)
+        own["model-file"] = checked_model_file(options.model_file)
+    config = _node_config(options.node_config, options.device_id, own)
     name = config.get("device-id") or f"client-{config.get('partition-id')}"
     formatter = (
         JsonFormatter(device=printable(name, 128))
         if is_json
         else _Formatter(journal="JOURNAL_STREAM" in os.environ)
     )
-    show_log(sys.stderr, formatter, logging.DEBUG if verbose else logging.INFO)
+    show_log(sys.stderr, formatter, logging.DEBUG if options.verbose else logging.INFO)
     logging.getLogger("flwr").setLevel(logging.ERROR)
 
     from raceme.fleet.certificates import read_device_key
@@ -168,22 +129,22 @@ def device(
     from raceme.fleet.tasks import Trust, parse_when
     from raceme.flower.fleet_client import Endpoint
 
-    parsed_address("--superlink", superlink, "server.example.org:9092")
-    check_known("transport", transport, _TRANSPORTS)
+    parsed_address("--superlink", options.superlink, "server.example.org:9092")
+    check_known("transport", options.transport, _TRANSPORTS)
     authority = None if root_certificates is None else read_authority(root_certificates)
-    read_keys = None if key is None else partial(read_device_key, key, allow_open_key)
+    read_keys = None if key is None else partial(read_device_key, key, options.allow_open_key)
     if read_keys is not None:
         read_keys()
     run_device(
         DeviceOptions(
-            endpoint=Endpoint(superlink, insecure, authority, transport),
+            endpoint=Endpoint(options.superlink, options.insecure, authority, options.transport),
             keys=read_keys,
             node_config=config,
-            trust=Trust(tuple(trusted_app or ()), tuple(trusted_model or ())),
-            memory_limit=memory_limit,
-            grace=grace,
-            health_file=health_file,
-            when=parse_when(when, look),
+            trust=Trust(options.trusted_app, options.trusted_model),
+            memory_limit=options.memory_limit,
+            grace=options.grace,
+            health_file=options.health_file,
+            when=parse_when(options.when, options.look),
         )
     )
 
@@ -230,8 +191,62 @@ class _Formatter(PlainFormatter):
 # -----------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class ServerArguments:
+    """Options of `raceme serve`; see :class:`~raceme.fleet.serve.ServeOptions`."""
+
+    run_config: tuple[str, ...] = option(
+        (), "with APP_DIR: run config of the app, as in `flwr run`", unit=PAIRS
+    )
+    address: str = option("0.0.0.0:9092", "address to listen on for devices", unit=_ADDRESS)
+    certificates: Path | None = option(
+        None,
+        "folder made by `raceme certs`: TLS, and no unlisted devices; without it, plain text",
+        unit="FOLDER",
+    )
+    http: str | None = option(
+        None,
+        "address to listen on for SuperNodes of Flower 1.40 and later (HTTP)",
+        unit=_ADDRESS,
+    )
+    any_device: bool = option(False, "accept devices without a registered key")
+    clients_min: int = option(1, "devices to wait for before training starts", low=1)
+    reconnect: float = option(
+        90.0, "time for devices to reconnect after a restart", unit="SECONDS", low=0
+    )
+    metrics: str = option(
+        "",
+        "address of /metrics and /healthz, or off; default: loopback, the port after --address's",
+        unit=_ADDRESS,
+    )
+    log_format: str = option("text", _LOG_FORMAT, unit="NAME")
+    keep_versions: int | None = option(
+        None,
+        "versions of each cluster's model to keep and bring into use; 0: none; default: 5, or 0 in "
+        "a run with a limit",
+        low=0,
+    )
+    margin: float = option(
+        0.01,
+        "a new version comes into use if its accuracy is lower by at most this, on the same "
+        "samples (regression: its error higher by this share)",
+        low=0,
+    )
+    canary: float = option(
+        0.1,
+        "devices of a cluster that try a new version first; one at least",
+        unit="SHARE",
+        low=0,
+        high=1,
+    )
+    version_pause: float = option(
+        60.0, "time between two new versions at least", unit="SECONDS", low=0
+    )
+
+
 def serve(
     keys: Mapping[str, Value],
+    options: ServerArguments,
     app: Annotated[
         Path | None,
         typer.Argument(
@@ -240,86 +255,6 @@ def serve(
             "strategy",
         ),
     ] = None,
-    run_config: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="'KEY=VALUE …'", help="with APP_DIR: run config of the app, as in `flwr run`"
-        ),
-    ] = None,
-    address: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="address to listen on for devices")
-    ] = "0.0.0.0:9092",
-    certificates: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="folder made by `raceme certs`: enables TLS and refuses unlisted devices; without "
-            "it, plain text",
-        ),
-    ] = None,
-    http: Annotated[
-        str | None,
-        typer.Option(
-            "--http",
-            metavar="HOST:PORT",
-            help="address to listen on for SuperNodes of Flower 1.40 and later (HTTP)",
-        ),
-    ] = None,
-    any_device: Annotated[
-        bool,
-        typer.Option("--any-device", help="accept devices without a registered key"),
-    ] = False,
-    clients_min: Annotated[
-        int,
-        typer.Option(metavar="INTEGER", help="devices to wait for before training starts", min=1),
-    ] = 1,
-    reconnect: Annotated[
-        float,
-        typer.Option(
-            metavar="SECONDS",
-            help="time for devices to reconnect after a restart",
-            min=0.0,
-        ),
-    ] = 90.0,
-    metrics: Annotated[
-        str,
-        typer.Option(
-            metavar="HOST:PORT",
-            help="address of /metrics and /healthz, or off",
-            show_default="loopback, the port after --address's",
-        ),
-    ] = "",
-    log_format: _LogFormat = "text",
-    keep_versions: Annotated[
-        int | None,
-        typer.Option(
-            metavar="INTEGER",
-            help="versions of each cluster's model to keep and bring into use; 0: none",
-            show_default="5, or 0 in a run with a limit",
-            min=0,
-        ),
-    ] = None,
-    margin: Annotated[
-        float,
-        typer.Option(
-            help="a new version comes into use if its accuracy is lower by at most this, on the "
-            "same samples (regression: its error higher by this share)",
-            min=0,
-        ),
-    ] = 0.01,
-    canary: Annotated[
-        float,
-        typer.Option(
-            metavar="SHARE",
-            help="devices of a cluster that try a new version first; one at least",
-            min=0,
-            max=1,
-        ),
-    ] = 0.1,
-    version_pause: Annotated[
-        float,
-        typer.Option(metavar="SECONDS", help="time between two new versions at least", min=0),
-    ] = 60.0,
     watch: Watch = False,
     watch_address: Address = ADDRESS,
 ) -> None:
@@ -330,15 +265,15 @@ def serve(
 
     With APP_DIR the server runs your own Flower app, whose run cannot be resumed.
     """
-    parsed_address("--address", address, "0.0.0.0:9092")
-    if http is not None:
-        parsed_address("--http", http, "0.0.0.0:8000")
-    if metrics not in ("", "off"):
-        parsed_address("--metrics", metrics, "127.0.0.1:9093")
-    if any_device and certificates is None:
+    parsed_address("--address", options.address, "0.0.0.0:9092")
+    if options.http is not None:
+        parsed_address("--http", options.http, "0.0.0.0:8000")
+    if options.metrics not in ("", "off"):
+        parsed_address("--metrics", options.metrics, "127.0.0.1:9093")
+    if options.any_device and options.certificates is None:
         raise UserError("Without --certificates every device is accepted: leave out --any-device.")
 
-    is_json = _is_json(log_format)
+    is_json = _is_json(options.log_format)
     lines = JsonFormatter() if is_json else PlainFormatter("%(levelname)s: %(message)s")
     _silence_grpc()
     from raceme.cli.run import end_app_with, end_with
@@ -347,32 +282,22 @@ def serve(
     from raceme.fleet.serve import serve as run
     from raceme.reporting.console import RunProgress
 
-    folder = None if certificates is None else certificates.expanduser()
-    options = ServeOptions(
-        address,
-        folder,
-        any_device,
-        clients_min,
-        metrics,
-        reconnect,
-        http,
-        logs_events=is_json,
-        keep_versions=keep_versions,
-        margin=margin,
-        canary=canary,
-        version_pause=version_pause,
-    )
+    given = vars(options).copy()
+    run_config, _ = given.pop("run_config"), given.pop("log_format")
+    folder = None if options.certificates is None else options.certificates.expanduser()
+    server = ServeOptions(**given | {"certificates": folder, "logs_events": is_json})
     if app is not None:
         if watch:
             raise UserError("--watch is for Raceme's own app: use `raceme watch` with the --out.")
-        if keep_versions:
+        if options.keep_versions:
             raise UserError("--keep-versions is for Raceme's own app: leave it out.")
         show_log(sys.stdout, lines)
-        end_app_with(*serve_app(app, run_config or (), keys, options))
+        end_app_with(*serve_app(app, run_config, keys, server))
         return
     if run_config:
         raise UserError("--run-config changes the run config of an app: name its folder, APP_DIR.")
-    settings = prepare(keys if any_device else with_registry(keys, folder), clients_min)
+    keys = keys if options.any_device else with_registry(keys, folder)
+    settings = prepare(keys, options.clients_min)
     if is_complete(settings):
         said = f"The run in {settings.out} is complete: to continue it, raise --max-updates."
         print(said, file=sys.stderr if is_json else sys.stdout)
@@ -387,7 +312,7 @@ def serve(
             show_log(sys.stdout, lines)
             # Flower logs every call; devices report their own problems.
             logging.getLogger("flwr").setLevel(logging.CRITICAL)
-            outcome = run(settings, options, *observers, stop=stop)
+            outcome = run(settings, server, *observers, stop=stop)
         end_with(outcome, silent=is_json)
 
 
@@ -396,25 +321,22 @@ def serve(
 # -----------------------------------------------------------------------------
 
 
-def up(
-    keys: Mapping[str, Value],
-    clients: Annotated[int, typer.Option(metavar="INTEGER", help="devices to start", min=1)] = 4,
-    shape: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PROFILE",
-            help="give each device the CPU share and bandwidth of a device profile (not "
-            "trace:FOLDER); needs root",
-        ),
-    ] = None,
-    delay: Annotated[
-        float, typer.Option(metavar="MILLISECONDS", help="with --shape: delay per direction", min=0)
-    ] = 0.0,
-    loss: Annotated[
-        float,
-        typer.Option(metavar="PERCENT", help="with --shape: share of lost packets", min=0, max=99),
-    ] = 0.0,
-) -> None:
+@dataclass(frozen=True)
+class TestbedArguments:
+    """Options of `raceme up`."""
+
+    clients: int = option(4, "devices to start", unit="INTEGER", low=1)
+    shape: str | None = option(
+        None,
+        "give each device the CPU share and bandwidth of a device profile (not trace:FOLDER); "
+        "needs root",
+        unit="PROFILE",
+    )
+    delay: float = option(0.0, "with --shape: delay per direction", unit="MILLISECONDS", low=0)
+    loss: float = option(0.0, "with --shape: share of lost packets", unit="PERCENT", low=0, high=99)
+
+
+def up(keys: Mapping[str, Value], options: TestbedArguments) -> None:
     """Run a server and devices as processes on this machine, with one log.
 
     Press Ctrl-C to stop all of them.
@@ -422,6 +344,7 @@ def up(
     from raceme.core.signals import interrupted_by_signals
     from raceme.fleet.testbed import FOLDER, prepare, run_testbed, shapes_from
 
+    clients, shape, delay, loss = vars(options).values()
     settings = prepare({**keys, "clients": clients})
     if shape is None and (delay or loss):
         raise UserError("--delay and --loss belong to --shape PROFILE, e.g. --shape uniform.")
@@ -442,37 +365,28 @@ def up(
 # -----------------------------------------------------------------------------
 
 
-def certs(
-    out: Annotated[Path, typer.Option(help="folder for the files; created if missing")],
-    host: Annotated[
-        list[str] | None,
-        typer.Option(help="name or address of the server; may be repeated"),
-    ] = None,
-    device: Annotated[
-        list[str] | None, typer.Option(help="id of a device; may be repeated")
-    ] = None,
-    days: Annotated[
-        int, typer.Option(metavar="DAYS", help="validity of the certificates", min=1)
-    ] = 825,
-    rotate: Annotated[bool, typer.Option("--rotate", help="give the --device another key")] = False,
-    public_key: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="with --rotate: public key that the device has made"),
-    ] = None,
-    revoke: Annotated[
-        bool, typer.Option("--revoke", help="take each --device out of the registry")
-    ] = False,
-    label: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=VALUE",
-            help="give each --device a label (NAME=: take it away); may be repeated",
-        ),
-    ] = None,
-    token: Annotated[
-        bool, typer.Option("--token", help="make a token for /metrics and the page: view.token")
-    ] = False,
-) -> None:
+@dataclass(frozen=True)
+class CertificateArguments:
+    """Options of `raceme certs`."""
+
+    out: Path = option(..., "folder for the files; created if missing")
+    host: tuple[str, ...] = option((), "name or address of the server; may be repeated")
+    device: tuple[str, ...] = option((), "id of a device; may be repeated")
+    days: int = option(825, "validity of the certificates", unit="DAYS", low=1)
+    rotate: bool = option(False, "give the --device another key")
+    public_key: Path | None = option(
+        None, "with --rotate: public key that the device has made", unit="FILE"
+    )
+    revoke: bool = option(False, "take each --device out of the registry")
+    label: tuple[str, ...] = option(
+        (),
+        "give each --device a label (NAME=: take it away); may be repeated",
+        unit="NAME=VALUE",
+    )
+    token: bool = option(False, "make a token for /metrics and the page: view.token")
+
+
+def certs(options: CertificateArguments) -> None:
     """Create a certificate authority, the server's certificate, and a key pair per device.
 
     Run again with another --device to add a device: existing files are kept. A running server
@@ -486,7 +400,8 @@ def certs(
         set_labels,
     )
 
-    devices = device or []
+    out, devices, hosts, label = options.out, options.device, options.host, options.label
+    rotate, revoke, token = options.rotate, options.revoke, options.token
     if rotate and revoke:
         raise UserError("--rotate and --revoke exclude each other: give one of them.")
     if (rotate and len(devices) != 1) or (revoke and not devices):
@@ -496,18 +411,18 @@ def certs(
         )
     if label and (revoke or not devices):
         raise UserError("--label belongs to devices: give --device ID, and leave out --revoke.")
-    if public_key is not None and not rotate:
+    if options.public_key is not None and not rotate:
         raise UserError("--public-key belongs to --rotate: give both, or leave it out.")
-    if (rotate or revoke) and (host or token):
+    if (rotate or revoke) and (hosts or token):
         raise UserError("--rotate and --revoke change keys only: make --host and --token apart.")
     if rotate:
-        changed = rotate_key(out, devices[0], public_key)
+        changed = rotate_key(out, devices[0], options.public_key)
     elif revoke:
         changed = revoke_keys(out, devices)
-    elif not host and (label or (token and not devices)):
+    elif not hosts and (label or (token and not devices)):
         changed = []
     else:
-        changed = make_certificates(out, host or [], devices, days)
+        changed = make_certificates(out, hosts, devices, options.days)
     if token:
         changed.append(make_token(out))
     if label:

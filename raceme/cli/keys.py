@@ -6,10 +6,10 @@ import inspect
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import Field
+from dataclasses import Field, fields
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 from rich.console import Console
@@ -30,7 +30,7 @@ from raceme.core.config import (
     read_toml,
 )
 from raceme.core.errors import UserError
-from raceme.core.options import AUTO, Key, Value, as_typed, shown_type
+from raceme.core.options import AUTO, Key, Value, as_typed, key_of, shown_type
 from raceme.core.registry import DATASETS, DEVICES, DRIFTS, MODELS, PARTITIONERS, STRATEGIES
 
 _CONFIG = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="TOML file of keys")]
@@ -200,6 +200,57 @@ def _stands_alone(name: str, own: Collection[str]) -> bool:
     return True
 
 
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add an option for each field of the dataclass that a command takes as `options`.
+
+    The fields are declared by :func:`~raceme.core.options.option`. Those of texts in a tuple may be
+    repeated, and one whose default is ``...`` is required.
+    """
+    parameters = inspect.signature(command, eval_str=True).parameters
+    declared = parameters["options"].annotation
+    types = get_type_hints(declared)
+    several = {item.name for item in fields(declared) if item.default == ()}
+    made = [
+        inspect.Parameter(
+            item.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None if item.name in several else item.default,
+            annotation=Annotated[
+                list[str] | None if item.name in several else types[item.name],
+                typer.Option(
+                    f"--{key_of(item.name)}",
+                    metavar=item.metadata["unit"] or None,
+                    help=item.metadata["help"],
+                    min=item.metadata["low"],
+                    max=item.metadata["high"],
+                ),
+            ],
+        )
+        for item in fields(declared)
+    ]
+
+    def wrapped(*keys: Mapping[str, Value], **values: Any) -> None:
+        given = {item.name: values.pop(item.name) for item in fields(declared)}
+        given |= {name: tuple(given[name] or ()) for name in several}
+        command(*keys, options=declared(**given), **values)
+
+    own, at = list(parameters.values()), list(parameters).index("options")
+    return _as_command(wrapped, command, [*own[:at], *made, *own[at + 1 :]])
+
+
+def _as_command(
+    wrapped: Callable[..., None],
+    command: Callable[..., None],
+    parameters: Sequence[inspect.Parameter],
+) -> Callable[..., None]:
+    """Give a function the name and help of a command, and parameters that typer reads."""
+    keyword = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]
+    wrapped.__name__, wrapped.__doc__ = command.__name__, command.__doc__
+    wrapped.__signature__ = inspect.Signature(keyword)  # type: ignore[attr-defined]
+    wrapped.__annotations__ = {p.name: p.annotation for p in keyword}
+    return wrapped
+
+
 def with_keys(
     command: Callable[..., None], names: Sequence[str] | None = None
 ) -> Callable[..., None]:
@@ -245,12 +296,7 @@ def with_keys(
     if groups:
         # A command's own options precede its keys, or follow them if grouped.
         own = [p.replace(annotation=_grouped(p.annotation)) for p in own]
-    parameters = [*options, *own] if groups else [*own, *options]
-    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]
-    wrapped.__name__, wrapped.__doc__ = command.__name__, command.__doc__
-    wrapped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    wrapped.__annotations__ = {p.name: p.annotation for p in parameters}
-    return wrapped
+    return _as_command(wrapped, command, [*options, *own] if groups else [*own, *options])
 
 
 def _key_options(

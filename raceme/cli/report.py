@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TextIO
 from urllib.parse import quote
@@ -15,6 +16,7 @@ import typer
 
 from raceme.core.errors import UserError
 from raceme.core.files import check_folder
+from raceme.core.options import option
 
 if TYPE_CHECKING:
     from raceme.flower.ports import Access
@@ -137,42 +139,31 @@ def _link(folder: Path, target: Path) -> str:
 # -----------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class ExportArguments:
+    """Options of `raceme export`."""
+
+    cluster: int | None = option(None, "the model of this cluster", unit="K")
+    device: str | None = option(None, "the model that this device uses", unit="ID")
+    format: str = option("safetensors", "safetensors or onnx", unit="NAME")
+    labels: str = option("", "names of the classes; default: those of the dataset", unit="A,B,…")
+    out: Path | None = option(None, "folder to make; default: in the run's, export/MODEL-FORMAT")
+    trust: str = option(
+        "", "import the model and the dataset (module:name) that runs in it name", unit="FOLDER"
+    )
+
+
 def export(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="folder of a run")],
-    cluster: Annotated[
-        int | None, typer.Option(metavar="K", help="the model of this cluster")
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option(metavar="ID", help="the model that this device uses")
-    ] = None,
-    kind: Annotated[
-        str, typer.Option("--format", metavar="NAME", help="safetensors or onnx")
-    ] = "safetensors",
-    labels: Annotated[
-        str,
-        typer.Option(
-            metavar="A,B,…", help="names of the classes", show_default="those of the dataset"
-        ),
-    ] = "",
-    out: Annotated[
-        Path | None,
-        typer.Option(help="folder to make", show_default="in the run's: export/MODEL-FORMAT"),
-    ] = None,
-    trust: Annotated[
-        str,
-        typer.Option(
-            metavar="FOLDER",
-            help="import the model and the dataset (module:name) that runs in it name",
-        ),
-    ] = "",
+    options: ExportArguments,
 ) -> None:
     """Write a model of a run for use without Raceme, with a program that uses it."""
     from raceme.reporting.artefacts import export_model
 
+    given = vars(options).copy()
+    kind, labels = given.pop("format"), given.pop("labels")
     names = [name.strip() for name in labels.split(",")] if labels else []
-    made, compared = export_model(
-        folder, kind, cluster=cluster, device=device, labels=names, out=out, trust=trust
-    )
+    made, compared = export_model(folder, kind, labels=names, **given)
     print(f"{made}: checked on {compared}. To use it: python {made / 'predict.py'} INPUT.npy")
 
 
@@ -192,6 +183,19 @@ Address = Annotated[
 ADDRESS = f"{_HOST}:{_PORT}"
 
 
+@dataclass(frozen=True)
+class WatchArguments:
+    """Options of `raceme watch`."""
+
+    host: str = option(_HOST, "address to listen on; other machines need the printed token")
+    port: int = option(_PORT, "port to listen on; 0: any free port", low=0, high=65535)
+    certificates: Path | None = option(
+        None,
+        "folder made by `raceme certs`: for other machines HTTPS, and its token",
+        unit="FOLDER",
+    )
+
+
 def watch(
     folder: Annotated[
         Path,
@@ -199,33 +203,17 @@ def watch(
             metavar="RUN_DIR", help="folder of a run, of a comparison, or of several runs"
         ),
     ],
-    host: Annotated[
-        str,
-        typer.Option(help="address to listen on; other machines need the printed token"),
-    ] = _HOST,
-    port: Annotated[
-        int,
-        typer.Option(
-            metavar="INTEGER", help="port to listen on; 0: any free port", min=0, max=65535
-        ),
-    ] = _PORT,
-    certificates: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="folder made by `raceme certs`: for other machines HTTPS, and its token",
-        ),
-    ] = None,
+    options: WatchArguments,
 ) -> None:
     """Show a run, a comparison, or all runs of a folder in the browser. Press Ctrl-C to stop."""
     from raceme.reporting.dashboard.server import address_of, bind, qr_code, serve
     from raceme.reporting.dashboard.source import Watched, check_watchable, is_comparison
 
     check_watchable(folder)
-    access = _access(certificates, host)
-    with bind(host, port) as listening:
+    access = _access(options.certificates, options.host)
+    with bind(options.host, options.port) as listening:
         address = address_of(listening, access)
-        shown = _shown(address, certificates, sys.stdout)
+        shown = _shown(address, options.certificates, sys.stdout)
         print(f"{folder}: {shown}  (press Ctrl-C to stop)", flush=True)
         _print_code(qr_code(address), sys.stdout)
         with suppress(KeyboardInterrupt):

@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,7 +16,9 @@ import typer
 from raceme.cli.report import ADDRESS, Address, Watch, watched
 from raceme.core.config import RunConfig, parse_assignment
 from raceme.core.errors import UserError
-from raceme.core.options import Value
+from raceme.core.options import Value, option
+
+PAIRS = "'KEY=VALUE …'"
 
 if TYPE_CHECKING:
     from raceme.runs.experiment import RunOutcome
@@ -120,97 +123,58 @@ def end_app_with(ending: AppEnding, reason: str) -> None:
 # -----------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Simulation:
+    """Options of `raceme simulate`; see :class:`~raceme.simulation.apps.Settings`."""
+
+    clients: int = option(10, "simulated SuperNodes", low=1)
+    devices: str = option(
+        "slow30x5",
+        "device profile (see `raceme list`), TOML file, or trace:FOLDER of a recorded run",
+        unit="PROFILE",
+    )
+    run_config: tuple[str, ...] = option(
+        (), "run config of the app, as in `flwr run`: pairs, or a TOML file", unit=PAIRS
+    )
+    node_config: tuple[str, ...] = option(
+        (), "pairs for the node config of every client, as in `flower-supernode`", unit=PAIRS
+    )
+    strategy: str | None = option(
+        None, "method of Raceme that replaces the app's strategy; see `raceme list`", unit="NAME"
+    )
+    workers: str = option(
+        "auto",
+        "worker processes (auto: one per core, 0: none), or ray, ray://HEAD:PORT; same results",
+        unit="INTEGER",
+    )
+    seed: int = option(0, "seed of devices, losses, and unseeded draws of the app", low=0)
+    out: Path | None = option(None, "folder for results; default: runs/<date>-<app>", unit="FOLDER")
+    examples: int | None = option(
+        None,
+        "training examples per client, for device profiles with times per sample; default: what "
+        "replies state as num-examples",
+        low=1,
+    )
+    evaluation_share: float | None = option(
+        None,
+        "duration of an evaluation as a share of a training task's, plus its transfers; default: "
+        "none",
+        unit="SHARE",
+        low=0,
+    )
+    max_time: float = option(math.inf, "stop at this virtual time", unit="SECONDS", low=0)
+    max_wall_time: float = option(
+        math.inf, "stop after this time on this machine", unit="SECONDS", low=0
+    )
+
+
 def simulate(
     folder: Annotated[Path, typer.Argument(metavar="APP_DIR", help="folder of a Flower app")],
-    clients: Annotated[
-        int, typer.Option(metavar="INTEGER", help="simulated SuperNodes", min=1)
-    ] = 10,
-    devices: Annotated[
-        str,
-        typer.Option(
-            metavar="PROFILE",
-            help="device profile (see `raceme list`), TOML file, or trace:FOLDER of a recorded run",
-        ),
-    ] = "slow30x5",
-    run_config: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="'KEY=VALUE …'",
-            help="run config of the app, as in `flwr run`: pairs, or a TOML file",
-        ),
-    ] = None,
-    node_config: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--node-config",
-            metavar="'KEY=VALUE …'",
-            help="pairs for the node config of every client, as in `flower-supernode`",
-        ),
-    ] = None,
-    strategy: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="method of Raceme that replaces the app's strategy; see `raceme list`",
-        ),
-    ] = None,
+    options: Simulation,
     assignments: Annotated[
         list[str] | None,
         typer.Option(
             "--set", metavar="KEY=VALUE", help="with --strategy: a key of it, e.g. casa.gamma=0.2"
-        ),
-    ] = None,
-    workers: Annotated[
-        str,
-        typer.Option(
-            metavar="INTEGER",
-            help="worker processes (auto: one per core, 0: none), or ray, ray://HEAD:PORT; same "
-            "results",
-        ),
-    ] = "auto",
-    seed: Annotated[
-        int,
-        typer.Option(
-            metavar="INTEGER",
-            help="seed of devices, losses, and unseeded draws of the app",
-            min=0,
-        ),
-    ] = 0,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="folder for results", show_default="runs/<date>-<app>"),
-    ] = None,
-    examples: Annotated[
-        int | None,
-        typer.Option(
-            metavar="INTEGER",
-            help="training examples per client, for device profiles with times per sample",
-            show_default="what replies state as num-examples",
-            min=1,
-        ),
-    ] = None,
-    evaluation_share: Annotated[
-        float | None,
-        typer.Option(
-            metavar="SHARE",
-            help="duration of an evaluation as a share of a training task's, plus its transfers",
-            show_default="they take none",
-            min=0,
-        ),
-    ] = None,
-    max_time: Annotated[
-        float | None,
-        typer.Option(
-            metavar="SECONDS", help="stop at this virtual time", show_default="no limit", min=0
-        ),
-    ] = None,
-    max_wall_time: Annotated[
-        float | None,
-        typer.Option(
-            metavar="SECONDS",
-            help="stop after this time on this machine",
-            show_default="no limit",
-            min=0,
         ),
     ] = None,
 ) -> None:
@@ -222,22 +186,8 @@ def simulate(
     from raceme.simulation.apps import Settings, write_results
     from raceme.simulation.apps import simulate as run
 
-    settings = Settings(
-        folder=folder,
-        clients=clients,
-        devices=devices,
-        run_config=tuple(run_config or ()),
-        node_config=tuple(node_config or ()),
-        strategy=strategy,
-        parameters=dict(parse_assignment(text) for text in assignments or ()),
-        workers=workers,
-        seed=seed,
-        out=out,
-        max_time=math.inf if max_time is None else max_time,
-        max_wall_time=math.inf if max_wall_time is None else max_wall_time,
-        examples=examples,
-        evaluation_share=evaluation_share,
-    )
+    parameters = dict(parse_assignment(text) for text in assignments or ())
+    settings = Settings(folder, parameters=parameters, **vars(options))
     simulated = run(settings)
     sys.stdout.flush()
     sys.stderr.flush()

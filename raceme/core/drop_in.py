@@ -738,10 +738,9 @@ class FlowerGrid(GridWrapper):
                     self._sent_to[key] = self.client_names.of(message.metadata.dst_node_id)
         return pushed
 
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+    def _pull(self, message_ids: Collection[str]) -> Iterable[Message]:
         """Return the replies present."""
-        wanted = list(message_ids)
-        return self._known(wanted) + self._received(self._grid.pull_messages(wanted))
+        return self._known(message_ids) + self._received(self._grid.pull_messages(message_ids))
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, Field, field, fields, is_dataclass, make_dataclass
@@ -42,6 +43,13 @@ _Options = TypeVar("_Options")
 _LARGEST = 2**63 - 1
 """Whole numbers in TOML, in SQLite and in Flower's messages have 64 bits and a sign."""
 _TYPES = {"bool": "true|false", "int": "INTEGER", "float": "NUMBER", "str": "TEXT"}
+_BOUNDS = {
+    "low": ("at least", operator.ge),
+    "above": ("greater than", operator.gt),
+    "high": ("at most", operator.le),
+    "below": ("below", operator.lt),
+}
+"""Rules of numbers, in words and as comparisons with the bound."""
 _UNITS = {SECONDS: "SECONDS", "px": "PIXELS"}
 """Units in words, as they stand in the help of a command."""
 
@@ -188,9 +196,10 @@ def documented(summary: str, source: str, *options_types: type[Any]) -> str:
     lines = [summary, "", "Parameters", "----------", *_FIRST]
     for item in (item for options_type in options_types for item in fields(options_type)):
         rules = item.metadata
-        words = {"low": "at least", "above": "above", "high": "at most", "below": "below"}
         limits = [
-            f"{word} {rules[rule]:g}" for rule, word in words.items() if rules.get(rule) is not None
+            f"{words} {rules[rule]:g}"
+            for rule, (words, _) in _BOUNDS.items()
+            if rules.get(rule) is not None
         ]
         among = [f"one of {', '.join(rules['among'])}"] if rules.get("among") else []
         range_ = f" ({' and '.join(limits + among)})" if limits or among else ""
@@ -324,15 +333,10 @@ def check_range(name: str, value: Any, item: Field[Any]) -> None:
         return
     if isinstance(value, int) and abs(value) > _LARGEST:
         raise UserError(f"{name} must be a number of 64 bits, {_LARGEST} at most.")
-    low, above, high, below = (rules.get(rule) for rule in ("low", "above", "high", "below"))
-    if low is not None and value < low:
-        raise UserError(f"{name} must be at least {low:g}, got {value:g}.")
-    if above is not None and value <= above:
-        raise UserError(f"{name} must be greater than {above:g}, got {value:g}.")
-    if high is not None and value > high:
-        raise UserError(f"{name} must be at most {high:g}, got {value:g}.")
-    if below is not None and value >= below:
-        raise UserError(f"{name} must be below {below:g}, got {value:g}.")
+    for rule, (words, holds) in _BOUNDS.items():
+        bound = rules.get(rule)
+        if bound is not None and not holds(value, bound):
+            raise UserError(f"{name} must be {words} {bound:g}, got {value:g}.")
 
 
 def shown_type(item: Field[Any], with_unit: bool = False) -> str:

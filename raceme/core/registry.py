@@ -652,76 +652,49 @@ def _is_class_with(attribute: str) -> Callable[[Any], bool]:
     return lambda found: callable(found) and hasattr(found, attribute)
 
 
-def _functions(module: str, names: str) -> dict[str, str]:
-    """Return the targets of some functions of a module, named with hyphens for underscores."""
-    return {name: f"{module}:{name.replace('-', '_')}" for name in names.split()}
+def _named(objects: Mapping[str, str]) -> dict[str, str]:
+    """Return the targets of objects by name, given those of each module.
+
+    A word is an object, whose name is in lower case with hyphens, or ``name=object``.
+    """
+    words = ((module, word) for module, text in objects.items() for word in text.split())
+    pairs = ((module, *word.rpartition("=")) for module, word in words)
+    return {name or kebab(of): f"raceme.{module}:{of}" for module, name, _, of in pairs}
 
 
 STRATEGIES = Registry(
     "strategy",
-    {
-        "c-faacl": "raceme.strategies.faacl.continual:CFAACL",
-        "ace": "raceme.strategies.fedbuff:ACE",
-        "aced": "raceme.strategies.fedbuff:ACED",
-        "apfl": "raceme.strategies.personalized:APFL",
-        "apd": "raceme.strategies.continual.strategy:APD",
-        "ca2fl": "raceme.strategies.fedbuff:CA2FL",
-        "casa": "raceme.strategies.casa.strategy:CASA",
-        "casa-c": "raceme.strategies.casa.strategy:CASAC",
-        "casa-d": "raceme.strategies.casa.strategy:CASAD",
-        "casa-plus": "raceme.strategies.casa.strategy:CASAPlus",
-        "cfl": "raceme.strategies.cfl:CFL",
-        "cfl-async": "raceme.strategies.cfl:CFLAsync",
-        "cfl-gp": "raceme.strategies.profiles.cfl_gp:CFLGP",
-        "csafl": "raceme.strategies.csafl:CSAFL",
-        "faacl": "raceme.strategies.faacl.strategy:FAACL",
-        "faacl-async": "raceme.strategies.faacl.strategy:FAACLAsync",
-        "ditto": "raceme.strategies.personalized:Ditto",
-        "echopfl": "raceme.strategies.echopfl:EchoPFL",
-        "ewc": "raceme.strategies.continual.strategy:EWC",
-        "fadas": "raceme.strategies.fedbuff:FADAS",
-        "fedasync": "raceme.strategies.fedasync:FedAsync",
-        "fedavg": "raceme.strategies.fedavg:FedAvg",
-        "fedbuff": "raceme.strategies.fedbuff:FedBuff",
-        "fedcompass": "raceme.strategies.fedcompass:FedCompass",
-        "feddrift": "raceme.strategies.feddrift:FedDrift",
-        "feddrift-async": "raceme.strategies.feddrift:FedDriftAsync",
-        "feddrift-eager": "raceme.strategies.feddrift:FedDriftEager",
-        "fedgroup": "raceme.strategies.flexcfl:FedGroup",
-        "fedmedian": "raceme.strategies.fedavg:FedMedian",
-        "fedper": "raceme.strategies.personalized:FedPer",
-        "fedprox": "raceme.strategies.fedavg:FedProx",
-        "fedrep": "raceme.strategies.personalized:FedRep",
-        "fedrc": "raceme.strategies.fedrc.strategy:FedRC",
-        "fedtrimmedavg": "raceme.strategies.fedavg:FedTrimmedAvg",
-        "fesem": "raceme.strategies.ifca:FeSEM",
-        "cdfl": "raceme.strategies.cdfl.strategy:CDFL",
-        "fedweit": "raceme.strategies.continual.strategy:FedWeIT",
-        "fedsoft": "raceme.strategies.cdfl.fedsoft:FedSoft",
-        "fedsoft-async": "raceme.strategies.cdfl.fedsoft:FedSoftAsync",
-        "fielding": "raceme.strategies.fielding:Fielding",
-        "flexcfl": "raceme.strategies.flexcfl:FlexCFL",
-        "flexcfl-async": "raceme.strategies.flexcfl:FlexCFLAsync",
-        "flux": "raceme.strategies.profiles.flux:FLUX",
-        "g-fedavg": "raceme.strategies.csafl:GFedAvg",
-        "ga-fedavg": "raceme.strategies.csafl:GAFedAvg",
-        "icfl": "raceme.strategies.icfl:ICFL",
-        "icfl-async": "raceme.strategies.icfl:ICFLAsync",
-        "ifca": "raceme.strategies.ifca:IFCA",
-        "ifca-async": "raceme.strategies.ifca:IFCAAsync",
-        "krum": "raceme.strategies.fedavg:Krum",
-        "multikrum": "raceme.strategies.fedavg:MultiKrum",
-        "nog-fedavg": "raceme.strategies.csafl:NoGFedAvg",
-        "ocfl": "raceme.strategies.cfl:OCFL",
-        "pacfl": "raceme.strategies.profiles.pacfl:PACFL",
-        "port": "raceme.strategies.fedbuff:PORT",
-        "r-fedavg": "raceme.strategies.csafl:RFedAvg",
-        "panicle": "raceme.strategies.panicle.strategy:Panicle",
-        "ssgd": "raceme.strategies.continual.strategy:StableSGD",
-        "standalone": "raceme.strategies.personalized:Standalone",
-        "t-fedavg": "raceme.strategies.csafl:TFedAvg",
-        "ta-fedavg": "raceme.strategies.csafl:TAFedAvg",
-    },
+    _named(
+        {
+            "strategies.faacl.continual": "c-faacl=CFAACL",
+            "strategies.fedbuff": "ACE ACED ca2fl=CA2FL FADAS fedbuff=FedBuff PORT",
+            "strategies.personalized": "APFL Ditto fedper=FedPer fedrep=FedRep Standalone",
+            "strategies.continual.strategy": "APD EWC fedweit=FedWeIT ssgd=StableSGD",
+            "strategies.casa.strategy": "CASA casa-c=CASAC casa-d=CASAD CASAPlus",
+            "strategies.cfl": "CFL CFLAsync OCFL",
+            "strategies.profiles.cfl_gp": "cfl-gp=CFLGP",
+            "strategies.csafl": "CSAFL g-fedavg=GFedAvg ga-fedavg=GAFedAvg nog-fedavg=NoGFedAvg "
+            "r-fedavg=RFedAvg t-fedavg=TFedAvg ta-fedavg=TAFedAvg",
+            "strategies.faacl.strategy": "FAACL FAACLAsync",
+            "strategies.echopfl": "echopfl=EchoPFL",
+            "strategies.fedasync": "fedasync=FedAsync",
+            "strategies.fedavg": "fedavg=FedAvg fedmedian=FedMedian fedprox=FedProx "
+            "fedtrimmedavg=FedTrimmedAvg Krum multikrum=MultiKrum",
+            "strategies.fedcompass": "fedcompass=FedCompass",
+            "strategies.feddrift": "feddrift=FedDrift feddrift-async=FedDriftAsync "
+            "feddrift-eager=FedDriftEager",
+            "strategies.flexcfl": "fedgroup=FedGroup flexcfl=FlexCFL flexcfl-async=FlexCFLAsync",
+            "strategies.fedrc.strategy": "fedrc=FedRC",
+            "strategies.ifca": "fesem=FeSEM IFCA IFCAAsync",
+            "strategies.cdfl.strategy": "CDFL",
+            "strategies.cdfl.fedsoft": "fedsoft=FedSoft fedsoft-async=FedSoftAsync",
+            "strategies.fielding": "Fielding",
+            "strategies.profiles.flux": "FLUX",
+            "strategies.icfl": "ICFL ICFLAsync",
+            "strategies.profiles.pacfl": "PACFL",
+            "strategies.panicle.strategy": "Panicle",
+        }
+    ),
     group="raceme.strategies",
     expected="a subclass of raceme.core.strategy.Method",
     fits=_is_class_with("parameters_type"),
@@ -732,31 +705,15 @@ STRATEGIES = Registry(
 
 DATASETS = Registry(
     "dataset",
-    {
-        "digits": "raceme.datasets.source:Digits",
-        "mnist": "raceme.datasets.images:Mnist",
-        "fashion-mnist": "raceme.datasets.images:FashionMnist",
-        "synthetic": "raceme.datasets.source:Synthetic",
-        "npz": "raceme.datasets.npz:Npz",
-        "cifar10": "raceme.datasets.images:Cifar10",
-        "image-folder": "raceme.datasets.images:ImageFolder",
-        "characters": "raceme.datasets.leaf:Characters",
-        "femnist": "raceme.datasets.leaf:Femnist",
-        "leaf": "raceme.datasets.leaf:Leaf",
-        "npz-folder": "raceme.datasets.npz:NpzFolder",
-        "arrays": "raceme.datasets.npz:Given",
-        "harbox": "raceme.datasets.sensors:HarBox",
-        "imu": "raceme.datasets.sensors:Imu",
-        "uci-har": "raceme.datasets.sensors:UciHar",
-        "fsdd": "raceme.datasets.sensors:Fsdd",
-        "text": "raceme.datasets.leaf:Text",
-        "usps": "raceme.datasets.images:Usps",
-        "emnist": "raceme.datasets.images:Emnist",
-        "gas-drift": "raceme.datasets.sensors:GasDrift",
-        "beijing-air": "raceme.datasets.sensors:BeijingAir",
-        "hit-bearing": "raceme.datasets.sensors:HitBearing",
-        "digits-by-origin": "raceme.datasets.images:DigitsByOrigin",
-    },
+    _named(
+        {
+            "datasets.source": "Digits Synthetic",
+            "datasets.images": "Mnist FashionMnist Cifar10 ImageFolder Usps Emnist DigitsByOrigin",
+            "datasets.npz": "Npz NpzFolder arrays=Given",
+            "datasets.leaf": "Characters Femnist Leaf Text",
+            "datasets.sensors": "harbox=HarBox Imu UciHar Fsdd GasDrift BeijingAir HitBearing",
+        }
+    ),
     group="raceme.datasets",
     expected="a subclass of raceme.datasets.source.Source, or def {name}(config)",
     fits=lambda found: (
@@ -767,10 +724,11 @@ DATASETS = Registry(
 
 PARTITIONERS = Registry(
     "partition",
-    _functions(
-        "raceme.datasets.partition",
-        "label-groups dirichlet dirichlet-by-class classes iid rotation-groups noise-groups "
-        "scenario",
+    _named(
+        {
+            "datasets.partition": "label_groups dirichlet dirichlet_by_class classes iid "
+            "rotation_groups noise_groups scenario",
+        }
     ),
     group="raceme.partitions",
     expected="def {name}(labels, config, rng)",
@@ -779,20 +737,12 @@ PARTITIONERS = Registry(
 
 DRIFTS = Registry(
     "drift",
-    {
-        "none": "raceme.datasets.drift:NoDrift",
-        "swap-all": "raceme.datasets.drift:SwapAll",
-        "swap-part": "raceme.datasets.drift:SwapPart",
-        "incremental": "raceme.datasets.drift:Incremental",
-        "rotate": "raceme.datasets.drift:Rotate",
-        "label-shift": "raceme.datasets.drift:LabelShift",
-        "noise": "raceme.datasets.drift:Noise",
-        "concepts": "raceme.datasets.drift:Concepts",
-        "mixture": "raceme.datasets.drift:Mixture",
-        "tasks": "raceme.datasets.drift:Tasks",
-        "in-order": "raceme.datasets.drift:InOrder",
-        "scenario-stream": "raceme.datasets.drift:ScenarioStream",
-    },
+    _named(
+        {
+            "datasets.drift": "none=NoDrift SwapAll SwapPart Incremental Rotate LabelShift Noise "
+            "Concepts Mixture Tasks InOrder ScenarioStream",
+        }
+    ),
     group="raceme.drifts",
     expected="a subclass of raceme.datasets.drift.Drift",
     fits=_is_class_with("default_schedule"),
@@ -865,23 +815,12 @@ PROTECTIONS = Registry(
 )
 ATTACKS = Registry(
     "attack",
-    {
-        "none": "raceme.simulation.attacks:NoAttack",
-        "scale": "raceme.simulation.attacks:Scale",
-        "sign-flip": "raceme.simulation.attacks:SignFlip",
-        "label-flip": "raceme.simulation.attacks:LabelFlip",
-        "noise": "raceme.simulation.attacks:Noise",
-        "backdoor": "raceme.simulation.attacks:Backdoor",
-        "edge-anti": "raceme.simulation.attacks:EdgeAnti",
-        "edge-push": "raceme.simulation.attacks:EdgePush",
-        "collude": "raceme.simulation.attacks:Collude",
-        "min-max": "raceme.simulation.attacks:MinMax",
-        "min-sum": "raceme.simulation.attacks:MinSum",
-        "mimic": "raceme.simulation.attacks:Mimic",
-        "long-good": "raceme.simulation.attacks:LongGood",
-        "replay": "raceme.simulation.attacks:Replay",
-        "claims": "raceme.simulation.attacks:Claims",
-    },
+    _named(
+        {
+            "simulation.attacks": "none=NoAttack Scale SignFlip LabelFlip Noise Backdoor EdgeAnti "
+            "EdgePush Collude MinMax MinSum Mimic LongGood Replay Claims",
+        }
+    ),
     group="raceme.attacks",
     expected="a subclass of raceme.simulation.attacks.Attack",
     fits=_is_class_with("is_due"),
@@ -890,10 +829,11 @@ ATTACKS = Registry(
 
 MODELS = Registry(
     "model",
-    _functions(
-        "raceme.training.models",
-        "mclr mlp cnn cnn1d gru lstm mlp300 mlp128 mlp512 cnn3x3 cnn6 cnn5x5 cnn5x5-wide "
-        "cnn5x5-unpadded cnn-fedrep lenet5 lenet5-tanh resnet18",
+    _named(
+        {
+            "training.models": "mclr mlp cnn cnn1d gru lstm mlp300 mlp128 mlp512 cnn3x3 cnn6 "
+            "cnn5x5 cnn5x5_wide cnn5x5_unpadded cnn_fedrep lenet5 lenet5_tanh resnet18",
+        }
     ),
     group="raceme.models",
     expected="def {name}(input_shape, num_classes)",
@@ -912,24 +852,19 @@ DEVICES = Registry(
 
 CLIENT_WORK = Registry(
     "kind of work",
-    _functions("raceme.training.work", "train train-best")
-    | _functions(
-        "raceme.training.personal",
-        "train-split train-beside train-interpolated train-mixed train-own",
-    )
-    | _functions("raceme.strategies.faacl.client", "learn match lend")
-    | _functions(
-        "raceme.strategies.continual.client", "train-elastic train-decomposed train-borrowing"
-    )
-    | _functions(
-        "raceme.training.work",
-        "evaluate test-steps use losses scores label-counts nearest-direction",
-    )
-    | _functions(
-        "raceme.strategies.profiles.client", "principal-directions latent-most descriptors gradient"
-    )
-    | _functions("raceme.strategies.fedrc.client", "label-masses train-weighted")
-    | _functions("raceme.client_app", "describe"),
+    _named(
+        {
+            "training.work": "train train_best evaluate test_steps use losses scores label_counts "
+            "nearest_direction",
+            "training.personal": "train_split train_beside train_interpolated train_mixed "
+            "train_own",
+            "strategies.faacl.client": "learn match lend",
+            "strategies.continual.client": "train_elastic train_decomposed train_borrowing",
+            "strategies.profiles.client": "principal_directions latent_most descriptors gradient",
+            "strategies.fedrc.client": "label_masses train_weighted",
+            "client_app": "describe",
+        }
+    ),
     group="raceme.client_work",
     expected="def {name}(work), which returns a WorkResult",
 )

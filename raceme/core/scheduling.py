@@ -320,10 +320,10 @@ class FlowerArguments:
     )
     arrayrecord_key: str = option(ARRAYS, "name of the record with the model in messages")
     configrecord_key: str = option(CONFIG, "name of the record with the settings in messages")
-    train_metrics_aggr_fn: MetricsFn | None = option(  # noqa: RUF009
+    train_metrics_aggr_fn: MetricsFn | None = option(
         None, "aggregates clients' training metrics; by default the weighted mean"
     )
-    evaluate_metrics_aggr_fn: MetricsFn | None = option(  # noqa: RUF009
+    evaluate_metrics_aggr_fn: MetricsFn | None = option(
         None, "aggregates clients' test metrics; by default the weighted mean"
     )
     accuracy_key: str = option(

@@ -30,18 +30,9 @@ from raceme.datasets.source import ClientData, Indices, generator
 
 Unit = Literal["seconds", "updates", "uploads", "rounds"]
 
-_UNITS: dict[str, tuple[Unit, float]] = {
-    "s": ("seconds", 1.0),
-    "min": ("seconds", 60.0),
-    "h": ("seconds", 3600.0),
-    "update": ("updates", 1.0),
-    "updates": ("updates", 1.0),
-    "upload": ("uploads", 1.0),
-    "uploads": ("uploads", 1.0),
-    "round": ("rounds", 1.0),
-    "rounds": ("rounds", 1.0),
-}
-_MOMENT = re.compile(r"(?P<number>\d+(\.\d*)?|\.\d+)?\s*(?P<unit>[a-z]+)")
+_SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
+_COUNTS: dict[str, Unit] = {"update": "updates", "upload": "uploads", "round": "rounds"}
+_MOMENT = re.compile(r"(\d+(?:\.\d*)?|\.\d+)?\s*(?:(s|min|h)|(update|upload|round)s?)")
 _EXPECTED = (
     "write moments, e.g. '60s', '120s, 240s', '500 updates' or '5 uploads', or a period, e.g. "
     "'every 60s' or 'every round' (units: s, min, h, updates, uploads, rounds)"
@@ -156,10 +147,10 @@ def parse_schedule(text: str) -> Schedule:
 def _moment(part: str, text: str, period: bool) -> tuple[Unit, float]:
     """Parse a number with its unit; a period may omit the number 1."""
     match = _MOMENT.fullmatch(part.strip())
-    if match is None or match["unit"] not in _UNITS or (match["number"] is None and not period):
+    if match is None or (match[1] is None and not period):
         raise UserError(f"drift-at '{text}' cannot be read: {_EXPECTED}.")
-    unit, scale = _UNITS[match["unit"]]
-    amount = float(match["number"] or 1) * scale
+    unit: Unit = "seconds" if match[2] else _COUNTS[match[3]]
+    amount = float(match[1] or 1) * _SECONDS.get(match[2], 1.0)
     if amount <= 0 or (unit != "seconds" and not amount.is_integer()):
         kind = "a number above 0" if unit == "seconds" else "a whole number from 1"
         raise UserError(f"drift-at '{text}': {part.strip()} must be {kind} of {unit}.")
@@ -420,7 +411,7 @@ class LabelShift(SomeClients):
 
 
 @dataclass(frozen=True)
-class NoiseOptions(ShareOptions):
+class NoiseDriftOptions(ShareOptions):
     """Options of the drift ``noise``: clients, and growth of the noise."""
 
     noise_growth: float = option(
@@ -431,7 +422,7 @@ class NoiseOptions(ShareOptions):
 class Noise(SomeClients):
     """Gaussian noise that grows by noise-growth per step, as in a wearing sensor."""
 
-    options_type = NoiseOptions
+    options_type = NoiseDriftOptions
     planned_steps = _QUARTERS
 
     def check(self) -> None:

@@ -91,7 +91,7 @@ class LeafSource(Source, ABC):
         return arrays, np.asarray(arrays["test"], np.bool_) if test else None
 
     @abstractmethod
-    def _samples(self, path: Path, name: str, told: Any) -> tuple[NDArray[Any], NDArray[Any]]:
+    def _samples(self, path: Path, name: str, content: Any) -> tuple[NDArray[Any], NDArray[Any]]:
         """Check the samples of one user: return inputs, shape (n, ...), and labels, shape (n,)."""
 
     def _read(self, train: Sequence[Path], test: Sequence[Path]) -> Arrays:
@@ -111,8 +111,8 @@ class LeafSource(Source, ABC):
         numbers: dict[str, int] = {}
         x, y, writer, tested = [], [], [], []
         for number, path in enumerate([*train, *test]):
-            for name, told in _users(path).items():
-                inputs, labels = self._samples(path, name, told)
+            for name, content in _users(path).items():
+                inputs, labels = self._samples(path, name, content)
                 if not len(labels):
                     continue
                 x.append(inputs)
@@ -185,11 +185,11 @@ class Leaf(LeafSource):
         sizes = np.bincount(self._arrays(config)[0]["writer"])
         return max(1, min(self.default_clients, int(np.count_nonzero(sizes >= _FEWEST))))
 
-    def _samples(self, path: Path, name: str, told: Any) -> tuple[NDArray[Any], NDArray[Any]]:
+    def _samples(self, path: Path, name: str, content: Any) -> tuple[NDArray[Any], NDArray[Any]]:
         """Check the samples of one user: numbers, or texts as character codes."""
         labels: NDArray[Any]
         try:
-            x, y = told["x"], told["y"]
+            x, y = content["x"], content["y"]
             if x and all(isinstance(text, str) for text in (*x, *y)):
                 inputs = np.array([[ord(char) for char in text] for text in x], np.int32)
                 labels = np.array([ord(char) for char in y], np.int32)
@@ -506,11 +506,11 @@ class Femnist(LeafSource):
         """Return the shape without loading."""
         return DataShape((1, 28, 28), len(kinds(config.read(CharacterOptions).characters)))
 
-    def _samples(self, path: Path, name: str, told: Any) -> tuple[Any, Indices]:
+    def _samples(self, path: Path, name: str, content: Any) -> tuple[Any, Indices]:
         """Check the samples of one writer: 0 is ink, 255 is paper."""
         try:
-            inputs = np.asarray(told["x"], np.float32).reshape(-1, 1, 28, 28)
-            labels = np.asarray(told["y"], np.int64)
+            inputs = np.asarray(content["x"], np.float32).reshape(-1, 1, 28, 28)
+            labels = np.asarray(content["y"], np.int64)
         except (KeyError, TypeError, ValueError):
             inputs, labels = np.empty((1, 1, 28, 28), np.float32), np.empty(0, np.int64)
         fits = len(inputs) == len(labels) and bool(np.all((labels >= 0) & (labels < CLASSES)))

@@ -404,34 +404,30 @@ def checked_samples(
     return (x if stored.dtype.kind == "f" and stored.dtype.itemsize > 2 else stored), y
 
 
-def recordings(
-    paths: Iterable[Path],
+def recording(
+    path: Path,
     input_shape: tuple[int, ...],
     classes: int,
     dtype: type[np.floating],
     expected: str,
-) -> dict[str, NDArray[Any]]:
-    """Read files with inputs `x` of one shape and labels `y`; see :func:`stacked`.
+) -> tuple[NDArray[Any], Labels]:
+    """Read a file with inputs `x` of a shape and labels `y`.
 
     Raises
     ------
     UserError
-        A file is invalid; the message has the expected content.
+        The file is invalid; the message has the expected content.
     """
-    parts = []
-    for path in paths:
-        arrays = arrays_of(path, (), expected, ("x", "y"))
-        if len(arrays) < 2:
-            raise UserError(f"{path} lacks x or y. {expected}.")
-        x = arrays["x"]
-        checked_inputs(path, "x", x)
-        y = checked_labels(path, "y", arrays["y"], len(x))
-        if x.shape[1:] != input_shape or y.max() >= classes:
-            raise UserError(
-                f"{path} holds x of shape {x.shape} and labels up to {y.max()}. {expected}."
-            )
-        parts.append((x.astype(dtype), y))
-    return stacked(parts)
+    expected = f"Expected: {expected}"
+    arrays = arrays_of(path, ("x", "y"), expected)
+    x = arrays["x"]
+    checked_inputs(path, "x", x)
+    y = checked_labels(path, "y", arrays["y"], len(x))
+    if x.shape[1:] != input_shape or y.max() >= classes:
+        raise UserError(
+            f"{path} holds x of shape {x.shape} and labels up to {y.max()}. {expected}."
+        )
+    return x.astype(dtype), y
 
 
 def stacked(

@@ -504,7 +504,7 @@ _IMAGE_AXES = 4
 
 
 @dataclass(frozen=True)
-class NoiseOptions(GroupOptions):
+class NoiseGroupOptions(GroupOptions):
     """Options of ``noise-groups``."""
 
     noise_std: float = option(1.0, "standard deviation of the noise in the last group", low=0)
@@ -516,7 +516,7 @@ def rotation_groups(labels: Indices, config: RunConfig, rng: np.random.Generator
     return _in_groups(labels, config, rng)
 
 
-@reads(NoiseOptions)
+@reads(NoiseGroupOptions)
 def noise_groups(labels: Indices, config: RunConfig, rng: np.random.Generator) -> Partition:
     """Groups with increasing noise, from none in the first to noise-std in the last."""
     return _in_groups(labels, config, rng)
@@ -569,7 +569,7 @@ def skew(
             )
         return rotated(inputs, 360.0 * share, blank)
     # The last of K groups has share (K − 1)/K and gets all of noise-std; a lone group gets none.
-    level = config.read(NoiseOptions).noise_std * share * groups / max(1, groups - 1)
+    level = config.read(NoiseGroupOptions).noise_std * share * groups / max(1, groups - 1)
     noise = generator(config.seed, f"noise {part}", client).standard_normal(
         inputs.shape, np.float32
     )

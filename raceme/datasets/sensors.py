@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,8 +21,9 @@ from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
 from raceme.core.options import option
 from raceme.datasets import npz, source
-from raceme.datasets.npz import NpzFolder, standardised
+from raceme.datasets.npz import NpzFolder, recording, standardised
 from raceme.datasets.source import (
+    Arrays,
     Dataset,
     DataShape,
     Indices,
@@ -33,31 +33,74 @@ from raceme.datasets.source import (
     cached,
 )
 
+_Key = tuple[Any, ...]
+
+
+class Recordings(Source, ABC):
+    """A dataset of files whose names say what is in them.
+
+    Attributes
+    ----------
+    name : str
+        Name in the registry of datasets, also in error messages.
+    folders : tuple[str, ...]
+        Folders under data-root, in the order in which they are searched.
+    pattern : str
+        Pattern of the files' names.
+    wanted, expected : str
+        Required content of data-root and of the files, for error messages.
+    """
+
+    has_clients = True
+
+    name: str
+    folders: tuple[str, ...]
+    pattern: str
+    wanted: str
+    expected = ""
+
+    @staticmethod
+    def _key(path: Path) -> _Key | None:
+        """Return what a file's name says, by which files are ordered; None for a foreign file."""
+        return (path.name,)
+
+    @abstractmethod
+    def _read(self, path: Path, key: _Key) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return a file's inputs and labels."""
+
+    def _files(self, config: RunConfig) -> dict[_Key, Path]:
+        """Return the files in order, by key."""
+
+        def find(folder: Path) -> dict[_Key, Path]:
+            named = ((self._key(path), path) for path in folder.glob(self.pattern))
+            return dict(sorted((key, path) for key, path in named if key is not None))
+
+        hint = f"Expected: {self.expected}." if self.expected else ""
+        return source.find_under(config, self.name, self.folders, find, self.wanted, hint)
+
+    def _arrays(self, files: Mapping[_Key, Path]) -> Arrays:
+        """Return the concatenated inputs and labels of files, and the number of each."""
+        paths = list(files.values())
+        return cached(
+            self.name,
+            paths,
+            (3,),
+            lambda: npz.stacked(self._read(files[key], key) for key in files),
+        )
+
+
+# -----------------------------------------------------------------------------
+# Human activity.
+# -----------------------------------------------------------------------------
+
+
 HAR_WINDOW = 100
 """Readings in a window of HARBox and IMU."""
 AXES = 9
 """Three axes each of accelerometer, gyroscope and magnetometer."""
 
-_WHERE = "https://github.com/xmouyang/FL-Datasets-for-HAR"
+_WHERE = "from https://github.com/xmouyang/FL-Datasets-for-HAR"
 _Window = NDArray[np.float32]
-
-
-class Person(NamedTuple):
-    """One person's files.
-
-    Attributes
-    ----------
-    name : str
-        Name, as in the file names.
-    files : Mapping[int, Path]
-        The file with the windows of each activity.
-    group : int or None
-        True group, if any.
-    """
-
-    name: str
-    files: Mapping[int, Path]
-    group: int | None = None
 
 
 class UciHar(NpzFolder):
@@ -71,42 +114,42 @@ class UciHar(NpzFolder):
     inner = ("uci_har_by_person", "uci-har")
 
 
-class _Activities(Source, ABC):
-    """Windows of motion, in one text file per person and activity."""
+class _Activities(Recordings):
+    """Windows of motion, in one text file per person and activity: the key of a file."""
 
     default_model = "mlp"
     default_lr = 0.01
-    has_clients = True
 
-    name: str
     activities: tuple[str, ...]
-    folders: tuple[str, ...]
+    delimiter: str | None = None
+    first_column = 0
+    """Column from which on a line has readings; a time may precede them."""
 
     def load(self, config: RunConfig) -> Dataset:
         """Return the windows of the first people, shape (N, 900)."""
-        people = self._people(config)
+        files = self._files(config)
+        people = list(dict.fromkeys(person for person, _ in files))
         source.check_clients(
             config,
             len(people),
             f"{self.name} has only {len(people)} people with files under {config.data_root}. Take "
-            f"clients={max(1, len(people))}.",
+            f"clients={len(people)}.",
         )
-        people = people[: config.num_clients]
-        files = [path for person in people for path in person.files.values()]
+        groups, people = self._groups(people), people[: config.num_clients]
+        files = {key: path for key, path in files.items() if key[0] in people}
         # Text files take long to read.
-        arrays = cached(self.name, files, (1,), lambda: npz.stacked(map(self._samples, people)))
-        users = source.spans(arrays["sizes"].tolist())
+        arrays = self._arrays(files)
+        owner = np.repeat([people.index(person) for person, _ in files], arrays["sizes"])
+        users = tuple(np.flatnonzero(owner == number) for number in range(len(people)))
         for person, own in zip(people, users, strict=True):
             if len(own) < 2:
-                raise UserError(
-                    f"'{person.name}' has only {len(own)} windows: at least 2 are needed."
-                )
+                raise UserError(f"'{person}' has only {len(own)} windows: at least 2 are needed.")
         return Dataset(
             x=arrays["x"],
             y=np.array(arrays["y"], np.int64),
             num_classes=len(self.activities),
-            users=tuple(users),
-            groups=tuple(person.group for person in people),
+            users=users,
+            groups=groups[: len(people)],
         )
 
     def shape(self, config: RunConfig) -> DataShape:
@@ -115,31 +158,25 @@ class _Activities(Source, ABC):
 
     def count_clients(self, config: RunConfig) -> int:
         """Return the number of people with files, or of all if files are not needed."""
-        return len(self._people(config)) if config.data_root else self.default_clients
+        if not config.data_root:
+            return self.default_clients
+        return len({person for person, _ in self._files(config)})
 
-    def _people(self, config: RunConfig) -> list[Person]:
-        """Find the files of each person in the first suitable folder, which may be data-root."""
-        wanted = " or ".join(f"{inner}/" for inner in self.folders)
-        folders = self.folders
-        if Path(config.data_root).name in folders:
-            folders = (*folders, "")
-        found = source.find_under(
-            config, self.name, folders, source.existing, f"{wanted}, from {_WHERE}"
-        )
-        return self._files_in(found)
+    def _groups(self, people: Sequence[Any]) -> tuple[int | None, ...]:
+        """Return the true groups of all people."""
+        return (None,) * len(people)
 
-    def _samples(self, person: Person) -> tuple[_Window, Indices]:
-        """Read one person's windows and their labels."""
-        windows = [self._windows(path) for path in person.files.values()]
-        return np.concatenate(windows), np.repeat([*person.files], [len(own) for own in windows])
-
-    @abstractmethod
-    def _files_in(self, root: Path) -> list[Person]:
-        """Find the files of each person in a folder."""
-
-    @abstractmethod
-    def _windows(self, path: Path) -> _Window:
-        """Read the windows of a file, shape (n, 900)."""
+    def _read(self, path: Path, key: _Key) -> tuple[_Window, Indices]:
+        """Read numbers, 900 of which are a window."""
+        values = _numbers(path, self.delimiter)[:, self.first_column :]
+        if values.size % (HAR_WINDOW * AXES) or (self.first_column and values.shape[1] != AXES):
+            layout = f" in {AXES} columns after a time" if self.first_column else ""
+            raise UserError(
+                f"{path} must hold a multiple of {HAR_WINDOW * AXES} numbers{layout}, got shape "
+                f"{values.shape}."
+            )
+        windows = values.reshape(-1, HAR_WINDOW * AXES).astype(np.float32)
+        return windows, np.full(len(windows), key[1])
 
 
 class HarBox(_Activities):
@@ -154,34 +191,21 @@ class HarBox(_Activities):
 
     name = "harbox"
     activities = ("Call", "Hop", "typing", "Walk", "Wave")
-    folders = ("large_scale_HARBox", "HARBox", "harbox")
+    folders = ("large_scale_HARBox", "HARBox", "harbox", "")
+    pattern = "*/*_train.txt"
+    first_column = 1
+    wanted = f"large_scale_HARBox/ with <number>/<activity>_train.txt, {_WHERE}"
 
     def load(self, config: RunConfig) -> Dataset:
         """Return the standardised windows of the first people."""
         dataset = super().load(config)
         return replace(dataset, x=standardised_windows(dataset.x))
 
-    def _files_in(self, root: Path) -> list[Person]:
-        """Find ``<number>/<activity>_train.txt``."""
-        found = []
-        numbered = [path for path in root.iterdir() if path.name.isdigit() and path.is_dir()]
-        for folder in sorted(numbered, key=lambda path: int(path.name)):
-            paths = {i: folder / f"{name}_train.txt" for i, name in enumerate(self.activities)}
-            files = {i: path for i, path in paths.items() if path.is_file()}
-            if files:
-                found.append(Person(folder.name, files))
-        return found
-
-    def _windows(self, path: Path) -> _Window:
-        """Read lines of ten numbers, the first of them a time; 100 lines are a window."""
-        values = _numbers(path, None)
-        if values.shape[1] != AXES + 1 or len(values) % HAR_WINDOW:
-            raise UserError(
-                f"{path} must hold {AXES + 1} numbers per line and a multiple of {HAR_WINDOW} "
-                f"lines, got {values.shape[1]} and {len(values)}."
-            )
-        windows: _Window = values[:, 1:].reshape(-1, HAR_WINDOW * AXES).astype(np.float32)
-        return windows
+    @staticmethod
+    def _key(path: Path) -> _Key | None:
+        person, activity = path.parent.name, path.name.removesuffix("_train.txt")
+        known = person.isdigit() and activity in HarBox.activities
+        return (int(person), HarBox.activities.index(activity)) if known else None
 
 
 class Imu(_Activities):
@@ -196,30 +220,20 @@ class Imu(_Activities):
 
     name = "imu"
     activities = ("walk", "up", "down")
-    folders = ("imu_data_7", "IMU", "imu")
+    folders = ("imu_data_7", "IMU", "imu", "")
+    pattern = "*.txt"
+    delimiter = ","
+    wanted = f"imu_data_7/ with <letters>_<number>_<activity>_nor.txt, {_WHERE}"
 
-    def _files_in(self, root: Path) -> list[Person]:
-        """Find ``<letters>_<number>_<activity>_nor.txt``."""
-        pattern = re.compile(rf"(([a-z]+)_?\d+)_({'|'.join(self.activities)})(_nor)?\.txt", re.I)
-        files: dict[str, dict[int, Path]] = {}
-        places: dict[str, str] = {}
-        for path in sorted(root.iterdir()):
-            match = pattern.fullmatch(path.name)
-            if match:
-                name, place, activity = match[1], match[2], match[3].lower()
-                files.setdefault(name, {})[self.activities.index(activity)] = path
-                places[name] = place
-        order = sorted(set(places.values()))
-        return [Person(name, files[name], order.index(places[name])) for name in sorted(files)]
+    @staticmethod
+    def _key(path: Path) -> _Key | None:
+        pattern = rf"([a-z]+_?\d+)_({'|'.join(Imu.activities)})(_nor)?\.txt"
+        match = re.fullmatch(pattern, path.name, re.I)
+        return match and (match[1], Imu.activities.index(match[2].lower()))
 
-    def _windows(self, path: Path) -> _Window:
-        """Read numbers separated by commas; 900 of them are a window."""
-        values = _numbers(path, ",")
-        if values.size % (HAR_WINDOW * AXES):
-            raise UserError(
-                f"{path} must hold a multiple of {HAR_WINDOW * AXES} numbers: {values.size}."
-            )
-        return values.reshape(-1, HAR_WINDOW * AXES).astype(np.float32)
+    def _groups(self, people: Sequence[Any]) -> tuple[int | None, ...]:
+        places = [re.split(r"_|\d", person)[0] for person in people]
+        return tuple(sorted(set(places)).index(place) for place in places)
 
 
 def standardised_windows(x: NDArray[Any]) -> _Window:
@@ -271,9 +285,8 @@ _UNKNOWN = 255
 _CARRIED = 24
 """Hours for which the last reading replaces missing ones; later the mean does."""
 _START = np.datetime64("2013-03-01T00", "h")
-_FOLDERS = ("beijing_air_by_station", "beijing-air", "")
 _EXPECTED = (
-    f"Expected: an .npz file for each station with x, numbers of shape (hours, {len(QUANTITIES)}), "
+    f"an .npz file for each station with x, numbers of shape (hours, {len(QUANTITIES)}), "
     f"NaN where missing ({', '.join(QUANTITIES)}), and wind_dir, 0 to {_DIRECTIONS - 1} clockwise "
     f"from north, {_UNKNOWN} where missing"
 )
@@ -293,7 +306,7 @@ class AirOptions:
     )
 
 
-class BeijingAir(Source):
+class BeijingAir(Recordings):
     """Beijing air quality: regression of the next hour's PM2.5 at 12 stations (data-root).
 
     Zhang et al., "Cautionary tales on air-quality improvement in Beijing", Proc. R. Soc. A 473,
@@ -304,8 +317,13 @@ class BeijingAir(Source):
     default_lr = 0.01
     target_accuracy = 12.0
     default_clients = 12
-    has_clients = True
     options_type = AirOptions
+
+    name = "beijing-air"
+    folders = ("beijing_air_by_station", "beijing-air", "")
+    pattern = "*.npz"
+    wanted = "beijing_air_by_station/ with a file for each station"
+    expected = _EXPECTED
 
     def load(self, config: RunConfig) -> Dataset:
         """Return windows of (channels, hours), and the fine dust of the hour after each.
@@ -315,12 +333,11 @@ class BeijingAir(Source):
         and station is for testing, without overlap with training samples.
         """
         options: AirOptions = config.read(AirOptions)
-        paths = _stations(config)
-        where = paths[0].parent
-        there = f"there are only {len(paths)} stations in {where}. Take fewer clients."
-        source.check_clients(config, len(paths), there)
-        paths = paths[: config.num_clients]
-        arrays = cached("beijing-air", paths, (1,), lambda: npz.stacked(map(_station, paths)))
+        stations = self._files(config)
+        where = next(iter(stations.values())).parent
+        there = f"there are only {len(stations)} stations in {where}. Take fewer clients."
+        source.check_clients(config, len(stations), there)
+        arrays = self._arrays(dict(list(stations.items())[: config.num_clients]))
         hours, sizes = options.air_hours, arrays["sizes"].tolist()
         # A view, which stores each hour once.
         windows = np.lib.stride_tricks.sliding_window_view(arrays["x"], hours, axis=0)
@@ -356,25 +373,19 @@ class BeijingAir(Source):
 
     def count_clients(self, config: RunConfig) -> int:
         """Return the number of stations with files, or of all if files are not needed."""
-        return len(_stations(config)) if config.data_root else self.default_clients
+        return len(self._files(config)) if config.data_root else self.default_clients
 
-
-def _stations(config: RunConfig) -> list[Path]:
-    """Return the stations' files by name."""
-    find, expected = source.matching("*.npz"), f"{_FOLDERS[0]}/ with a file for each station"
-    return source.find_under(config, "beijing-air", _FOLDERS, find, expected, f"{_EXPECTED}.")
-
-
-def _station(path: Path) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    arrays = npz.arrays_of(path, (), _EXPECTED, ("x", "wind_dir"))
-    x, wind = arrays.get("x"), arrays.get("wind_dir")
-    if x is None or wind is None or x.dtype.kind != "f" or x.ndim != 2:
-        raise UserError(f"{path} lacks x or wind_dir, or holds others. {_EXPECTED}.")
-    fits = x.shape[1] == len(QUANTITIES) and wind.shape == x.shape[:1]
-    if not fits or wind.dtype.kind not in "iu":
-        raise UserError(f"{path}: x is {x.shape} and wind_dir {wind.shape}. {_EXPECTED}.")
-    scaled = (x.astype(np.float64) - _MEAN) / _STD
-    return _filled(np.column_stack([scaled, _wind(wind)])), scaled[:, 0].astype(np.float32)
+    def _read(self, path: Path, key: _Key) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        arrays = npz.arrays_of(path, ("x", "wind_dir"), f"Expected: {_EXPECTED}")
+        x, wind = arrays["x"], arrays["wind_dir"]
+        fits = x.dtype.kind == "f" and x.ndim == 2 and x.shape[1] == len(QUANTITIES)
+        if not fits or wind.shape != x.shape[:1] or wind.dtype.kind not in "iu":
+            raise UserError(
+                f"{path}: x is {x.dtype} of shape {x.shape}, wind_dir {wind.dtype} of {wind.shape}."
+                f" Expected: {_EXPECTED}."
+            )
+        scaled = (x.astype(np.float64) - _MEAN) / _STD
+        return _filled(np.column_stack([scaled, _wind(wind)])), scaled[:, 0].astype(np.float32)
 
 
 def _wind(direction: NDArray[Any]) -> NDArray[np.float64]:
@@ -429,15 +440,8 @@ BEARING_WINDOW = 2048
 """Readings in a window, at 51.2 kHz."""
 FAULTS = 7
 
-_FOLDERS_BEARING = ("hit_bearing_by_machine", "hit-bearing", "")
-_NAME = re.compile(r"(?P<machine>.+)_(?P<speed>\d+)rpm")
-_EXPECTED_BEARING = (
-    f"Expected: <machine>_<speed>rpm.npz for each machine and speed, each with x, numbers of shape "
-    f"(windows, {BEARING_WINDOW}) in the order of time, and y, whole numbers from 0 to {FAULTS - 1}"
-)
 
-
-class HitBearing(Source):
+class HitBearing(Recordings):
     """HIT bearing faults: 7 conditions from vibration, 2 machines at 3 speeds (data-root).
 
     Harbin Institute of Technology, sensing and measurement laboratory.
@@ -445,8 +449,17 @@ class HitBearing(Source):
 
     default_model = "cnn1d"
     default_clients = 24
-    has_clients = True
     fixed_shape = DataShape((BEARING_WINDOW,), FAULTS)
+
+    name = "hit-bearing"
+    folders = ("hit_bearing_by_machine", "hit-bearing", "")
+    pattern = "*_*rpm.npz"
+    wanted = "hit_bearing_by_machine/ with such files"
+    expected = (
+        "<machine>_<speed>rpm.npz for each machine and speed, each with x, numbers of shape "
+        f"(windows, {BEARING_WINDOW}) in the order of time, and y, whole numbers from 0 to "
+        f"{FAULTS - 1}"
+    )
 
     def load(self, config: RunConfig) -> Dataset:
         """Return the windows; a client has a segment of one machine's recordings at one speed.
@@ -454,30 +467,26 @@ class HitBearing(Source):
         Recordings already have mean 0 and deviation 1. A client's last windows of each fault are
         for testing, since neighbours are similar.
         """
-        files = _files(config)
+        files = self._files(config)
         what = f"hit-bearing has {len(files)} machines and speeds, of which each"
         sharers = source.shared_out(config, len(files), what)
-        paths = [path for path, _ in files]
-        shape = (BEARING_WINDOW,)
-        # Windows stay in half precision.
-        read = partial(npz.recordings, paths, shape, FAULTS, np.float16, _EXPECTED_BEARING)
-        arrays = cached("hit-bearing", paths, (1,), read)
+        arrays = self._arrays(files)
         y = np.array(arrays["y"], np.int64)
-        machines = sorted({machine for _, machine in files})
+        machines = sorted({machine for machine, _ in files})
         users: list[Indices] = []
         test_users: list[Indices] = []
         groups: list[int] = []
         positions = source.spans(arrays["sizes"].tolist())
-        for (path, machine), clients, own in zip(files, sharers, positions, strict=True):
+        for key, clients, own in zip(files, sharers, positions, strict=True):
             for part in range(len(clients)):
                 train, test = _stretch(own, y, part, len(clients), config.test_fraction)
                 if not len(train):
                     raise UserError(
-                        f"{path} has too few windows for {len(clients)} clients: take fewer."
+                        f"{files[key]} has too few windows for {len(clients)} clients: take fewer."
                     )
                 users.append(train)
                 test_users.append(test)
-                groups.append(machines.index(machine))
+                groups.append(machines.index(key[0]))
         return Dataset(
             arrays["x"],
             y,
@@ -487,19 +496,14 @@ class HitBearing(Source):
             groups=tuple(groups),
         )
 
+    @staticmethod
+    def _key(path: Path) -> _Key | None:
+        match = re.fullmatch(r"(.+)_(\d+)rpm", path.stem)
+        return match and (match[1], int(match[2]))
 
-def _files(config: RunConfig) -> list[tuple[Path, str]]:
-    """Return the files by machine and speed, and the machine of each."""
-    find, expected = source.matching("*_*rpm.npz"), f"{_FOLDERS_BEARING[0]}/ with such files"
-    paths = source.find_under(
-        config, "hit-bearing", _FOLDERS_BEARING, find, expected, f"{_EXPECTED_BEARING}."
-    )
-    named = [
-        (match["machine"], int(match["speed"]), path)
-        for path in paths
-        if (match := _NAME.fullmatch(path.stem))
-    ]
-    return [(path, machine) for machine, _, path in sorted(named)]
+    def _read(self, path: Path, key: _Key) -> tuple[NDArray[Any], Indices]:
+        # Windows stay in half precision.
+        return recording(path, (BEARING_WINDOW,), FAULTS, np.float16, self.expected)
 
 
 def _stretch(
@@ -523,14 +527,8 @@ FEATURES = 128
 """Eight features of each of sixteen sensors."""
 GASES = 6
 
-_FOLDERS_GAS = ("gas_drift_batches", "gas-drift", "")
-_EXPECTED_GAS = (
-    f"Expected: batch_01.npz, batch_02.npz, … in the order of time, each with x, numbers of shape "
-    f"(samples, {FEATURES}), and y, whole numbers from 0 to {GASES - 1}"
-)
 
-
-class GasDrift(Source):
+class GasDrift(Recordings):
     """Gas sensor drift: 6 gases in up to 10 batches over 36 months (data-root).
 
     Vergara et al., "Chemical gas sensor drift compensation using classifier ensembles", Sensors and
@@ -539,8 +537,16 @@ class GasDrift(Source):
 
     default_model = "mlp"
     default_clients = 20
-    has_clients = True
     fixed_shape = DataShape((FEATURES,), GASES)
+
+    name = "gas-drift"
+    folders = ("gas_drift_batches", "gas-drift", "")
+    pattern = "batch_*.npz"
+    wanted = "gas_drift_batches/batch_01.npz"
+    expected = (
+        "batch_01.npz, batch_02.npz, … in the order of time, each with x, numbers of shape "
+        f"(samples, {FEATURES}), and y, whole numbers from 0 to {GASES - 1}"
+    )
 
     def load(self, config: RunConfig) -> Dataset:
         """Return all batches, each shared by all clients; shape (N, 128).
@@ -548,14 +554,8 @@ class GasDrift(Source):
         Features are standardised over the first batch only: later batches are unknown at
         installation, and their drift is preserved.
         """
-        find, expected = source.matching("batch_*.npz"), f"{_FOLDERS_GAS[0]}/batch_01.npz"
-        paths = source.find_under(
-            config, "gas-drift", _FOLDERS_GAS, find, expected, f"{_EXPECTED_GAS}."
-        )
-
-        read = partial(npz.recordings, paths, (FEATURES,), GASES, np.float32, _EXPECTED_GAS)
         # Any of the batches may be missing.
-        arrays = cached("gas-drift", paths, (2,), read)
+        arrays = self._arrays(self._files(config))
         x, sizes = arrays["x"], arrays["sizes"]
         batch = np.repeat(np.arange(len(sizes)), sizes)
         y = np.array(arrays["y"], np.int64)
@@ -570,6 +570,9 @@ class GasDrift(Source):
             users=_dealt(y, batch, config),
             periods=batch,
         )
+
+    def _read(self, path: Path, key: _Key) -> tuple[NDArray[Any], Indices]:
+        return recording(path, (FEATURES,), GASES, np.float32, self.expected)
 
 
 def _dealt(y: Indices, batch: Indices, config: RunConfig) -> tuple[Indices, ...]:

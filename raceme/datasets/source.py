@@ -460,11 +460,6 @@ def all_of(files: Sequence[str]) -> Callable[[Path], list[Path]]:
     return find
 
 
-def matching(pattern: str) -> Callable[[Path], list[Path]]:
-    """Return a finder of a folder's files that match a pattern, sorted by name."""
-    return lambda folder: sorted(folder.glob(pattern))
-
-
 def existing(folder: Path) -> Path | None:
     """Return a folder if there is one."""
     return folder if folder.is_dir() else None

@@ -13,7 +13,7 @@ import signal
 import tarfile
 import tempfile
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ from functools import cached_property
 from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from raceme.core.config import CONFIG, RunConfig, code_of, imported_by, read_toml
 from raceme.core.errors import UserError, one_line, os_errors_as_user_errors
@@ -43,6 +43,9 @@ from raceme.records.folder import (
     only_writer,
 )
 from raceme.runs.checkpoints import CONDITIONS, can_resume
+
+if TYPE_CHECKING:
+    from raceme.simulation.ray_cluster import Cluster
 
 
 @dataclass(frozen=True)
@@ -91,14 +94,8 @@ class Job:
             content = parse_json(read_text(self.folder / SUMMARY))
         except ReadingError:
             return None
-        return content if isinstance(content, dict) and self._is_complete(content) else None
-
-    def _is_complete(self, summary: dict[str, Any]) -> bool:
-        if "ending" in summary:
-            return summary["ending"] in {ending.value for ending in Ending if ending.is_complete}
-        # Summaries of earlier versions state the end of a run in words only.
-        updates, time = summary.get("updates", 0), summary.get("virtual_time", 0.0)
-        return bool(updates >= self.config.planned_updates or 0 < self.config.max_time <= time)
+        complete = {ending.value for ending in Ending if ending.is_complete}
+        return content if isinstance(content, dict) and content.get("ending") in complete else None
 
 
 def make_jobs(
@@ -356,9 +353,9 @@ class _Reports(EventHandler):
         Reason to end the run; empty while reports are received.
     """
 
-    def __init__(self, tell: Callable[[JobProgress], None]) -> None:
+    def __init__(self, send: Callable[[JobProgress], None]) -> None:
         self.failure = ""
-        self._tell, self._last, self._score = tell, time.monotonic(), ""
+        self._send, self._last, self._score = send, time.monotonic(), ""
 
     def on_evaluated(self, event: Evaluated) -> None:
         self._score = f"{event.measure.word} {event.measure.shown(event.accuracy)}"
@@ -367,19 +364,19 @@ class _Reports(EventHandler):
         if time.monotonic() - self._last > _REPORT_SECONDS:
             self._last = time.monotonic()
             try:
-                self._tell(JobProgress(event.seq, event.time, self._score))
+                self._send(JobProgress(event.seq, event.time, self._score))
             except OSError:
                 self.failure = "its comparison has ended"
 
 
-def run_one(keys: Mapping[str, Value], tell: Callable[[JobProgress], None]) -> Finished:
+def run_one(keys: Mapping[str, Value], send: Callable[[JobProgress], None]) -> Finished:
     """Run a configuration; resume the unfinished run of an existing folder.
 
     Parameters
     ----------
     keys : Mapping[str, Value]
         The keys of the run's configuration.
-    tell : Callable
+    send : Callable
         Receives the progress. An OSError from it ends the run with a checkpoint.
     """
     from raceme.reporting.artefacts import missing_line
@@ -393,10 +390,10 @@ def run_one(keys: Mapping[str, Value], tell: Callable[[JobProgress], None]) -> F
         config = config.with_values(checkpoint_seconds=_CHECKPOINT_SECONDS)
     if folder.exists():
         config = config.with_values(resume=config.out)
-    reports = _Reports(tell)
+    reports = _Reports(send)
     try:
-        with failure_recorded(folder), StopRequest(signal.SIGTERM) as told:
-            outcome = simulate(config, reports, stop=lambda: told() or reports.failure)
+        with failure_recorded(folder), StopRequest(signal.SIGTERM) as stop:
+            outcome = simulate(config, reports, stop=lambda: stop() or reports.failure)
     except UserError as error:
         # The message suffices. Write nothing, as the folder may belong to another process.
         return Finished(one_line(error))
@@ -520,11 +517,9 @@ def _stop(worker: _Worker) -> None:
 # -----------------------------------------------------------------------------
 
 
-log = logging.getLogger("raceme.workers")
-
 _LOOK_SECONDS = 0.5
-_MOST_LOSSES = 3
-"""Maximum number of losses of the same run."""
+_REPEATS = 2
+"""Maximum number of times that a run is repeated when its process or node is lost."""
 _END_SECONDS = 30.0
 """Time for ending runs to send their checkpoints."""
 
@@ -559,102 +554,68 @@ class _Board:
         self._ending = True
 
 
-class RayRuns:
-    """A Ray cluster that executes runs of comparisons.
+def run_on_ray(
+    cluster: Cluster, jobs: Sequence[Job], processes: int, report: Report
+) -> dict[Job, str]:
+    """Run jobs side by side on a Ray cluster; see :func:`run_jobs`.
 
-    Each run is a task on one CPU, in a folder of its node that is sent back at the end. A lost run
-    is repeated from its local state.
-
-    Parameters
-    ----------
-    workers : str
-        The address of the cluster; see :class:`~raceme.simulation.ray_cluster.Cluster`.
-
-    Raises
-    ------
-    UserError
-        There is no such cluster, or its nodes differ.
+    Each run is a task on one CPU, in a folder of its node that is sent back at the end. Ray repeats
+    a lost run from its local state.
     """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    def __init__(self, workers: str) -> None:
-        from raceme.simulation import cores
-        from raceme.simulation.ray_cluster import Cluster
+    from raceme.simulation.ray_cluster import first_line
 
-        self._cluster = Cluster(workers, cores())
-        self.cpus = self._cluster.cpus
+    # On this node: its loss ends the comparison anyway.
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    board = ray.remote(num_cpus=0, scheduling_strategy=here)(_Board).remote()
+    task = ray.remote(num_cpus=1, max_retries=_REPEATS)(_run_there)
+    waiting, failed = deque(enumerate(jobs)), {}
+    under_way: dict[Any, tuple[int, Job]] = {}
 
-    def run(self, jobs: Sequence[Job], processes: int, report: Report) -> dict[Job, str]:
-        """Run jobs side by side; see :func:`~raceme.experiments.jobs.run_jobs`."""
-        import ray
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        from raceme.simulation.ray_cluster import first_line
-
-        # On this node: its loss ends the comparison anyway.
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        board = ray.remote(num_cpus=0, scheduling_strategy=here)(_Board).remote()
-        task = ray.remote(num_cpus=1, max_retries=0)(_run_there)
-        waiting, failed = deque(enumerate(jobs)), {}
-        under_way: dict[Any, tuple[int, Job]] = {}
-        losses: Counter[Job] = Counter()
+    def end(reference: Any) -> Finished:
+        """Unpack the folder of a run that has ended, and return how it ended."""
+        _, job = under_way.pop(reference)
         try:
-            while waiting or under_way:
-                while waiting and len(under_way) < processes:
-                    number, job = waiting.popleft()
-                    if not losses[job]:
-                        report(job, None)
-                    keys, files = job.config.to_mapping(), _packed(job.folder)
-                    sent = task.remote(keys, files, board, number, definitions())
-                    under_way[sent] = number, job
-                done, _ = ray.wait(list(under_way), timeout=_LOOK_SECONDS)
-                for number, progress in ray.get(board.news.remote()).items():
-                    if any(number == known for known, _ in under_way.values()):
-                        report(jobs[number], progress)
-                for reference in done:
-                    number, job = under_way.pop(reference)
-                    try:
-                        finished = self._kept(job, ray.get(reference))
-                    except ray.exceptions.RayError as error:
-                        losses[job] += 1
-                        how = first_line(error)
-                        if losses[job] < _MOST_LOSSES:
-                            log.warning("%s was lost and is repeated: %s.", job.name, how)
-                            waiting.append((number, job))
-                            continue
-                        finished = Finished(f"it was lost {_MOST_LOSSES} times: {how}")
-                    report(job, finished)
-                    if finished.error is not None:
-                        failed[job] = finished.error
-        finally:
-            if under_way:
-                self._end(board, under_way)
-            ray.kill(board)
-        return failed
-
-    def close(self) -> None:
-        """Leave the Ray cluster if it was joined here; it ends if it was started here."""
-        self._cluster.close()
-
-    def _kept(self, job: Job, result: _Result) -> Finished:
-        """Unpack the folder of a run, and return how the run ended."""
-        error = result.finished.error
+            result = ray.get(reference)
+        except ray.exceptions.RayTaskError:
+            raise
+        except ray.exceptions.RayError as error:
+            return Finished(f"it was lost {_REPEATS + 1} times: {first_line(error)}")
         if result.files:
             _replace(job.folder, result.files)
-        return Finished(error and f"on node {self._cluster.name(result.node_id)}: {error}")
+        reason = result.finished.error
+        return Finished(reason and f"on node {cluster.name(result.node_id)}: {reason}")
 
-    def _end(self, board: Any, under_way: Mapping[Any, tuple[int, Job]]) -> None:
-        """End runs early and keep their checkpoints."""
-        import ray
-
-        board.end.remote()
-        ended, left = ray.wait(list(under_way), num_returns=len(under_way), timeout=_END_SECONDS)
-        for reference in ended:
-            try:
-                self._kept(under_way[reference][1], ray.get(reference))
-            except ray.exceptions.RayError:
-                continue
-        for reference in left:
-            ray.cancel(reference, force=True)
+    try:
+        while waiting or under_way:
+            while waiting and len(under_way) < processes:
+                number, job = waiting.popleft()
+                report(job, None)
+                keys, files = job.config.to_mapping(), _packed(job.folder)
+                under_way[task.remote(keys, files, board, number, definitions())] = number, job
+            done, _ = ray.wait(list(under_way), timeout=_LOOK_SECONDS)
+            for number, progress in ray.get(board.news.remote()).items():
+                if any(number == known for known, _ in under_way.values()):
+                    report(jobs[number], progress)
+            for reference in done:
+                job = under_way[reference][1]
+                report(job, finished := end(reference))
+                if finished.error is not None:
+                    failed[job] = finished.error
+    finally:
+        if under_way:
+            # Ended early, they send their checkpoints.
+            board.end.remote()
+            running = list(under_way)
+            done, left = ray.wait(running, num_returns=len(running), timeout=_END_SECONDS)
+            for reference in done:
+                end(reference)
+            for reference in left:
+                ray.cancel(reference, force=True)
+        ray.kill(board)
+    return failed
 
 
 def _run_there(
@@ -671,7 +632,7 @@ def _run_there(
     logging.getLogger("flwr").setLevel(logging.ERROR)
     logging.getLogger("raceme").propagate = False
 
-    def tell(progress: JobProgress) -> None:
+    def send(progress: JobProgress) -> None:
         if ray.get(board.take.remote(number, progress)):
             raise OSError("the comparison ends")
 
@@ -679,7 +640,7 @@ def _run_there(
         folder = Path(place) / "run"
         if files:
             _unpack(files, folder)
-        finished = run_one({**keys, "out": str(folder)}, tell)
+        finished = run_one({**keys, "out": str(folder)}, send)
         return _Result(finished, ray.get_runtime_context().get_node_id(), _packed(folder))
 
 

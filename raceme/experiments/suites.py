@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields, replace
 from enum import StrEnum
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import product
 from numbers import Real
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from raceme.core.config import TRUST, RunConfig, check_key, check_keys_trusted, read_tree
 from raceme.core.errors import UserError, check_known, unknown_name
 from raceme.core.events import Measure
-from raceme.core.options import Value, key_of, written
+from raceme.core.options import Value, convert, key_of, written
 from raceme.core.registry import STRATEGIES
 
 NEVER = "/"
@@ -258,9 +258,9 @@ class Suite:
     methods: tuple[ComparedMethod, ...]
     settings: Mapping[str, Value] = field(default_factory=dict)
     seeds: tuple[int, ...] = (0,)
-    async_updates: int | None = None
-    sync_updates: int | None = None
-    rounds: int | None = None
+    async_updates: int | None = field(default=None, metadata={"low": 1})
+    sync_updates: int | None = field(default=None, metadata={"low": 1})
+    rounds: int | None = field(default=None, metadata={"low": 1})
     sweep_scale: float = 1.0
     validation_fraction: float = VALIDATION
     timing: Timing = Timing.TARGET
@@ -295,10 +295,8 @@ class Suite:
                 raise UserError(f"'{min(double)}' is in the comparison more than once.")
         if self.reference is not None:
             check_known("reference", self.reference, labels)
-        if self.shows_traffic and self.reference is None:
-            raise UserError("shows-traffic compares bytes with those of a reference: name one.")
-        if self.shows_work and self.reference is None:
-            raise UserError("shows-work compares methods with a reference: name one.")
+        if (self.shows_traffic or self.shows_work) and self.reference is None:
+            raise UserError("shows-traffic and shows-work compare with a reference: name one.")
         if len(set(self.scores)) < len(self.scores):
             raise UserError(f"scores must be different ones, got {list(map(str, self.scores))}.")
 
@@ -488,8 +486,6 @@ _METHOD_KEYS = ("strategy", "options", "sweep", "published", "settings")
 _NUMBERS = ("accuracy", "time", "traffic", "clusters", *Scored)
 _REMARK = "remark"
 
-_Choice = TypeVar("_Choice", bound=StrEnum)
-
 
 def load_suite(
     name: Path | str, typed: Mapping[str, Value] | None = None, labels: Sequence[str] = ()
@@ -536,13 +532,13 @@ def load_suite(
 
 def read_values(path: Path, tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return a suite's own values in a tree, by attribute; see `written_values`."""
-    found = {name: tree[name] for name in _READERS if tree.get(name) is not None}
-    return {name.replace("-", "_"): _READERS[name](path, name, v) for name, v in found.items()}
+    found = {name: tree[name] for name in _FIELDS if tree.get(name) is not None}
+    return {_FIELDS[name].name: _value(path, _FIELDS[name], value) for name, value in found.items()}
 
 
 def written_values(suite: Suite) -> dict[str, Any]:
     """Return a suite's values by key, except title, methods and settings."""
-    return {name: getattr(suite, name.replace("-", "_")) for name in _READERS}
+    return {name: getattr(suite, item.name) for name, item in _FIELDS.items()}
 
 
 def variants(name: Path | str) -> dict[str, str]:
@@ -878,59 +874,35 @@ def _check_keys(path: Path, where: str, entry: Mapping[str, Any], valid: Sequenc
         check_known(kind, name, valid)
 
 
-def _seeds(path: Path, name: str, value: Any) -> tuple[int, ...]:
-    if not isinstance(value, list) or any(type(seed) is not int for seed in value):
-        raise UserError(f"{name} in the suite {path} must be whole numbers, got {value!r}.")
-    return tuple(value)
+_CHOICES: Mapping[str, type[StrEnum]] = {"Timing": Timing, "Score": Score, "Scored": Scored}
 
 
-def _count(path: Path, name: str, value: Any) -> int:
-    if type(value) is not int or value < 1:
-        raise UserError(f"{name} in the suite {path} must be a whole number from 1: {value!r}.")
-    return value
-
-
-def _share(path: Path, name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise UserError(f"{name} in the suite {path} must be a number, got {value!r}.")
-    return float(value)
-
-
-def _flag(path: Path, name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise UserError(f"{name} in the suite {path} must be true or false, got {value!r}.")
-    return value
-
-
-def _choice(kind: type[_Choice], path: Path, name: str, value: Any) -> _Choice:
-    try:
-        return kind(value)
-    except ValueError:
-        raise unknown_name(f"{name} of the suite {path}", str(value), list(kind)) from None
-
-
-def _scores(path: Path, name: str, value: Any) -> tuple[Scored, ...]:
+def _value(path: Path, item: Field[Any], value: Any) -> Any:
+    """Convert a value of a suite to the type of its field."""
+    where, kind = f"{key_of(item.name)} in the suite {path}", str(item.type)
+    if not kind.startswith("tuple["):
+        return _converted(where, kind, value, item.metadata)
     if not isinstance(value, list):
-        raise UserError(f"{name} in the suite {path} must be a list, got {value!r}.")
-    return tuple(_choice(Scored, path, name, entry) for entry in value)
+        raise UserError(f"{where} must be a list, got {value!r}.")
+    # The type of its entries: tuple[int, ...].
+    return tuple(_converted(where, kind[6:-6], entry, item.metadata) for entry in value)
 
 
-_OF_TYPES: Mapping[str, Callable[[Path, str, Any], Any]] = {
-    "tuple[int, ...]": _seeds,
-    "int | None": _count,
-    "float": _share,
-    "Timing": partial(_choice, Timing),
-    "Score": partial(_choice, Score),
-    "bool": _flag,
-    "tuple[Scored, ...]": _scores,
-    "str | None": lambda path, name, value: value,
-    "tuple[str, ...]": lambda path, name, value: tuple(_texts(path, name, value)),
-}
-_READERS = {
-    key_of(item.name): _OF_TYPES[str(item.type)]
+def _converted(where: str, kind: str, value: Any, rules: Mapping[str, Any]) -> Any:
+    if (choices := _CHOICES.get(kind)) is not None:
+        if value not in [*choices]:
+            raise unknown_name(where, str(value), [*choices])
+        return choices(value)
+    declared = field(metadata=rules)
+    declared.type = kind
+    return convert(where, value, declared)
+
+
+_FIELDS = {
+    key_of(item.name): item
     for item in fields(Suite)
     if item.name not in ("title", "methods", "settings", "scale")
 }
-"""Readers of a suite's values; the keys of a file are the attributes of `Suite`."""
+"""A suite's values in a file, by key: the attributes of `Suite`."""
 
-_SUITE_KEYS = ("title", "extends", *_READERS, "settings", "methods")
+_SUITE_KEYS = ("title", "extends", *_FIELDS, "settings", "methods")

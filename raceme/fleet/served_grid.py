@@ -325,7 +325,7 @@ class ServedGrid(PatientGrid, FleetObserver):
         sent = [self._state.push(message) for message in messages]
         return [message_id for message_id in sent if message_id is not None]
 
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+    def _pull(self, message_ids: Collection[str]) -> Iterable[Message]:
         """Return the replies present."""
         return self._state.take(frozenset(message_ids))
 

@@ -40,6 +40,16 @@ class OwnGrid(Grid):
         """Create a message; ``Message(...)`` does the same."""
         return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
 
+    def pull_messages(
+        self, message_ids: Iterable[str] = (), *, reply_to_message_ids: Iterable[str] = ()
+    ) -> Iterable[Message]:
+        """Return replies to some messages, whose ids Flower 1.43 calls `reply_to_message_ids`."""
+        return self._pull([*message_ids, *reply_to_message_ids])
+
+    @abstractmethod
+    def _pull(self, message_ids: Collection[str]) -> Iterable[Message]:
+        """Return replies to some messages, given their ids."""
+
 
 class GridWrapper(OwnGrid):
     """A grid on top of another one, whose run it has."""
@@ -157,7 +167,7 @@ class PromptGrid(GridWrapper, PatientGrid):
         """Send messages, and return their ids."""
         return self._grid.push_messages(messages)
 
-    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+    def _pull(self, message_ids: Collection[str]) -> list[Message]:
         """Return the replies to some messages that are complete, without waiting for others."""
         wanted = set(message_ids)
         # What was announced once the SuperLink does not know any more.
@@ -178,7 +188,7 @@ class PromptGrid(GridWrapper, PatientGrid):
     ) -> Sequence[Message] | None:
         if deadline is not None and self._clock() >= deadline:
             return None
-        found = self.pull_messages(message_ids)
+        found = self._pull(message_ids)
         if not found:
             time.sleep(_POLL_SECONDS)
         return found

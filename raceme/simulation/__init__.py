@@ -76,9 +76,9 @@ def executor_for(
                 f"--workers {workers} trains clients one by one, on CPUs: leave vectorised and "
                 "device out."
             )
-        from raceme.simulation.ray_cluster import RayActors
+        from raceme.simulation.ray_cluster import RayTasks
 
-        return RayActors(target, workers, cores(), seed, config)
+        return RayTasks(target, workers, cores(), seed, config)
     count = _count(workers, seconds)
     if vectorised or device == "cuda":
         from raceme.simulation.vectorised import Vectorised

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-import re
 import shlex
 import signal
 import sys
@@ -65,7 +64,6 @@ _CONFIGURES = ("configure_train", "configure_evaluate")
 _AGGREGATES = ("aggregate_train", "aggregate_evaluate")
 _METRIC_KEYS = ("accuracy-key", "loss-key")
 """Arguments of a method that an app's own strategy does not have."""
-_DISTRIBUTION = re.compile(r"[A-Za-z0-9._-]+")
 
 
 @dataclass(frozen=True)
@@ -82,8 +80,6 @@ class FlowerApp:
         The ServerApp and the ClientApp, as ``module:attribute``.
     run_config : Mapping[str, Value]
         Flower's run config, overrides included.
-    dependencies : tuple[str, ...]
-        Distributions that its ``pyproject.toml`` requires.
     """
 
     folder: Path
@@ -91,7 +87,6 @@ class FlowerApp:
     server: str
     client: str
     run_config: Mapping[str, Value]
-    dependencies: tuple[str, ...] = ()
 
     def load_server(self) -> ServerApp:
         """Import the ServerApp.
@@ -148,19 +143,9 @@ class FlowerApp:
             return UserError(
                 f"The app in {self.folder} imports '{module}', which it does not contain."
             )
-        top = _plain(first)
-        # sklearn is in scikit-learn.
-        names = (top, f"scikit_{top[2:]}")
-        stated = ((_DISTRIBUTION.match(text), text) for text in self.dependencies)
-        wanted = next((text for name, text in stated if name and _plain(name[0]) in names), None)
-        install = (
-            f"python3 -m pip install '{wanted}'"
-            if wanted
-            else f"python3 -m pip install -e {self.folder} (all that its pyproject.toml asks for)"
-        )
         return UserError(
             f"The app in {self.folder} needs the module '{module}', which is not installed: "
-            f"{install}"
+            f"python3 -m pip install -e {self.folder} (all that its pyproject.toml asks for)"
         )
 
 
@@ -197,14 +182,12 @@ def read_app(folder: Path, overrides: Sequence[str] = ()) -> FlowerApp:
             f"{folder}/pyproject.toml names no serverapp and clientapp in "
             "[tool.flwr.app.components]: add them."
         )
-    listed = project["project"].get("dependencies")
     return FlowerApp(
         folder=folder,
         name=str(project["project"]["name"]),
         server=components["serverapp"],
         client=components["clientapp"],
         run_config={**known, **_overrides(overrides, known)},
-        dependencies=tuple(map(str, listed)) if isinstance(listed, list) else (),
     )
 
 
@@ -228,10 +211,6 @@ def _overrides(texts: Sequence[str], known: Mapping[str, Value]) -> dict[str, Va
     for name in given:
         check_known("key in --run-config", name, known)
     return given
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"[-_.]+", "_", name).lower()
 
 
 def _place(error: BaseException, folder: Path) -> str:
@@ -457,7 +436,7 @@ class AppGrid(VirtualGrid):
         # Time of the last futile poll, and the numbers of consecutive futile polls and node
         # queries.
         self._looked_at = -math.inf
-        self._vain, self._same_moment = 0, 0
+        self._futile, self._same_moment = 0, 0
 
     @property
     def is_working(self) -> bool:
@@ -475,13 +454,13 @@ class AppGrid(VirtualGrid):
         messages = list(messages)
         with self._work():
             if messages:
-                self._get_on()
+                self._note_progress()
             asked = {category(message) for message in messages}
             if self.check_training is not None and MessageType.TRAIN in asked:
                 self.check_training()
             return super().push_messages(messages)
 
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+    def _pull(self, message_ids: Collection[str]) -> Iterable[Message]:
         """Return the replies present; on a second call at the same time, wait for the next ones."""
         wanted = set(message_ids)
         with self._work():
@@ -492,9 +471,9 @@ class AppGrid(VirtualGrid):
                 self._move_to_reply(wanted)
             replies = [self._arrived.pop(key)[1] for key in self._ready(wanted)]
             if replies or coming:
-                self._get_on()
+                self._note_progress()
             else:
-                self._ask_in_vain("for replies")
+                self._count_futile_query("for replies")
             self._looked_at = self.now()
             return replies
 
@@ -504,7 +483,7 @@ class AppGrid(VirtualGrid):
         """Send messages and move the clock until all are answered, or by `timeout` seconds."""
         messages = list(messages)
         with self._work():
-            self._get_on()
+            self._note_progress()
             left = self.max_time - self.now()
             is_last = left < math.inf and (timeout is None or left <= timeout)
             timeout = left if is_last else timeout
@@ -516,7 +495,7 @@ class AppGrid(VirtualGrid):
     def wait(self, message_ids: Collection[str], until: float | None = None) -> list[Message]:
         """Move the clock to the next reply; see :class:`~raceme.simulation.VirtualGrid`."""
         with self._work():
-            self._get_on()
+            self._note_progress()
             end = self.max_time if until is None else min(until, self.max_time)
             replies = super().wait(message_ids, end)
             if not replies and self.now() >= self.max_time:
@@ -527,7 +506,7 @@ class AppGrid(VirtualGrid):
         """Return the ids of the nodes that are online now."""
         with self._work():
             if not self._pending:
-                self._ask_in_vain("which clients are online")
+                self._count_futile_query("which clients are online")
                 self._same_moment += 1
                 if self._same_moment > _SAME_MOMENT:
                     super().wait(())
@@ -542,10 +521,10 @@ class AppGrid(VirtualGrid):
             if self.now() >= self.max_time:
                 raise self._out_of_time()
 
-    def _get_on(self) -> None:
+    def _note_progress(self) -> None:
         """Record progress of the ServerApp."""
         self._looked_at = -math.inf
-        self._vain = self._same_moment = 0
+        self._futile = self._same_moment = 0
 
     @contextmanager
     def _work(self) -> Iterator[None]:
@@ -575,7 +554,7 @@ class AppGrid(VirtualGrid):
             self._keep(reply.metadata.reply_to_message_id, reply)
         self.pass_time(0.0)
 
-    def _ask_in_vain(self, what: str) -> None:
+    def _count_futile_query(self, what: str) -> None:
         """Count consecutive futile queries of the ServerApp.
 
         Raises
@@ -583,12 +562,12 @@ class AppGrid(VirtualGrid):
         Halted
             Too many.
         """
-        self._vain += 1
+        self._futile += 1
         most = _MOST_ASKS if self.is_still else _MOST_ASKS_OF_CHANGING
-        if self._vain > most:
+        if self._futile > most:
             raise Halted(
-                f"the ServerApp would never return: it has asked {self._vain - 1:,} times in a row "
-                f"{what}, and no client has anything to do"
+                f"the ServerApp would never return: it has asked {self._futile - 1:,} times in a "
+                f"row {what}, and no client has anything to do"
             )
 
 

@@ -98,7 +98,7 @@ class ScaleOptions(AttackOptions):
 
 
 @dataclass(frozen=True)
-class NoiseOptions(AttackOptions):
+class NoiseAttackOptions(AttackOptions):
     """Options of `noise`."""
 
     attack_noise: float = option(
@@ -462,7 +462,7 @@ def _exchanged(values: NDArray[Any]) -> NDArray[Any]:
 class Noise(Attack):
     """Attackers add Gaussian noise to each weight, of 0.2 lengths of their update (BASGD's)."""
 
-    options_type = NoiseOptions
+    options_type = NoiseAttackOptions
 
     def update(self, delta: Vector, rng: np.random.Generator) -> Vector:
         """Return Δ + N(0, (σ ‖Δ‖)² I)."""
@@ -622,7 +622,9 @@ def _respond(
         return reply
     trains = category(message) == MessageType.TRAIN
     if attack.mimics and trains:
-        work = replace(work, client=_as(attack.victims(config, own)[0], message, context).client)
+        work = replace(
+            work, client=_impersonated(attack.victims(config, own)[0], message, context).client
+        )
     if attack.replays and trains and _FIRST_MODEL not in work.state:
         work.state[_FIRST_MODEL] = work.models[0]
     is_spared = HALF in work.settings and not attack.options.attack_probes
@@ -630,7 +632,9 @@ def _respond(
     if not is_attacked and not attack.mimics:
         return honestly(message, context)
     known = _others(config, own) if attack.informed and is_attacked else []
-    honest = [_change(_as(number, message, context)) for number in known] if trains else []
+    honest = (
+        [_change(_impersonated(number, message, context)) for number in known] if trains else []
+    )
     work = _poisoned_work(work, attack) if is_attacked else work
     answer = answer_to(work)
     if answer.model is not None and is_attacked:
@@ -646,7 +650,7 @@ app.evaluate()(partial(_respond, client_app.evaluate))
 app.query()(partial(_respond, client_app.query))
 
 
-def _as(number: int, message: Message, context: Context) -> ClientWork:
+def _impersonated(number: int, message: Message, context: Context) -> ClientWork:
     """Return what a message would ask of another client, which has kept nothing."""
     node = {**context.node_config, "partition-id": number}
     run, own = context.run_config, RecordDict()

@@ -45,6 +45,7 @@ from raceme.core.messages import (
 )
 from raceme.core.options import key_of
 from raceme.core.registry import DEVICES
+from raceme.datasets.partition import largest_remainder
 from raceme.records.record import RunRecord, read_run
 
 # -----------------------------------------------------------------------------
@@ -346,7 +347,10 @@ class _Profile:
         groups = tree.get("group", [])
         if not isinstance(groups, list) or any(not isinstance(group, dict) for group in groups):
             raise self._wrong("groups are written as [[group]] tables")
-        counts = iter(_shared_out(self._shares(groups), clients))
+        shares = self._shares(groups)
+        # Those that are in no group are the last share.
+        whole = np.array([*shares, max(0.0, 1.0 - sum(shares))])
+        counts = iter(largest_remainder(clients, whole).tolist())
         settings = [dict(common) for _ in range(clients)]
         free = [int(client) for client in self._rng.permutation(clients)]
         for group in groups:
@@ -437,23 +441,6 @@ class _Profile:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self._wrong(f"{key_of(name)} must be a number, got {value!r}")
         return float(value)
-
-
-def _shared_out(shares: Sequence[float], clients: int) -> list[int]:
-    """Return the number of clients of each share, by largest remainder.
-
-    Each share gets the integer part of its quota; the remaining clients go to the largest
-    fractions, earlier shares first at a tie. The unassigned rest counts as the last share. No count
-    is off by a whole client, and shares that sum to 1 cover all clients.
-    """
-    # Rounded, so that 0.3 · 10 is 3 and ties do not depend on binary fractions.
-    quotas = [round(share * clients, 6) for share in shares]
-    quotas.append(max(0.0, round(clients - sum(quotas), 6)))
-    counts = [math.floor(quota) for quota in quotas]
-    by_fraction = sorted(range(len(quotas)), key=lambda i: round(counts[i] - quotas[i], 6))
-    for index in by_fraction[: clients - sum(counts)]:
-        counts[index] += 1
-    return counts[:-1]
 
 
 # -----------------------------------------------------------------------------
@@ -677,7 +664,7 @@ _SERVER_SECONDS = 1.0
 _MOMENT = 1e-3
 
 
-class TaskRecord(NamedTuple):
+class ReplayedTask(NamedTuple):
     """A recorded task.
 
     Attributes
@@ -698,11 +685,11 @@ class TracedDevice(Device):
 
     Attributes
     ----------
-    tasks : tuple[TaskRecord, ...]
+    tasks : tuple[ReplayedTask, ...]
         Its tasks in order, repeated after the last.
     """
 
-    tasks: tuple[TaskRecord, ...] = ()
+    tasks: tuple[ReplayedTask, ...] = ()
 
     def duration(self, load: Workload, rng: np.random.Generator, task: int = 0) -> float:
         """Return the recorded time of a task; its size is ignored."""
@@ -788,7 +775,7 @@ def _in_rounds(record: RunRecord) -> bool:
     return not bool((sends[np.searchsorted(sends, reply)] < came).any())
 
 
-def _recorded_tasks(record: RunRecord, name: str, in_rounds: bool) -> tuple[TaskRecord, ...]:
+def _recorded_tasks(record: RunRecord, name: str, in_rounds: bool) -> tuple[ReplayedTask, ...]:
     """Return a client's tasks in the order of sending."""
     updates, rejections = record.updates, record.rejections
     failures = [
@@ -810,14 +797,14 @@ def _recorded_tasks(record: RunRecord, name: str, in_rounds: bool) -> tuple[Task
         # also waits for others, which is not its own time.
         gap = 0.0 if in_rounds else sent - before
         seconds = returned - sent + (gap if 0 < gap < _SERVER_SECONDS else 0.0)
-        replayed.append(TaskRecord(seconds, failure or None))
+        replayed.append(ReplayedTask(seconds, failure or None))
         # After an unusable reply the method pauses the client, which a replay does by itself.
         before = -math.inf if failure else returned
     # The task open at the end of the run took longer than the recording: a replay must not finish
     # it earlier.
     open_for = record.end - max(returned for _, returned, _ in tasks)
     if replayed[0].seconds <= open_for:
-        replayed.append(TaskRecord(open_for + _MOMENT))
+        replayed.append(ReplayedTask(open_for + _MOMENT))
     return tuple(replayed)
 
 

@@ -19,7 +19,6 @@ import signal
 import sys
 import tempfile
 import traceback
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -30,7 +29,7 @@ from multiprocessing.reduction import recv_handle, send_handle
 from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
@@ -113,6 +112,32 @@ class PendingReply:
         return (
             f"message {metadata.message_id}, {metadata.message_type} on node {metadata.dst_node_id}"
         )
+
+    def request(
+        self, content: Records, data: list[bytes] | None = None, slot: int = 0
+    ) -> WorkerRequest:
+        """Return the request to a worker on the client's current state."""
+        context, metadata = self.context, self.message.metadata
+        self.state = context.state
+        return WorkerRequest(
+            slot=slot,
+            head=head_of(self.message),
+            sender=(metadata.run_id, metadata.src_node_id),
+            content=content,
+            data=data,
+            run_id=context.run_id,
+            node_config=dict(context.node_config),
+            run_config=dict(context.run_config),
+            state=pack(context.state) if context.state else None,
+        )
+
+    def reply(self, response: Response, data: Sequence[bytes]) -> Message:
+        """Return the reply of a response, whose array data are given."""
+        flower.start_now(self.message)
+        if response.error is not None:
+            return Message(Error(*response.error), reply_to=self.message)
+        content = unpack(Packed(response.content, list(data)))
+        return Message(content, reply_to=self.message)
 
 
 class InProcess:
@@ -261,14 +286,6 @@ def message_of(head: Mapping[str, Any], content: RecordDict) -> Message:
 # -----------------------------------------------------------------------------
 
 
-class NodeSettings(NamedTuple):
-    """A client's context without its state."""
-
-    run_id: int
-    node_config: Mapping[str, Value]
-    run_config: Mapping[str, Value]
-
-
 class WorkerRequest(NamedTuple):
     """A message on its way to a worker.
 
@@ -279,9 +296,9 @@ class WorkerRequest(NamedTuple):
     sender : tuple[int, int]
         Run and node on whose behalf the message was made.
     data : list[bytes] or None
-        The arrays' data; None if they are in the slot.
-    node : NodeSettings or None
-        None if the worker knows the client already.
+        The arrays' data; None if they come by another way.
+    run_id : int
+        The client's run id; `node_config` and `run_config` are its settings.
     state : Packed or None
         The client's state; None if it is empty.
     """
@@ -291,7 +308,9 @@ class WorkerRequest(NamedTuple):
     sender: tuple[int, int]
     content: Records
     data: list[bytes] | None
-    node: NodeSettings | None
+    run_id: int
+    node_config: Mapping[str, Value]
+    run_config: Mapping[str, Value]
     state: Packed | None
 
 
@@ -328,20 +347,15 @@ class Desk:
 
     def __init__(self, app: ClientApp, seed: int | None) -> None:
         self._app, self._seed = app, seed
-        self._nodes: dict[int, NodeSettings] = {}
 
     def respond(self, request: WorkerRequest, data: list[bytes]) -> Response:
         """Answer a request with these array data."""
-        node_id = request.head["node"]
-        if request.node is not None:
-            self._nodes[node_id] = request.node
-        node = self._nodes[node_id]
         context = Context(
-            run_id=node.run_id,
-            node_id=node_id,
-            node_config=dict(node.node_config),
+            run_id=request.run_id,
+            node_id=request.head["node"],
+            node_config=dict(request.node_config),
             state=RecordDict() if request.state is None else unpack(request.state),
-            run_config=dict(node.run_config),
+            run_config=dict(request.run_config),
         )
         flower.identify_process(*request.sender)
         message = message_of(request.head, unpack(Packed(request.content, data)))
@@ -392,247 +406,6 @@ def open_desk(target: str, seed: int | None, log_level: int) -> Desk | str:
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
     return Desk(app, seed)
-
-
-# -----------------------------------------------------------------------------
-# The simulator's side: hands out work before its result is needed.
-# -----------------------------------------------------------------------------
-
-
-QUEUED = 2
-"""Tasks per worker: one in progress and one waiting."""
-_MOST_DEATHS = 3
-"""Maximum number of workers that die at the same task, or consecutively before they are ready."""
-_AHEAD, _AHEAD_PER_WORKER = 64, 8
-"""Maximum number of results held in advance: the larger of a total and a number per worker."""
-
-
-@dataclass(eq=False)
-class Worker:
-    """The simulator's view of a worker.
-
-    Attributes
-    ----------
-    ready : bool
-        Whether it has loaded the ClientApp.
-    jobs : dict[str, PendingReply]
-        Its jobs in order, by message id.
-    nodes : dict[int, NodeSettings]
-        Clients known to it.
-    """
-
-    ready: bool = False
-    jobs: dict[str, PendingReply] = field(default_factory=dict)
-    nodes: dict[int, NodeSettings] = field(default_factory=dict)
-
-
-W = TypeVar("W", bound=Worker)
-
-
-class PrefetchingExecutor(ABC, Generic[W]):
-    """An executor whose workers start on submitted work at once, in order of due time.
-
-    Replies equal those of :class:`InProcess`: work done on an outdated client state is repeated,
-    and so is the work of a worker that died, by its replacement.
-
-    Parameters
-    ----------
-    target : str
-        The ClientApp, as ``module:attribute``; every worker imports it.
-    seed : int, optional
-        Seed of apps that draw from the process's own random numbers; see :func:`answer`.
-    """
-
-    never_ready = "Workers ended before they loaded the ClientApp {target}: {how}"
-    deadly = "{deaths} workers died at the same task: {job}. {how}"
-    """Error messages for workers that cannot start, or die repeatedly at the same task."""
-
-    def __init__(self, target: str, workers: int, seed: int | None) -> None:
-        self._target, self._seed = target, seed
-        self._workers: list[W] = []
-        self._failed_starts = 0
-        self._jobs: dict[str, PendingReply] = {}
-        # Reply, and the client's state if changed.
-        self._results: dict[str, tuple[Message, RecordDict | None]] = {}
-        # Heap of (due, order, message id). Entries with an outdated due time are ignored, so that a
-        # task can be moved forward without a search.
-        self._waiting: list[tuple[float, int, str]] = []
-        self._order = 0
-        self._bound = max(_AHEAD, _AHEAD_PER_WORKER * workers)
-
-    def submit(self, message: Message, context: Context, due: float) -> None:
-        """Submit a message, and start its work if a worker is free."""
-        self._order += 1
-        job = PendingReply(message, context, due, self._order)
-        self._jobs[job.message_id] = job
-        self._queue(job)
-        self._receive(wait=False)
-        self._hand_out()
-
-    def result(self, message_id: str) -> Message:
-        """Return the reply to a submitted message; wait for it if necessary."""
-        job = self._jobs[message_id]
-        self._receive(wait=False)
-        while not self._is_done(job):
-            if job.due > -math.inf:
-                job.due = -math.inf
-                if job.queued:
-                    self._queue(job)
-            self._hand_out(urgent=job)
-            self._receive(wait=True)
-        reply, state = self._results.pop(message_id)
-        del self._jobs[message_id]
-        if state is not None:
-            job.context.state = state
-        self._hand_out()
-        return reply
-
-    def cancel(self, message_id: str) -> None:
-        """Drop a submitted message; the result of work in progress is discarded."""
-        self._jobs.pop(message_id, None)
-        self._results.pop(message_id, None)
-
-    def close(self) -> None:
-        """End all workers and drop unfinished work."""
-        self._end_workers()
-        self._workers = []
-        self._jobs, self._results, self._waiting = {}, {}, []
-
-    @abstractmethod
-    def _start(self) -> W:
-        """Start a worker that can take jobs."""
-
-    @abstractmethod
-    def _send(self, worker: W, job: PendingReply) -> bool:
-        """Send a task to a worker; return False if it cannot take it now.
-
-        The request is made by :meth:`_request`; once it is sent, :meth:`_begin` is called.
-        """
-
-    @abstractmethod
-    def _receive(self, wait: bool) -> None:
-        """Process results of the workers; with `wait`, at least one.
-
-        Raises
-        ------
-        UserError
-            Workers cannot start, or die repeatedly at the same task.
-        """
-
-    @abstractmethod
-    def _end_workers(self) -> None:
-        """End the processes or actors of all workers."""
-
-    # Sending work.
-
-    def _queue(self, job: PendingReply) -> None:
-        """Queue a task for a worker, or update the due time of a queued one."""
-        job.queued = True
-        heapq.heappush(self._waiting, (job.due, job.order, job.message_id))
-
-    def _hand_out(self, urgent: PendingReply | None = None) -> None:
-        """Hand waiting tasks to workers with room, within the bound on results held in advance."""
-        while self._waiting:
-            due, _, message_id = self._waiting[0]
-            job = self._jobs.get(message_id)
-            if job is None or not job.queued or due != job.due:
-                heapq.heappop(self._waiting)
-                continue
-            ahead = len(self._results) + sum(len(worker.jobs) for worker in self._workers)
-            if ahead >= self._bound and job is not urgent:
-                return
-            free = [w for w in self._workers if w.ready and len(w.jobs) < QUEUED]
-            if not free or not self._send(min(free, key=lambda w: len(w.jobs)), job):
-                return
-            heapq.heappop(self._waiting)
-
-    def _request(
-        self,
-        worker: W,
-        job: PendingReply,
-        content: Records,
-        data: list[bytes] | None,
-        slot: int = 0,
-    ) -> WorkerRequest:
-        """Make a task's request: its message and whatever the worker lacks."""
-        context, metadata = job.context, job.message.metadata
-        node = NodeSettings(context.run_id, dict(context.node_config), dict(context.run_config))
-        return WorkerRequest(
-            slot=slot,
-            head=head_of(job.message),
-            sender=(metadata.run_id, metadata.src_node_id),
-            content=content,
-            data=data,
-            node=None if worker.nodes.get(context.node_id) == node else node,
-            state=pack(context.state) if context.state else None,
-        )
-
-    def _begin(self, worker: W, job: PendingReply, request: WorkerRequest) -> None:
-        """Record that a worker has a task."""
-        if request.node is not None:
-            worker.nodes[job.context.node_id] = request.node
-        worker.jobs[job.message_id] = job
-        job.queued, job.state = False, job.context.state
-
-    # Taking results in.
-
-    def _finish(self, worker: W, response: Response, data: Sequence[bytes]) -> None:
-        """Keep a worker's result if it is still wanted."""
-        job = worker.jobs.pop(response.message_id)
-        if self._jobs.get(job.message_id) is not job:
-            return
-        flower.start_now(job.message)
-        if response.error is None:
-            content = unpack(Packed(response.content, list(data)))
-            reply = Message(content, reply_to=job.message)
-        else:
-            reply = Message(Error(*response.error), reply_to=job.message)
-        state = None if response.state is None else unpack(response.state)
-        self._results[job.message_id] = reply, state
-
-    def _is_done(self, job: PendingReply) -> bool:
-        """Return whether a task's result is available and valid.
-
-        A result computed from an outdated client state is discarded and the task repeated.
-        """
-        if job.message_id not in self._results:
-            return False
-        if job.state is job.context.state:
-            return True
-        del self._results[job.message_id]
-        self._queue(job)
-        return False
-
-    # Workers' lives.
-
-    def _welcome(self, worker: W) -> None:
-        """Record that a worker is ready."""
-        worker.ready, self._failed_starts = True, 0
-
-    def _replace(self, worker: W, **told: str) -> None:
-        """Replace a dead worker and queue its tasks again.
-
-        Parameters
-        ----------
-        worker : Worker
-            The worker that died.
-        told : str
-            Cause of death and other fields of this class's messages.
-        """
-        index = self._workers.index(worker)
-        del self._workers[index]
-        self._failed_starts += not worker.ready
-        if self._failed_starts >= _MOST_DEATHS:
-            raise UserError(self.never_ready.format(target=self._target, **told))
-        fatal = None
-        for position, job in enumerate(worker.jobs.values()):
-            # It died at its first task.
-            job.deaths += position == 0
-            fatal = job if job.deaths >= _MOST_DEATHS else fatal
-            self._queue(job)
-        if fatal is not None:
-            raise UserError(self.deadly.format(deaths=fatal.deaths, job=fatal, **told))
-        self._workers.insert(index, self._start())
 
 
 # -----------------------------------------------------------------------------
@@ -795,6 +568,12 @@ def work(
 # -----------------------------------------------------------------------------
 
 
+QUEUED = 2
+"""Tasks per worker: one in progress and one waiting."""
+MOST_DEATHS = 3
+"""Maximum number of workers that die at the same task, or consecutively before they are ready."""
+_AHEAD, _AHEAD_PER_WORKER = 64, 8
+"""Maximum number of results held in advance: the larger of a total and a number per worker."""
 _ROOM = 1.5
 """Size of a slot of shared memory relative to the first model sent."""
 _PIPE_BYTES = 32_768
@@ -807,14 +586,23 @@ _GRACE_SECONDS = 2.0
 """Time for a process to end before it is killed."""
 
 
-@dataclass(eq=False, kw_only=True)
-class _Process(Worker):
+def most_ahead(workers: int) -> int:
+    """Return how many results are held in advance at most."""
+    return max(_AHEAD, _AHEAD_PER_WORKER * workers)
+
+
+@dataclass(eq=False)
+class _Worker:
     """A worker process.
 
     Attributes
     ----------
     memory : SharedMemory or None
         Memory shared with this process, once announced.
+    ready : bool
+        Whether it has loaded the ClientApp.
+    jobs : dict[str, PendingReply]
+        Its jobs in order, by message id.
     slots : dict[str, int]
         Slots of the shared memory that are in use, by message id.
     """
@@ -822,41 +610,88 @@ class _Process(Worker):
     process: Any
     connection: Any
     memory: SharedMemory | None = None
+    ready: bool = False
+    jobs: dict[str, PendingReply] = field(default_factory=dict)
     slots: dict[str, int] = field(default_factory=dict)
 
 
-class Pool(PrefetchingExecutor[_Process]):
+class Pool:
     """An executor of worker processes, which train in parallel with the server.
+
+    They start on submitted work at once, in order of due time. Replies equal those of
+    :class:`InProcess`: work done on an outdated client state is repeated, and so is the work of a
+    worker that died, by its replacement.
 
     Parameters
     ----------
-    target, workers, seed
-        See :class:`~raceme.simulation.executor.PrefetchingExecutor`.
+    target : str
+        The ClientApp, as ``module:attribute``; every worker imports it.
+    workers : int
+        Number of worker processes.
     slot_bytes : int, optional
         Shared memory for one message's arrays; larger ones go through a pipe, which is slower. By
         default 1.5 times the size of the first message with arrays.
+    seed : int, optional
+        Seed of apps that draw from the process's own random numbers; see :func:`answer`.
     """
-
-    never_ready = (
-        "Worker processes ended before they loaded the ClientApp {target} ({how}); their output "
-        "says why. --workers 0 starts none."
-    )
-    deadly = (
-        "{deaths} worker processes died ({how}) at the same task: {job}. Signal 9 usually means "
-        "that memory ran out: try fewer --workers; --workers 0 does all work in one process."
-    )
 
     def __init__(
         self, target: str, workers: int, slot_bytes: int | None = None, seed: int | None = None
     ) -> None:
         if workers < 1:
             raise ValueError(f"a pool needs at least 1 worker, got {workers}.")
-        super().__init__(target, workers, seed)
-        self._slot_bytes = slot_bytes
+        self._target, self._seed, self._slot_bytes = target, seed, slot_bytes
+        self._jobs: dict[str, PendingReply] = {}
+        # Reply, and the client's state if changed.
+        self._results: dict[str, tuple[Message, RecordDict | None]] = {}
+        # Heap of (due, order, message id). Entries with an outdated due time are ignored, so that a
+        # task can be moved forward without a search.
+        self._waiting: list[tuple[float, int, str]] = []
+        self._order = self._failed_starts = 0
+        self._bound = most_ahead(workers)
         self._selector = selectors.DefaultSelector()
         self._workers = [self._start() for _ in range(workers)]
 
-    def _end_workers(self) -> None:
+    def submit(self, message: Message, context: Context, due: float) -> None:
+        """Submit a message, and start its work if a worker is free."""
+        self._order += 1
+        job = PendingReply(message, context, due, self._order)
+        self._jobs[job.message_id] = job
+        self._queue(job)
+        self._receive(wait=False)
+        self._hand_out()
+
+    def result(self, message_id: str) -> Message:
+        """Return the reply to a submitted message; wait for it if necessary.
+
+        Raises
+        ------
+        UserError
+            Workers cannot start, or die repeatedly at the same task.
+        """
+        job = self._jobs[message_id]
+        self._receive(wait=False)
+        while not self._is_done(job):
+            if job.due > -math.inf:
+                job.due = -math.inf
+                if job.queued:
+                    self._queue(job)
+            self._hand_out(urgent=job)
+            self._receive(wait=True)
+        reply, state = self._results.pop(message_id)
+        del self._jobs[message_id]
+        if state is not None:
+            job.context.state = state
+        self._hand_out()
+        return reply
+
+    def cancel(self, message_id: str) -> None:
+        """Drop a submitted message; the result of work in progress is discarded."""
+        self._jobs.pop(message_id, None)
+        self._results.pop(message_id, None)
+
+    def close(self) -> None:
+        """End all workers and drop unfinished work."""
         for worker in self._workers:
             if worker.process.is_alive():
                 with suppress(ProcessLookupError):
@@ -864,8 +699,44 @@ class Pool(PrefetchingExecutor[_Process]):
         for worker in self._workers:
             _reap(worker)
         self._selector.close()
+        self._workers = []
+        self._jobs, self._results, self._waiting = {}, {}, []
 
-    def _send(self, worker: _Process, job: PendingReply) -> bool:
+    def _queue(self, job: PendingReply) -> None:
+        """Queue a task for a worker, or update the due time of a queued one."""
+        job.queued = True
+        heapq.heappush(self._waiting, (job.due, job.order, job.message_id))
+
+    def _hand_out(self, urgent: PendingReply | None = None) -> None:
+        """Hand waiting tasks to workers with room, within the bound on results held in advance."""
+        while self._waiting:
+            due, _, message_id = self._waiting[0]
+            job = self._jobs.get(message_id)
+            if job is None or not job.queued or due != job.due:
+                heapq.heappop(self._waiting)
+                continue
+            ahead = len(self._results) + sum(len(worker.jobs) for worker in self._workers)
+            if ahead >= self._bound and job is not urgent:
+                return
+            free = [w for w in self._workers if w.ready and len(w.jobs) < QUEUED]
+            if not free or not self._send(min(free, key=lambda w: len(w.jobs)), job):
+                return
+            heapq.heappop(self._waiting)
+
+    def _is_done(self, job: PendingReply) -> bool:
+        """Return whether a task's result is available and valid.
+
+        A result computed from an outdated client state is discarded and the task repeated.
+        """
+        if job.message_id not in self._results:
+            return False
+        if job.state is job.context.state:
+            return True
+        del self._results[job.message_id]
+        self._queue(job)
+        return False
+
+    def _send(self, worker: _Worker, job: PendingReply) -> bool:
         """Send a task to a worker; return False if it cannot take it now."""
         content = pack(job.message.content)
         if content.data and self._slot_bytes is None:
@@ -875,8 +746,7 @@ class Pool(PrefetchingExecutor[_Process]):
             if content.data and worker.memory is None:
                 self._share_memory(worker)
             shared = worker.memory is not None and worker.memory.write(slot, content.data)
-            data = None if shared else content.data
-            request = self._request(worker, job, content.records, data, slot)
+            request = job.request(content.records, None if shared else content.data, slot)
             pickled = pickle.dumps(request, pickle.HIGHEST_PROTOCOL)
             if len(pickled) > _PIPE_BYTES and worker.jobs:
                 return False
@@ -885,10 +755,10 @@ class Pool(PrefetchingExecutor[_Process]):
             # The worker has died, which the next `_receive` detects.
             return False
         worker.slots[job.message_id] = slot
-        self._begin(worker, job, request)
+        worker.jobs[job.message_id], job.queued = job, False
         return True
 
-    def _share_memory(self, worker: _Process) -> None:
+    def _share_memory(self, worker: _Worker) -> None:
         """Set up a worker's shared memory.
 
         Raises
@@ -915,7 +785,7 @@ class Pool(PrefetchingExecutor[_Process]):
                     self._lose(worker)
             events = self._selector.select(0)
 
-    def _take(self, worker: _Process, received: Response | str | None) -> None:
+    def _take(self, worker: _Worker, received: Response | str | None) -> None:
         """Process a worker's result."""
         if isinstance(received, str):
             raise UserError(
@@ -923,21 +793,42 @@ class Pool(PrefetchingExecutor[_Process]):
                 "--workers 0 starts none."
             )
         if received is None:
-            self._welcome(worker)
+            worker.ready, self._failed_starts = True, 0
             return
         slot, data = worker.slots.pop(received.message_id), received.data
         if data is None:
             assert worker.memory is not None, "the worker has written to it"
             data = worker.memory.read(slot, sizes(received.content))
-        self._finish(worker, received, data)
+        job = worker.jobs.pop(received.message_id)
+        if self._jobs.get(job.message_id) is job:
+            state = None if received.state is None else unpack(received.state)
+            self._results[job.message_id] = job.reply(received, data), state
 
-    def _lose(self, worker: _Process) -> None:
-        """Handle the death of a worker."""
+    def _lose(self, worker: _Worker) -> None:
+        """Replace a worker that died, and queue its tasks again."""
         self._selector.unregister(worker.connection)
         self._selector.unregister(worker.process.sentinel)
-        self._replace(worker, how=_reap(worker))
+        how, index = _reap(worker), self._workers.index(worker)
+        del self._workers[index]
+        self._failed_starts += not worker.ready
+        if self._failed_starts >= MOST_DEATHS:
+            raise UserError(
+                f"Worker processes ended before they loaded the ClientApp {self._target} ({how}); "
+                "their output says why. --workers 0 starts none."
+            )
+        for position, job in enumerate(worker.jobs.values()):
+            # It died at its first task.
+            job.deaths += position == 0
+            if job.deaths >= MOST_DEATHS:
+                raise UserError(
+                    f"{job.deaths} worker processes died ({how}) at the same task: {job}. Signal 9 "
+                    "usually means that memory ran out: try fewer --workers; --workers 0 does all "
+                    "work in one process."
+                )
+            self._queue(job)
+        self._workers.insert(index, self._start())
 
-    def _start(self) -> _Process:
+    def _start(self) -> _Worker:
         """Start a worker process, which reports when it is ready."""
         context = _pool_context()
         own, other = context.Pipe()
@@ -958,13 +849,13 @@ class Pool(PrefetchingExecutor[_Process]):
                 "--workers 0, which starts none."
             ) from None
         other.close()
-        worker = _Process(process=process, connection=own)
+        worker = _Worker(process=process, connection=own)
         self._selector.register(own, selectors.EVENT_READ, worker)
         self._selector.register(process.sentinel, selectors.EVENT_READ, worker)
         return worker
 
 
-def _reap(worker: _Process) -> str:
+def _reap(worker: _Worker) -> str:
     """Wait for a worker to end, and return how it ended."""
     worker.connection.close()
     worker.process.join(_GRACE_SECONDS)

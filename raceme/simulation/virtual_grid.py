@@ -437,7 +437,7 @@ class VirtualGrid(PatientGrid):
             message_ids.append(message_id)
         return message_ids
 
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+    def _pull(self, message_ids: Collection[str]) -> Iterable[Message]:
         """Return the replies present; if there are none, move the clock to the next one."""
         wanted = set(message_ids)
         ready = [self._arrived.pop(key)[1] for key in self._ready(wanted)]

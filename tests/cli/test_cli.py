@@ -17,7 +17,9 @@ from typing import Any
 import pytest
 from forking import Commands
 from processes import as_in_a_terminal
+from typer.testing import CliRunner
 
+from raceme.cli import app
 from raceme.core.config import RunConfig, general_keys
 from raceme.core.registry import STRATEGIES
 from raceme.runs.experiment import simulate
@@ -236,7 +238,12 @@ def test_a_mistyped_command_is_told_once_what_was_meant(raceme: Typed, tmp_path:
 
 def test_lists_and_version(raceme: Typed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    listed = raceme(tmp_path, "list", "--keys").stdout
+
+    def typed(*arguments: str) -> Any:
+        """Type a command in this process: `--keys` imports everything, once."""
+        return CliRunner().invoke(app, arguments)
+
+    listed = typed("list", "--keys").stdout
     for name in ("casa", "fedasync", "digits", "label-groups", "cnn", "slow30x5", "casa.gamma"):
         assert name in listed
     lines = [line.strip() for line in listed.splitlines()]
@@ -256,7 +263,7 @@ def test_lists_and_version(raceme: Typed, tmp_path: Path, monkeypatch: pytest.Mo
     assert {"casa-c", "ifca-async"} <= set(parts[2])
     assert {name for part in parts for name in part} == set(STRATEGIES)
     # What has a word in its name alone, of all that there is.
-    listed = raceme(tmp_path, "list", "fedbuff", "--keys").stdout
+    listed = typed("list", "fedbuff", "--keys").stdout
     lines = [line.split()[0] for line in listed.splitlines() if line.startswith("  ")]
     assert lines[:2] == ["fedbuff", "fedbuff.k"]
     assert "datasets" not in listed
@@ -265,10 +272,10 @@ def test_lists_and_version(raceme: Typed, tmp_path: Path, monkeypatch: pytest.Mo
     assert nothing.stderr == (
         "raceme: No match for 'nothing-like-it'. `raceme list` lists all names.\n"
     )
-    assert "`raceme list gamma --keys` lists" in raceme(tmp_path, "list", "gamma").stderr
+    assert "`raceme list gamma --keys` lists" in str(typed("list", "gamma").exception)
     # A list by its own name, and by that of the key that takes one of its names.
     for part in ("device profiles", "devices"):
-        profiles = raceme(tmp_path, "list", part).stdout
+        profiles = typed("list", part).stdout
         assert "slow30x5" in profiles
         assert "strategies" not in profiles
     assert raceme(tmp_path, "--version").stdout.startswith("raceme ")

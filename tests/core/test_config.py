@@ -18,7 +18,7 @@ from raceme.core.errors import UserError
 from raceme.core.options import AUTO, Value, _warn_of_former_name, option
 from raceme.core.registry import DATASETS
 from raceme.datasets.npz import NpzOptions
-from raceme.datasets.partition import NoiseOptions
+from raceme.datasets.partition import NoiseGroupOptions
 from raceme.datasets.source import Digits
 from raceme.runs.experiment import build_strategy, resolve
 from raceme.strategies import (
@@ -338,10 +338,10 @@ def test_what_is_not_read_is_not_written() -> None:
 
 def test_options_are_read_typed_and_with_a_range() -> None:
     config = config_of(partition="noise-groups", noise_std="0.5", groups="0.5,0.5")
-    options = config.read(NoiseOptions)
-    assert options == NoiseOptions(noise_std=0.5, groups="0.5,0.5", sizes="equal")
+    options = config.read(NoiseGroupOptions)
+    assert options == NoiseGroupOptions(noise_std=0.5, groups="0.5,0.5", sizes="equal")
     with pytest.raises(UserError, match="noise-std must be at least 0, got -1"):
-        RunConfig(options={"noise-std": -1.0}).read(NoiseOptions)
+        RunConfig(options={"noise-std": -1.0}).read(NoiseGroupOptions)
 
 
 def test_copies_take_options_by_attribute_too() -> None:

@@ -35,7 +35,9 @@ def test_a_signature_and_the_help_have_each_parameter(name: str) -> None:
 
 
 def test_the_help_has_ranges_and_the_source() -> None:
-    assert "\n    exponent γ of the eigengap, eq 14 (above 0).\n" in (strategies.CASA.__doc__ or "")
+    assert "\n    exponent γ of the eigengap, eq 14 (greater than 0).\n" in (
+        strategies.CASA.__doc__ or ""
+    )
     assert "KDD 2024" in (strategies.CASA.__doc__ or "")
 
 

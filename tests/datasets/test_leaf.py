@@ -1,8 +1,9 @@
-"""LEAF's files of numbers and of text."""
+"""Datasets by user, on small generated files."""
 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from raceme import datasets
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
+from raceme.datasets.leaf import CharacterOptions, Writers, by_writer, kinds
 from raceme.datasets.source import DataShape
 
 
@@ -97,3 +99,164 @@ def test_what_is_wrong_with_the_files_is_said(tmp_path: Path) -> None:
     write(path, {"u": ([[1.0], [2.0]], [0, 1])})
     with pytest.raises(UserError, match=r"Too many clients: 2, but .* only 1 users"):
         datasets.load(config_of(tmp_path, clients=2))
+
+
+# Characters by writer: which are kept, who is a client, and the folder that stands for FEMNIST.
+
+
+REAL = Path(os.environ.get("RACEME_TEST_DATA", "../shared/data"))
+# Labels: 10 is A, 36 is a, 37 is b, 38 is c.
+A, B, C = 36, 37, 38
+
+
+def writers_of(root: Path, **keys: object) -> RunConfig:
+    given = {"dataset": "characters", "data-root": str(root), **keys}
+    return RunConfig.from_mapping({key.replace("_", "-"): value for key, value in given.items()})
+
+
+def write_writer(root: Path, name: str, labels: list[int], **more: object) -> None:
+    """Write a file of images whose first pixel is the label."""
+    x = np.zeros((len(labels), 28, 28), np.uint8)
+    x[:, 0, 0] = labels
+    np.savez(root / f"{name}.npz", x=x, y=np.array(labels, np.uint8), **more)
+
+
+# Which characters.
+
+
+@pytest.mark.parametrize(
+    ("text", "labels"),
+    [
+        ("all", list(range(62))),
+        ("a-j", list(range(36, 46))),
+        ("0-9", list(range(10))),
+        # In the order of the labels, and each once.
+        ("zA-C9A", [9, 10, 11, 12, 61]),
+        ("9-A", [9, 10]),
+    ],
+)
+def test_characters_are_named_one_by_one_or_in_ranges(text: str, labels: list[int]) -> None:
+    assert kinds(text) == labels
+
+
+@pytest.mark.parametrize("text", ["", "j-a", "a-", "-", "a,b", "ä", "a-ä", "_", "A - C"])
+def test_what_names_no_characters_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match=f"characters '{text}' cannot be read: write all, or digit"):
+        kinds(text)
+
+
+# Which writers.
+
+
+def chosen(test: list[int] | None = None, **options: object) -> Writers:
+    """Choose among writers 0: a a A, 1: a b b c, 2: A A."""
+    y = np.array([A, A, 10, A, B, B, C, 10, 10])
+    writer = np.array([0, 0, 0, 1, 1, 1, 1, 2, 2])
+    tested = None if test is None else np.isin(np.arange(9), test)
+    return by_writer(y, writer, tested, CharacterOptions(**options), seed=0)  # type: ignore[arg-type]
+
+
+def test_other_characters_are_left_out_and_the_rest_numbered_from_zero() -> None:
+    found = chosen(characters="a-c")
+    assert found.labels.tolist() == [0, 0, -1, 0, 1, 1, 2, -1, -1]
+    assert (found.sizes.tolist(), found.num_classes, found.usable) == ([2, 4, 0], 3, 2)
+    assert found.largest(2, "it").tolist() == [1, 0]
+    with pytest.raises(UserError, match="only 2 writers with enough samples"):
+        found.largest(3, "it")
+
+
+def test_a_writer_keeps_so_many_characters_or_is_no_client() -> None:
+    found = chosen(characters="a-c", classes_per_writer=2)
+    own = found.labels[3:7][found.labels[3:7] >= 0]
+    assert len(set(own)) == 2
+    assert (found.sizes[0], found.sizes[2]) == (0, 0)
+    assert found.sizes[1] == len(own)
+    again = chosen(characters="a-c", classes_per_writer=2)
+    assert found.labels.tolist() == again.labels.tolist()
+    with pytest.raises(UserError, match="classes-per-writer is 4, but characters 'a-c' are only 3"):
+        chosen(characters="a-c", classes_per_writer=4)
+
+
+def test_the_seed_draws_which_characters_a_writer_keeps() -> None:
+    y, writer = np.arange(36, 46).repeat(2), np.zeros(20, np.int64)
+    options = CharacterOptions(characters="a-j", classes_per_writer=5)
+    drawn = {tuple(by_writer(y, writer, None, options, seed).labels) for seed in range(5)}
+    assert len(drawn) > 1
+    assert all(sum(label >= 0 for label in labels) == 10 for labels in drawn)
+
+
+def test_characters_in_turn_go_round_as_far_as_a_writer_has_them() -> None:
+    # Writers 0 to 2 have a to d, twice each, but for writer 2, who has no d.
+    y, writer = np.tile(np.arange(36, 40), 6), np.arange(3).repeat(8)
+    has_it = ~((writer == 2) & (y == 39))
+    options = CharacterOptions("a-d", classes_per_writer=2, writers_classes="in-turn")
+    found = by_writer(y[has_it], writer[has_it], None, options, seed=0)
+    kept = [set(found.labels[writer[has_it] == one].tolist()) - {-1} for one in range(3)]
+    assert kept == [{0, 1}, {1, 2}, {2}]
+    assert found.sizes.tolist() == [4, 4, 2]
+
+
+def test_who_has_few_samples_is_no_client() -> None:
+    assert chosen(least_samples=4).sizes.tolist() == [0, 4, 0]
+
+
+def test_every_client_needs_samples_of_both_kinds_where_the_data_say_which_are_for_testing() -> (
+    None
+):
+    # The test samples of writer 0 are an A, of writer 1 a c, of writer 2 an A.
+    assert chosen([2, 6, 7]).sizes.tolist() == [3, 4, 2]
+    assert chosen([2, 6, 7], characters="a-c").sizes.tolist() == [0, 4, 0]
+
+
+# A folder.
+
+
+def test_a_folder_of_characters(tmp_path: Path) -> None:
+    write_writer(tmp_path, "pen_1", [A, A, 10])
+    write_writer(tmp_path, "pen_2", [A, B, B, C] * 5)
+    write_writer(tmp_path, "ink_3", [C] * 10 + [10] * 30)
+    config = datasets.with_defaults(writers_of(tmp_path, characters="a-c"))
+    assert (config.clients, config.model) == (3, "cnn")
+    assert datasets.data_shape(config) == DataShape((1, 28, 28), 3)
+    data = datasets.all_clients(config)
+    # In the order of the files; a fifth is for testing.
+    assert [len(client.y_train) + len(client.y_test) for client in data] == [10, 2, 20]
+    assert set(data[0].y_train) == {2}
+    assert set(data[2].y_train) | set(data[2].y_test) == {0, 1, 2}
+    # Whose names begin alike are a group, and each image is still that of its label.
+    assert [client.group for client in data] == [0, 1, 1]
+    dataset = datasets.load(config)
+    np.testing.assert_array_equal(dataset.x[:, 0, 0, 0], dataset.y + A)
+    two = datasets.all_clients(writers_of(tmp_path, characters="a-c", clients=2))
+    assert [client.group for client in two] == [0, 1]
+    with pytest.raises(UserError, match=r"Too many clients: 4, but .* has only 3 writers"):
+        datasets.load(writers_of(tmp_path, characters="a-c", clients=4))
+
+
+def test_a_folder_that_says_what_is_held_out(tmp_path: Path) -> None:
+    for name in ("1", "2"):
+        write_writer(tmp_path, name, [A, B, B, A], heldout=np.array([True, False, False, False]))
+    config = writers_of(tmp_path, characters="ab", clients=2)
+    data = datasets.client_data(config, 1)
+    assert (data.y_train.tolist(), data.y_test.tolist()) == ([1, 1, 0], [0])
+    with pytest.raises(UserError, match="only 0 writers"):
+        datasets.load(writers_of(tmp_path, characters="b", clients=1))
+
+
+def test_what_are_no_characters_is_said(tmp_path: Path) -> None:
+    np.savez(tmp_path / "1.npz", x=np.zeros((4, 3)), y=np.arange(4))
+    with pytest.raises(UserError, match=r"holds no characters.*dataset npz-folder"):
+        datasets.load(writers_of(tmp_path, clients=1))
+    with pytest.raises(UserError, match="characters needs the folder"):
+        datasets.load(RunConfig(dataset="characters", clients=1))
+
+
+def test_the_real_characters_by_writer() -> None:
+    if not (REAL / "unipen_by_writer").is_dir():
+        pytest.skip("no unipen_by_writer")
+    config = datasets.with_clients(writers_of(REAL, characters="a-j", classes_per_writer=5))
+    assert config.clients == 200
+    clients = datasets.all_clients(config)
+    assert all(len(set(client.y_train) | set(client.y_test)) == 5 for client in clients)
+    assert sum(len(client.y_train) + len(client.y_test) for client in clients) > 10_000
+    assert datasets.data_shape(config).num_classes == 10

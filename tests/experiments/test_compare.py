@@ -283,7 +283,7 @@ def test_results_of_earlier_versions_are_finished_if_they_are_long_enough(
         ("seeds = 3\n[methods.casa]", "must be whole numbers"),
         ("sweep-scale = 0\n[methods.casa]", "sweep-scale must be above 0 and at most 1, got 0"),
         ("sweep-scale = 'short'\n[methods.casa]", "must be a number"),
-        ("rounds = 0\n[methods.fedavg]", "rounds in the suite .* must be a whole number from 1"),
+        ("rounds = 0\n[methods.fedavg]", "rounds in the suite .* must be at least 1, got 0"),
         ("rounds = 3\nsync-updates = 5\n[methods.fedavg]", "exclude each other"),
         ("[methods.fedavg]\n[settings]\nmax-rounds = 3", "a suite has rounds beside them"),
         ("title = 'x'", "No method to compare"),

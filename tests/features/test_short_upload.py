@@ -145,12 +145,12 @@ def test_codes_are_made_of_what_privacy_lets_out() -> None:
 
 
 def test_a_run_takes_a_third_of_the_bytes_wherever_clients_work(tmp_path: Path) -> None:
-    common = RunConfig(strategy="casa", clients=8, max_updates=60, eval_every=60)
+    common = RunConfig(strategy="casa", clients=8, max_updates=32, eval_every=32)
     found = {}
     for name, changes in {
         "float32": {"upload": "float32", "workers": "0"},
         "int8": {"upload": "int8", "workers": "0"},
-        "processes": {"upload": "int8", "workers": "2"},
+        "processes": {"upload": "int8", "workers": "1"},
         "vectorised": {"upload": "int8", "vectorised": True},
     }.items():
         config = common.with_values(out=str(tmp_path / name), **changes)

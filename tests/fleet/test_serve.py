@@ -17,7 +17,7 @@ import pytest
 from processes import Loopback, Process, free_port, loopback, raceme, wait_until
 from prometheus_client.parser import text_string_to_metric_families
 
-from raceme.cli.fleet import serve
+from raceme.cli.fleet import ServerArguments, serve
 from raceme.core.errors import UserError
 from raceme.records.control import command
 from raceme.records.folder import CONTROL
@@ -178,7 +178,7 @@ def test_what_cannot_work_is_said_before_anything_is_done(
 ) -> None:
     before = {"strategy": "fedasync", "dataset": "digits", "out": str(tmp_path / "out")}
     with pytest.raises(UserError, match=said):
-        serve({**before, **keys}, **options)
+        serve({**before, **keys}, ServerArguments(**options))
     assert not (tmp_path / "out").exists()
 
 
@@ -195,7 +195,7 @@ def test_a_dashboard_beside_lines_of_json_is_told_on_standard_error(
     page: dict[str, Any] = {"watch": True, "watch_address": "127.0.0.1:0"}
     for log_format in ("json", "text"):
         with pytest.raises(UserError, match="enough"):
-            serve(keys, log_format=log_format, **page)
+            serve(keys, ServerArguments(log_format=log_format), **page)
         told = capsys.readouterr()
         quiet, other = (told.out, told.err) if log_format == "json" else (told.err, told.out)
         assert "Dashboard: http://127.0.0.1:" in other

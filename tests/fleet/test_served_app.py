@@ -11,7 +11,7 @@ import pytest
 from flower_apps import QUICKSTARTS, write_app
 from processes import Loopback, Process, free_port, loopback, raceme
 
-from raceme.cli.fleet import serve
+from raceme.cli.fleet import ServerArguments, serve
 from raceme.core.errors import UserError
 
 APP = QUICKSTARTS / "numpy_app"
@@ -70,11 +70,11 @@ def test_what_cannot_work_is_said_before_devices_come(tmp_path: Path) -> None:
         ({"strategy": "caza"}, APP, "Unknown strategy 'caza'"),
     ):
         with pytest.raises(UserError, match=said):
-            serve(keys, app)
+            serve(keys, ServerArguments(), app)
     with pytest.raises(UserError, match="--keep-versions is for Raceme's own app"):
-        serve({}, APP, keep_versions=3)
+        serve({}, ServerArguments(keep_versions=3), APP)
     with pytest.raises(UserError, match="APP_DIR"):
-        serve({"strategy": "casa"}, run_config=["rounds=1"])
+        serve({"strategy": "casa"}, ServerArguments(run_config=("rounds=1",)))
 
 
 def test_a_serverapp_that_starts_nothing_for_a_method_to_replace(tmp_path: Path) -> None:
@@ -82,9 +82,8 @@ def test_a_serverapp_that_starts_nothing_for_a_method_to_replace(tmp_path: Path)
     with pytest.raises(UserError, match="starts no strategy"):
         serve(
             {"strategy": "casa", "out": str(tmp_path / "out")},
+            ServerArguments(address=f"127.0.0.1:{free_port()}", metrics="off"),
             app,
-            address=f"127.0.0.1:{free_port()}",
-            metrics="off",
         )
     assert not (tmp_path / "out" / "run.sqlite").exists()
 

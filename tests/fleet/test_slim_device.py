@@ -86,7 +86,7 @@ def test_names_are_listed_without_the_packages_of_a_host() -> None:
 
 ONLINE = """
 import logging, os, signal, sys
-from raceme.cli.fleet import device
+from raceme.cli.fleet import DeviceArguments, device
 
 class Look(logging.Handler):
     def emit(self, record):
@@ -95,7 +95,7 @@ class Look(logging.Handler):
             os.kill(os.getpid(), signal.SIGTERM)
 
 logging.getLogger("raceme.device").addHandler(Look())
-device(superlink=ADDRESS, insecure=True)
+device(DeviceArguments(superlink=ADDRESS, insecure=True))
 """
 """Says of a device that has just come online what it has loaded, and stops it."""
 

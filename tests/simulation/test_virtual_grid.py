@@ -1,5 +1,8 @@
-"""The simulator: when replies come, what gets lost, and that nothing else ever does."""
+"""The virtual grid: its event queue, messages, churn, and replies that are given up."""
 
+from __future__ import annotations
+
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -22,6 +25,7 @@ from raceme.flower.messages import (
 from raceme.records.store import read_events
 from raceme.runs.experiment import simulate
 from raceme.simulation import Device, Node, VirtualGrid
+from raceme.simulation.virtual_grid import EventQueue
 
 HUNDRED_BYTES = ArrayRecord({"w": Array("uint8", (99,), "raw", bytes(99))})
 """99 bytes of data and one of its name."""
@@ -462,3 +466,194 @@ def test_times_per_sample_follow_data_that_grow(tmp_path: Path) -> None:
     }
     assert found == pytest.approx(wanted)
     assert len({round(seconds, 6) for seconds in wanted.values()}) >= 3
+
+
+def test_replies_are_pulled_by_the_name_of_flower_1_43_too() -> None:
+    grid = grid_of(Device())
+    sent = list(grid.push_messages([query(1)]))
+    (reply,) = grid.pull_messages(reply_to_message_ids=sent)
+    assert reply.metadata.reply_to_message_id == sent[0]
+
+
+# The event queue: what comes when, and that what is cancelled never does.
+
+
+def drain(queue: EventQueue) -> list[tuple[float, str | int]]:
+    """Pop all events; return their keys with the time on the clock."""
+    seen = []
+    while queue:
+        _, key = queue.pop()
+        seen.append((queue.now, key))
+    return seen
+
+
+def test_events_come_by_time_then_priority_then_order_of_scheduling() -> None:
+    queue = EventQueue()
+    for time, priority, key in [(2, 1, "d"), (2, 0, "c"), (1, 1, "a"), (2, 1, "e"), (1, 1, "b")]:
+        queue.schedule(time, priority, key)
+    assert drain(queue) == [(1, "a"), (1, "b"), (2, "c"), (2, "d"), (2, "e")]
+
+
+def test_a_cancelled_event_does_not_happen_and_does_not_move_the_clock() -> None:
+    queue = EventQueue()
+    first, last = queue.schedule(1.0, 0, "a"), queue.schedule(9.0, 0, "c")
+    queue.schedule(2.0, 0, "b")
+    queue.cancel(first)
+    queue.cancel(last)
+    assert len(queue) == 1
+    assert queue.next_time() == 2.0
+    assert drain(queue) == [(2.0, "b")]
+    assert queue.now == 2.0
+
+
+def test_the_clock_never_runs_backwards() -> None:
+    queue = EventQueue()
+    queue.schedule(1.0, 0, "late")
+    queue.advance(5.0)
+    queue.advance(3.0)
+    assert queue.now == 5.0
+    assert drain(queue) == [(5.0, "late")]
+
+
+def test_an_empty_queue_has_no_next_event() -> None:
+    queue = EventQueue()
+    queue.cancel(queue.schedule(1.0, 0, "a"))
+    assert not queue
+    with pytest.raises(IndexError):
+        queue.pop()
+
+
+@given(
+    events=st.lists(st.tuples(st.sampled_from([0.0, 1.0, 2.5, 7.0]), st.integers(0, 1))),
+    cancelled=st.sets(st.integers(0, 20)),
+    popped=st.integers(0, 5),
+)
+def test_a_saved_queue_continues_as_if_it_had_not_been_saved(
+    events: list[tuple[float, int]], cancelled: set[int], popped: int
+) -> None:
+    queue, restored = EventQueue(), EventQueue()
+    numbers = [queue.schedule(time, priority, i) for i, (time, priority) in enumerate(events)]
+    for number in cancelled & set(numbers):
+        queue.cancel(number)
+    for _ in range(min(popped, len(queue))):
+        queue.pop()
+    restored.load_state_dict(copy.deepcopy(queue.state_dict()))
+    for one in (queue, restored):
+        one.schedule(2.5, 0, "new")
+    assert restored.now == queue.now
+    assert drain(restored) == drain(queue)
+
+
+# The simulator: replies that nobody wants any more.
+
+
+def counting_app(state: bool) -> tuple[ClientApp, list[int]]:
+    """An app that notes which node works; with `state` clients remember how often they did."""
+    app, worked = ClientApp(), []
+
+    @app.train()
+    @app.query()
+    def answer(message: Message, context: Context) -> Message:
+        worked.append(context.node_id)
+        count = worked.count(context.node_id)
+        if state:
+            context.state["count"] = MetricRecord({"n": count})
+        return Message(RecordDict({"metrics": MetricRecord({"n": count})}), reply_to=message)
+
+    return app, worked
+
+
+def test_a_forgotten_reply_never_comes_and_is_not_kept() -> None:
+    grid = grid_of(*[Device(seconds_per_round=float(seconds)) for seconds in (1, 2, 3)])
+    here, open_, wanted = grid.push_messages([train(1), train(2), train(3)])
+    assert grid.wait([], until=1.5) == []
+    grid.forget([here, open_, "unknown"])
+    assert [r.metadata.src_node_id for r in grid.wait([here, open_, wanted])] == [3]
+    assert list(grid.pull_messages([here, open_])) == []
+    assert grid.wait([here, open_]) == []
+    assert grid.now() == 3.0
+    tree = grid.state_dict()
+    assert tree["arrived"] == tree["pending"] == tree["queue"]["events"] == []
+
+
+def test_a_forgotten_task_keeps_its_device_busy_and_is_not_worked_on() -> None:
+    app, worked = counting_app(state=False)
+    grid = grid_of(Device(seconds_per_round=4.0), app=app)
+    (lost,) = grid.push_messages([train(1)])
+    grid.forget([lost])
+    assert arrival(grid, train(1)) == 8.0
+    assert worked == [1]
+
+
+def test_where_clients_keep_a_state_a_forgotten_task_changes_it() -> None:
+    app, worked = counting_app(state=True)
+    grid = grid_of(Device(seconds_per_round=4.0), Device(), app=app)
+    assert arrival(grid, query(2)) == 0.0
+    slow, again = grid.push_messages([train(1), train(1)])
+    grid.forget([slow])
+    assert list(grid.pull_messages([slow])) == []
+    (reply,) = grid.pull_messages([again])
+    assert (grid.now(), reply.content["metrics"]["n"]) == (8.0, 2)
+    assert worked == [2, 1, 1]
+    assert grid.state_dict()["arrived"] == []
+
+
+def test_a_forgotten_task_is_over_when_its_device_goes_offline() -> None:
+    app, worked = counting_app(state=True)
+    grid = grid_of(Device(seconds_per_round=4.0, online=((0, 3), (5, 99))), Device(), app=app)
+    assert arrival(grid, query(2)) == 0.0
+    (slow,) = grid.push_messages([train(1)])
+    grid.forget([slow])
+    assert grid.wait([]) == grid.wait([]) == []
+    assert arrival(grid, train(1)) == 9.0
+    assert worked == [2, 1]
+    assert grid.state_dict()["pending"] == []
+
+
+@pytest.mark.parametrize("state", [False, True])
+def test_a_saved_grid_remembers_what_was_forgotten(state: bool) -> None:
+    def restored(at: float) -> list[tuple[float, int, int]]:
+        app, worked = counting_app(state)
+        grid = grid_of(Device(seconds_per_round=4.0, jitter=0.5), Device(), app=app)
+        list(grid.pull_messages(grid.push_messages([query(2)])))
+        ids = list(grid.push_messages([train(1), train(1), train(2)]))
+        grid.forget(ids[:1])
+        assert grid.wait([], until=at) == []
+        tree = grid.state_dict()
+        grid = grid_of(Device(seconds_per_round=4.0, jitter=0.5), Device(), app=app)
+        grid.load_state_dict(tree)
+        assert grid.keeps_messages
+        replies = [reply for _ in (1, 2) for reply in grid.pull_messages(ids)]
+        assert {reply.metadata.reply_to_message_id for reply in replies} == set(ids[1:])
+        return [(grid.now(), r.metadata.src_node_id, worked.count(1)) for r in replies]
+
+    assert restored(0.0) == restored(1.0) != []
+
+
+def test_replies_that_nobody_fetched_come_in_the_order_of_their_arrival() -> None:
+    grid = grid_of(*[Device(seconds_per_round=float(seconds)) for seconds in (3, 1, 2, 4)])
+    ids = list(grid.push_messages([train(node) for node in (1, 2, 3, 4)]))
+    assert grid.wait([], until=3.5) == []
+    # Three lie there: two wanted ones are looked up, of four the three are gone through.
+    assert [r.metadata.src_node_id for r in grid.wait([ids[0], ids[1]])] == [2]
+    assert [r.metadata.src_node_id for r in grid.wait(ids)] == [3]
+    assert [r.metadata.src_node_id for r in grid.pull_messages(ids)] == [1]
+
+
+def test_waiting_looks_at_no_reply_that_it_does_not_want() -> None:
+    class Wanted(list[str]):
+        """Ids that are counted when they are compared with others."""
+
+        asked = 0
+
+        def __contains__(self, key: object) -> bool:
+            self.asked += 1
+            return super().__contains__(key)
+
+    grid = grid_of(Device())
+    given_up = list(grid.push_messages([query(1) for _ in range(1000)]))
+    assert grid.wait([], until=1.0) == []
+    wanted = Wanted(grid.push_messages([query(1)]))
+    assert len(grid.wait(wanted)) == 1
+    assert wanted.asked < 5
+    assert len(list(grid.pull_messages(given_up))) == 1000

@@ -467,7 +467,7 @@ class CASA(Method):
         self._measure(SPLITS, explanation=self._explanation())
 
     def _note_gap(self, k: int, attempt: Attempt) -> None:
-        """Report the eigengap of a cluster, and explain the clusters if it is nearest to a split."""
+        """Report the eigengap of a cluster; the one nearest to a split explains the clusters."""
         self._measure(GAP, cluster=k, gap=attempt.gap, needed=attempt.needed)
         nearest = self.state.attempt
         if attempt.gap * nearest.needed > nearest.gap * attempt.needed:

@@ -1,4 +1,4 @@
-"""Ray actors: the same results as in one process, and whatever happens to nodes and actors."""
+"""Ray tasks: the same results as in one process, and whatever happens to nodes and processes."""
 
 from __future__ import annotations
 
@@ -20,71 +20,73 @@ pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="needs raceme[s
 
 
 @pytest.fixture(scope="module")
-def actors() -> Iterator[object]:
+def tasks() -> Iterator[object]:
     """A Ray of one CPU of its own, with the small apps."""
-    from raceme.simulation.ray_cluster import RayActors
+    from raceme.simulation.ray_cluster import RayTasks
 
     with pytest.MonkeyPatch.context() as patch:
         # Not one that happens to run on this machine.
         patch.setenv("RAY_ADDRESS", "local")
-        executor = RayActors("pool_apps:app", "ray", cores=1)
+        executor = RayTasks("pool_apps:app", "ray", cores=1)
         yield executor
         executor.close()
 
 
-def test_actors_pass_all_kinds_of_records_in_order(actors) -> None:
-    check_records(actors)
+def test_tasks_pass_all_kinds_of_records_in_order(tasks) -> None:
+    check_records(tasks)
 
 
-def test_a_version_of_a_model_is_put_into_the_store_once(actors) -> None:
+def test_a_version_of_a_model_is_put_into_the_store_once(tasks) -> None:
     first, second = (np.full(100_000, value, np.float32) for value in (1, 2))
-    before = actors._versions.puts
+    before = tasks._stored.cache_info().misses
     for values in (first, second):
         record = ArrayRecord({"w": to_array(values)})
         sent = [message_to(node, "query.double", arrays=record) for node in (1, 2, 3)]
         for message in sent:
-            actors.submit(message, context_of(message.metadata.dst_node_id), due=0.0)
+            tasks.submit(message, context_of(message.metadata.dst_node_id), due=0.0)
         for message in sent:
-            reply = actors.result(message.metadata.message_id)
+            reply = tasks.result(message.metadata.message_id)
             np.testing.assert_array_equal(from_array(reply.content["arrays"]["w"]), values * 2)
-    assert actors._versions.puts - before == 2
+    assert tasks._stored.cache_info().misses - before == 2
 
 
-def test_versions_that_no_task_has_are_not_kept_for_ever(actors) -> None:
+def test_versions_that_no_task_has_are_not_kept_for_ever(tasks) -> None:
     for value in range(12):
         record = ArrayRecord({"w": to_array(np.full(30_000, value, np.float32))})
-        ask(actors, message_to(1, "query.double", arrays=record), context_of())
-    assert len(actors._versions._versions) == 8
+        ask(tasks, message_to(1, "query.double", arrays=record), context_of())
+    assert tasks._stored.cache_info().currsize == 8
 
 
-def test_an_exception_in_an_actor_is_the_same_error_reply(actors) -> None:
-    one, other = both(actors, 1, "query.fail")
+def test_an_exception_in_a_task_is_the_same_error_reply(tasks) -> None:
+    one, other = both(tasks, 1, "query.fail")
     assert other.error.code == one.error.code
     assert other.error.reason == one.error.reason
 
 
-def test_a_client_keeps_its_state_in_order_of_the_results(actors) -> None:
-    check_state(actors)
+def test_a_client_keeps_its_state_in_order_of_the_results(tasks) -> None:
+    check_state(tasks)
 
 
-def test_a_cancelled_message_has_no_result_and_disturbs_no_other(actors) -> None:
-    check_cancelling(actors)
+def test_a_cancelled_message_has_no_result_and_disturbs_no_other(tasks) -> None:
+    check_cancelling(tasks)
 
 
-def test_the_tasks_of_an_actor_that_dies_are_done_again_and_that_is_said(
-    actors, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_the_task_of_a_process_that_dies_is_done_again_and_that_is_said(
+    tasks, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    check_repeating(actors, tmp_path)
+    check_repeating(tasks, tmp_path)
     (line,) = [record.getMessage() for record in caplog.records if record.name == "raceme.workers"]
-    assert "and repeats it elsewhere: The actor died unexpectedly" in line
+    assert "and repeats it elsewhere: The worker died unexpectedly" in line
 
 
 @pytest.mark.slow
-def test_a_task_at_which_actors_die_again_and_again_is_named(actors) -> None:
+def test_a_task_at_which_processes_die_again_and_again_is_named(tasks) -> None:
     message = message_to(5, "query.die")
-    with pytest.raises(UserError, match=r"3 of Ray's actors died at the same task.* on node 5\."):
-        ask(actors, message, context_of(5))
-    actors.cancel(message.metadata.message_id)
+    with pytest.raises(
+        UserError, match=r"3 of Ray's processes died at the same task.* on node 5\."
+    ):
+        ask(tasks, message, context_of(5))
+    tasks.cancel(message.metadata.message_id)
 
 
 def test_a_port_at_which_no_ray_listens_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

