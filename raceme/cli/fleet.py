@@ -74,7 +74,7 @@ def device(
         str | None,
         typer.Option(
             help="stable name of this device",
-            show_default="the host's name, or client-<partition-id>",
+            show_default="that of its key, client-<partition-id>, or the host's name",
         ),
     ] = None,
     trusted_app: Annotated[
@@ -126,6 +126,16 @@ def device(
             help="grpc (raceme serve, Flower 1.39), http (Flower 1.40 and later), or auto",
         ),
     ] = "auto",
+    latency: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            help="longest time of a packet to the server, e.g. 5 over a satellite: time limits are "
+            "as many times longer",
+            min=1,
+            max=60,
+        ),
+    ] = 1.0,
     health_file: Annotated[
         Path | None, typer.Option(help="file to touch while the server answers, for health checks")
     ] = None,
@@ -154,7 +164,8 @@ def device(
 
         own["model-file"] = checked_model_file(model_file)
     config = _node_config(node_config, device_id, own)
-    name = config.get("device-id") or f"client-{config.get('partition-id')}"
+    part = config.get("partition-id")
+    name = config.get("device-id") or (platform.node() if part is None else f"client-{part}")
     formatter = (
         JsonFormatter(device=printable(name, 128))
         if is_json
@@ -176,7 +187,7 @@ def device(
         read_keys()
     run_device(
         DeviceOptions(
-            endpoint=Endpoint(superlink, insecure, authority, transport),
+            endpoint=Endpoint(superlink, insecure, authority, transport, latency),
             keys=read_keys,
             node_config=config,
             trust=Trust(tuple(trusted_app or ()), tuple(trusted_model or ())),
@@ -203,8 +214,6 @@ def _node_config(text: str, device_id: str | None, own: Mapping[str, str]) -> Ma
         )
     if device_id is not None:
         config["device-id"] = device_id
-    elif "device-id" not in config and "partition-id" not in config:
-        config["device-id"] = platform.node()
     return {**own, **config}
 
 
@@ -281,6 +290,16 @@ def serve(
             min=0.0,
         ),
     ] = 90.0,
+    latency: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            help="longest time of a packet to a device: connections have 10 times as long for "
+            "their handshake",
+            min=1,
+            max=60,
+        ),
+    ] = 1.0,
     metrics: Annotated[
         str,
         typer.Option(
@@ -320,6 +339,15 @@ def serve(
         float,
         typer.Option(metavar="SECONDS", help="time between two new versions at least", min=0),
     ] = 60.0,
+    notify: Annotated[
+        str,
+        typer.Option(
+            metavar="URL",
+            help="webhook for notices: the run ended, accuracy fell, devices are gone, the disk is "
+            "full, the certificate expires",
+            show_default="none",
+        ),
+    ] = "",
     watch: Watch = False,
     watch_address: Address = ADDRESS,
 ) -> None:
@@ -335,6 +363,8 @@ def serve(
         parsed_address("--http", http, "0.0.0.0:8000")
     if metrics not in ("", "off"):
         parsed_address("--metrics", metrics, "127.0.0.1:9093")
+    if notify and not notify.startswith(("http://", "https://")):
+        raise UserError(f"--notify takes the address of a webhook, https://…, got '{notify}'.")
     if any_device and certificates is None:
         raise UserError("Without --certificates every device is accepted: leave out --any-device.")
 
@@ -361,12 +391,15 @@ def serve(
         margin=margin,
         canary=canary,
         version_pause=version_pause,
+        latency=latency,
+        notify=notify,
     )
     if app is not None:
         if watch:
             raise UserError("--watch is for Raceme's own app: use `raceme watch` with the --out.")
-        if keep_versions:
-            raise UserError("--keep-versions is for Raceme's own app: leave it out.")
+        if keep_versions or notify:
+            option = "--keep-versions" if keep_versions else "--notify"
+            raise UserError(f"{option} is for Raceme's own app: leave it out.")
         show_log(sys.stdout, lines)
         end_app_with(*serve_app(app, run_config or (), keys, options))
         return
@@ -408,7 +441,10 @@ def up(
         ),
     ] = None,
     delay: Annotated[
-        float, typer.Option(metavar="MILLISECONDS", help="with --shape: delay per direction", min=0)
+        float,
+        typer.Option(
+            metavar="MILLISECONDS", help="with --shape: delay per direction", min=0, max=60_000
+        ),
     ] = 0.0,
     loss: Annotated[
         float,
@@ -475,7 +511,7 @@ def certs(
 ) -> None:
     """Create a certificate authority, the server's certificate, and a key pair per device.
 
-    Run again with another --device to add a device: existing files are kept. A running server
+    Existing files are kept: run again with another --device to add a device. A running server
     notices changes of keys within seconds.
     """
     from raceme.fleet.certificates import (
@@ -514,6 +550,8 @@ def certs(
         changed.append(set_labels(out, devices, label))
     for path in changed:
         print(path)
+    if not changed:
+        print(f"All of these are in {out} already: nothing was made.")
 
 
 # -----------------------------------------------------------------------------
@@ -525,20 +563,25 @@ fleet = typer.Typer(
     help="Ask a running `raceme serve`.", no_args_is_help=True, suggest_commands=False, **PLAIN
 )
 
-_Run = Annotated[
-    Path, typer.Argument(metavar="RUN", help="folder of the run that is served: its --out")
+_RUN_HELP = "folder of the run that is served: its --out"
+_Run = Annotated[Path, typer.Argument(metavar="RUN", help=_RUN_HELP)]
+_AnyRun = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="[RUN]", help=_RUN_HELP, show_default="the one that is served on this machine"
+    ),
 ]
 _Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 
 @fleet.command()
-def status(run: _Run, as_json: _Json = False) -> None:
+def status(run: _AnyRun = None, as_json: _Json = False) -> None:
     """Show the state of a run: devices online, updates, clusters, latest evaluation."""
     _show(_answer(run, "status"), as_json)
 
 
 @fleet.command()
-def devices(run: _Run, as_json: _Json = False) -> None:
+def devices(run: _AnyRun = None, as_json: _Json = False) -> None:
     """List the devices: state, main cluster, updates, last call, latest score."""
     _show(_answer(run, "devices"), as_json, "No devices have joined yet.")
 
@@ -554,7 +597,7 @@ def show(
 
 
 @fleet.command()
-def versions(run: _Run, as_json: _Json = False) -> None:
+def versions(run: _AnyRun = None, as_json: _Json = False) -> None:
     """List the versions of the clusters' models that are kept, and which are in use."""
     _show(_answer(run, "versions"), as_json, "No versions are kept yet.")
 
@@ -573,11 +616,11 @@ def rollback(
     _show(_answer(run, "rollback", cluster=cluster, to=number), as_json)
 
 
-def _answer(run: Path, name: str, **arguments: object) -> Any:
+def _answer(run: Path | None, name: str, **arguments: object) -> Any:
     """Let a run's server execute a command, a method of `FleetCommands`."""
-    from raceme.records.folder import command
+    from raceme.records.folder import command, the_served_run
 
-    return command(run, name, **arguments)
+    return command(the_served_run() if run is None else run, name, **arguments)
 
 
 def _show(answer: Any, as_json: bool, if_empty: str = "") -> None:
@@ -615,5 +658,5 @@ def _shown(name: str, value: object) -> str:
     if isinstance(value, float):
         return shown_seconds(value) if name.endswith(_SPAN) else f"{value:.4g}"
     if isinstance(value, dict):
-        return ", ".join(f"{key}: {number}" for key, number in value.items())
+        return ", ".join(f"{key}: {number}" for key, number in value.items()) or "–"
     return printable(value)

@@ -28,10 +28,12 @@ from cryptography import x509
 from raceme.core.errors import UserError, os_errors_as_user_errors, printable
 from raceme.core.options import Value
 from raceme.core.signals import StopSignal, heeds_hang_up
-from raceme.fleet.tasks import Apps, Interrupter, Invitations, Tasks, Trust, When
+from raceme.datasets.npz import CLIENT, DATA_FILE
+from raceme.datasets.npz import read as read_data
+from raceme.fleet.tasks import DEVICE_ID, Apps, Interrupter, Invitations, Tasks, Trust, When
 from raceme.flower import fleet_client as fleet
 from raceme.flower.fleet_client import Endpoint, Link, RejoinError, knows_key
-from raceme.flower.fleet_protocol import LONGEST_WAIT, Keys, generate_keys, own_greeting
+from raceme.flower.fleet_protocol import LONGEST_WAIT, OWN_APP, Keys, generate_keys, own_greeting
 
 log = logging.getLogger("raceme.device")
 
@@ -96,6 +98,27 @@ def checked_model_file(path: Path) -> str:
             f"The model file '{path}' cannot be written: its folder is missing or another user's."
         )
     return str(path)
+
+
+def check_data_file(node: Mapping[str, Value], trust: Trust) -> None:
+    """Check the file with the device's data, if it has one, before a server asks for it.
+
+    Of an app that is not Raceme's it may have any content.
+
+    Raises
+    ------
+    UserError
+        It is missing, or Raceme's app alone is trusted and cannot read it.
+    """
+    path = Path(str(node.get(DATA_FILE, "")))
+    if path == Path() or CLIENT in path.name:
+        return
+    try:
+        read_data(path)
+    except UserError as error:
+        if trust.apps == (OWN_APP,) or not path.is_file():
+            raise
+        log.warning("Raceme's app could not use the data file: %s", error)
 
 
 # -----------------------------------------------------------------------------
@@ -362,10 +385,12 @@ class PatientCalls:
         tries, arrived = 0, False
         while True:
             tries += 1
+            latency = self._endpoint.latency
             if self.leaving:
-                kwargs["timeout"] = _LEAVE_DEADLINE_SECONDS
+                kwargs["timeout"] = _LEAVE_DEADLINE_SECONDS * latency
             else:
-                kwargs.setdefault("timeout", _PULL_DEADLINE_SECONDS if pull else _DEADLINE_SECONDS)
+                deadline = _PULL_DEADLINE_SECONDS if pull else _DEADLINE_SECONDS
+                kwargs.setdefault("timeout", deadline * latency)
             try:
                 result = target(*args, **kwargs)
             except grpc.RpcError as error:
@@ -466,6 +491,7 @@ def join(
     *,
     register: bool,
     answered: Callable[[], None] = lambda: None,
+    device: str = "",
 ) -> AbstractContextManager[Link]:
     """Go online as one node of a SuperLink, and offline on the way out.
 
@@ -481,9 +507,11 @@ def join(
         Make the node known to the SuperLink first, and forget it on the way out.
     answered : Callable
         Called after every answer of the SuperLink, from several threads.
+    device : str
+        Id that the device was given; empty if there is none.
     """
     calls = PatientCalls(stop, endpoint, answered)
-    return fleet.connect(endpoint, keys, calls, register=register)
+    return fleet.connect(endpoint, keys, calls, register=register, device=device)
 
 
 def _never_sent(error: grpc.RpcError) -> bool:
@@ -529,7 +557,8 @@ class DeviceOptions:
         Returns the registered key pair, which may be another one the next time that the device
         joins; without it the device registers a key of its own making.
     node_config : Mapping
-        Node configuration that its ClientApp gets, ``device-id`` included.
+        Node configuration that its ClientApp gets. Without ``device-id`` the device has the id of
+        its key at the server, or the host's name if there is neither that nor ``partition-id``.
     trust : Trust
         Apps, models and files that the owner allows; by default all.
     memory_limit : int or None
@@ -572,6 +601,7 @@ def run_device(options: DeviceOptions) -> None:
     if options.memory_limit is not None:
         limit_memory(options.memory_limit)
     ways_of(options.node_config)
+    check_data_file(options.node_config, options.trust)
     stop, hurry = StopSignal(), StopSignal()
     interrupter = Interrupter(options.grace)
 
@@ -615,7 +645,11 @@ def _stay_online(options: DeviceOptions, tasks: Tasks, stop: StopSignal, hurry: 
                     raise
         keys = registered or generate_keys()
         try:
-            with join(endpoint, keys, stop, register=register, answered=answered) as link:
+            given = str(options.node_config.get(DEVICE_ID, ""))
+            with join(
+                endpoint, keys, stop, register=register, answered=answered, device=given
+            ) as link:
+                tasks.name_device("" if link.server is None else link.server.device)
                 pause.reset()
                 if absent:
                     absent = False

@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -32,7 +32,8 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 import raceme
-from raceme.core.clients import ON_TRUST
+from raceme import datasets
+from raceme.core.clients import ON_TRUST, KeyHolders
 from raceme.core.config import CONFIG, FEW_DEVICES, RunConfig, as_tables, read_toml
 from raceme.core.errors import UserError, check_known, one_line, os_errors_as_user_errors, printable
 from raceme.core.events import (
@@ -54,6 +55,7 @@ from raceme.core.progress import StopCheck, never_stop
 from raceme.core.requests import InFlight
 from raceme.core.signals import interrupted_by_signals
 from raceme.core.strategy import Method
+from raceme.datasets.npz import DATA_FILE
 from raceme.fleet.certificates import (
     DEVICE_KEYS,
     LABELS,
@@ -63,9 +65,10 @@ from raceme.fleet.certificates import (
     read_certificates,
     warn_if_early,
 )
+from raceme.fleet.notices import Notices, Webhook
 from raceme.fleet.served_grid import Rollouts, ServedGrid
 from raceme.flower.app import App, app_metadata, build_bundle, server_context
-from raceme.flower.fleet_protocol import OWN_APP, SINCE, Certificates
+from raceme.flower.fleet_protocol import LATENCY, OWN_APP, SINCE, Certificates
 from raceme.flower.fleet_server import FleetApi, PortInUseError
 from raceme.flower.link_state import RECONNECT_SECONDS, LinkState
 from raceme.flower.messages import (
@@ -90,6 +93,7 @@ from raceme.records.folder import (
     VersionStore,
     new_folder,
     recorded,
+    served_here,
 )
 from raceme.records.record import line_of
 from raceme.records.store import each_event
@@ -98,6 +102,7 @@ from raceme.runs import experiment
 from raceme.runs.experiment import RunOutcome
 from raceme.simulation import apps
 from raceme.simulation.apps import AppEnding, FlowerApp
+from raceme.training.clients import DATA_SHAPE, shape_in_words
 from raceme.training.models import initial_arrays
 
 # -----------------------------------------------------------------------------
@@ -109,6 +114,8 @@ def app_of(config: RunConfig) -> App:
     """Return this package as the app bundle that the devices of a run fetch."""
     # The server's paths are its own affair, and the same run must have the same bundle again.
     keys = config.with_values(out="", resume="", trust="", device_keys="", labels="").to_mapping()
+    keys.pop(DATA_FILE, None)
+    keys[DATA_SHAPE] = shape_in_words(datasets.data_shape(config))
     components = {"serverapp": "raceme.server_app:app", "clientapp": "raceme.client_app:app"}
     app = {"publisher": "raceme", "components": components, "config": as_tables(keys)}
     project = {
@@ -280,6 +287,15 @@ class Metrics(EventHandler, Collector):
     def on_claim_refused(self, _event: ClaimRefused) -> None:
         """Count a node that has stated the id of another device."""
         self._refused_claims.inc()
+
+    def rejections(self) -> dict[str, int]:
+        """Return how many replies were rejected since the process began, by reason."""
+        return {
+            sample.labels["reason"]: int(sample.value)
+            for family in self._rejections.collect()
+            for sample in family.samples
+            if sample.name.endswith("_total") and sample.value
+        }
 
     def page(self, encode: Encoder = generate_latest) -> bytes:
         """Return all figures as text, by default that of OpenMetrics."""
@@ -607,6 +623,7 @@ class FleetCommands:
             "nodes_refused": len(progress.fleet.refused),
             "updates": progress.updates,
             "rejected": progress.rejected,
+            "rejected_for": self._metrics.rejections(),
             "clusters": len(method.models),
         }
         if tested is not None:
@@ -746,6 +763,10 @@ class ServeOptions:
     keep_versions : int, optional
         Versions of each cluster's model that are kept and brought into use; 0: none. By default 5
         in a run without a limit.
+    notify : str
+        Webhook for notices to the operator; empty for none.
+    latency : float
+        Seconds of a packet on the way to a device, at most: time limits are multiples of it.
     margin, canary, version_pause : float
         How new versions come into use; see :class:`~raceme.fleet.served_grid.Rollouts`.
     """
@@ -762,6 +783,8 @@ class ServeOptions:
     margin: float = 0.01
     canary: float = 0.1
     version_pause: float = 60.0
+    latency: float = LATENCY
+    notify: str = ""
 
 
 def prepare(keys: Mapping[str, Value], clients_min: int = 1) -> RunConfig:
@@ -870,12 +893,18 @@ def serve(
     try:
         with (
             _private_files(),
-            _answering(state, options, metrics, grid_of, out, lambda: strategy) as grid,
+            _noticing(options, out, state, metrics) as notices,
+            _answering(
+                state, options, metrics, grid_of, out, lambda: strategy, config.device_keys
+            ) as grid,
         ):
             if options.certificates is not None and not config.device_keys:
                 log.warning(ON_TRUST)
             # Counted before it is printed: who reads a line finds it in the figures.
             listening: list[Observer] = [metrics, *observers]
+            if notices is not None:
+                grid.turns.append(notices.look)
+                listening.append(notices)
             if options.logs_events:
                 event_log = EventLog(strategy)
                 grid.turns.append(event_log.look)
@@ -901,6 +930,23 @@ def serve(
         ) from error
 
 
+@contextmanager
+def _noticing(
+    options: ServeOptions, out: Path, state: LinkState, metrics: Metrics
+) -> Iterator[Notices | None]:
+    """Yield what sends notices to the operator, if a webhook is named; tell it of an error."""
+    if not options.notify:
+        yield None
+        return
+    with closing(Webhook(options.notify, out)) as send:
+        notices = Notices(send, out, lambda: len(state.online()), lambda: metrics.certificate_until)
+        try:
+            yield notices
+        except Exception as error:
+            notices.stopped(one_line(error))
+            raise
+
+
 def _versions_kept(config: RunConfig, options: ServeOptions) -> int:
     """Return how many versions of each cluster's model are kept; 0 for none."""
     if options.keep_versions is not None:
@@ -917,6 +963,7 @@ def _answering(
     grid_of: Callable[..., GridT],
     out: Path | None,
     method: Callable[[], Method | None],
+    device_keys: str = "",
 ) -> Iterator[GridT]:
     """Answer devices, monitors and operators meanwhile; yield the grid on the link state.
 
@@ -934,6 +981,8 @@ def _answering(
         The folder of the run, in which there will be a socket for commands.
     method : Callable
         Returns the run's method; None before it has started.
+    device_keys : str
+        File that binds keys to ids.
 
     Raises
     ------
@@ -946,7 +995,14 @@ def _answering(
         warn_if_early(certificates)
     state.reconnect = options.reconnect
     api = FleetApi(
-        state, options.address, certificates, registered, options.http, most_connections()
+        state,
+        options.address,
+        certificates,
+        registered,
+        options.http,
+        most_connections(),
+        KeyHolders(Path(device_keys)) if device_keys else lambda _key: "",
+        options.latency,
     )
     api.calls.on_call = metrics.hear
     try:
@@ -1007,6 +1063,7 @@ def _taking_commands(out: Path, grid: ServedGrid, commands: FleetCommands) -> It
     with ExitStack() as stack:
         try:
             stack.enter_context(socket)
+            stack.enter_context(served_here(out))
         except OSError as error:
             log.warning("`raceme fleet` cannot be used: no socket in %s: %s", out, error.strerror)
         grid.turns.append(socket.act)

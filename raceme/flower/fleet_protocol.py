@@ -375,6 +375,9 @@ SINCE = "0.2.0"
 LONGEST_WAIT = 15.0
 """Seconds that `Next` may take to be answered; routers drop connections on which nothing happens
 for longer than about a minute."""
+LATENCY = 1.0
+"""Seconds on the way, each way, for which the time limits of a connection are made; those of a
+slower network are as many times longer."""
 LARGEST = 1024 * 1024
 """Bytes of the arrays of a message that travels whole; a larger one does in Flower's objects, each
 of which can be sent again. One call has to get through a slow link."""
@@ -383,6 +386,8 @@ LARGEST_CALL = 2**31 - 1
 """Bytes of a call: what gRPC and protocol buffers can carry."""
 LONGEST_HEAD = 1000
 """Bytes of all that a call states beside its body."""
+LONGEST_ID = 128
+"""Characters of a device's id, all of which JSON may escape."""
 _LONGEST_VERSION = 40
 
 
@@ -431,11 +436,15 @@ class Greeting(_Travelling):
         Version of the Raceme package, for messages only.
     digest : str
         SHA-256 of its code; empty if it is not said.
+    device : str
+        Of a device the id that it was given, of a server the id that the device's key has; empty if
+        there is none.
     """
 
     protocol: int
     version: str
     digest: str = ""
+    device: str = ""
 
     def difference(self, own: Greeting) -> str:
         """Return how the other side's code differs from this one's; empty if it does not."""

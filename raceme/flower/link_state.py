@@ -34,7 +34,12 @@ from flwr.supercore.inflatable.inflatable_object import (
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 
 from raceme.flower import messages
-from raceme.flower.fleet_protocol import HEARTBEAT_PATIENCE, LARGEST, LARGEST_CALL
+from raceme.flower.fleet_protocol import (
+    HEARTBEAT_MIN_INTERVAL,
+    HEARTBEAT_PATIENCE,
+    LARGEST,
+    LARGEST_CALL,
+)
 from raceme.flower.objects import (
     ObjectStore,
     Uploads,
@@ -278,6 +283,9 @@ class LinkState:
         self.renewed: set[int] = set()
         # The process that each node is: its version and a random name; empty of SuperNodes.
         self._sessions: dict[int, str] = {}
+        # The ids of the processes that nodes are, and of those that have greeted since.
+        self._devices: dict[int, str] = {}
+        self._introduced: dict[int, tuple[str, str]] = {}
         # Raceme's own devices: their nodes, messages to them, and replies as they came.
         self._greeted: set[int] = set()
         self._direct: set[int] = set()
@@ -682,6 +690,18 @@ class LinkState:
         # After a restart of the server, the first to call is.
         return self._sessions.setdefault(node_id, session) == session
 
+    def introduce(self, node_id: int, session: str, device: str) -> None:
+        """Note the id of a process that is about to become a node."""
+        self._introduced[node_id] = session, device
+
+    def device_on(self, node_id: int) -> str:
+        """Return the id of the process that is a node and online; empty if it is not known."""
+        with self.lock:
+            node = self.nodes.get(node_id)
+            self._mark_offline([] if node is None else [node])
+            is_online = node is not None and node.is_online
+        return self._devices.get(node_id, "") if is_online else ""
+
     def version_of(self, node_id: int) -> str:
         """Return the version of Raceme on a node; empty if it is not known, or a SuperNode."""
         return self._sessions.get(node_id, "").rpartition("/")[0]
@@ -718,10 +738,10 @@ class LinkState:
             self._mark_offline([node])
             if node.is_online:
                 return False
-            node.is_online = True
-            node.online_until = time.time() + HEARTBEAT_PATIENCE * heartbeat_interval
             self._sessions[node_id] = session
-            self._live(node_id)
+            introduced, device = self._introduced.pop(node_id, ("", ""))
+            self._devices[node_id] = device if introduced == session else ""
+            self._note_heartbeat(node, heartbeat_interval)
             was_direct = node_id in self._direct
             self._direct.discard(node_id)
             if node_id in self._greeted:
@@ -744,16 +764,14 @@ class LinkState:
             node = self.nodes.get(node_id)
             if node is None:
                 return False
-            node.is_online = True
-            node.online_until = time.time() + HEARTBEAT_PATIENCE * heartbeat_interval
-            self._live(node_id)
+            self._note_heartbeat(node, heartbeat_interval)
             return True
 
-    def _live(self, node_id: int) -> None:
-        """Let one of Raceme's devices count as online as long as its heartbeats promise."""
-        node = self.nodes.get(node_id)
-        if node is not None and self._sessions.get(node_id):
-            node.online_until = time.time() + LIVE_SECONDS
+    def _note_heartbeat(self, node: Node, interval: float) -> None:
+        """Let a node count as online, one of Raceme's devices near by for a shorter time."""
+        is_near = bool(self._sessions.get(node.node_id)) and interval <= HEARTBEAT_MIN_INTERVAL
+        seconds = LIVE_SECONDS if is_near else HEARTBEAT_PATIENCE * interval
+        node.is_online, node.online_until = True, time.time() + seconds
 
     def make_room(self) -> None:
         """Forget the oldest of many nodes that were registered and never came online."""
@@ -786,6 +804,8 @@ class LinkState:
             self._greeted.discard(node_id)
             self._direct.discard(node_id)
             self._sessions.pop(node_id, None)
+            self._devices.pop(node_id, None)
+            self._introduced.pop(node_id, None)
             self.renewed.discard(node_id)
         self._looked_at = 0.0
         self._tell()
@@ -1006,6 +1026,18 @@ class LinkState:
         if asked in self._bodies:
             return [b"", asked.encode(), self._bodies[asked]]
         return self._encoded(self.reply_heads[self._arrived[asked]])
+
+
+def saved_message(saved: Mapping[str, Any]) -> Message | None:
+    """Return a message in the saved state with its content; None if only its head is there."""
+    if saved["body"]:
+        return messages.decode(saved["body"])
+    head, *objects = saved["parcel"]
+    if not saved["whole"]:
+        return None
+    message_id = message_from_proto(ProtoMessage.FromString(head)).metadata.message_id
+    contents = {object_id(content): content for content in objects[1:]}
+    return messages.parted(cast(Message, inflate_object_from_contents(message_id, contents)))
 
 
 def _unavailable(message_id: str) -> Message:

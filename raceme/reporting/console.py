@@ -285,13 +285,21 @@ def update_line(event: events.UpdateApplied) -> str:
     )
 
 
-def print_summary(summary: Mapping[str, Any], out: Path, console: Console | None = None) -> None:
-    """Print the result of a run and the location of its artefacts."""
+def print_summary(
+    summary: Mapping[str, Any],
+    out: Path,
+    console: Console | None = None,
+    *,
+    missing: Iterable[str] = (),
+) -> None:
+    """Print the result of a run and the location of its artefacts, some of which may be missing."""
     console = console or Console(highlight=False)
     title = f"{summary['strategy']} on {summary['dataset']}"
     if summary["reason"] is not None:
         title += f": {summary['reason']}"
-    where = f"Results, plots and models: {shown_path(out)}"
+    without = ", ".join(missing)
+    what = f"Results without {without}" if without else "Results, plots and models"
+    where = f"{what}: {shown_path(out)}"
     print_results(title, summary_rows(summary), where, console)
 
 

@@ -73,6 +73,37 @@ def test_a_process_with_the_key_takes_the_place_of_an_earlier_one_at_once(
         assert server.state.online() == [node]
 
 
+@pytest.mark.parametrize("transport", ["grpc", "http"])
+@pytest.mark.parametrize("bound", ["", "garden"])
+def test_a_process_with_the_key_and_another_id_takes_no_place(
+    tmp_path: Path, bound: str, transport: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    registered = {public_key_to_bytes(KEYS[1]): "garden"}
+    with serving(tmp_path, registered=lambda: registered, holder=lambda _key: bound) as server:
+        with light_device(server, KEYS, transport, "garden") as garden:
+            second = light_device(server, KEYS, transport, "kitchen")
+            with pytest.raises(UserError, match="states the id 'kitchen'") as refused, second:
+                pass
+            assert "garden" in str(refused.value)
+            assert "A node is refused: It states the id 'kitchen'" in caplog.text
+            round_trip(server, garden, 1)
+            # One with its own id may have been started in its place.
+            with light_device(server, KEYS, transport, "garden") as again:
+                round_trip(server, again, 2)
+        # Without a list of keys, ids are taken on trust.
+        late = light_device(server, KEYS, transport, "kitchen")
+        with pytest.raises(UserError) if bound else late:
+            if bound:
+                late.__enter__()
+
+
+@pytest.mark.parametrize("transport", ["grpc", "http"])
+def test_a_device_is_told_the_id_of_its_key(server: Server, transport: str) -> None:
+    with light_device(server, KEYS, transport) as link:
+        assert link.server is not None
+        assert link.server.device == "a"
+
+
 def test_a_supernode_of_flowers_waits_until_the_former_is_gone(server: Server) -> None:
     with light_device(server, KEYS) as link:
         assert not server.state.activate(link.node_id, 30.0)

@@ -86,7 +86,7 @@ def test_both_kinds_of_devices_work_side_by_side(
 def greets(monkeypatch: pytest.MonkeyPatch, greeting: Greeting) -> Iterator[None]:
     """Let devices, which are in this process too, greet as another version would."""
 
-    def greeted(transport: direct.Transport, calls: direct.Calls) -> Greeting:
+    def greeted(transport: direct.Transport, calls: direct.Calls, _device: str) -> Greeting:
         answer = calls.invoke(transport.greet, greeting.to_bytes())
         return Greeting.from_bytes(answer)
 
