@@ -17,6 +17,7 @@ import typer
 
 from raceme.cli import PLAIN
 from raceme.cli.report import ADDRESS, Address, Watch, parsed_address, watched
+from raceme.core.config import expanded
 from raceme.core.errors import (
     JsonFormatter,
     PlainFormatter,
@@ -368,6 +369,19 @@ def serve(
     if any_device and certificates is None:
         raise UserError("Without --certificates every device is accepted: leave out --any-device.")
 
+    given = expanded(keys)
+    if app is None and not (given.get("out") or given.get("resume")):
+        raise UserError(
+            "serve needs a folder for results and checkpoints: give --out, e.g. --out runs/lab. "
+            "The same command with the same folder resumes the run."
+        )
+    folder = None if certificates is None else certificates.expanduser()
+    if folder is not None:
+        from raceme.fleet.certificates import read_certificates
+
+        # Before torch is imported.
+        read_certificates(folder)
+
     is_json = _is_json(log_format)
     lines = JsonFormatter() if is_json else PlainFormatter("%(levelname)s: %(message)s")
     _silence_grpc()
@@ -377,7 +391,6 @@ def serve(
     from raceme.fleet.serve import serve as run
     from raceme.reporting.console import RunProgress
 
-    folder = None if certificates is None else certificates.expanduser()
     options = ServeOptions(
         address,
         folder,

@@ -592,6 +592,7 @@ def run_device(options: DeviceOptions) -> None:
     UserError
         The SuperLink will never take this device, or an option cannot be met.
     """
+    check_data_file(options.node_config, options.trust)
     # A device is online when it can begin to work, not some seconds before; what cannot work is
     # said at once. Torch is most of what the process holds: it counts in the memory's limit.
     import raceme.client_app  # noqa: F401
@@ -601,7 +602,6 @@ def run_device(options: DeviceOptions) -> None:
     if options.memory_limit is not None:
         limit_memory(options.memory_limit)
     ways_of(options.node_config)
-    check_data_file(options.node_config, options.trust)
     stop, hurry = StopSignal(), StopSignal()
     interrupter = Interrupter(options.grace)
 

@@ -812,11 +812,6 @@ def prepare(keys: Mapping[str, Value], clients_min: int = 1) -> RunConfig:
         config = config.with_values(eval_every=max(config.num_clients, _LEAST_EVAL_EVERY))
     experiment.check_fleet(config, experiment.build_strategy(config), clients_min)
     folder = config.resume or config.out
-    if not folder:
-        raise UserError(
-            "serve needs a folder for results and checkpoints: give --out, e.g. --out runs/lab. "
-            "The same command with the same folder resumes the run."
-        )
     is_there = (Path(folder) / STORE).is_file()
     return config.with_values(out=folder, resume=folder if is_there or config.resume else "")
 

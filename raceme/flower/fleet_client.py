@@ -326,23 +326,39 @@ class _HttpTransport:
         return self._post(GREET_PATH, request, timeout)
 
     def _post(self, path: str, body: bytes, timeout: float | None) -> bytes:
-        headers = {"content-type": MEDIA_TYPE, "accept": MEDIA_TYPE, **self._signer.headers()}
+        headers = {"content-type": MEDIA_TYPE, "accept": MEDIA_TYPE, "accept-encoding": "identity"}
+        headers |= self._signer.headers()
         try:
-            response = self._client.post(path, content=body, headers=headers, timeout=timeout)
+            with self._client.stream(
+                "POST", path, content=body, headers=headers, timeout=timeout
+            ) as response:
+                content = _uncompressed(response)
         except httpx.TimeoutException as error:
             raise HttpError(grpc.StatusCode.DEADLINE_EXCEEDED, str(error)) from None
         except httpx.TransportError as error:
             raise HttpError(grpc.StatusCode.UNAVAILABLE, str(error)) from None
         if response.is_error:
             code = _CODES.get(response.status_code, grpc.StatusCode.INTERNAL)
-            raise HttpError(code, response.text[:LONGEST_HEAD])
+            raise HttpError(code, content[:LONGEST_HEAD].decode(errors="replace"))
         if response.headers.get("content-type", "").partition(";")[0] != MEDIA_TYPE:
             raise HttpError(grpc.StatusCode.UNIMPLEMENTED, "the answer is none of a Fleet API")
-        return response.content
+        return content
 
     def close(self) -> None:
         """Close all connections of the HTTP client."""
         self._client.close()
+
+
+def _uncompressed(response: httpx.Response) -> bytes:
+    """Return the body of an answer as it came: a megabyte of zeros takes a kilobyte."""
+    if response.headers.get("content-encoding", "identity") != "identity":
+        raise HttpError(grpc.StatusCode.UNIMPLEMENTED, "the answer is compressed")
+    content = bytearray()
+    for chunk in response.iter_raw():
+        content += chunk
+        if len(content) > LARGEST_CALL:
+            raise HttpError(grpc.StatusCode.RESOURCE_EXHAUSTED, "the answer is too large")
+    return bytes(content)
 
 
 _PULL = "PullMessages"

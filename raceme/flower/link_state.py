@@ -131,7 +131,7 @@ class ClockSkew:
 
     def __init__(
         self,
-        wall: Callable[[], float] = time.time,
+        wall: Callable[[], float] = lambda: time.time(),
         steady: Callable[[], float] = time.monotonic,
     ) -> None:
         self._wall, self._steady = wall, steady

@@ -146,6 +146,24 @@ def test_a_silent_device_is_offline_soon_and_its_work_is_lost_later(
         assert reply.error.code == NODE_UNAVAILABLE
 
 
+@pytest.mark.parametrize("jump", [3600.0, -3600.0])
+def test_a_clock_that_is_set_by_an_hour_costs_no_device_and_no_message(
+    server: Server, monkeypatch: pytest.MonkeyPatch, jump: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    with light_device(server, KEYS) as link:
+        at_work, waiting = (server.push(link.node_id, number, ttl=600.0) for number in (1, 2))
+        message = fetch(link)
+        real = time.time
+        monkeypatch.setattr(time, "time", lambda: real() + jump)
+        assert server.state.online() == [link.node_id]
+        assert f"set {'forward' if jump > 0 else 'back'} by 3600 s" in caplog.text
+        answer(link, message)
+        assert number_of(server.wait(at_work)[0]) == 1
+        answer(link, fetch(link))
+        assert number_of(server.wait(waiting)[0]) == 2
+        round_trip(server, link, 3)
+
+
 def health(port: int) -> int:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=60) as answered:
         count = json.load(answered)["devices_online"]

@@ -119,6 +119,31 @@ def test_connections_that_drip_are_closed(port_of: type, tmp_path: Path) -> None
         assert time.monotonic() < end
 
 
+@contextmanager
+def supernode_port(_folder: Path) -> Iterator[int]:
+    port = free_port()
+    http = f"127.0.0.1:{port}"
+    with FleetApi(LinkState(APP), f"127.0.0.1:{free_port()}", http=http) as api:
+        api.start()
+        yield port
+
+
+@pytest.mark.parametrize("port_of", [status_port, dashboard, supernode_port])
+def test_a_flood_of_headers_is_cut_off(port_of: type, tmp_path: Path) -> None:
+    with port_of(tmp_path) as port, ExitStack() as stack:
+        (sender,) = connect(port, 1, stack)
+        sender.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n")
+        line, sent = b"X-A: " + b"a" * 1000 + b"\r\n", 0
+        with suppress(ConnectionError):
+            while sent < 64 << 20:
+                sender.sendall(line)
+                sent += len(line)
+        # What the buffers of both sockets hold is sent before the connection is seen to be closed.
+        assert sent < 64 << 20
+        found = "200" if port_of is not supernode_port else "404"
+        assert found in ask(port, path="/healthz" if port_of is status_port else "/")
+
+
 @PORTS
 def test_connections_beyond_a_limit_are_closed_and_the_others_are_answered_later(
     port_of: type, tmp_path: Path

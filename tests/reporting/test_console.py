@@ -342,7 +342,7 @@ def test_the_summary_of_a_run() -> None:
         "clusters": "2",
         "purity": "1.000",
         "clients": "1",
-        "updates": "7 (1 rejected)",
+        "updates": "7 (1 rejected, why: run.log)",
         "virtual time": "6.0 s",
         "wall time": "2.0 s (4 updates/s)",
         "traffic": "900 B up, 1.5 kB down",
