@@ -1,12 +1,14 @@
-"""Notices of a server to its operator, by a webhook: what somebody has to look at."""
+"""Notices of a server to its operator, by a webhook: what needs attention."""
 
 from __future__ import annotations
 
 import logging
+import math
 import shutil
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from queue import Queue
@@ -100,18 +102,20 @@ class Notices(EventHandler):
         self._best: float | None = None
         self._most = 0
         self._fewer_since: float | None = None
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     def on_evaluated(self, event: Evaluated) -> None:
         """Notice results that are a tenth worse than the best so far."""
         score, measure = event.accuracy, event.measure
+        if not math.isfinite(score):
+            return
         best = score if self._best is None else self._best
         is_error = measure.is_error
         self._best = min(best, score) if is_error else max(best, score)
         is_worse = score > (1 + _FALL) * best if is_error else score < (1 - _FALL) * best
         change = "rose" if is_error else "fell"
         text = f"{measure.label} {change} to {measure.shown(score)}, its best was "
-        self._tell("accuracy-fell", is_worse, text + measure.shown(best))
+        self._report("accuracy-fell", is_worse, text + measure.shown(best))
 
     def on_run_ended(self, event: RunEnded) -> None:
         """Say that the run has ended."""
@@ -134,20 +138,21 @@ class Notices(EventHandler):
         elif self._fewer_since is None:
             self._fewer_since = now
         gone = self._fewer_since is not None and now >= self._fewer_since + _GONE_SECONDS
-        self._tell("devices-gone", gone, f"{online} of {self._most} devices are online")
-        free = shutil.disk_usage(self._run).free
-        self._tell("disk-full", free < _LEAST_FREE, f"the disk has {free >> 20} MiB left")
+        self._report("devices-gone", gone, f"{online} of {self._most} devices are online")
+        with suppress(OSError):
+            free = shutil.disk_usage(self._run).free
+            self._report("disk-full", free < _LEAST_FREE, f"the disk has {free >> 20} MiB left")
         until = self._until()
         ends = until is not None and until < datetime.now(UTC) + _DAYS_LEFT
         text = f"the server's certificate expires on {until:%Y-%m-%d}" if until else ""
-        self._tell("certificate-expires", ends, text)
+        self._report("certificate-expires", ends, text)
         return False
 
-    def _tell(self, event: str, is_so: bool, text: str) -> None:
+    def _report(self, event: str, is_so: bool, text: str) -> None:
         """Send a notice when a trouble begins."""
-        if is_so and event not in self._told:
+        if is_so and event not in self._reported:
             self._send(event, text)
         if is_so:
-            self._told.add(event)
+            self._reported.add(event)
         else:
-            self._told.discard(event)
+            self._reported.discard(event)

@@ -247,7 +247,7 @@ class Metrics(EventHandler, Collector):
         self._state, self._present, self._clock = state, names, clock
         self._started = clock()
         # Last call of each node, and of devices whose nodes are no more; the devices of the nodes.
-        self._heard: dict[int, float] = {}
+        self._called_at: dict[int, float] = {}
         self._last: dict[str, float] = {}
         self._names: dict[int, str] = {}
         self._registry.register(self)
@@ -303,23 +303,23 @@ class Metrics(EventHandler, Collector):
 
     # The fleet and single devices, computed when they are asked for.
 
-    def hear(self, node_id: int) -> None:
+    def note_call(self, node_id: int) -> None:
         """Note that a node has made a call."""
-        self._heard[node_id] = self._clock()
+        self._called_at[node_id] = self._clock()
         if node_id not in self._names and (name := self._present().get(node_id)) is not None:
             self._names[node_id] = name
         # A device that is not registered is a new node each time it joins.
-        if len(self._heard) > 2 * len(self._state.nodes) + MOST_DEVICES:
+        if len(self._called_at) > 2 * len(self._state.nodes) + MOST_DEVICES:
             self._forget_nodes()
 
     def _forget_nodes(self) -> None:
         """Drop nodes that are no more; keep when their devices have last called."""
-        for node, heard in list(self._heard.items()):
+        for node, called in list(self._called_at.items()):
             if node not in self._state.nodes:
-                del self._heard[node]
+                del self._called_at[node]
                 name = self._names.pop(node, None)
                 if name is not None:
-                    self._last[name] = max(heard, self._last.get(name, heard))
+                    self._last[name] = max(called, self._last.get(name, called))
 
     def silences(self) -> list[tuple[float, str]]:
         """Return the seconds since the last call of each device, and the device, longest first."""
@@ -327,14 +327,14 @@ class Metrics(EventHandler, Collector):
         last, present = dict(self._last), self._present()
         # Devices of a resumed run that have not called this process are silent since its start.
         silent = dict.fromkeys(present, self._started)
-        for node, heard in {**silent, **self._heard}.items():
+        for node, called in {**silent, **self._called_at}.items():
             # A node that waits for work may have called before the method knew its device.
             if node not in self._names and node in present:
                 self._names[node] = present[node]
             name = self._names.get(node, f"node {node}")
-            last[name] = max(heard, last.get(name, heard))
+            last[name] = max(called, last.get(name, called))
         now = self._clock()
-        return sorted(((now - heard, name) for name, heard in last.items()), reverse=True)
+        return sorted(((now - called, name) for name, called in last.items()), reverse=True)
 
     def _quality(self, event: Evaluated) -> Iterator[GaugeMetricFamily]:
         """Yield what the latest evaluation has found: of all its devices, and by cluster."""
@@ -392,7 +392,7 @@ class Metrics(EventHandler, Collector):
         yield queue
         silences = self.silences()
         known = len(silences)
-        yield GaugeMetricFamily("raceme_devices_known", "Devices that were heard of so far", known)
+        yield GaugeMetricFamily("raceme_devices_known", "Devices that have called so far", known)
         listed: dict[str, tuple[float, Mapping[str, str]]] = {}
         for seconds, name in silences[:MOST_DEVICES]:
             # Two names may begin alike: the longer silence counts.
@@ -999,7 +999,7 @@ def _answering(
         KeyHolders(Path(device_keys)) if device_keys else lambda _key: "",
         options.latency,
     )
-    api.calls.on_call = metrics.hear
+    api.calls.on_call = metrics.note_call
     try:
         with ExitStack() as stack:
             stack.enter_context(api)
@@ -1054,7 +1054,7 @@ def _status_port(
 @contextmanager
 def _taking_commands(out: Path, grid: ServedGrid, commands: FleetCommands) -> Iterator[None]:
     """Let `raceme fleet` ask meanwhile, if the folder's file system has sockets."""
-    socket = ControlSocket(out, commands.by_name(), grid.tell)
+    socket = ControlSocket(out, commands.by_name(), grid.wake)
     with ExitStack() as stack:
         try:
             stack.enter_context(socket)

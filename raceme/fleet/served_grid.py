@@ -298,7 +298,7 @@ class ServedGrid(PatientGrid, FleetObserver):
         self._start = time.monotonic() - self._start
         self._is_open = True
 
-    def tell(self) -> None:
+    def wake(self) -> None:
         """End the wait: a reply or a command has come, or the fleet has changed."""
         with self._news:
             self._has_news = True
@@ -306,7 +306,7 @@ class ServedGrid(PatientGrid, FleetObserver):
 
     def on_news(self) -> None:
         """End the wait for replies."""
-        self.tell()
+        self.wake()
 
     def on_reply(self, message_id: str, encoded: Callable[[], list[bytes]]) -> None:
         """Journal a reply that a restart from the last checkpoint would wait for.

@@ -78,7 +78,7 @@ _SESSION = "raceme-session"
 _REUSED_SECONDS = 20.0
 _PROVEN_SECONDS = 60.0
 _MOST_PROVEN = 10_000
-_TOLD_SECONDS = 60.0
+_WARNING_SECONDS = 60.0
 _TEXT = 40
 
 
@@ -259,7 +259,7 @@ class Signatures:
 
     def __init__(self) -> None:
         self._proven: dict[bytes, tuple[str, bytes, float]] = {}
-        self._told_at = float("-inf")
+        self._warned_at = float("-inf")
 
     def caller(self, metadata: Mapping[str, Any]) -> Caller:
         """Return the process that has made and signed a call.
@@ -286,16 +286,16 @@ class Signatures:
                 raise _unauthenticated("Missing authentication metadata")
             _verify(key, timestamp, signature)
         except FleetError as error:
-            self.tell(error)
+            self.warn(error)
             raise
         return caller
 
-    def tell(self, error: FleetError) -> None:
+    def warn(self, error: FleetError) -> None:
         """Log what only the node's owner can mend: SuperNodes over HTTP print just the status."""
         # Any stranger can have itself refused.
-        is_due = time.monotonic() > self._told_at + _TOLD_SECONDS
+        is_due = time.monotonic() > self._warned_at + _WARNING_SECONDS
         if error.code is grpc.StatusCode.FAILED_PRECONDITION and is_due:
-            self._told_at = time.monotonic()
+            self._warned_at = time.monotonic()
             log.warning("A node is refused: %s", error.details)
 
     def remember(self, key: bytes, metadata: Mapping[str, Any]) -> None:
@@ -395,8 +395,8 @@ _LONGEST_VERSION = 40
 _hints = cache(get_type_hints)
 
 
-class _Travelling:
-    """What is said in a call: fields as JSON, then, behind a zero byte, a body if there is one."""
+class _Record:
+    """Fields of a call as JSON, then a zero byte and a body."""
 
     def to_bytes(self) -> bytes:
         """Return the fields as JSON, a zero byte, and the body."""
@@ -406,12 +406,12 @@ class _Travelling:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
-        """Read it; what else later versions say is left out.
+        """Read a record; fields of later versions are ignored.
 
         Raises
         ------
         ValueError
-            It is none.
+            The bytes are no such record.
         """
         head, _, body = data.partition(b"\0")
         read = json.loads(head.decode()) if len(head) < LONGEST_HEAD else None
@@ -425,7 +425,7 @@ class _Travelling:
 
 
 @dataclass(frozen=True)
-class Greeting(_Travelling):
+class Greeting(_Record):
     """A device greets, or a server answers its greeting.
 
     Attributes
@@ -466,7 +466,7 @@ def own_greeting() -> Greeting:
 
 
 @dataclass(frozen=True)
-class NextRequest(_Travelling):
+class NextRequest(_Record):
     """A node asks for its next message.
 
     Attributes
@@ -483,7 +483,7 @@ class NextRequest(_Travelling):
 
 
 @dataclass(frozen=True)
-class SendRequest(_Travelling):
+class SendRequest(_Record):
     """A node answers a message.
 
     Attributes

@@ -198,7 +198,7 @@ class FleetCalls:
         return answer(request)
 
     def check(self, caller: Caller, node: int) -> None:
-        """Refuse a node that says that it is another one, and one whose place another has taken."""
+        """Refuse a call for another node, and one of a process that was replaced."""
         if self._state.node_of(caller.key) != node:
             raise _unknown_node()
         if not self._state.is_current(node, caller.session):
@@ -216,7 +216,7 @@ class FleetCalls:
         greeting, own = Greeting.from_bytes(request), own_greeting()
         node = self._state.node_of(caller.key)
         if greeting.protocol != own.protocol:
-            raise self._told(_other_protocol(greeting, own))
+            raise self._refusal(_other_protocol(greeting, own))
         # Any stranger can greet, as often as it likes.
         if node is None:
             return own.to_bytes(), None
@@ -229,23 +229,23 @@ class FleetCalls:
         bound = self._holder(caller.key)
         stated = greeting.device[:LONGEST_ID]
         if bound and stated not in ("", bound):
-            raise self._told(
+            raise self._refusal(
                 f"It states the id {stated!a}, but its key is that of '{bound}': start it with "
                 f"--device-id {bound}, or with the key of {stated!a}"
             )
         present = self._state.device_on(node)
         if not bound and stated and present not in ("", stated):
-            raise self._told(
+            raise self._refusal(
                 f"It states the id {stated!a}, but a process with its key is online as "
                 f"'{present}': each device needs a key of its own"
             )
         self._state.introduce(node, caller.session, stated or bound or name)
         return replace(own, device=bound or name).to_bytes(), node
 
-    def _told(self, details: str) -> FleetError:
+    def _refusal(self, details: str) -> FleetError:
         """Return the refusal of a device, which is logged."""
         error = FleetError(_Code.FAILED_PRECONDITION, details)
-        self._signatures.tell(error)
+        self._signatures.warn(error)
         return error
 
     def admit(self) -> None:
@@ -644,7 +644,7 @@ class FleetApi(FleetObserver):
         self._watching = self._loop.create_task(self._watch_registry())
 
     async def _watch_registry(self) -> None:
-        """Let nodes in whose keys are registered meanwhile, and disconnect the others."""
+        """Admit nodes with newly registered keys, and disconnect those with revoked ones."""
         while True:
             await asyncio.sleep(_REGISTRY_SECONDS)
             self.calls.admit()

@@ -174,7 +174,7 @@ _TTL_TOLERANCE = 0.1
 MESSAGE_TTL_TOLERANCE)."""
 _RUNNING = "running"
 _LOOK_SECONDS = 1.0
-"""How often it is looked for messages whose replies will never come."""
+"""Seconds between two searches for messages that will never be answered."""
 _MOST_ABSENT = 1000
 """Nodes that registered themselves and never came online: any stranger can make more."""
 
@@ -292,7 +292,7 @@ class LinkState:
         self._cache = MessageCache()
         self._bodies: dict[str, bytes] = {}
         self._lost: dict[str, None] = {}
-        self._looked_at = 0.0
+        self._checked_at = 0.0
         self._skew = ClockSkew()
         self._registered: dict[bytes, str] | None = None
         self.key_changes: deque[tuple[str, str]] = deque()
@@ -516,7 +516,7 @@ class LinkState:
                     return whole, None
                 if message_id in self.objects:
                     return head, self.objects.tree(message_id)
-                self._lose(message_id)
+                self._note_lost(message_id)
             return None
 
     def _take_back(self, message_id: str) -> None:
@@ -529,11 +529,11 @@ class LinkState:
             queue = self._undelivered.setdefault(message.metadata.dst_node_id, deque())
             queue.appendleft(message_id)
         else:
-            self._lose(message_id)
+            self._note_lost(message_id)
 
-    def _lose(self, message_id: str) -> None:
+    def _note_lost(self, message_id: str) -> None:
         self._lost[message_id] = None
-        self._tell()
+        self._notify()
 
     def accept(self, node_id: int, asked: str, body: bytes) -> bool:
         """Take a whole reply of one of Raceme's devices.
@@ -549,12 +549,12 @@ class LinkState:
                 return True
             if message.metadata.dst_node_id != node_id:
                 return False
-            self._tell_of_reply(asked, lambda: [b"", asked.encode(), body])
+            self._notify_of_reply(asked, lambda: [b"", asked.encode(), body])
             self._bodies[asked] = body
             self._cache.drop(asked)
             self._lost.pop(asked, None)
             self._arrived[asked] = ""
-        self._tell()
+        self._notify()
         return True
 
     # What all nodes do.
@@ -755,7 +755,7 @@ class LinkState:
                     continue
                 if message.metadata.delivered_at or all_lost:
                     self._lost[message_id] = None
-        self._tell()
+        self._notify()
         return True
 
     def beat(self, node_id: int, heartbeat_interval: float) -> bool:
@@ -790,8 +790,8 @@ class LinkState:
                 return False
             # It does not come back with what it has.
             node.is_online, node.online_until = False, 0.0
-        self._looked_at = 0.0
-        self._tell()
+        self._checked_at = 0.0
+        self._notify()
         return True
 
     def unregister(self, node_id: int) -> None:
@@ -807,14 +807,14 @@ class LinkState:
             self._devices.pop(node_id, None)
             self._introduced.pop(node_id, None)
             self.renewed.discard(node_id)
-        self._looked_at = 0.0
-        self._tell()
+        self._checked_at = 0.0
+        self._notify()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         for observer in self.observers:
             observer.on_news()
 
-    def _tell_of_reply(self, message_id: str, encoded: Callable[[], Encoded]) -> None:
+    def _notify_of_reply(self, message_id: str, encoded: Callable[[], Encoded]) -> None:
         for observer in self.observers:
             observer.on_reply(message_id, encoded)
 
@@ -829,10 +829,10 @@ class LinkState:
         if reply is None:
             return
         asked = reply.metadata.reply_to_message_id
-        self._tell_of_reply(asked, lambda: self._encoded(reply))
+        self._notify_of_reply(asked, lambda: self._encoded(reply))
         self._lost.pop(asked, None)
         self._arrived[asked] = reply_id
-        self._tell()
+        self._notify()
 
     def _encoded(self, message: Message) -> Encoded:
         tree, contents = self._objects(message.metadata.message_id)
@@ -873,9 +873,9 @@ class LinkState:
             Those of the given messages that are not known.
         """
         now = time.monotonic()
-        if now < self._looked_at + _LOOK_SECONDS:
+        if now < self._checked_at + _LOOK_SECONDS:
             return []
-        self._looked_at = now
+        self._checked_at = now
         # Marks those that are silent for too long.
         online, wall = set(self.online()), time.time()
         for message_id, message in list(self.heads.items()):

@@ -157,7 +157,7 @@ class Run:
     def do(self, function: Callable[[], Any]) -> Any:
         answer: Future[Any] = Future()
         self._asked.append((function, answer))
-        self.server.grid.tell()
+        self.server.grid.wake()
         return answer.result(20)
 
     def held(self) -> int:
