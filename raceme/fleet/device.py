@@ -46,9 +46,9 @@ _INTERVAL_SECONDS = 5.0
 
 
 class HealthFile:
-    """Keeps a file young: one that is older than two minutes is a sign of trouble.
+    """Touches a file while the SuperLink answers: an age above two minutes is a sign of trouble.
 
-    Heartbeats count, so that long training does not look like trouble.
+    Answers to heartbeats count, so that long training does not look like trouble.
 
     Parameters
     ----------
@@ -184,9 +184,9 @@ _PLAIN, _FORGED = "wrong_version_number", "bad_signature"
 
 
 def read_authority(path: Path) -> bytes:
-    """Read the certificates of the authorities that a device believes.
+    """Read the certificates of the authorities that a device trusts.
 
-    gRPC takes no offence at a file that holds none: it fails at every attempt to connect.
+    gRPC accepts a file without certificates, and fails at every attempt to connect.
 
     Parameters
     ----------
@@ -196,7 +196,7 @@ def read_authority(path: Path) -> bytes:
     Raises
     ------
     UserError
-        It cannot be read, has no certificate in it, or something that is none.
+        The file cannot be read, or holds something other than certificates.
     """
     with os_errors_as_user_errors(f"The certificate '{path}' cannot be read"):
         data = path.expanduser().read_bytes()
@@ -211,10 +211,10 @@ def read_authority(path: Path) -> bytes:
 
 
 def passing_trouble(text: str, address: str) -> str | None:
-    """Return what is wrong with a server's certificate if it may come right by itself.
+    """Return a fault of a server's certificate that passes without a change of the device.
 
-    A certificate is renewed on the server, and a board without a battery learns the time a while
-    after its start: a device that waits for it need not be visited.
+    A certificate is renewed on the server, and a board without a battery gets the time a while
+    after its start.
 
     Parameters
     ----------
@@ -226,12 +226,12 @@ def passing_trouble(text: str, address: str) -> str | None:
     Returns
     -------
     str or None
-        None if the trouble is not about time.
+        None for faults that do not concern the connection's security.
 
     Raises
     ------
     UserError
-        The connection will never come about with the device as it is.
+        Every connection will fail until the device is configured otherwise.
     """
     said, now = text.lower(), f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
     for trouble, what, remedy in _BY_TIME:

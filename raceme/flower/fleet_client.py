@@ -159,8 +159,8 @@ class Direct:
 # -----------------------------------------------------------------------------
 # A node's side of Flower's Fleet API, over gRPC or HTTP.
 #
-# How failures are decided about is the caller's: every call but heartbeats goes through its
-# `Calls`, and nothing in here ends the process.
+# The caller decides about failures: every call but heartbeats goes through its `Calls`, and no
+# function here ends the process.
 # -----------------------------------------------------------------------------
 
 

@@ -36,7 +36,7 @@ from raceme.core.events import (
     Verdict,
 )
 from raceme.fleet.certificates import make_certificates, make_token
-from raceme.fleet.serve import MOST_DEVICES, Metrics, StatusPort, label_of
+from raceme.fleet.serve import MOST_DEVICES, REASONS, Metrics, StatusPort, label_of
 from raceme.flower.link_state import LinkState
 from raceme.flower.messages import NODE_UNAVAILABLE
 
@@ -393,6 +393,8 @@ def test_dashboard_and_alerts_ask_for_figures_that_there_are() -> None:
         used = set(re.findall(r"raceme_\w+|process_\w+", expression))
         assert used or expression.startswith("up{")
         assert used <= names
+        reasons = set(re.findall(r'reason="(\w+)"', expression))
+        assert reasons <= {*REASONS.values(), "verdict", "other"}
 
 
 def test_alerts_fire_when_they_should() -> None:
