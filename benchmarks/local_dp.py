@@ -1,4 +1,4 @@
-"""What local differential privacy costs: CASA on digits, every device with Flower's LocalDpMod.
+"""What local differential privacy costs: CASA on digits, every device with Gaussian noise.
 
     python3 benchmarks/local_dp.py --epsilon 1,3,10,30,100 --seeds 0,1,2 --json local-dp.json
 

@@ -10,19 +10,32 @@ or ``module:function`` for a user's own. It is a function of a
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from flwr.app import (
+    Array,
+    ArrayRecord,
+    ConfigRecord,
+    Context,
+    Message,
+    MessageType,
+    MetricRecord,
+    RecordDict,
+)
 from flwr.clientapp import ClientApp
-from flwr.clientapp.mod import LocalDpMod
 from flwr.clientapp.typing import ClientAppCallable, Mod
+from numpy.typing import NDArray
 
 from raceme.core import messages as names
 from raceme.core.chain import made_of
@@ -305,15 +318,16 @@ def _answered(message: Message, context: Context) -> tuple[ClientWork, WorkResul
 
 
 # -----------------------------------------------------------------------------
-# Local differential privacy of a device, by Flower's mod around training.
+# Local differential privacy of a device: a mod around training.
 #
 # The owner of a device switches it on, in the node configuration, which no server can change:
 #
 #     raceme device ... --node-config "local-dp-epsilon=50 local-dp-clip=1.0"
 #
 # Every trained model then leaves the device clipped, relative to the received one, and with
-# Gaussian noise on every weight: Flower's `LocalDpMod`. Any two updates of a device are at most
-# twice the clipping norm apart, so this is the sensitivity.
+# Gaussian noise on every weight, of the size that Flower's `LocalDpMod` adds. Any two updates of a
+# device are at most twice the clipping norm apart, so this is the sensitivity. That mod draws from
+# numpy's Mersenne Twister, whose state 624 outputs reveal: here the noise comes from a cipher.
 # -----------------------------------------------------------------------------
 
 
@@ -332,12 +346,12 @@ class LocalPrivacy:
     Attributes
     ----------
     epsilon, delta : float
-        Budget of one update, from which Flower's mod derives the noise; see :meth:`spent`.
+        Budget of one update, from which the noise derives; see :attr:`sigma` and :meth:`spent`.
     clip : float
         Maximum Euclidean norm of an update.
     seed : int or None
         Seed of the noise, for reproducible simulations only: predictable noise hides nothing. None:
-        seeded by the operating system.
+        each update has a random key of the operating system's.
     """
 
     epsilon: float
@@ -350,19 +364,23 @@ class LocalPrivacy:
         """Largest distance between two updates."""
         return 2.0 * self.clip
 
+    @property
+    def sigma(self) -> float:
+        """Standard deviation of the noise on each weight: Δ √(2 ln(1.25/δ)) / ε."""
+        return self.sensitivity * math.sqrt(2.0 * math.log(1.25 / self.delta)) / self.epsilon
+
     def spent(self, updates: int) -> float:
         """Return the ε that a number of updates of one device actually spend at this δ.
 
-        The noise is σ = Δ √(2 ln(1.25/δ)) / ε, which guarantees ε only up to ε = 1. The exact
-        guarantee of Gaussian noise is known (Balle and Wang, ICML 2018, theorem 8): with μ = √k Δ/σ
-        for k updates, δ = Φ(μ/2 − ε/μ) − exp(ε) Φ(−μ/2 − ε/μ).
+        The noise guarantees ε only up to ε = 1. The exact guarantee of Gaussian noise is known
+        (Balle and Wang, ICML 2018, theorem 8): with μ = √k Δ/σ for k updates,
+        δ = Φ(μ/2 − ε/μ) − exp(ε) Φ(−μ/2 − ε/μ).
         """
         # A device's installation has no scipy.
         from scipy.optimize import brentq
         from scipy.special import log_ndtr, ndtr
 
-        noise = math.sqrt(2.0 * math.log(1.25 / self.delta)) / self.epsilon
-        mu = math.sqrt(updates) / noise
+        mu = math.sqrt(updates) * self.sensitivity / self.sigma
 
         def excess(epsilon: float) -> float:
             low = math.exp(min(0.0, epsilon + float(log_ndtr(-mu / 2 - epsilon / mu))))
@@ -426,7 +444,8 @@ def local_dp(message: Message, context: Context, call_next: ClientAppCallable) -
     Raises
     ------
     ValueError
-        The settings are invalid, or the model has arrays of counts.
+        The settings are invalid, the model has arrays of counts, or the update is not one finite
+        model.
     """
     privacy = privacy_of(context)
     if privacy is None:
@@ -435,30 +454,77 @@ def local_dp(message: Message, context: Context, call_next: ClientAppCallable) -
         for name, array in record.items():
             if Role.of(name, array.dtype) is Role.COUNTER:
                 raise ValueError(f"'{name}' is a count: noise on it protects nothing.")
-    mod = LocalDpMod(privacy.clip, privacy.sensitivity, privacy.epsilon, privacy.delta)
-    if privacy.seed is None:
-        reply = mod(message, context, call_next)
-    else:
-        before = np.random.get_state()
-        np.random.seed(_seed_of(privacy.seed, message))
-        try:
-            reply = mod(message, context, call_next)
-        finally:
-            np.random.set_state(before)
+    received = [record.to_numpy_ndarrays() for record in message.content.array_records.values()]
+    reply = call_next(message, context)
     if not reply.has_error():
+        trained = reply.content.array_records
+        if len(received) != 1 or len(trained) != 1:
+            raise ValueError("Local differential privacy is for work on one model.")
+        for name, record in list(trained.items()):
+            reply.content[name] = _noisy(record, received[0], privacy, _key_of(privacy, message))
         for name, metrics in list(reply.content.metric_records.items()):
             kept = {key: value for key, value in metrics.items() if key == names.NUM_EXAMPLES}
             reply.content[name] = MetricRecord(kept)
     return reply
 
 
-def _seed_of(seed: int, message: Message) -> int:
-    """Return the seed of the noise for one message."""
+def _noisy(
+    trained: ArrayRecord, received: Sequence[NDArray[Any]], privacy: LocalPrivacy, key: bytes
+) -> ArrayRecord:
+    """Return a trained model with its update clipped, and noise on every weight."""
+    arrays = [np.asarray(array, np.float64) for array in trained.to_numpy_ndarrays()]
+    updates = [now - before for now, before in zip(arrays, received, strict=True)]
+    norm = math.sqrt(sum(float(np.vdot(update, update)) for update in updates))
+    if not math.isfinite(norm):
+        raise ValueError("The trained model is not finite: it does not leave this device.")
+    scale = min(1.0, privacy.clip / norm) if norm else 1.0
+    noise = gaussian_noise(key, sum(update.size for update in updates))
+    made, start = {}, 0
+    for (name, array), update, before in zip(trained.items(), updates, received, strict=True):
+        own = noise[start : start + update.size].reshape(update.shape)
+        start += update.size
+        made[name] = Array(np.asarray(before + scale * update + privacy.sigma * own, array.dtype))
+    return array_record(made)
+
+
+_BLOCK = 1 << 16
+
+
+def gaussian_noise(key: bytes, count: int) -> NDArray[np.float64]:
+    """Return standard normal numbers from the key stream of AES-256 in counter mode.
+
+    Each is half the sum of four numbers of Box and Muller's, so that the gaps between the floating-
+    point numbers of one do not show in the sum (Holohan and Braghin, 2021).
+
+    Parameters
+    ----------
+    key : bytes
+        32 bytes; the same key gives the same numbers.
+    count : int
+        How many.
+    """
+    stream = Cipher(algorithms.AES256(key), modes.CTR(bytes(16))).encryptor()
+    found = np.empty(count)
+    for start in range(0, count, _BLOCK):
+        size = min(_BLOCK, count - start)
+        drawn = np.frombuffer(stream.update(bytes(32 * size)), "<u8").reshape(2, 2, size)
+        # Fractions of 53 bits, the first above 0.
+        first, second = (drawn >> 11) * 2.0**-53
+        radius = np.sqrt(-2.0 * np.log(first + 2.0**-53))
+        angle = 2.0 * np.pi * second
+        found[start : start + size] = (radius * (np.cos(angle) + np.sin(angle))).sum(0) / 2.0
+    return found
+
+
+def _key_of(privacy: LocalPrivacy, message: Message) -> bytes:
+    """Return the key of the noise for one message."""
+    if privacy.seed is None:
+        return secrets.token_bytes(32)
     settings = message.content.config_records.get(names.CONFIG) or ConfigRecord()
     # Messages of rounds have no number of a task.
     number = settings.get(names.TASK, settings.get(names.ROUND, 0))
-    parts = [seed, message.metadata.dst_node_id, number if isinstance(number, int) else 0]
-    return int(np.random.SeedSequence(parts).generate_state(1)[0])
+    parts = privacy.seed, message.metadata.dst_node_id, number if isinstance(number, int) else 0
+    return hashlib.sha256(repr(parts).encode()).digest()
 
 
 def _positive(context: Context, key: str, default: float) -> float:

@@ -17,7 +17,7 @@ from raceme.fleet.device import join
 from raceme.fleet.served_grid import ServedGrid
 from raceme.flower.app import App
 from raceme.flower.fleet_client import Endpoint, Link
-from raceme.flower.fleet_protocol import Certificates, Keys, generate_keys
+from raceme.flower.fleet_protocol import LATENCY, Certificates, Keys, generate_keys
 from raceme.flower.fleet_server import FleetApi
 from raceme.flower.link_state import RECONNECT_SECONDS, LinkState
 from raceme.flower.messages import SERVER_NODE_ID, identify_process
@@ -66,13 +66,16 @@ def serving(
     saved: object = None,
     reconnect: float = RECONNECT_SECONDS,
     largest: int | None = None,
+    holder: Callable[[bytes], str] = lambda _key: "",
+    latency: float = LATENCY,
 ) -> Iterator[Server]:
     """Serve a grid; with what another has saved it goes on from there."""
     address, http = f"127.0.0.1:{port or free_port()}", f"127.0.0.1:{free_port()}"
     state = LinkState(APP)
     state.reconnect = reconnect
     state.largest = largest or state.largest
-    with FleetApi(state, address, certificates, registered, http) as api:
+    options = {"holder": holder, "latency": latency}
+    with FleetApi(state, address, certificates, registered, http, **options) as api:
         grid = ServedGrid(state, journal, lambda: None, clients_min=clients_min)
         if saved is not None:
             assert isinstance(saved, dict)
@@ -84,12 +87,13 @@ def serving(
 
 @contextmanager
 def light_device(
-    server: Server, keys: Keys | None = None, transport: str = "grpc"
+    server: Server, keys: Keys | None = None, transport: str = "grpc", device: str = ""
 ) -> Iterator[Link]:
     """Be online as one node."""
     address = server.http if transport == "http" else server.address
     endpoint = Endpoint(address, insecure=True, transport=transport)
-    with join(endpoint, keys or generate_keys(), StopSignal(), register=keys is None) as link:
+    pair, register = keys or generate_keys(), keys is None
+    with join(endpoint, pair, StopSignal(), register=register, device=device) as link:
         yield link
 
 

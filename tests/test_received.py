@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 import tomli_w
 import typer
-from flwr.app import ConfigRecord
-from processes import loopback
+from flwr.app import ConfigRecord, Message, RecordDict
+from processes import free_port, loopback
 from processes import raceme as as_command
 from typer.testing import CliRunner
 
@@ -27,6 +27,10 @@ from raceme.cli import COMMANDS, app
 from raceme.core.config import TRUST, general_keys, read_toml, registry_of
 from raceme.core.errors import UserError
 from raceme.core.options import is_path
+from raceme.fleet import testbed
+from raceme.fleet.serve import ServeOptions, prepare, serve
+from raceme.flower.link_state import head_of
+from raceme.flower.messages import encode, set_message_id
 from raceme.records.folder import COMPARISON
 from raceme.runs.checkpoints import read_tree, write_tree
 from raceme.simulation.executor import Packed, pack, unpack
@@ -403,6 +407,27 @@ def test_open_work_of_a_checkpoint_needs_trust(setting: str, here: Path) -> None
     assert refused(here, ran([*resume, "--trust", f"{FOLDER}/clusters"]))
     ran([*resume, "--trust", FOLDER])
     assert (here / "mark").exists() == (setting == "kind")
+
+
+def test_open_work_of_the_devices_of_up_needs_trust(here: Path) -> None:
+    keys = {"strategy": "fedasync", "clients": 2, "out": "served"}
+    options = ServeOptions(f"127.0.0.1:{free_port()}", metrics="off")
+    serve(prepare(keys), options, stop=lambda: "enough")
+    (path, *_) = sorted((here / "served" / "checkpoint").glob("*.safetensors"), reverse=True)
+    tree, note = read_tree(path)
+    asked = Message(RecordDict({"config": ConfigRecord({"kind": CODE})}), 7, "train")
+    set_message_id(asked, "a" * 64)
+    whole = {"delivered": "", "whole": False, "body": encode(asked), "parcel": [head_of(asked)]}
+    tree["grid"]["state"]["messages"] = [whole]
+    write_tree(path, tree, note)
+    resume = {"clients": 2, "resume": "served", "max-updates": 4}
+    said = ran(
+        ["up", *(word for key, value in resume.items() for word in (f"--{key}", str(value)))]
+    )
+    assert refused(here, said)
+    assert said.endswith(f"If you trust it, add --trust {here / 'served'}.")
+    # This only prepares the run: its server and devices would be processes.
+    assert testbed.prepare({**resume, "trust": "."}).out == str(here / "served")
 
 
 def test_an_archive_is_never_unpickled(here: Path) -> None:

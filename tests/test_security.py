@@ -38,6 +38,7 @@ TESTS = {
         "test_received.py::test_no_command_imports",
         "test_received.py::test_a_suite_needs_trust",
         "test_received.py::test_open_work_of_a_checkpoint_needs_trust",
+        "test_received.py::test_open_work_of_the_devices_of_up_needs_trust",
         "test_received.py::test_an_archive_is_never_unpickled",
     ],
 }

@@ -19,6 +19,7 @@ import typer
 from raceme.cli import PLAIN
 from raceme.cli.report import ADDRESS, Address, Watch, parsed_address, watched
 from raceme.cli.run import PAIRS
+from raceme.core.config import expanded
 from raceme.core.errors import (
     JsonFormatter,
     PlainFormatter,
@@ -59,7 +60,8 @@ class DeviceArguments:
     allow_open_key: bool = option(False, "accept a key file that other users can read")
     node_config: str = option("", "settings for the ClientApp: \"key=1 key='text'\"")
     device_id: str | None = option(
-        None, "stable name of this device; default: the host's, or client-<partition-id>"
+        None,
+        "stable name of this device; default: its key's, client-<partition-id>, or the host's",
     )
     trusted_app: tuple[str, ...] = option(
         (), "run only this app; may be repeated", unit="PUBLISHER/NAME"
@@ -89,6 +91,14 @@ class DeviceArguments:
         "grpc (raceme serve, Flower 1.39), http (Flower 1.40 and later), or auto",
         unit="NAME",
     )
+    latency: float = option(
+        1.0,
+        "longest time of a packet to the server, e.g. 5 over a satellite: time limits are as many "
+        "times longer",
+        unit="SECONDS",
+        low=1,
+        high=60,
+    )
     health_file: Path | None = option(
         None, "file to touch while the server answers, for health checks"
     )
@@ -115,7 +125,8 @@ def device(options: DeviceArguments) -> None:
 
         own["model-file"] = checked_model_file(options.model_file)
     config = _node_config(options.node_config, options.device_id, own)
-    name = config.get("device-id") or f"client-{config.get('partition-id')}"
+    part = config.get("partition-id")
+    name = config.get("device-id") or (platform.node() if part is None else f"client-{part}")
     formatter = (
         JsonFormatter(device=printable(name, 128))
         if is_json
@@ -137,7 +148,9 @@ def device(options: DeviceArguments) -> None:
         read_keys()
     run_device(
         DeviceOptions(
-            endpoint=Endpoint(options.superlink, options.insecure, authority, options.transport),
+            endpoint=Endpoint(
+                options.superlink, options.insecure, authority, options.transport, options.latency
+            ),
             keys=read_keys,
             node_config=config,
             trust=Trust(options.trusted_app, options.trusted_model),
@@ -164,8 +177,6 @@ def _node_config(text: str, device_id: str | None, own: Mapping[str, str]) -> Ma
         )
     if device_id is not None:
         config["device-id"] = device_id
-    elif "device-id" not in config and "partition-id" not in config:
-        config["device-id"] = platform.node()
     return {**own, **config}
 
 
@@ -214,6 +225,14 @@ class ServerArguments:
     reconnect: float = option(
         90.0, "time for devices to reconnect after a restart", unit="SECONDS", low=0
     )
+    latency: float = option(
+        1.0,
+        "longest time of a packet to a device: connections have 10 times as long for their "
+        "handshake",
+        unit="SECONDS",
+        low=1,
+        high=60,
+    )
     metrics: str = option(
         "",
         "address of /metrics and /healthz, or off; default: loopback, the port after --address's",
@@ -241,6 +260,12 @@ class ServerArguments:
     )
     version_pause: float = option(
         60.0, "time between two new versions at least", unit="SECONDS", low=0
+    )
+    notify: str = option(
+        "",
+        "webhook for notices: the run ended, accuracy fell, devices are gone, the disk is full, "
+        "the certificate expires; default: none",
+        unit="URL",
     )
 
 
@@ -270,8 +295,25 @@ def serve(
         parsed_address("--http", options.http, "0.0.0.0:8000")
     if options.metrics not in ("", "off"):
         parsed_address("--metrics", options.metrics, "127.0.0.1:9093")
+    if options.notify and not options.notify.startswith(("http://", "https://")):
+        raise UserError(
+            f"--notify takes the address of a webhook, https://…, got '{options.notify}'."
+        )
     if options.any_device and options.certificates is None:
         raise UserError("Without --certificates every device is accepted: leave out --any-device.")
+
+    named = expanded(keys)
+    if app is None and not (named.get("out") or named.get("resume")):
+        raise UserError(
+            "serve needs a folder for results and checkpoints: give --out, e.g. --out runs/lab. "
+            "The same command with the same folder resumes the run."
+        )
+    folder = None if options.certificates is None else options.certificates.expanduser()
+    if folder is not None:
+        from raceme.fleet.certificates import read_certificates
+
+        # Before torch is imported.
+        read_certificates(folder)
 
     is_json = _is_json(options.log_format)
     lines = JsonFormatter() if is_json else PlainFormatter("%(levelname)s: %(message)s")
@@ -284,13 +326,13 @@ def serve(
 
     given = vars(options).copy()
     run_config, _ = given.pop("run_config"), given.pop("log_format")
-    folder = None if options.certificates is None else options.certificates.expanduser()
     server = ServeOptions(**given | {"certificates": folder, "logs_events": is_json})
     if app is not None:
         if watch:
             raise UserError("--watch is for Raceme's own app: use `raceme watch` with the --out.")
-        if options.keep_versions:
-            raise UserError("--keep-versions is for Raceme's own app: leave it out.")
+        if options.keep_versions or options.notify:
+            alien = "--keep-versions" if options.keep_versions else "--notify"
+            raise UserError(f"{alien} is for Raceme's own app: leave it out.")
         show_log(sys.stdout, lines)
         end_app_with(*serve_app(app, run_config, keys, server))
         return
@@ -332,7 +374,9 @@ class TestbedArguments:
         "needs root",
         unit="PROFILE",
     )
-    delay: float = option(0.0, "with --shape: delay per direction", unit="MILLISECONDS", low=0)
+    delay: float = option(
+        0.0, "with --shape: delay per direction", unit="MILLISECONDS", low=0, high=60_000
+    )
     loss: float = option(0.0, "with --shape: share of lost packets", unit="PERCENT", low=0, high=99)
 
 
@@ -389,7 +433,7 @@ class CertificateArguments:
 def certs(options: CertificateArguments) -> None:
     """Create a certificate authority, the server's certificate, and a key pair per device.
 
-    Run again with another --device to add a device: existing files are kept. A running server
+    Existing files are kept: run again with another --device to add a device. A running server
     notices changes of keys within seconds.
     """
     from raceme.fleet.certificates import (
@@ -429,6 +473,8 @@ def certs(options: CertificateArguments) -> None:
         changed.append(set_labels(out, devices, label))
     for path in changed:
         print(path)
+    if not changed:
+        print(f"All of these are in {out} already: nothing was made.")
 
 
 # -----------------------------------------------------------------------------
@@ -440,20 +486,25 @@ fleet = typer.Typer(
     help="Ask a running `raceme serve`.", no_args_is_help=True, suggest_commands=False, **PLAIN
 )
 
-_Run = Annotated[
-    Path, typer.Argument(metavar="RUN", help="folder of the run that is served: its --out")
+_RUN_HELP = "folder of the run that is served: its --out"
+_Run = Annotated[Path, typer.Argument(metavar="RUN", help=_RUN_HELP)]
+_AnyRun = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="[RUN]", help=_RUN_HELP, show_default="the one that is served on this machine"
+    ),
 ]
 _Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 
 @fleet.command()
-def status(run: _Run, as_json: _Json = False) -> None:
+def status(run: _AnyRun = None, as_json: _Json = False) -> None:
     """Show the state of a run: devices online, updates, clusters, latest evaluation."""
     _show(_answer(run, "status"), as_json)
 
 
 @fleet.command()
-def devices(run: _Run, as_json: _Json = False) -> None:
+def devices(run: _AnyRun = None, as_json: _Json = False) -> None:
     """List the devices: state, main cluster, updates, last call, latest score."""
     _show(_answer(run, "devices"), as_json, "No devices have joined yet.")
 
@@ -469,7 +520,7 @@ def show(
 
 
 @fleet.command()
-def versions(run: _Run, as_json: _Json = False) -> None:
+def versions(run: _AnyRun = None, as_json: _Json = False) -> None:
     """List the versions of the clusters' models that are kept, and which are in use."""
     _show(_answer(run, "versions"), as_json, "No versions are kept yet.")
 
@@ -488,11 +539,11 @@ def rollback(
     _show(_answer(run, "rollback", cluster=cluster, to=number), as_json)
 
 
-def _answer(run: Path, name: str, **arguments: object) -> Any:
+def _answer(run: Path | None, name: str, **arguments: object) -> Any:
     """Let a run's server execute a command, a method of `FleetCommands`."""
-    from raceme.records.control import command
+    from raceme.records.control import command, the_served_run
 
-    return command(run, name, **arguments)
+    return command(the_served_run() if run is None else run, name, **arguments)
 
 
 def _show(answer: Any, as_json: bool, if_empty: str = "") -> None:
@@ -530,5 +581,5 @@ def _shown(name: str, value: object) -> str:
     if isinstance(value, float):
         return shown_seconds(value) if name.endswith(_SPAN) else f"{value:.4g}"
     if isinstance(value, dict):
-        return ", ".join(f"{key}: {number}" for key, number in value.items())
+        return ", ".join(f"{key}: {number}" for key, number in value.items()) or "–"
     return printable(value)

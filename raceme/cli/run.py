@@ -99,7 +99,7 @@ def end_with(outcome: RunOutcome, *, silent: bool = False) -> None:
     from raceme.reporting.console import print_summary
 
     if not silent:
-        print_summary(outcome.summary, outcome.out)
+        print_summary(outcome.summary, outcome.out, missing=outcome.unwritten)
     if outcome.unwritten:
         print(f"raceme: {missing_line(outcome.out, outcome.unwritten)}", file=sys.stderr)
         raise typer.Exit(1)

@@ -161,6 +161,27 @@ class BoundToKeys:
         return self._file.renewed() or missed
 
 
+class KeyHolders:
+    """Returns the id that a file binds to a public key (PEM), or an empty text.
+
+    A changed file is read again at the next call.
+
+    Parameters
+    ----------
+    path : Path
+        File of public keys with ids; see :func:`read_device_keys`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = _WatchedFile(path, read_device_keys, "keys")
+
+    def __call__(self, public_key: bytes) -> str:
+        """Return the id of a key."""
+        self._file.renewed()
+        key = _der(serialization.load_pem_public_key, public_key)
+        return "" if key is None else self._file.content.get(key, "")
+
+
 def read_device_keys(path: Path) -> dict[bytes, str]:
     """Read the ids of keys.
 

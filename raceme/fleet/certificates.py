@@ -84,21 +84,14 @@ def make_certificates(
     Raises
     ------
     UserError
-        Something would be overwritten, or a name cannot be used.
+        A name cannot be used, or what is there does not fit it.
     """
     _check_names(hosts, devices, (folder / "server.crt").exists())
     if not 1 <= days <= _AUTHORITY_DAYS:
         raise UserError(f"--days must be 1 to {_AUTHORITY_DAYS}, as the authority is, got {days}.")
     server, authority = folder / "server.crt", folder / "ca.crt"
-    keys = [folder / "devices" / device for device in devices]
-    existing = [path for path in keys if path.exists() or _public(path).exists()]
-    if server.exists() and not devices:
-        existing.append(server)
-    if existing:
-        raise UserError(
-            f"'{existing[0]}' exists already and is not overwritten: name other devices, or "
-            "another folder with --out."
-        )
+    # A device that has made its key itself has a public one only.
+    keys = [path for device in devices if not _public(path := folder / "devices" / device).exists()]
     # Where the authority is, new devices are added to what is there.
     if server.exists() and authority.exists():
         _check_hosts(server, hosts)
@@ -400,7 +393,10 @@ def _read_authority(
 
 
 def _make_device(path: Path) -> list[Path]:
-    """Write a device's key pair in the form that Flower's SuperNodes take."""
+    """Write what is missing of a device's key pair, in the form that Flower's SuperNodes take."""
+    if path.exists():
+        _, public = read_device_key(path, allow_open=True)
+        return [_write(_public(path), _public_line(public, path.name))]
     key = ec.generate_private_key(ec.SECP384R1())
     return [
         _write(path, _private_ssh(key), _PRIVATE),

@@ -28,10 +28,12 @@ from cryptography import x509
 from raceme.core.errors import UserError, os_errors_as_user_errors, printable
 from raceme.core.options import Value
 from raceme.core.signals import StopSignal, heeds_hang_up
-from raceme.fleet.tasks import Apps, Interrupter, Invitations, Tasks, Trust, When
+from raceme.datasets.npz import CLIENT, DATA_FILE
+from raceme.datasets.npz import read as read_data
+from raceme.fleet.tasks import DEVICE_ID, Apps, Interrupter, Invitations, Tasks, Trust, When
 from raceme.flower import fleet_client as fleet
 from raceme.flower.fleet_client import Endpoint, Link, RejoinError, knows_key
-from raceme.flower.fleet_protocol import LONGEST_WAIT, Keys, generate_keys, own_greeting
+from raceme.flower.fleet_protocol import LONGEST_WAIT, OWN_APP, Keys, generate_keys, own_greeting
 
 log = logging.getLogger("raceme.device")
 
@@ -44,9 +46,9 @@ _INTERVAL_SECONDS = 5.0
 
 
 class HealthFile:
-    """Keeps a file young: one that is older than two minutes is a sign of trouble.
+    """Touches a file while the SuperLink answers: an age above two minutes is a sign of trouble.
 
-    Heartbeats count, so that long training does not look like trouble.
+    Answers to heartbeats count, so that long training does not look like trouble.
 
     Parameters
     ----------
@@ -96,6 +98,27 @@ def checked_model_file(path: Path) -> str:
             f"The model file '{path}' cannot be written: its folder is missing or another user's."
         )
     return str(path)
+
+
+def check_data_file(node: Mapping[str, Value], trust: Trust) -> None:
+    """Check the file with the device's data, if it has one, before a server asks for it.
+
+    Of an app that is not Raceme's it may have any content.
+
+    Raises
+    ------
+    UserError
+        It is missing, or Raceme's app alone is trusted and cannot read it.
+    """
+    path = Path(str(node.get(DATA_FILE, "")))
+    if path == Path() or CLIENT in path.name:
+        return
+    try:
+        read_data(path)
+    except UserError as error:
+        if trust.apps == (OWN_APP,) or not path.is_file():
+            raise
+        log.warning("Raceme's app could not use the data file: %s", error)
 
 
 # -----------------------------------------------------------------------------
@@ -161,9 +184,9 @@ _PLAIN, _FORGED = "wrong_version_number", "bad_signature"
 
 
 def read_authority(path: Path) -> bytes:
-    """Read the certificates of the authorities that a device believes.
+    """Read the certificates of the authorities that a device trusts.
 
-    gRPC takes no offence at a file that holds none: it fails at every attempt to connect.
+    gRPC accepts a file without certificates, and fails at every attempt to connect.
 
     Parameters
     ----------
@@ -173,7 +196,7 @@ def read_authority(path: Path) -> bytes:
     Raises
     ------
     UserError
-        It cannot be read, has no certificate in it, or something that is none.
+        The file cannot be read, or holds something other than certificates.
     """
     with os_errors_as_user_errors(f"The certificate '{path}' cannot be read"):
         data = path.expanduser().read_bytes()
@@ -188,10 +211,10 @@ def read_authority(path: Path) -> bytes:
 
 
 def passing_trouble(text: str, address: str) -> str | None:
-    """Return what is wrong with a server's certificate if it may come right by itself.
+    """Return a fault of a server's certificate that passes without a change of the device.
 
-    A certificate is renewed on the server, and a board without a battery learns the time a while
-    after its start: a device that waits for it need not be visited.
+    A certificate is renewed on the server, and a board without a battery gets the time a while
+    after its start.
 
     Parameters
     ----------
@@ -203,12 +226,12 @@ def passing_trouble(text: str, address: str) -> str | None:
     Returns
     -------
     str or None
-        None if the trouble is not about time.
+        None for faults that do not concern the connection's security.
 
     Raises
     ------
     UserError
-        The connection will never come about with the device as it is.
+        Every connection will fail until the device is configured otherwise.
     """
     said, now = text.lower(), f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
     for trouble, what, remedy in _BY_TIME:
@@ -362,10 +385,12 @@ class PatientCalls:
         tries, arrived = 0, False
         while True:
             tries += 1
+            latency = self._endpoint.latency
             if self.leaving:
-                kwargs["timeout"] = _LEAVE_DEADLINE_SECONDS
+                kwargs["timeout"] = _LEAVE_DEADLINE_SECONDS * latency
             else:
-                kwargs.setdefault("timeout", _PULL_DEADLINE_SECONDS if pull else _DEADLINE_SECONDS)
+                deadline = _PULL_DEADLINE_SECONDS if pull else _DEADLINE_SECONDS
+                kwargs.setdefault("timeout", deadline * latency)
             try:
                 result = target(*args, **kwargs)
             except grpc.RpcError as error:
@@ -466,6 +491,7 @@ def join(
     *,
     register: bool,
     answered: Callable[[], None] = lambda: None,
+    device: str = "",
 ) -> AbstractContextManager[Link]:
     """Go online as one node of a SuperLink, and offline on the way out.
 
@@ -481,9 +507,11 @@ def join(
         Make the node known to the SuperLink first, and forget it on the way out.
     answered : Callable
         Called after every answer of the SuperLink, from several threads.
+    device : str
+        Id that the device was given; empty if there is none.
     """
     calls = PatientCalls(stop, endpoint, answered)
-    return fleet.connect(endpoint, keys, calls, register=register)
+    return fleet.connect(endpoint, keys, calls, register=register, device=device)
 
 
 def _never_sent(error: grpc.RpcError) -> bool:
@@ -529,7 +557,8 @@ class DeviceOptions:
         Returns the registered key pair, which may be another one the next time that the device
         joins; without it the device registers a key of its own making.
     node_config : Mapping
-        Node configuration that its ClientApp gets, ``device-id`` included.
+        Node configuration that its ClientApp gets. Without ``device-id`` the device has the id of
+        its key at the server, or the host's name if there is neither that nor ``partition-id``.
     trust : Trust
         Apps, models and files that the owner allows; by default all.
     memory_limit : int or None
@@ -563,6 +592,7 @@ def run_device(options: DeviceOptions) -> None:
     UserError
         The SuperLink will never take this device, or an option cannot be met.
     """
+    check_data_file(options.node_config, options.trust)
     # A device is online when it can begin to work, not some seconds before; what cannot work is
     # said at once. Torch is most of what the process holds: it counts in the memory's limit.
     import raceme.client_app  # noqa: F401
@@ -615,7 +645,11 @@ def _stay_online(options: DeviceOptions, tasks: Tasks, stop: StopSignal, hurry: 
                     raise
         keys = registered or generate_keys()
         try:
-            with join(endpoint, keys, stop, register=register, answered=answered) as link:
+            given = str(options.node_config.get(DEVICE_ID, ""))
+            with join(
+                endpoint, keys, stop, register=register, answered=answered, device=given
+            ) as link:
+                tasks.name_device("" if link.server is None else link.server.device)
                 pause.reset()
                 if absent:
                     absent = False

@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -32,7 +32,8 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 import raceme
-from raceme.core.clients import ON_TRUST
+from raceme import datasets
+from raceme.core.clients import ON_TRUST, KeyHolders
 from raceme.core.config import CONFIG, FEW_DEVICES, RunConfig, as_tables, read_toml
 from raceme.core.errors import UserError, check_known, one_line, os_errors_as_user_errors, printable
 from raceme.core.events import (
@@ -54,6 +55,7 @@ from raceme.core.progress import StopCheck, never_stop
 from raceme.core.requests import InFlight
 from raceme.core.signals import interrupted_by_signals
 from raceme.core.strategy import Method
+from raceme.datasets.npz import DATA_FILE
 from raceme.fleet.certificates import (
     DEVICE_KEYS,
     LABELS,
@@ -63,9 +65,10 @@ from raceme.fleet.certificates import (
     read_certificates,
     warn_if_early,
 )
+from raceme.fleet.notices import Notices, Webhook
 from raceme.fleet.served_grid import Rollouts, ServedGrid
 from raceme.flower.app import App, app_metadata, build_bundle, server_context
-from raceme.flower.fleet_protocol import OWN_APP, SINCE, Certificates
+from raceme.flower.fleet_protocol import LATENCY, OWN_APP, SINCE, Certificates
 from raceme.flower.fleet_server import FleetApi, PortInUseError
 from raceme.flower.link_state import RECONNECT_SECONDS, LinkState
 from raceme.flower.messages import (
@@ -75,7 +78,7 @@ from raceme.flower.messages import (
     size_of,
 )
 from raceme.flower.ports import bearer, http_server, is_loopback, listen, most_connections
-from raceme.records.control import ControlSocket
+from raceme.records.control import ControlSocket, served_here
 from raceme.records.folder import CHECKPOINTS, STORE, SUMMARY, new_folder, recorded
 from raceme.records.record import line_of
 from raceme.records.store import each_event
@@ -85,6 +88,7 @@ from raceme.runs import experiment
 from raceme.runs.experiment import RunOutcome
 from raceme.simulation import apps
 from raceme.simulation.apps import AppEnding, FlowerApp
+from raceme.training.clients import DATA_SHAPE, shape_in_words
 from raceme.training.models import initial_arrays
 
 # -----------------------------------------------------------------------------
@@ -96,6 +100,8 @@ def app_of(config: RunConfig) -> App:
     """Return this package as the app bundle that the devices of a run fetch."""
     # The server's paths are its own affair, and the same run must have the same bundle again.
     keys = config.with_values(out="", resume="", trust="", device_keys="", labels="").to_mapping()
+    keys.pop(DATA_FILE, None)
+    keys[DATA_SHAPE] = shape_in_words(datasets.data_shape(config))
     components = {"serverapp": "raceme.server_app:app", "clientapp": "raceme.client_app:app"}
     app = {"publisher": "raceme", "components": components, "config": as_tables(keys)}
     project = {
@@ -227,7 +233,7 @@ class Metrics(EventHandler, Collector):
         self._state, self._present, self._clock = state, names, clock
         self._started = clock()
         # Last call of each node, and of devices whose nodes are no more; the devices of the nodes.
-        self._heard: dict[int, float] = {}
+        self._called_at: dict[int, float] = {}
         self._last: dict[str, float] = {}
         self._names: dict[int, str] = {}
         self._registry.register(self)
@@ -268,29 +274,38 @@ class Metrics(EventHandler, Collector):
         """Count a node that has stated the id of another device."""
         self._refused_claims.inc()
 
+    def rejections(self) -> dict[str, int]:
+        """Return how many replies were rejected since the process began, by reason."""
+        return {
+            sample.labels["reason"]: int(sample.value)
+            for family in self._rejections.collect()
+            for sample in family.samples
+            if sample.name.endswith("_total") and sample.value
+        }
+
     def page(self, encode: Encoder = generate_latest) -> bytes:
         """Return all figures as text, by default that of OpenMetrics."""
         return encode(self._registry)
 
     # The fleet and single devices, computed when they are asked for.
 
-    def hear(self, node_id: int) -> None:
+    def note_call(self, node_id: int) -> None:
         """Note that a node has made a call."""
-        self._heard[node_id] = self._clock()
+        self._called_at[node_id] = self._clock()
         if node_id not in self._names and (name := self._present().get(node_id)) is not None:
             self._names[node_id] = name
         # A device that is not registered is a new node each time it joins.
-        if len(self._heard) > 2 * len(self._state.nodes) + MOST_DEVICES:
+        if len(self._called_at) > 2 * len(self._state.nodes) + MOST_DEVICES:
             self._forget_nodes()
 
     def _forget_nodes(self) -> None:
         """Drop nodes that are no more; keep when their devices have last called."""
-        for node, heard in list(self._heard.items()):
+        for node, called in list(self._called_at.items()):
             if node not in self._state.nodes:
-                del self._heard[node]
+                del self._called_at[node]
                 name = self._names.pop(node, None)
                 if name is not None:
-                    self._last[name] = max(heard, self._last.get(name, heard))
+                    self._last[name] = max(called, self._last.get(name, called))
 
     def silences(self) -> list[tuple[float, str]]:
         """Return the seconds since the last call of each device, and the device, longest first."""
@@ -298,14 +313,14 @@ class Metrics(EventHandler, Collector):
         last, present = dict(self._last), self._present()
         # Devices of a resumed run that have not called this process are silent since its start.
         silent = dict.fromkeys(present, self._started)
-        for node, heard in {**silent, **self._heard}.items():
+        for node, called in {**silent, **self._called_at}.items():
             # A node that waits for work may have called before the method knew its device.
             if node not in self._names and node in present:
                 self._names[node] = present[node]
             name = self._names.get(node, f"node {node}")
-            last[name] = max(heard, last.get(name, heard))
+            last[name] = max(called, last.get(name, called))
         now = self._clock()
-        return sorted(((now - heard, name) for name, heard in last.items()), reverse=True)
+        return sorted(((now - called, name) for name, called in last.items()), reverse=True)
 
     def _quality(self, event: Evaluated) -> Iterator[GaugeMetricFamily]:
         """Yield what the latest evaluation has found: of all its devices, and by cluster."""
@@ -363,7 +378,7 @@ class Metrics(EventHandler, Collector):
         yield queue
         silences = self.silences()
         known = len(silences)
-        yield GaugeMetricFamily("raceme_devices_known", "Devices that were heard of so far", known)
+        yield GaugeMetricFamily("raceme_devices_known", "Devices that have called so far", known)
         listed: dict[str, tuple[float, Mapping[str, str]]] = {}
         for seconds, name in silences[:MOST_DEVICES]:
             # Two names may begin alike: the longer silence counts.
@@ -594,6 +609,7 @@ class FleetCommands:
             "nodes_refused": len(progress.fleet.refused),
             "updates": progress.updates,
             "rejected": progress.rejected,
+            "rejected_for": self._metrics.rejections(),
             "clusters": len(method.models),
         }
         if tested is not None:
@@ -733,6 +749,10 @@ class ServeOptions:
     keep_versions : int, optional
         Versions of each cluster's model that are kept and brought into use; 0: none. By default 5
         in a run without a limit.
+    notify : str
+        Webhook for notices to the operator; empty for none.
+    latency : float
+        Seconds of a packet on the way to a device, at most: time limits are multiples of it.
     margin, canary, version_pause : float
         How new versions come into use; see :class:`~raceme.fleet.served_grid.Rollouts`.
     """
@@ -749,6 +769,8 @@ class ServeOptions:
     margin: float = 0.01
     canary: float = 0.1
     version_pause: float = 60.0
+    latency: float = LATENCY
+    notify: str = ""
 
 
 def prepare(keys: Mapping[str, Value], clients_min: int = 1) -> RunConfig:
@@ -776,11 +798,6 @@ def prepare(keys: Mapping[str, Value], clients_min: int = 1) -> RunConfig:
         config = config.with_values(eval_every=max(config.num_clients, _LEAST_EVAL_EVERY))
     experiment.check_fleet(config, experiment.build_strategy(config), clients_min)
     folder = config.resume or config.out
-    if not folder:
-        raise UserError(
-            "serve needs a folder for results and checkpoints: give --out, e.g. --out runs/lab. "
-            "The same command with the same folder resumes the run."
-        )
     is_there = (Path(folder) / STORE).is_file()
     return config.with_values(out=folder, resume=folder if is_there or config.resume else "")
 
@@ -857,12 +874,18 @@ def serve(
     try:
         with (
             _private_files(),
-            _answering(state, options, metrics, grid_of, out, lambda: strategy) as grid,
+            _noticing(options, out, state, metrics) as notices,
+            _answering(
+                state, options, metrics, grid_of, out, lambda: strategy, config.device_keys
+            ) as grid,
         ):
             if options.certificates is not None and not config.device_keys:
                 log.warning(ON_TRUST)
             # Counted before it is printed: who reads a line finds it in the figures.
             listening: list[Observer] = [metrics, *observers]
+            if notices is not None:
+                grid.turns.append(notices.look)
+                listening.append(notices)
             if options.logs_events:
                 event_log = EventLog(strategy)
                 grid.turns.append(event_log.look)
@@ -888,6 +911,23 @@ def serve(
         ) from error
 
 
+@contextmanager
+def _noticing(
+    options: ServeOptions, out: Path, state: LinkState, metrics: Metrics
+) -> Iterator[Notices | None]:
+    """Yield what sends notices to the operator, if a webhook is named; tell it of an error."""
+    if not options.notify:
+        yield None
+        return
+    with closing(Webhook(options.notify, out)) as send:
+        notices = Notices(send, out, lambda: len(state.online()), lambda: metrics.certificate_until)
+        try:
+            yield notices
+        except Exception as error:
+            notices.stopped(one_line(error))
+            raise
+
+
 def _versions_kept(config: RunConfig, options: ServeOptions) -> int:
     """Return how many versions of each cluster's model are kept; 0 for none."""
     if options.keep_versions is not None:
@@ -904,6 +944,7 @@ def _answering(
     grid_of: Callable[..., GridT],
     out: Path | None,
     method: Callable[[], Method | None],
+    device_keys: str = "",
 ) -> Iterator[GridT]:
     """Answer devices, monitors and operators meanwhile; yield the grid on the link state.
 
@@ -921,6 +962,8 @@ def _answering(
         The folder of the run, in which there will be a socket for commands.
     method : Callable
         Returns the run's method; None before it has started.
+    device_keys : str
+        File that binds keys to ids.
 
     Raises
     ------
@@ -933,9 +976,16 @@ def _answering(
         warn_if_early(certificates)
     state.reconnect = options.reconnect
     api = FleetApi(
-        state, options.address, certificates, registered, options.http, most_connections()
+        state,
+        options.address,
+        certificates,
+        registered,
+        options.http,
+        most_connections(),
+        KeyHolders(Path(device_keys)) if device_keys else lambda _key: "",
+        options.latency,
     )
-    api.calls.on_call = metrics.hear
+    api.calls.on_call = metrics.note_call
     try:
         with ExitStack() as stack:
             stack.enter_context(api)
@@ -990,10 +1040,11 @@ def _status_port(
 @contextmanager
 def _taking_commands(out: Path, grid: ServedGrid, commands: FleetCommands) -> Iterator[None]:
     """Let `raceme fleet` ask meanwhile, if the folder's file system has sockets."""
-    socket = ControlSocket(out, commands.by_name(), grid.tell)
+    socket = ControlSocket(out, commands.by_name(), grid.wake)
     with ExitStack() as stack:
         try:
             stack.enter_context(socket)
+            stack.enter_context(served_here(out))
         except OSError as error:
             log.warning("`raceme fleet` cannot be used: no socket in %s: %s", out, error.strerror)
         grid.turns.append(socket.act)

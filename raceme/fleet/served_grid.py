@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 
 from raceme.core.clients import Fleet
 from raceme.core.clusters import blended
-from raceme.core.errors import UserError, about
+from raceme.core.errors import UserError, about, one_line
 from raceme.core.evaluation import read_scores
 from raceme.core.events import (
     ACCURACY,
@@ -53,7 +53,7 @@ from raceme.core.messages import (
 )
 from raceme.core.strategy import Method
 from raceme.flower.grid import PatientGrid
-from raceme.flower.link_state import FleetObserver, LinkState
+from raceme.flower.link_state import FleetObserver, LinkState, saved_message
 from raceme.flower.messages import Run, join, split
 from raceme.records.versions import Pair, Stage, Version, VersionStore, is_no_worse
 
@@ -154,6 +154,8 @@ def _entries(file: BinaryIO) -> Iterator[list[bytes]]:
 
 _SLICE_SECONDS = 0.25
 """Time until a signal is noticed while no reply arrives."""
+_WAIT_SECONDS = 2.0
+"""Longest time in which the run does not look at its limits, checkpoints and files."""
 _FLEET_SECONDS = 0.2
 """Minimum time between two listings of the fleet."""
 _MOST = 8
@@ -235,9 +237,11 @@ class ServedGrid(PatientGrid, FleetObserver):
     def wait(self, message_ids: Collection[str], until: float | None = None) -> list[Message]:
         """Wait until replies have come, the fleet has changed, or the deadline has passed.
 
-        Of many replies the earliest are returned, the others at the next call.
+        Of many replies the earliest are returned, the others at the next call. After some seconds
+        none are, so that the run notices what else may end it, such as a full disk.
         """
         self._begin()
+        latest = time.monotonic() + _WAIT_SECONDS
         wanted = frozenset(message_ids)
         while True:
             self.looked_at = time.monotonic()
@@ -254,11 +258,11 @@ class ServedGrid(PatientGrid, FleetObserver):
                 replies = [reply for reply in taken if not self.rollouts.take(reply)]
             if replies or acted or self._has_fleet_changed() or self._stopping():
                 return replies
-            left = _SLICE_SECONDS
+            left = min(_SLICE_SECONDS, latest - time.monotonic())
             if until is not None and self._is_open:
                 left = min(left, until - self.now())
-                if left <= 0:
-                    return []
+            if left <= 0:
+                return []
             with self._news:
                 if not self._has_news:
                     self._news.wait(left)
@@ -294,7 +298,7 @@ class ServedGrid(PatientGrid, FleetObserver):
         self._start = time.monotonic() - self._start
         self._is_open = True
 
-    def tell(self) -> None:
+    def wake(self) -> None:
         """End the wait: a reply or a command has come, or the fleet has changed."""
         with self._news:
             self._has_news = True
@@ -302,7 +306,7 @@ class ServedGrid(PatientGrid, FleetObserver):
 
     def on_news(self) -> None:
         """End the wait for replies."""
-        self.tell()
+        self.wake()
 
     def on_reply(self, message_id: str, encoded: Callable[[], list[bytes]]) -> None:
         """Journal a reply that a restart from the last checkpoint would wait for.
@@ -402,6 +406,24 @@ class ServedGrid(PatientGrid, FleetObserver):
     def close(self) -> None:
         """Close the files."""
         self._journal.close()
+
+
+def saved_messages(tree: Mapping[str, Any]) -> list[Message]:
+    """Return the open messages with their content in the saved state of a grid.
+
+    Raises
+    ------
+    UserError
+        It is no such state.
+    """
+    try:
+        if tree.get("kind") != _KIND:
+            raise ValueError("it is of a run on virtual time: `raceme run --resume` resumes it")
+        return [message for each in tree["state"]["messages"] if (message := saved_message(each))]
+    except Exception as error:
+        raise UserError(
+            f"The checkpoint's open messages cannot be read: {one_line(error)}."
+        ) from None
 
 
 # -----------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+import platform
 import random
 import re
 import signal
@@ -595,6 +596,8 @@ class Invitations:
 
 
 _SHUTTING_DOWN = "the device is shutting down"
+DEVICE_ID = "device-id"
+_PARTITION = "partition-id"
 
 
 class InterruptedTaskError(BaseException):
@@ -671,12 +674,22 @@ class Tasks:
     ) -> None:
         self._apps = apps
         self._node_config = dict(node_config)
+        self._is_named = DEVICE_ID in node_config
         self._interrupter = interrupter
         self.invitations = invitations or Invitations(When())
         self.answered_at = float("-inf")
         self._states: dict[int, RecordDict] = {}
         self._folders: dict[int, str] = {}
         self._count = 0
+
+    def name_device(self, name: str) -> None:
+        """Set the id of a device that was given none: that of its key, or the host's name."""
+        if self._is_named:
+            return
+        if name:
+            self._node_config[DEVICE_ID] = name
+        elif _PARTITION not in self._node_config:
+            self._node_config.setdefault(DEVICE_ID, platform.node())
 
     def answer(self, link: Link, head: Message, fetch: Callable[[], Message]) -> None:
         """Fetch a message and hold it, or compute and send the reply. Log one line.

@@ -24,7 +24,8 @@ import raceme
 from raceme.core.config import FEW_DEVICES, TRUST, RunConfig, imported_by, write_toml
 from raceme.core.errors import UserError
 from raceme.core.options import Value
-from raceme.records.folder import STORE, SUMMARY, check_new, dated_folder
+from raceme.datasets.npz import DATA_FILE
+from raceme.records.folder import STORE, SUMMARY, check_new, dated_folder, saved_in
 from raceme.reporting.artefacts import missing_line
 from raceme.simulation.devices import PREFIX, Device, Workload, fleet
 
@@ -288,6 +289,8 @@ _GRACE_SECONDS = 15.0
 _HURRY_SECONDS = 0.3
 _REFUSED = 2
 """Exit code of a command whose settings or files are wrong."""
+_INTERRUPTED = 130
+"""Exit code of a run that was told to stop."""
 _GREETED = "query: done"
 """Log line of a device that has answered the first query."""
 _ENDED = "The run ended after "
@@ -424,6 +427,11 @@ class Testbed:
         if waited.handle.returncode == _REFUSED:
             raise UserError("The server did not run; see its output above.")
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether the server has ended otherwise than by itself or on request."""
+        return self._processes[_SERVER].handle.returncode not in (0, _INTERRUPTED)
+
     def interrupt_run(self) -> None:
         """Ask the server to write a checkpoint and end, and wait for it."""
         server = self._processes[_SERVER].handle
@@ -459,7 +467,9 @@ def prepare(keys: Mapping[str, Value]) -> RunConfig:
         The configuration is invalid; raised here instead of logged by a device.
     """
     from raceme import datasets
+    from raceme.fleet.served_grid import saved_messages
     from raceme.runs import experiment
+    from raceme.runs.checkpoints import check_work, read_checkpoint
 
     config = experiment.resolve(RunConfig.from_mapping({"strategy": FEW_DEVICES, **keys}))
     if config.device_keys:
@@ -467,7 +477,11 @@ def prepare(keys: Mapping[str, Value]) -> RunConfig:
     datasets.all_clients(config)
     experiment.check_fleet(config, experiment.build_strategy(config), config.num_clients)
     if config.resume:
-        return config.with_values(out=config.resume)
+        config = config.with_values(out=config.resume)
+        # Its devices, on this machine, would do the work.
+        tree, path = read_checkpoint(Path(config.out), config)
+        check_work(saved_messages(tree["grid"]), path, config)
+        return config
     if config.out:
         check_new(Path(config.out))
         return config
@@ -547,14 +561,19 @@ def run_testbed(config: RunConfig, show: Show, shapes: Sequence[Shape] | None = 
         # Its devices end with it: a resumed run has new ones. Wait for all, as their order of
         # readiness is random.
         serve = f"serve --config {keys} --address {address}:{port} --metrics off --reconnect 0"
-        wanted = ["--clients-min", str(config.num_clients)]
+        latency = str(max([1.0, *(shape.delay / 1000 for shape in shapes or ())]))
+        wanted = ["--clients-min", str(config.num_clients), "--latency", latency]
         # This process has checked whose code it is.
         code = imported_by(named) | ({TRUST: config.trust} if config.trust else {})
         wanted += [word for key, name in code.items() for word in (f"--{key}", name)]
         bed.start(_SERVER, [*_RACEME, *serve.split(), *wanted])
         bed.wait_for_port(port, _SERVER)
         for index, room in enumerate(rooms):
-            command = _device(index, config.num_clients, room.host if room else address, port)
+            host = room.host if room else address
+            node = f"partition-id={index} num-partitions={config.num_clients}"
+            if file := named.get(DATA_FILE):
+                node += f" {DATA_FILE}='{file}'"
+            command = _device(f"{host}:{port}", node, latency)
             process_id = bed.start(f"device {index}", room.command(command) if room else command)
             if shapes is not None:
                 share = waiting[f"device {index}"] = CpuShare(process_id, shapes[index].cpu)
@@ -566,6 +585,7 @@ def run_testbed(config: RunConfig, show: Show, shapes: Sequence[Shape] | None = 
             bed.interrupt_run()
         finally:
             bed.stop_devices()
+        has_failed = bed.has_failed
     if not (out / SUMMARY).is_file():
         raise UserError(
             f"The run ended without results in {out}; see its output above. "
@@ -574,12 +594,14 @@ def run_testbed(config: RunConfig, show: Show, shapes: Sequence[Shape] | None = 
     missing = [name for name in _LEFT if not (out / name).exists()]
     if missing:
         raise UserError(missing_line(out, dict.fromkeys(missing, "run.log there says why")))
+    if has_failed:
+        saved = ", ".join(saved_in(out))
+        raise UserError(f"The run is not complete; see its output above. Saved in {out}: {saved}.")
     return out
 
 
-def _device(index: int, clients: int, host: str, port: int) -> list[str]:
-    node = f"partition-id={index} num-partitions={clients}"
-    options = ["--insecure", "--superlink", f"{host}:{port}", "--node-config", node]
+def _device(address: str, node: str, latency: str) -> list[str]:
+    options = ["--insecure", "--superlink", address, "--node-config", node, "--latency", latency]
     return [*_RACEME, "device", *options]
 
 

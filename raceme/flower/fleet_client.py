@@ -7,8 +7,9 @@ import json
 import random
 import ssl
 import threading
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, cast
 
@@ -56,7 +57,9 @@ from raceme.flower.fleet_protocol import (
     HEARTBEAT_MIN_INTERVAL,
     LARGEST,
     LARGEST_CALL,
+    LATENCY,
     LONGEST_HEAD,
+    LONGEST_ID,
     LONGEST_WAIT,
     MEDIA_TYPE,
     NEXT,
@@ -89,7 +92,8 @@ from raceme.flower.messages import (
 
 
 _SLACK_SECONDS = 5.0
-"""How much longer than its patience a request for work may take."""
+"""How much longer than its patience a request for work may take; as all limits, times the latency
+of the network."""
 
 
 class Direct:
@@ -103,6 +107,8 @@ class Direct:
         Makes a call, as often as need be.
     wait_for : Callable
         Waits for the end of a call; returns whether it has come, not a reason to stop.
+    latency : float
+        Seconds to the server, at most.
 
     Attributes
     ----------
@@ -115,8 +121,9 @@ class Direct:
         channel: grpc.Channel,
         invoke: Callable[..., Any],
         wait_for: Callable[[grpc.Future], bool],
+        latency: float = LATENCY,
     ) -> None:
-        self._invoke = invoke
+        self._invoke, self._slack = invoke, _SLACK_SECONDS * latency
         self._next = _interruptible(channel.unary_unary(f"/{SERVICE}/{NEXT}"), wait_for, None)
         self._send = channel.unary_unary(f"/{SERVICE}/{SEND}")
         self._have = ""
@@ -126,7 +133,7 @@ class Direct:
         """Return the next message: whole, or its head and the tree of its objects."""
         patience = min(max(patience, 0.0), LONGEST_WAIT)
         request = NextRequest(node_id, patience, self._have).to_bytes()
-        answer = self._invoke(self._next, request, timeout=patience + _SLACK_SECONDS)
+        answer = self._invoke(self._next, request, timeout=patience + self._slack)
         parts = split(answer) if answer is not None else []
         self.waited = answer is not None and not parts
         if not parts:
@@ -152,8 +159,8 @@ class Direct:
 # -----------------------------------------------------------------------------
 # A node's side of Flower's Fleet API, over gRPC or HTTP.
 #
-# How failures are decided about is the caller's: every call but heartbeats goes through its
-# `Calls`, and nothing in here ends the process.
+# The caller decides about failures: every call but heartbeats goes through its `Calls`, and no
+# function here ends the process.
 # -----------------------------------------------------------------------------
 
 
@@ -165,9 +172,10 @@ _CHANNEL_OPTIONS = [
     # gRPC's own pauses between two attempts to connect grow to two minutes, during which every
     # call fails at once; the device has its own back-off.
     ("grpc.initial_reconnect_backoff_ms", 500),
-    ("grpc.min_reconnect_backoff_ms", 500),
     ("grpc.max_reconnect_backoff_ms", 5000),
 ]
+_CONNECT_SECONDS = 20.0
+"""Longest time until a connection has come about: three round trips, and lost packets."""
 
 AUTO, GRPC, HTTP = "auto", "grpc", "http"
 
@@ -186,12 +194,15 @@ class Endpoint:
         PEM of the certificate authority; None stands for those that gRPC brings.
     transport : str
         ``"grpc"`` or ``"http"``; ``"auto"``: gRPC, unless the server speaks HTTP.
+    latency : float
+        Longest time of a packet to the server, in seconds: time limits are multiples of it.
     """
 
     address: str
     insecure: bool = False
     root_certificates: bytes | None = None
     transport: str = AUTO
+    latency: float = LATENCY
 
 
 class Calls(Protocol):
@@ -315,23 +326,39 @@ class _HttpTransport:
         return self._post(GREET_PATH, request, timeout)
 
     def _post(self, path: str, body: bytes, timeout: float | None) -> bytes:
-        headers = {"content-type": MEDIA_TYPE, "accept": MEDIA_TYPE, **self._signer.headers()}
+        headers = {"content-type": MEDIA_TYPE, "accept": MEDIA_TYPE, "accept-encoding": "identity"}
+        headers |= self._signer.headers()
         try:
-            response = self._client.post(path, content=body, headers=headers, timeout=timeout)
+            with self._client.stream(
+                "POST", path, content=body, headers=headers, timeout=timeout
+            ) as response:
+                content = _uncompressed(response)
         except httpx.TimeoutException as error:
             raise HttpError(grpc.StatusCode.DEADLINE_EXCEEDED, str(error)) from None
         except httpx.TransportError as error:
             raise HttpError(grpc.StatusCode.UNAVAILABLE, str(error)) from None
         if response.is_error:
             code = _CODES.get(response.status_code, grpc.StatusCode.INTERNAL)
-            raise HttpError(code, response.text[:LONGEST_HEAD])
+            raise HttpError(code, content[:LONGEST_HEAD].decode(errors="replace"))
         if response.headers.get("content-type", "").partition(";")[0] != MEDIA_TYPE:
             raise HttpError(grpc.StatusCode.UNIMPLEMENTED, "the answer is none of a Fleet API")
-        return response.content
+        return content
 
     def close(self) -> None:
         """Close all connections of the HTTP client."""
         self._client.close()
+
+
+def _uncompressed(response: httpx.Response) -> bytes:
+    """Return the body of an answer as it came: a megabyte of zeros takes a kilobyte."""
+    if response.headers.get("content-encoding", "identity") != "identity":
+        raise HttpError(grpc.StatusCode.UNIMPLEMENTED, "the answer is compressed")
+    content = bytearray()
+    for chunk in response.iter_raw():
+        content += chunk
+        if len(content) > LARGEST_CALL:
+            raise HttpError(grpc.StatusCode.RESOURCE_EXHAUSTED, "the answer is too large")
+    return bytes(content)
 
 
 _PULL = "PullMessages"
@@ -359,6 +386,7 @@ class Link:
     _calls: Calls
     _direct: Direct | None
     server: Greeting | None = None
+    latency: float = LATENCY
 
     @property
     def waited(self) -> bool:
@@ -407,7 +435,7 @@ class Link:
             # The server app may still be sending what the message announces.
             initial_backoff=0.05,
             max_tries_per_object=None,
-            max_time=ANNOUNCED_SECONDS,
+            max_time=ANNOUNCED_SECONDS * self.latency,
         )
         message = parted(message)
         set_message_id(message, tree.object_id)
@@ -463,7 +491,8 @@ def _first_of(pulled: PullMessagesResponse) -> tuple[Message, ObjectTree]:
 _PROMISED_SECONDS = {True: HEARTBEAT_MIN_INTERVAL, False: HEARTBEAT_DEFAULT_INTERVAL}
 _BEAT_SECONDS = {True: 5.0, False: 20.0}
 """Longest time from one heartbeat to the next, as stated and as it is, by whether the server is
-Raceme's: it takes a device that is silent for 14 s as gone, a SuperLink after two intervals."""
+Raceme's: it takes a device near by that is silent for 14 s as gone, a SuperLink, and Raceme's of
+another device, after two intervals."""
 
 
 @contextlib.contextmanager
@@ -474,8 +503,11 @@ def _beating(beat: Callable[[], bool], seconds: float) -> Iterator[None]:
     def keep_beating() -> None:
         pause, retry = 0.0, 1.0
         while not stop.wait(pause):
+            begun = time.monotonic()
             if beat():
-                pause, retry = seconds * random.uniform(0.8, 1.0), 1.0
+                # Over a slow network a heartbeat takes longer than the time to the next.
+                wished, retry = seconds * random.uniform(0.8, 1.0), 1.0
+                pause = max(0.0, wished - (time.monotonic() - begun))
             else:
                 pause, retry = retry, min(2 * retry, seconds)
 
@@ -488,11 +520,11 @@ def _beating(beat: Callable[[], bool], seconds: float) -> Iterator[None]:
         thread.join()
 
 
-def _beat(transport: Transport, node: Node, interval: float, calls: Calls) -> bool:
+def _beat(transport: Transport, node: Node, interval: float, timeout: float, calls: Calls) -> bool:
     """Send a heartbeat; return whether it has arrived. The main thread decides what else means."""
     request = SendNodeHeartbeatRequest(node=node, heartbeat_interval=interval)
     try:
-        response = transport("SendNodeHeartbeat", request, HEARTBEAT_CALL_TIMEOUT)
+        response = transport("SendNodeHeartbeat", request, timeout)
     except grpc.RpcError:
         return False
     if response.success:
@@ -526,7 +558,9 @@ class _SigningInterceptor(grpc.UnaryUnaryClientInterceptor):  # type: ignore[mis
 
 
 @contextlib.contextmanager
-def connect(endpoint: Endpoint, keys: Keys, calls: Calls, *, register: bool) -> Iterator[Link]:
+def connect(
+    endpoint: Endpoint, keys: Keys, calls: Calls, *, register: bool, device: str = ""
+) -> Iterator[Link]:
     """Join a SuperLink; on the way out the node goes offline.
 
     Parameters
@@ -540,6 +574,8 @@ def connect(endpoint: Endpoint, keys: Keys, calls: Calls, *, register: bool) -> 
     register : bool
         Make the node known first, and forget it on the way out; a SuperLink that authenticates
         its nodes allows neither.
+    device : str
+        Id that the device was given; empty if there is none.
     """
     public_key = public_key_bytes(keys[1])
     calls.leaving = False
@@ -550,18 +586,19 @@ def connect(endpoint: Endpoint, keys: Keys, calls: Calls, *, register: bool) -> 
 
         if register:
             invoke("RegisterNode", RegisterNodeFleetRequest(public_key=public_key))
-        server = _greeted(transport, calls)
-        direct = None
+        server = _greeted(transport, calls, device)
+        direct, latency = None, endpoint.latency
         if channel is not None and server is not None:
-            direct = Direct(channel, calls.invoke, calls.wait_for)
+            direct = Direct(channel, calls.invoke, calls.wait_for, latency)
         is_ours = server is not None
-        interval = _PROMISED_SECONDS[is_ours]
+        interval = _PROMISED_SECONDS[is_ours] * latency
         request = ActivateNodeRequest(public_key=public_key, heartbeat_interval=interval)
         node_id = invoke("ActivateNode", request).node_id
-        beat = partial(_beat, transport, Node(node_id=node_id), interval, calls)
+        timeout = HEARTBEAT_CALL_TIMEOUT * latency
+        beat = partial(_beat, transport, Node(node_id=node_id), interval, timeout, calls)
         try:
             with _beating(beat, _BEAT_SECONDS[is_ours]):
-                yield Link(node_id, transport, calls, direct, server)
+                yield Link(node_id, transport, calls, direct, server, latency)
         finally:
             calls.leaving = True
             with contextlib.suppress(grpc.RpcError):
@@ -570,7 +607,7 @@ def connect(endpoint: Endpoint, keys: Keys, calls: Calls, *, register: bool) -> 
                     invoke("UnregisterNode", UnregisterNodeFleetRequest(node_id=node_id))
 
 
-def _greeted(transport: Transport, calls: Calls) -> Greeting | None:
+def _greeted(transport: Transport, calls: Calls, device: str) -> Greeting | None:
     """Greet the server; return its own greeting if it is Raceme's."""
 
     def greet(request: bytes, timeout: float | None = None) -> Greeting | None:
@@ -585,7 +622,8 @@ def _greeted(transport: Transport, calls: Calls) -> Greeting | None:
         except ValueError:
             return None
 
-    greeting: Greeting | None = calls.invoke(greet, own_greeting().to_bytes())
+    own = replace(own_greeting(), device=device[:LONGEST_ID])
+    greeting: Greeting | None = calls.invoke(greet, own.to_bytes())
     return greeting
 
 
@@ -607,10 +645,13 @@ def _transport(
 
 def open_channel(endpoint: Endpoint) -> grpc.Channel:
     """Open a channel on which nothing is signed yet."""
+    # What gRPC calls a pause is the least time that it leaves an attempt to connect.
+    connect = ("grpc.min_reconnect_backoff_ms", round(1000 * _CONNECT_SECONDS * endpoint.latency))
+    options = [*_CHANNEL_OPTIONS, connect]
     if endpoint.insecure:
-        return grpc.insecure_channel(endpoint.address, options=_CHANNEL_OPTIONS)
+        return grpc.insecure_channel(endpoint.address, options=options)
     credentials = grpc.ssl_channel_credentials(endpoint.root_certificates)
-    return grpc.secure_channel(endpoint.address, credentials, options=_CHANNEL_OPTIONS)
+    return grpc.secure_channel(endpoint.address, credentials, options=options)
 
 
 def signed_channel(endpoint: Endpoint, keys: Keys) -> grpc.Channel:
@@ -661,7 +702,7 @@ def knows_key(endpoint: Endpoint, keys: Keys) -> bool | None:
     request = ActivateNodeRequest(public_key=public_key_bytes(keys[1]), heartbeat_interval=-1.0)
     with _transport(endpoint, keys, lambda _call: True) as (transport, _):
         try:
-            transport("ActivateNode", request, _QUESTION_SECONDS)
+            transport("ActivateNode", request, _QUESTION_SECONDS * endpoint.latency)
         except grpc.RpcError as error:
             stated = FlowerError.from_json(str(error.details()))
             return None if stated is None else _KNOWS.get(int(stated.code))

@@ -78,7 +78,7 @@ _SESSION = "raceme-session"
 _REUSED_SECONDS = 20.0
 _PROVEN_SECONDS = 60.0
 _MOST_PROVEN = 10_000
-_TOLD_SECONDS = 60.0
+_WARNING_SECONDS = 60.0
 _TEXT = 40
 
 
@@ -259,7 +259,7 @@ class Signatures:
 
     def __init__(self) -> None:
         self._proven: dict[bytes, tuple[str, bytes, float]] = {}
-        self._told_at = float("-inf")
+        self._warned_at = float("-inf")
 
     def caller(self, metadata: Mapping[str, Any]) -> Caller:
         """Return the process that has made and signed a call.
@@ -286,16 +286,16 @@ class Signatures:
                 raise _unauthenticated("Missing authentication metadata")
             _verify(key, timestamp, signature)
         except FleetError as error:
-            self.tell(error)
+            self.warn(error)
             raise
         return caller
 
-    def tell(self, error: FleetError) -> None:
+    def warn(self, error: FleetError) -> None:
         """Log what only the node's owner can mend: SuperNodes over HTTP print just the status."""
         # Any stranger can have itself refused.
-        is_due = time.monotonic() > self._told_at + _TOLD_SECONDS
+        is_due = time.monotonic() > self._warned_at + _WARNING_SECONDS
         if error.code is grpc.StatusCode.FAILED_PRECONDITION and is_due:
-            self._told_at = time.monotonic()
+            self._warned_at = time.monotonic()
             log.warning("A node is refused: %s", error.details)
 
     def remember(self, key: bytes, metadata: Mapping[str, Any]) -> None:
@@ -375,6 +375,9 @@ SINCE = "0.2.0"
 LONGEST_WAIT = 15.0
 """Seconds that `Next` may take to be answered; routers drop connections on which nothing happens
 for longer than about a minute."""
+LATENCY = 1.0
+"""Seconds on the way, each way, for which the time limits of a connection are made; those of a
+slower network are as many times longer."""
 LARGEST = 1024 * 1024
 """Bytes of the arrays of a message that travels whole; a larger one does in Flower's objects, each
 of which can be sent again. One call has to get through a slow link."""
@@ -383,6 +386,8 @@ LARGEST_CALL = 2**31 - 1
 """Bytes of a call: what gRPC and protocol buffers can carry."""
 LONGEST_HEAD = 1000
 """Bytes of all that a call states beside its body."""
+LONGEST_ID = 128
+"""Characters of a device's id, all of which JSON may escape."""
 _LONGEST_VERSION = 40
 
 
@@ -390,8 +395,8 @@ _LONGEST_VERSION = 40
 _hints = cache(get_type_hints)
 
 
-class _Travelling:
-    """What is said in a call: fields as JSON, then, behind a zero byte, a body if there is one."""
+class _Record:
+    """Fields of a call as JSON, then a zero byte and a body."""
 
     def to_bytes(self) -> bytes:
         """Return the fields as JSON, a zero byte, and the body."""
@@ -401,12 +406,12 @@ class _Travelling:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
-        """Read it; what else later versions say is left out.
+        """Read a record; fields of later versions are ignored.
 
         Raises
         ------
         ValueError
-            It is none.
+            The bytes are no such record.
         """
         head, _, body = data.partition(b"\0")
         read = json.loads(head.decode()) if len(head) < LONGEST_HEAD else None
@@ -420,7 +425,7 @@ class _Travelling:
 
 
 @dataclass(frozen=True)
-class Greeting(_Travelling):
+class Greeting(_Record):
     """A device greets, or a server answers its greeting.
 
     Attributes
@@ -431,11 +436,15 @@ class Greeting(_Travelling):
         Version of the Raceme package, for messages only.
     digest : str
         SHA-256 of its code; empty if it is not said.
+    device : str
+        Of a device the id that it was given, of a server the id that the device's key has; empty if
+        there is none.
     """
 
     protocol: int
     version: str
     digest: str = ""
+    device: str = ""
 
     def difference(self, own: Greeting) -> str:
         """Return how the other side's code differs from this one's; empty if it does not."""
@@ -457,7 +466,7 @@ def own_greeting() -> Greeting:
 
 
 @dataclass(frozen=True)
-class NextRequest(_Travelling):
+class NextRequest(_Record):
     """A node asks for its next message.
 
     Attributes
@@ -474,7 +483,7 @@ class NextRequest(_Travelling):
 
 
 @dataclass(frozen=True)
-class SendRequest(_Travelling):
+class SendRequest(_Record):
     """A node answers a message.
 
     Attributes

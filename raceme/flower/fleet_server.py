@@ -12,6 +12,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -51,6 +52,8 @@ from raceme.flower.fleet_protocol import (
     HEARTBEAT_MAX_INTERVAL,
     HEARTBEAT_MIN_INTERVAL,
     LARGEST_CALL,
+    LATENCY,
+    LONGEST_ID,
     LONGEST_WAIT,
     MEDIA_TYPE,
     NEXT,
@@ -77,6 +80,8 @@ log = logging.getLogger("raceme.serve")
 _Code = grpc.StatusCode
 _START_SECONDS = 30.0
 _END_SECONDS = 2.0
+_HANDSHAKE_SECONDS, _PING_SECONDS = 10.0, 20.0
+"""Longest times for a handshake and for the answer to a ping; times the latency of the network."""
 _REGISTRY_SECONDS = 1.0
 """From one look at the registered keys to the next."""
 _FOREIGN_REPLY = "a reply of another node"
@@ -97,8 +102,6 @@ _OPTIONS = [
     # Nor are some turned away at random when more than a thousand come at once.
     ("grpc.server.max_pending_requests", 10_000),
     ("grpc.server.max_pending_requests_hard_limit", 20_000),
-    # A connection that shakes no hands is closed.
-    ("grpc.server_handshake_timeout_ms", 10_000),
     # Two servers on one port would each get some of the devices.
     ("grpc.so_reuseport", 0),
 ]
@@ -128,6 +131,8 @@ class FleetCalls:
     registered : Callable, optional
         Returns the public keys of the nodes that may take part (PEM), to the names of their
         devices; without it all may.
+    holder : Callable
+        Returns the id that is bound to a public key (PEM), or an empty text.
 
     Attributes
     ----------
@@ -136,9 +141,12 @@ class FleetCalls:
     """
 
     def __init__(
-        self, state: LinkState, registered: Callable[[], Mapping[bytes, str]] | None = None
+        self,
+        state: LinkState,
+        registered: Callable[[], Mapping[bytes, str]] | None = None,
+        holder: Callable[[bytes], str] = lambda _key: "",
     ) -> None:
-        self._state, self._registered = state, registered
+        self._state, self._registered, self._holder = state, registered, holder
         self._signatures = Signatures()
         self.on_call: Callable[[int], None] = lambda _node: None
 
@@ -190,7 +198,7 @@ class FleetCalls:
         return answer(request)
 
     def check(self, caller: Caller, node: int) -> None:
-        """Refuse a node that says that it is another one, and one whose place another has taken."""
+        """Refuse a call for another node, and one of a process that was replaced."""
         if self._state.node_of(caller.key) != node:
             raise _unknown_node()
         if not self._state.is_current(node, caller.session):
@@ -203,21 +211,42 @@ class FleetCalls:
         Raises
         ------
         FleetError
-            Its protocol is not supported.
+            Its protocol is not supported, or the id that it states is not that of its key.
         """
         greeting, own = Greeting.from_bytes(request), own_greeting()
         node = self._state.node_of(caller.key)
         if greeting.protocol != own.protocol:
-            error = FleetError(_Code.FAILED_PRECONDITION, _other_protocol(greeting, own))
-            self._signatures.tell(error)
-            raise error
+            raise self._refusal(_other_protocol(greeting, own))
         # Any stranger can greet, as often as it likes.
-        if node is not None and (difference := greeting.difference(own)):
-            registered = {} if self._registered is None else self._registered()
-            fields = {"device": registered.get(caller.key, f"node {node}")}
+        if node is None:
+            return own.to_bytes(), None
+        registered = {} if self._registered is None else self._registered()
+        name = registered.get(caller.key, "")
+        if difference := greeting.difference(own):
+            fields = {"device": name or f"node {node}"}
             text = "The device on node %d has %s"
             log.warning(text, node, difference, extra={"fields": fields})
-        return own.to_bytes(), node
+        bound = self._holder(caller.key)
+        stated = greeting.device[:LONGEST_ID]
+        if bound and stated not in ("", bound):
+            raise self._refusal(
+                f"It states the id {stated!a}, but its key is that of '{bound}': start it with "
+                f"--device-id {bound}, or with the key of {stated!a}"
+            )
+        present = self._state.device_on(node)
+        if not bound and stated and present not in ("", stated):
+            raise self._refusal(
+                f"It states the id {stated!a}, but a process with its key is online as "
+                f"'{present}': each device needs a key of its own"
+            )
+        self._state.introduce(node, caller.session, stated or bound or name)
+        return replace(own, device=bound or name).to_bytes(), node
+
+    def _refusal(self, details: str) -> FleetError:
+        """Return the refusal of a device, which is logged."""
+        error = FleetError(_Code.FAILED_PRECONDITION, details)
+        self._signatures.warn(error)
+        return error
 
     def admit(self) -> None:
         """Let the registered nodes in, if there is a list of them."""
@@ -456,6 +485,7 @@ class _HttpApi:
         certificates: Certificates | None,
         connections: int,
         largest: int,
+        stalled: float,
     ) -> None:
         self._calls, self._largest = calls, largest
         host, _, port = address.rpartition(":")
@@ -470,7 +500,13 @@ class _HttpApi:
         ]
         own = certificates
         tls = None if own is None else server_tls(own.certificate, own.key)
-        self._server = http_server(Starlette(routes=routes), tls, log_level="error")
+        self._server = http_server(
+            Starlette(routes=routes),
+            tls,
+            stalled,
+            log_level="error",
+            timeout_keep_alive=round(stalled),
+        )
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -537,6 +573,10 @@ class FleetApi(FleetObserver):
         ``HOST:PORT`` for Flower's SuperNodes from 1.40 on, which speak HTTP.
     connections : int
         Open connections at the same time, of both ports; others are closed at once.
+    holder : Callable
+        Returns the id that is bound to a public key (PEM), or an empty text.
+    latency : float
+        Seconds on the way to the device farthest away: time limits are multiples of it.
 
     Attributes
     ----------
@@ -557,10 +597,13 @@ class FleetApi(FleetObserver):
         registered: Callable[[], Mapping[bytes, str]] | None = None,
         http: str | None = None,
         connections: int = 10_000,
+        holder: Callable[[bytes], str] = lambda _key: "",
+        latency: float = LATENCY,
     ) -> None:
+        self._latency = latency
         self._connections = connections if http is None else connections // 2
         self._state, self._address, self._certificates = state, address, certificates
-        self.calls = FleetCalls(state, registered)
+        self.calls = FleetCalls(state, registered, holder)
         self._http_address = http
         self._http: _HttpApi | None = None
         self._loop = asyncio.new_event_loop()
@@ -601,7 +644,7 @@ class FleetApi(FleetObserver):
         self._watching = self._loop.create_task(self._watch_registry())
 
     async def _watch_registry(self) -> None:
-        """Let nodes in whose keys are registered meanwhile, and disconnect the others."""
+        """Admit nodes with newly registered keys, and disconnect those with revoked ones."""
         while True:
             await asyncio.sleep(_REGISTRY_SECONDS)
             self.calls.admit()
@@ -642,6 +685,9 @@ class FleetApi(FleetObserver):
         limits = [
             ("grpc.max_allowed_incoming_connections", self._connections),
             ("grpc.max_receive_message_length", self._state.largest),
+            # A connection that does not finish its handshake is closed.
+            ("grpc.server_handshake_timeout_ms", round(1000 * _HANDSHAKE_SECONDS * self._latency)),
+            ("grpc.keepalive_timeout_ms", round(1000 * _PING_SECONDS * self._latency)),
         ]
         server = grpc.aio.server(options=[*_OPTIONS, *limits])
         own = {GREET: self._greet, NEXT: self._next, SEND: self._send}
@@ -664,6 +710,7 @@ class FleetApi(FleetObserver):
                 self._certificates,
                 self._connections,
                 self._state.largest,
+                _HANDSHAKE_SECONDS * self._latency,
             )
 
     async def _greet(self, caller: Caller, request: bytes) -> bytes:

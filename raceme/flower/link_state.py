@@ -34,7 +34,12 @@ from flwr.supercore.inflatable.inflatable_object import (
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 
 from raceme.flower import messages
-from raceme.flower.fleet_protocol import HEARTBEAT_PATIENCE, LARGEST, LARGEST_CALL
+from raceme.flower.fleet_protocol import (
+    HEARTBEAT_MIN_INTERVAL,
+    HEARTBEAT_PATIENCE,
+    LARGEST,
+    LARGEST_CALL,
+)
 from raceme.flower.objects import (
     ObjectStore,
     Uploads,
@@ -126,7 +131,7 @@ class ClockSkew:
 
     def __init__(
         self,
-        wall: Callable[[], float] = time.time,
+        wall: Callable[[], float] = lambda: time.time(),
         steady: Callable[[], float] = time.monotonic,
     ) -> None:
         self._wall, self._steady = wall, steady
@@ -169,7 +174,7 @@ _TTL_TOLERANCE = 0.1
 MESSAGE_TTL_TOLERANCE)."""
 _RUNNING = "running"
 _LOOK_SECONDS = 1.0
-"""How often it is looked for messages whose replies will never come."""
+"""Seconds between two searches for messages that will never be answered."""
 _MOST_ABSENT = 1000
 """Nodes that registered themselves and never came online: any stranger can make more."""
 
@@ -278,13 +283,16 @@ class LinkState:
         self.renewed: set[int] = set()
         # The process that each node is: its version and a random name; empty of SuperNodes.
         self._sessions: dict[int, str] = {}
+        # The ids of the processes that nodes are, and of those that have greeted since.
+        self._devices: dict[int, str] = {}
+        self._introduced: dict[int, tuple[str, str]] = {}
         # Raceme's own devices: their nodes, messages to them, and replies as they came.
         self._greeted: set[int] = set()
         self._direct: set[int] = set()
         self._cache = MessageCache()
         self._bodies: dict[str, bytes] = {}
         self._lost: dict[str, None] = {}
-        self._looked_at = 0.0
+        self._checked_at = 0.0
         self._skew = ClockSkew()
         self._registered: dict[bytes, str] | None = None
         self.key_changes: deque[tuple[str, str]] = deque()
@@ -508,7 +516,7 @@ class LinkState:
                     return whole, None
                 if message_id in self.objects:
                     return head, self.objects.tree(message_id)
-                self._lose(message_id)
+                self._note_lost(message_id)
             return None
 
     def _take_back(self, message_id: str) -> None:
@@ -521,11 +529,11 @@ class LinkState:
             queue = self._undelivered.setdefault(message.metadata.dst_node_id, deque())
             queue.appendleft(message_id)
         else:
-            self._lose(message_id)
+            self._note_lost(message_id)
 
-    def _lose(self, message_id: str) -> None:
+    def _note_lost(self, message_id: str) -> None:
         self._lost[message_id] = None
-        self._tell()
+        self._notify()
 
     def accept(self, node_id: int, asked: str, body: bytes) -> bool:
         """Take a whole reply of one of Raceme's devices.
@@ -541,12 +549,12 @@ class LinkState:
                 return True
             if message.metadata.dst_node_id != node_id:
                 return False
-            self._tell_of_reply(asked, lambda: [b"", asked.encode(), body])
+            self._notify_of_reply(asked, lambda: [b"", asked.encode(), body])
             self._bodies[asked] = body
             self._cache.drop(asked)
             self._lost.pop(asked, None)
             self._arrived[asked] = ""
-        self._tell()
+        self._notify()
         return True
 
     # What all nodes do.
@@ -682,6 +690,18 @@ class LinkState:
         # After a restart of the server, the first to call is.
         return self._sessions.setdefault(node_id, session) == session
 
+    def introduce(self, node_id: int, session: str, device: str) -> None:
+        """Note the id of a process that is about to become a node."""
+        self._introduced[node_id] = session, device
+
+    def device_on(self, node_id: int) -> str:
+        """Return the id of the process that is a node and online; empty if it is not known."""
+        with self.lock:
+            node = self.nodes.get(node_id)
+            self._mark_offline([] if node is None else [node])
+            is_online = node is not None and node.is_online
+        return self._devices.get(node_id, "") if is_online else ""
+
     def version_of(self, node_id: int) -> str:
         """Return the version of Raceme on a node; empty if it is not known, or a SuperNode."""
         return self._sessions.get(node_id, "").rpartition("/")[0]
@@ -718,10 +738,10 @@ class LinkState:
             self._mark_offline([node])
             if node.is_online:
                 return False
-            node.is_online = True
-            node.online_until = time.time() + HEARTBEAT_PATIENCE * heartbeat_interval
             self._sessions[node_id] = session
-            self._live(node_id)
+            introduced, device = self._introduced.pop(node_id, ("", ""))
+            self._devices[node_id] = device if introduced == session else ""
+            self._note_heartbeat(node, heartbeat_interval)
             was_direct = node_id in self._direct
             self._direct.discard(node_id)
             if node_id in self._greeted:
@@ -735,7 +755,7 @@ class LinkState:
                     continue
                 if message.metadata.delivered_at or all_lost:
                     self._lost[message_id] = None
-        self._tell()
+        self._notify()
         return True
 
     def beat(self, node_id: int, heartbeat_interval: float) -> bool:
@@ -744,16 +764,14 @@ class LinkState:
             node = self.nodes.get(node_id)
             if node is None:
                 return False
-            node.is_online = True
-            node.online_until = time.time() + HEARTBEAT_PATIENCE * heartbeat_interval
-            self._live(node_id)
+            self._note_heartbeat(node, heartbeat_interval)
             return True
 
-    def _live(self, node_id: int) -> None:
-        """Let one of Raceme's devices count as online as long as its heartbeats promise."""
-        node = self.nodes.get(node_id)
-        if node is not None and self._sessions.get(node_id):
-            node.online_until = time.time() + LIVE_SECONDS
+    def _note_heartbeat(self, node: Node, interval: float) -> None:
+        """Let a node count as online, one of Raceme's devices near by for a shorter time."""
+        is_near = bool(self._sessions.get(node.node_id)) and interval <= HEARTBEAT_MIN_INTERVAL
+        seconds = LIVE_SECONDS if is_near else HEARTBEAT_PATIENCE * interval
+        node.is_online, node.online_until = True, time.time() + seconds
 
     def make_room(self) -> None:
         """Forget the oldest of many nodes that were registered and never came online."""
@@ -772,8 +790,8 @@ class LinkState:
                 return False
             # It does not come back with what it has.
             node.is_online, node.online_until = False, 0.0
-        self._looked_at = 0.0
-        self._tell()
+        self._checked_at = 0.0
+        self._notify()
         return True
 
     def unregister(self, node_id: int) -> None:
@@ -786,15 +804,17 @@ class LinkState:
             self._greeted.discard(node_id)
             self._direct.discard(node_id)
             self._sessions.pop(node_id, None)
+            self._devices.pop(node_id, None)
+            self._introduced.pop(node_id, None)
             self.renewed.discard(node_id)
-        self._looked_at = 0.0
-        self._tell()
+        self._checked_at = 0.0
+        self._notify()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         for observer in self.observers:
             observer.on_news()
 
-    def _tell_of_reply(self, message_id: str, encoded: Callable[[], Encoded]) -> None:
+    def _notify_of_reply(self, message_id: str, encoded: Callable[[], Encoded]) -> None:
         for observer in self.observers:
             observer.on_reply(message_id, encoded)
 
@@ -809,10 +829,10 @@ class LinkState:
         if reply is None:
             return
         asked = reply.metadata.reply_to_message_id
-        self._tell_of_reply(asked, lambda: self._encoded(reply))
+        self._notify_of_reply(asked, lambda: self._encoded(reply))
         self._lost.pop(asked, None)
         self._arrived[asked] = reply_id
-        self._tell()
+        self._notify()
 
     def _encoded(self, message: Message) -> Encoded:
         tree, contents = self._objects(message.metadata.message_id)
@@ -853,9 +873,9 @@ class LinkState:
             Those of the given messages that are not known.
         """
         now = time.monotonic()
-        if now < self._looked_at + _LOOK_SECONDS:
+        if now < self._checked_at + _LOOK_SECONDS:
             return []
-        self._looked_at = now
+        self._checked_at = now
         # Marks those that are silent for too long.
         online, wall = set(self.online()), time.time()
         for message_id, message in list(self.heads.items()):
@@ -1006,6 +1026,18 @@ class LinkState:
         if asked in self._bodies:
             return [b"", asked.encode(), self._bodies[asked]]
         return self._encoded(self.reply_heads[self._arrived[asked]])
+
+
+def saved_message(saved: Mapping[str, Any]) -> Message | None:
+    """Return a message in the saved state with its content; None if only its head is there."""
+    if saved["body"]:
+        return messages.decode(saved["body"])
+    head, *objects = saved["parcel"]
+    if not saved["whole"]:
+        return None
+    message_id = message_from_proto(ProtoMessage.FromString(head)).metadata.message_id
+    contents = {object_id(content): content for content in objects[1:]}
+    return messages.parted(cast(Message, inflate_object_from_contents(message_id, contents)))
 
 
 def _unavailable(message_id: str) -> Message:

@@ -118,6 +118,8 @@ class HttpConnection(H11Protocol):
     read.
     """
 
+    stalled = STALLED_SECONDS
+
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
         """Begin to look at the connection."""
         super().connection_made(transport)
@@ -146,17 +148,47 @@ class HttpConnection(H11Protocol):
         if waits and now == before:
             self.transport.abort()
         else:
-            self.loop.call_later(STALLED_SECONDS, self._look, now)
+            self.loop.call_later(self.stalled, self._look, now)
 
 
 class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, stalled: float) -> None:
+        super().__init__(config)
+        self._stalled = stalled
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen. uvicorn itself leaves a TLS handshake the minute that is asyncio's default."""
+        await self.lifespan.startup()
+        tls = self.config.ssl
+        limit = None if tls is None else self._stalled
+        loop = asyncio.get_running_loop()
+        self.servers = [
+            await loop.create_server(
+                self._connection,
+                sock=listener,
+                ssl=tls,
+                backlog=self.config.backlog,
+                ssl_handshake_timeout=limit,
+                ssl_shutdown_timeout=limit,
+            )
+            for listener in sockets or ()
+        ]
+        self.started = True
+
+    def _connection(self) -> HttpConnection:
+        made = HttpConnection(self.config, self.server_state, self.lifespan.state)
+        made.stalled = self._stalled
+        return made
+
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Leave signals to the process that started the server."""
         yield
 
 
-def http_server(app: ASGIApp, tls: ssl.SSLContext | None, **options: Any) -> uvicorn.Server:
+def http_server(
+    app: ASGIApp, tls: ssl.SSLContext | None, stalled: float = STALLED_SECONDS, **options: Any
+) -> uvicorn.Server:
     """Return a server of HTTP, or with `tls` of HTTPS, that leaves signals to its process.
 
     Parameters
@@ -165,6 +197,8 @@ def http_server(app: ASGIApp, tls: ssl.SSLContext | None, **options: Any) -> uvi
         The application.
     tls : SSLContext or None
         Certificate and key.
+    stalled : float
+        Seconds for a TLS handshake, and to twice as many without progress.
     **options : Any
         Further options of uvicorn's.
     """
@@ -173,7 +207,7 @@ def http_server(app: ASGIApp, tls: ssl.SSLContext | None, **options: Any) -> uvi
     )
     config.load()
     config.ssl = tls
-    return _Server(config)
+    return _Server(config, stalled)
 
 
 async def read_body(stream: AsyncIterator[bytes], most: int) -> bytes | None:

@@ -162,6 +162,49 @@ class _ControlConnection(socketserver.StreamRequestHandler):
         self.wfile.write(self.server.answer(self.rfile.readline(_LONGEST_LINE)))
 
 
+@contextmanager
+def served_here(run: Path) -> Iterator[None]:
+    """List a run among those that are served on this machine, in the user's cache."""
+    note = _servers() / str(os.getpid())
+    try:
+        note.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        note.write_text(str(run.absolute()), encoding="utf-8")
+    except OSError:
+        # Its commands then need the folder.
+        pass
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            note.unlink(missing_ok=True)
+
+
+def the_served_run() -> Path:
+    """Return the folder of the one run that this user serves on this machine.
+
+    Raises
+    ------
+    UserError
+        There is none, or several.
+    """
+    notes = [note for note in _servers().glob("*") if Path(f"/proc/{note.name}").exists()]
+    runs = sorted({Path(note.read_text(encoding="utf-8")) for note in notes})
+    if len(runs) == 1:
+        return runs[0]
+    if runs:
+        raise UserError(f"Several runs are served here, name one: {', '.join(map(str, runs))}.")
+    raise UserError(
+        "No running server of this user was found on this machine: name the folder of its run, the "
+        "--out of `raceme serve`; as another user, use `sudo -u USER`."
+    )
+
+
+def _servers() -> Path:
+    from raceme.datasets.source import cache_folder
+
+    return cache_folder() / "servers"
+
+
 def command(run: Path, name: str, **arguments: object) -> Any:
     """Let the process that serves a run execute a command; return its answer.
 

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from raceme.core import events
 from raceme.core.events import Event, EventHandler, change_line, home, is_news
+from raceme.records.folder import LOG
 from raceme.records.summary import RunSummary
 
 QUIET_SECONDS = 10.0
@@ -280,18 +281,26 @@ def update_line(event: events.UpdateApplied) -> str:
     """Describe an update in one line."""
     return (
         f"update {event.seq:>4}  {event.client}  cluster {event.cluster}  "
-        f"staleness {event.staleness}  weight {event.weight:.3f}  loss {event.train_loss:.3f}  "
+        f"staleness {event.staleness}  weight {event.weight:.3g}  loss {event.train_loss:.3f}  "
         f"took {event.time - event.dispatched_at:.1f} s"
     )
 
 
-def print_summary(summary: Mapping[str, Any], out: Path, console: Console | None = None) -> None:
-    """Print the result of a run and the location of its artefacts."""
+def print_summary(
+    summary: Mapping[str, Any],
+    out: Path,
+    console: Console | None = None,
+    *,
+    missing: Iterable[str] = (),
+) -> None:
+    """Print the result of a run and the location of its artefacts, some of which may be missing."""
     console = console or Console(highlight=False)
     title = f"{summary['strategy']} on {summary['dataset']}"
     if summary["reason"] is not None:
         title += f": {summary['reason']}"
-    where = f"Results, plots and models: {shown_path(out)}"
+    without = ", ".join(missing)
+    what = f"Results without {without}" if without else "Results, plots and models"
+    where = f"{what}: {shown_path(out)}"
     print_results(title, summary_rows(summary), where, console)
 
 
@@ -368,7 +377,8 @@ def _rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "clients moved", f"{times}, without splits and merges"
     yield "purity", _number(summary["purity"])
     yield "clients", str(summary["clients"])
-    yield "updates", f"{summary['updates']} ({summary['rejected_updates']} rejected)"
+    why = f", why: {LOG}" if summary["rejected_updates"] else ""
+    yield "updates", f"{summary['updates']} ({summary['rejected_updates']} rejected{why})"
     if drift := get("missed_drift"):
         yield "drift", f"{drift} never happened: the run ended before drift-at"
     if attack := get("missed_attack"):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from flwr.app import Message
 from flwr.serverapp import Grid
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
@@ -542,7 +543,7 @@ def restore(folder: CheckpointFolder, config: RunConfig, strategy: Method, grid:
         try:
             # Of real devices their owners decide.
             if timeline_of(grid).is_virtual:
-                _check_work(tree["grid"], path, config)
+                check_work(saved_messages(tree["grid"]), path, config)
             resumable.load_state_dict(tree["grid"])
         except UserError:
             raise
@@ -555,8 +556,17 @@ def restore(folder: CheckpointFolder, config: RunConfig, strategy: Method, grid:
     return Restored(int(tree["events"]), float(tree["wall-time"]), path)
 
 
-def _check_work(tree: Mapping[str, Any], path: Path, config: RunConfig) -> None:
+def check_work(messages: Iterable[Message], path: Path, config: RunConfig) -> None:
     """Check that the functions in open messages are of the run's own modules, or trusted.
+
+    Parameters
+    ----------
+    messages : Iterable[Message]
+        The messages.
+    path : Path
+        The checkpoint.
+    config : RunConfig
+        Configuration of the run that is resumed.
 
     Raises
     ------
@@ -564,7 +574,7 @@ def _check_work(tree: Mapping[str, Any], path: Path, config: RunConfig) -> None:
         One is neither.
     """
     own = {name.partition(":")[0] for name in imported_by(config.to_mapping()).values()}
-    found = {name for message in saved_messages(tree) for name in functions_in(message)}
+    found = {name for message in messages for name in functions_in(message)}
     others = sorted(name for name in found if name.partition(":")[0] not in own)
     check_trusted(path, [("work", name) for name in others], config.trust, path.parents[1])
 
@@ -594,6 +604,17 @@ def resuming(path: Path, progress: Progress) -> Iterator[None]:
         raise UserError(
             f"The run cannot be resumed from {path}: {_described(error)}; run.log has the details."
         ) from None
+
+
+def read_checkpoint(out: Path, config: RunConfig) -> tuple[Any, Path]:
+    """Return the state from which a run would be resumed, and its file.
+
+    Raises
+    ------
+    UserError
+        No checkpoint can be used.
+    """
+    return CheckpointFolder(out).load(lambda tree, note: _unfit(tree, note, config))
 
 
 def can_resume(run: Path, config: RunConfig) -> bool:

@@ -43,7 +43,7 @@ from raceme.core.messages import (
 )
 from raceme.core.options import Value
 from raceme.core.training_settings import TrainingSettings
-from raceme.datasets.npz import DATA_FILE, stamp_of
+from raceme.datasets.npz import DATA_FILE, NpzOptions, stamp_of
 from raceme.datasets.source import ClientData, DataShape, generator
 from raceme.training import models
 from raceme.training.local import evaluate, losses, train
@@ -52,6 +52,8 @@ from raceme.training.models import Network, Samples, objective_of
 
 _Items = tuple[tuple[str, Value], ...]
 
+DATA_SHAPE = "data-shape"
+"""Key of a run's configuration: the server's data in words."""
 _NODE_KEYS = (DATA_FILE, "data-root", "download")
 """Keys of the run that a node may override."""
 _MOST_CLIENTS = 16384
@@ -225,9 +227,15 @@ def load(run_items: _Items, node_items: _Items, step: int) -> LocalClient:
     node = dict(node_items)
     own = tuple((name, node[name]) for name in _NODE_KEYS if name in node)
     config = _run_config(run_items, own)
+    if config.dataset == "npz" and not config.read(NpzOptions).data_file:
+        raise UserError(
+            "This device has no data file: start it with --node-config "
+            "\"data-file='/data/device.npz'\"."
+        )
     config = config.with_values(clients=int(node.get("num-partitions", config.num_clients)))
     position = _position(config, node)
     data, shape = datasets.client_data(config, position, step), datasets.data_shape(config)
+    _check_shape(config, shape, str(dict(run_items).get(DATA_SHAPE, "")))
     network = _fastest_network(config, node, data)
     kept = network.channels_last, network.accelerator
     return LocalClient(
@@ -271,6 +279,33 @@ def _run_config(run: _Items, own: _Items) -> RunConfig:
     items = {**expanded(dict(run)), **dict(own)}
     # Hyper-parameters of strategies concern the server; reading them would import scikit-learn.
     return datasets.with_defaults(RunConfig.from_mapping(items, lenient=True))
+
+
+def shape_in_words(shape: DataShape) -> str:
+    """Return the shape of data as the owner of a file would say it."""
+    size = "x".join(map(str, shape.input_shape))
+    if shape.tokens:
+        inputs = f"{size} tokens of {shape.tokens}"
+    elif len(shape.input_shape) == 1:
+        inputs = f"{size} feature{'s' if shape.input_shape[0] != 1 else ''}"
+    else:
+        inputs = f"inputs of shape {size}"
+    if shape.target is not None:
+        return f"{inputs} and a quantity in '{shape.target.unit}'"
+    return f"{inputs} and {shape.num_classes} class{'es' if shape.num_classes != 1 else ''}"
+
+
+def _check_shape(config: RunConfig, shape: DataShape, expected: str) -> None:
+    """Refuse data of a device of another shape than the server's."""
+    own = shape_in_words(shape)
+    if expected in ("", own):
+        return
+    file = config.read(NpzOptions).data_file if config.dataset == "npz" else ""
+    whose = f"Your file {file} has" if file else "Your data have"
+    raise UserError(
+        f"{whose} {own}, the server's sample {expected}: inputs need the shape of the server's, "
+        "and num_classes is stated if a label may be missing."
+    )
 
 
 def _position(config: RunConfig, node: Mapping[str, Value]) -> int:

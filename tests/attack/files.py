@@ -1,4 +1,4 @@
-"""Files that are not what they should be: data, checkpoints, stores."""
+"""Bytes that are not what they should be: data, checkpoints, stores, models, TOML, messages."""
 
 from __future__ import annotations
 
@@ -7,8 +7,15 @@ import random
 from pathlib import Path
 
 import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from safetensors.numpy import save_file
 
+from raceme.core.config import RunConfig, read_toml, write_toml
 from raceme.datasets import npz
+from raceme.flower.app import App
+from raceme.flower.link_state import LinkState
+from raceme.flower.messages import SERVER_NODE_ID, encode, identify_process
+from raceme.records.folder import read_model
 from raceme.records.record import read_run
 from raceme.records.store import RunStore
 from raceme.runs.checkpoints import DamagedError, read_tree, write_tree
@@ -77,7 +84,55 @@ def _store(rng: random.Random, folder: Path) -> None:
         read_run(folder)
 
 
-_PLAYS = {"npz": _npz, "checkpoint": _checkpoint, "store": _store}
+def _model(rng: random.Random, folder: Path) -> None:
+    """Read a damaged file of a model."""
+    path = folder / "model.safetensors"
+    save_file({"w": np.ones((3, 4), np.float32), "b": np.zeros(4)}, path, metadata={"a": "b"})
+    path.write_bytes(damaged(path.read_bytes(), rng))
+    with refused_in_a_line():
+        read_model(path)
+
+
+def _toml(rng: random.Random, folder: Path) -> None:
+    """Read a damaged configuration."""
+    path = folder / "config.toml"
+    write_toml({"strategy": "fedasync", "clients": 4, "lr": 0.1, "fedasync.alpha": 0.6}, path)
+    path.write_bytes(damaged(path.read_bytes(), rng))
+    with refused_in_a_line():
+        RunConfig.from_mapping(read_toml(path))
+
+
+def _message(rng: random.Random, _folder: Path) -> None:
+    """Take damaged bytes of a message as a reply of a device: it is an error reply."""
+    state = LinkState(App("tests/none", "1.0.0", b"a bundle"))
+    node = state.register(b"key")
+    state.greet(node)
+    assert state.activate(node, 30.0, "0.2.0/a")
+    identify_process(state.run_id, SERVER_NODE_ID)
+    content = RecordDict(
+        {"arrays": ArrayRecord([np.ones((2, 3), np.float32)]), "config": ConfigRecord({"a": 1})}
+    )
+    sent = state.push(Message(content, node, "train", ttl=600.0))
+    assert sent is not None
+    found = state.next_for(node, "")
+    assert found is not None
+    identify_process(state.run_id, node)
+    reply = encode(Message(content, reply_to=found[0]))
+    body = damaged(reply, rng)
+    assert state.accept(node, sent, body)
+    (taken,) = state.take([sent])
+    assert taken.metadata.reply_to_message_id == sent
+    assert taken.metadata.src_node_id in (node, SERVER_NODE_ID)
+
+
+_PLAYS = {
+    "npz": _npz,
+    "checkpoint": _checkpoint,
+    "store": _store,
+    "model": _model,
+    "toml": _toml,
+    "message": _message,
+}
 SUBJECTS = tuple(_PLAYS)
 
 

@@ -80,6 +80,28 @@ def test_a_mistyped_key_needs_no_scikit_learn_and_no_torch(mistyped: str, tmp_pa
     assert not {name.partition(".")[0] for name in found} & {"sklearn", "scipy", "torch"}
 
 
+DEVICE = ("device", "--superlink", "127.0.0.1:1")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (*DEVICE, "--insecure", "--node-config", "data-file='missing.npz'"),
+        (*DEVICE, "--key", "missing"),
+        (*DEVICE, "--insecure", "--when", "soon"),
+        ("serve",),
+        ("serve", "--out", "run", "--certificates", "missing"),
+        ("serve", "--out", "run", "--metrics", "nowhere"),
+        ("up", "--delay", "3", "--loss", "-1"),
+        ("fleet", "status", "nowhere"),
+        ("certs", "--out", "certs"),
+    ],
+    ids=" ".join,
+)
+def test_mistakes_of_operators_need_no_torch(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    assert "torch" not in imported(command(*arguments), tmp_path)
+
+
 def test_jobs_of_a_comparison_are_imported_without_ray(tmp_path: Path) -> None:
     found = imported("import raceme.experiments.jobs", tmp_path)
     assert not {name.partition(".")[0] for name in found} & {"ray", "torch"}

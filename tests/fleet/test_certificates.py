@@ -107,8 +107,6 @@ def test_a_new_server_certificate_comes_from_the_same_authority(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("hosts", "devices", "match"),
     [
-        (HOSTS, ["kitchen"], "devices/kitchen' exists already"),
-        (HOSTS, [], r"server\.crt' exists already"),
         (["other.example.org"], ["garden"], "does not cover 'other.example.org'"),
         (HOSTS, ["../etc"], "is not a valid device id"),
         (HOSTS, ["garden", "garden"], "have the same id"),
@@ -122,6 +120,27 @@ def test_nothing_is_overwritten_or_made_up(
     with pytest.raises(UserError, match=match):
         make_certificates(tmp_path, hosts, devices)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_only_what_is_missing_is_made(tmp_path: Path) -> None:
+    make_certificates(tmp_path, HOSTS, ["kitchen", "garden"])
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert make_certificates(tmp_path, HOSTS, ["kitchen"]) == []
+    made = make_certificates(tmp_path, [], ["kitchen", "attic"])
+    devices = tmp_path / "devices"
+    listed = tmp_path / "device-keys"
+    assert made == [devices / "attic", devices / "attic.pub", listed]
+    assert set(read_device_keys(listed).values()) == {"kitchen", "garden", "attic"}
+    assert {path: path.read_bytes() for path in before if path != listed} == {
+        path: content for path, content in before.items() if path != listed
+    }
+    # The public half comes from the private one; a key that a device has made stays.
+    (devices / "garden.pub").unlink()
+    (devices / "kitchen").unlink()
+    made = make_certificates(tmp_path, [], ["kitchen", "garden"])
+    assert made == [devices / "garden.pub", listed]
+    assert (devices / "garden.pub").read_bytes() == before[devices / "garden.pub"]
+    assert set(read_device_keys(listed).values()) == {"kitchen", "garden", "attic"}
 
 
 def test_a_device_is_added_without_the_name_of_the_server(tmp_path: Path) -> None:

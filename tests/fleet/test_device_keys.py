@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import sqlite3
 from contextlib import closing
 from pathlib import Path
 
 import pytest
-from processes import ROOT, Loopback, Process, loopback
+from processes import ROOT, Loopback, Process, free_port, loopback, raceme, wait_until
+
+from raceme.fleet.certificates import make_certificates
+from raceme.records.folder import command
 
 TASK = r"train task \d+: done"
 
@@ -19,6 +23,28 @@ def device(bed: Loopback, key: str, claimed: str) -> Process:
         *("--root-certificates", f"{folder}/ca.crt", "--key", f"{folder}/devices/{key}"),
         *("--device-id", claimed, "--node-config", "partition-id=0 num-partitions=2"),
     )
+
+
+def test_a_device_has_the_id_of_its_key_and_keeps_its_place(tmp_path: Path) -> None:
+    make_certificates(tmp_path / "certs", ["127.0.0.1"], ["kitchen", "garden"])
+    run = ["--strategy", "fedasync", "--dataset", "digits", "--clients", "2", "--eval-every", "999"]
+    with loopback(tmp_path) as bed:
+        bed.fleet_port = free_port()
+        address = ["--address", bed.fleet_address, "--metrics", "off", "--certificates", "certs"]
+        server = bed.start("serve", raceme("serve", *address, *run, "--out", "out"))
+        server.wait_for("Listening on", 240)
+        garden_key = ["--root-certificates", "certs/ca.crt", "--key", "certs/devices/garden"]
+        part = ["--node-config", "partition-id=0 num-partitions=2"]
+        garden = bed.device(*garden_key, *part)
+        garden.wait_for(TASK, 180)
+        second = bed.device(*garden_key, *part, "--device-id", "kitchen")
+        assert second.wait(180) == 2
+        said = "It states the id 'kitchen', but its key is that of 'garden'"
+        assert said in second.text().splitlines()[-1]
+        assert said in server.text()
+        done = len(re.findall(TASK, garden.text()))
+        wait_until(lambda: len(re.findall(TASK, garden.text())) > done + 1, 60, garden.describe)
+        assert [row["device"] for row in command(tmp_path / "out", "devices")] == ["garden"]
 
 
 @pytest.mark.slow

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gzip
 import logging
 import re
 import threading
 import time
+import tracemalloc
 from base64 import b64decode, b64encode
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta, tzinfo
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import grpc
@@ -42,6 +45,48 @@ def post(server: Server, name: str, body: bytes, headers: dict[str, str]) -> htt
         headers={"content-type": MEDIA_TYPE, **headers},
         timeout=10,
     )
+
+
+@pytest.mark.parametrize("where", ["GetRun", "RegisterNode"])
+def test_a_body_that_says_it_is_compressed_is_not_unpacked(tmp_path: Path, where: str) -> None:
+    bomb = gzip.compress(bytes(64 << 20))
+    with serving(tmp_path) as server, light_device(server, transport="http") as link:
+        signed = Signer(*generate_keys()).headers()
+        tracemalloc.start()
+        answered = post(server, where, bomb, {**signed, "content-encoding": "gzip"})
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert answered.status_code in (400, 401)
+        assert most < 8 << 20
+        round_trip(server, link, 1)
+
+
+def test_a_server_that_answers_with_a_bomb_fills_no_device(tmp_path: Path) -> None:
+    bomb = gzip.compress(bytes(64 << 20))
+
+    class Bomber(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.send_response(200)
+            self.send_header("content-type", MEDIA_TYPE)
+            self.send_header("content-encoding", "gzip")
+            self.send_header("content-length", str(len(bomb)))
+            self.end_headers()
+            self.wfile.write(bomb)
+
+        def log_message(self, *_line: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Bomber) as bomber:
+        threading.Thread(target=bomber.serve_forever, daemon=True).start()
+        place = Endpoint(f"127.0.0.1:{bomber.server_port}", True, transport="http")
+        tracemalloc.start()
+        joining = join(place, generate_keys(), StopSignal(), register=True)
+        with pytest.raises(UserError, match="is not a Fleet API"), joining:
+            pass
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        bomber.shutdown()
+    assert most < 8 << 20
 
 
 def test_paths_are_those_of_flower() -> None:

@@ -6,10 +6,13 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
+import numpy as np
 import pytest
 from fleet_api import FleetApi, fleet_api
-from processes import wait_until
+from nodes import write_device
+from processes import free_port, loopback, raceme, wait_until
 
 from raceme.core.signals import StopSignal
 from raceme.fleet.device import DeviceOptions, PatientCalls, _stay_online
@@ -73,3 +76,34 @@ def test_a_device_whose_former_self_was_online_lets_the_strategy_notice(
             former.close()
             wait_until(lambda: said("joining again: an earlier process of this device was"), 20)
             wait_until(lambda: said("online at"), 20)
+
+
+def test_data_that_do_not_fit_are_refused_at_the_start(tmp_path: Path) -> None:
+    write_device(tmp_path / "sample.npz")
+    wide = {name: np.ones((4, 5)) for name in ("x_train", "x_test")}
+    classes = {name: np.arange(4) % 3 for name in ("y_train", "y_test")}
+    np.savez(tmp_path / "wide.npz", **wide, **classes)
+    with loopback(tmp_path) as place:
+        place.fleet_port = free_port()
+        keys = ["--dataset", "npz", "--data-file", "sample.npz", "--out", "out", "--metrics", "off"]
+        server = place.start("serve", raceme("serve", "--address", place.fleet_address, *keys))
+        missing, wide_device, lost = (
+            place.device("--insecure", "--device-id", name, *config)
+            for name, config in (
+                ("attic", ["--node-config", "data-file='missing.npz'"]),
+                ("kitchen", ["--node-config", "data-file='wide.npz'"]),
+                ("cellar", []),
+            )
+        )
+        assert missing.wait(180) == 2
+        assert "There is no data file missing.npz" in missing.text()
+        assert "online at" not in missing.text()
+        server.wait_for("Listening on", 240)
+        said = (
+            "Your file wide.npz has 5 features and 3 classes, the server's sample 4 features and 3"
+        )
+        wide_device.wait_for(said, 180)
+        server.wait_for(f"A client is refused: .*{said}", 60)
+        # The server's own file lies where this device would find it.
+        lost.wait_for("This device has no data file: start it with --node-config", 180)
+        assert "done in" not in wide_device.text() + lost.text()

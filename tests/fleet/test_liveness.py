@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from flwr.proto.fleet_pb2 import DeactivateNodeRequest
@@ -73,6 +74,37 @@ def test_a_process_with_the_key_takes_the_place_of_an_earlier_one_at_once(
         assert server.state.online() == [node]
 
 
+@pytest.mark.parametrize("transport", ["grpc", "http"])
+@pytest.mark.parametrize("bound", ["", "garden"])
+def test_a_process_with_the_key_and_another_id_takes_no_place(
+    tmp_path: Path, bound: str, transport: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    registered = {public_key_to_bytes(KEYS[1]): "garden"}
+    with serving(tmp_path, registered=lambda: registered, holder=lambda _key: bound) as server:
+        with light_device(server, KEYS, transport, "garden") as garden:
+            second = light_device(server, KEYS, transport, "kitchen")
+            with pytest.raises(UserError, match="states the id 'kitchen'") as refused, second:
+                pass
+            assert "garden" in str(refused.value)
+            assert "A node is refused: It states the id 'kitchen'" in caplog.text
+            round_trip(server, garden, 1)
+            # One with its own id may have been started in its place.
+            with light_device(server, KEYS, transport, "garden") as again:
+                round_trip(server, again, 2)
+        # Without a list of keys, ids are taken on trust.
+        late = light_device(server, KEYS, transport, "kitchen")
+        with pytest.raises(UserError) if bound else late:
+            if bound:
+                late.__enter__()
+
+
+@pytest.mark.parametrize("transport", ["grpc", "http"])
+def test_a_device_is_told_the_id_of_its_key(server: Server, transport: str) -> None:
+    with light_device(server, KEYS, transport) as link:
+        assert link.server is not None
+        assert link.server.device == "a"
+
+
 def test_a_supernode_of_flowers_waits_until_the_former_is_gone(server: Server) -> None:
     with light_device(server, KEYS) as link:
         assert not server.state.activate(link.node_id, 30.0)
@@ -100,7 +132,7 @@ def test_a_silent_device_is_offline_soon_and_its_work_is_lost_later(
         beat = server.state.beat
         monkeypatch.setattr(server.state, "beat", lambda *_: False)
         wait_until(lambda: not server.state.online(), 5)
-        server.state._looked_at = 0.0
+        server.state._checked_at = 0.0
         assert server.grid.pull_messages([first, second]) == []
         monkeypatch.setattr(server.state, "beat", beat)
         wait_until(server.state.online, 5)
@@ -110,9 +142,30 @@ def test_a_silent_device_is_offline_soon_and_its_work_is_lost_later(
         monkeypatch.setattr(server.state, "beat", lambda *_: False)
         wait_until(lambda: not server.state.online(), 5)
         monkeypatch.setattr(link_state, "_WORK_SECONDS", 0.0)
-        server.state._looked_at = 0.0
+        server.state._checked_at = 0.0
         (reply,) = server.wait(second)
         assert reply.error.code == NODE_UNAVAILABLE
+
+
+@pytest.mark.parametrize("jump", [3600.0, -3600.0])
+def test_a_clock_that_is_set_by_an_hour_costs_no_device_and_no_message(
+    server: Server, monkeypatch: pytest.MonkeyPatch, jump: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    with light_device(server, KEYS) as link:
+        at_work, waiting = (server.push(link.node_id, number, ttl=600.0) for number in (1, 2))
+        message = fetch(link)
+        # Of the server alone: gRPC measures its deadlines on the same clock.
+        moved = {**vars(time), "time": lambda: time.time() + jump}
+        monkeypatch.setattr(link_state, "time", SimpleNamespace(**moved))
+        assert server.state.online() == [link.node_id]
+        assert f"set {'forward' if jump > 0 else 'back'} by 3600 s" in caplog.text
+        answer(link, message)
+        assert number_of(server.wait(at_work)[0]) == 1
+        answer(link, fetch(link))
+        assert number_of(server.wait(waiting)[0]) == 2
+        later = server.push(link.node_id, 3, ttl=2 * 3600.0)
+        answer(link, fetch(link))
+        assert number_of(server.wait(later)[0]) == 3
 
 
 def health(port: int) -> int:

@@ -36,7 +36,7 @@ from raceme.core.events import (
     Verdict,
 )
 from raceme.fleet.certificates import make_certificates, make_token
-from raceme.fleet.serve import MOST_DEVICES, Metrics, StatusPort, label_of
+from raceme.fleet.serve import MOST_DEVICES, REASONS, Metrics, StatusPort, label_of
 from raceme.flower.link_state import LinkState
 from raceme.flower.messages import NODE_UNAVAILABLE
 
@@ -160,7 +160,7 @@ def test_devices_messages_and_silences_are_those_of_the_moment(tmp_path: Path) -
     with serving(tmp_path) as server, light_device(server) as link:
         names = {link.node_id: 'kit"chen\n\x1b[1m'}
         metrics, clock = metrics_of(names, server.state)
-        metrics.hear(link.node_id)
+        metrics.note_call(link.node_id)
         for number in (1, 2, 3):
             server.push(link.node_id, number)
         fetch(link)
@@ -190,7 +190,7 @@ def test_so_many_devices_are_listed_and_no_more() -> None:
     )
     for node in range(MOST_DEVICES + 100):
         clock.now += 1
-        metrics.hear(node)
+        metrics.note_call(node)
     found = figures(metrics.page())
     listed = [labels for name, labels in found if name == "raceme_device_silence_seconds"]
     assert len(listed) == MOST_DEVICES
@@ -218,7 +218,7 @@ def test_series_of_devices_have_their_labels() -> None:
     names = {1: "kitchen", 2: "hall"}
     metrics = Metrics(LinkState(APP), lambda: names, lambda: 1, Clock(), labels.__getitem__)
     for node in names:
-        metrics.hear(node)
+        metrics.note_call(node)
     page = metrics.page().decode()
     (family,) = (
         family
@@ -268,7 +268,7 @@ def test_the_second_port_answers() -> None:
 )
 def test_figures_come_in_the_text_that_is_accepted(accept: str, is_open: bool) -> None:
     metrics, _ = metrics_of({1: "kitchen"})
-    metrics.hear(1)
+    metrics.note_call(1)
     metrics(applied(0))
     address = f"127.0.0.1:{free_port()}"
     with StatusPort(address, metrics.page, lambda: (True, {})):
@@ -379,7 +379,7 @@ def test_tokens_that_can_be_guessed_are_refused(tmp_path: Path) -> None:
 
 def test_dashboard_and_alerts_ask_for_figures_that_there_are() -> None:
     metrics, _ = metrics_of({1: "kitchen"})
-    metrics.hear(1)
+    metrics.note_call(1)
     metrics(Evaluated(2.0, 20, 0.6, 0.6, 2, {"kitchen": (0, 0.6, 0.6)}))
     metrics.certificate_until = datetime.fromtimestamp(2e9, UTC)
     names = {name for name, _ in figures(metrics.page())}
@@ -393,6 +393,8 @@ def test_dashboard_and_alerts_ask_for_figures_that_there_are() -> None:
         used = set(re.findall(r"raceme_\w+|process_\w+", expression))
         assert used or expression.startswith("up{")
         assert used <= names
+        reasons = set(re.findall(r'reason="(\w+)"', expression))
+        assert reasons <= {*REASONS.values(), "verdict", "other"}
 
 
 def test_alerts_fire_when_they_should() -> None:

@@ -86,7 +86,7 @@ def test_both_kinds_of_devices_work_side_by_side(
 def greets(monkeypatch: pytest.MonkeyPatch, greeting: Greeting) -> Iterator[None]:
     """Let devices, which are in this process too, greet as another version would."""
 
-    def greeted(transport: direct.Transport, calls: direct.Calls) -> Greeting:
+    def greeted(transport: direct.Transport, calls: direct.Calls, _device: str) -> Greeting:
         answer = calls.invoke(transport.greet, greeting.to_bytes())
         return Greeting.from_bytes(answer)
 
@@ -243,7 +243,7 @@ def test_a_clock_that_is_set_sends_nobody_offline_and_loses_no_message(
         clock.strftime, clock.gmtime = time.strftime, time.gmtime
         monkeypatch.setattr(message_state, "time", clock)
         monkeypatch.setattr(server.state._skew, "_wall", wall)
-        server.state._looked_at = 0.0
+        server.state._checked_at = 0.0
         assert server.state.online() == [link.node_id]
         assert server.grid.pull_messages([key]) == []
         answer(link, message)

@@ -31,7 +31,8 @@ from raceme.records.versions import Stage, VersionStore
 from raceme.strategies import FedAsync, FedAsyncParameters, Plan
 
 NUMBER = 3
-CHOICES = ("trains", "spoils", "is broken")
+BEHAVIOURS = ("trains", "spoils", "is broken")
+"""Train towards the target, away from it, or refuse every model."""
 
 
 class Devices:
@@ -47,15 +48,14 @@ class Devices:
 
     def __init__(self, server: Server, folder: Path) -> None:
         spawn = multiprocessing.get_context("spawn")
-        self._mood, self._folder = spawn.Value("i", 0), folder
+        self._behaviour, self._folder = spawn.Value("i", 0), folder
         self._process = spawn.Process(
-            target=answer_all, args=(server.address, folder, self._mood), daemon=True
+            target=answer_all, args=(server.address, folder, self._behaviour), daemon=True
         )
         self._process.start()
 
-    def be(self, mood: str) -> None:
-        """Train towards the target, away from it, or refuse every model."""
-        self._mood.value = CHOICES.index(mood)
+    def behave(self, behaviour: str) -> None:
+        self._behaviour.value = BEHAVIOURS.index(behaviour)
 
     def used(self, number: int) -> list[tuple[int, float]]:
         """Return the versions that a device was given, each with the mean of its weights."""
@@ -72,11 +72,13 @@ class Devices:
         self._process.join(20)
 
 
-def answer_all(address: str, folder: Path, mood: Any) -> None:
-    """Be all devices."""
-    speaking = threading.Lock()
+def answer_all(address: str, folder: Path, behaviour: Any) -> None:
+    """Answer as all devices, in a process of their own."""
+    sending = threading.Lock()
     threads = [
-        threading.Thread(target=be, args=(address, number, folder, mood, speaking), daemon=True)
+        threading.Thread(
+            target=answer_as_device, args=(address, number, folder, behaviour, sending), daemon=True
+        )
         for number in range(NUMBER)
     ]
     for thread in threads:
@@ -85,11 +87,21 @@ def answer_all(address: str, folder: Path, mood: Any) -> None:
         thread.join()
 
 
-def be(address: str, number: int, folder: Path, mood: Any, speaking: threading.Lock) -> None:
-    """Be one device."""
+def answer_as_device(
+    address: str, number: int, folder: Path, behaviour: Any, sending: threading.Lock
+) -> None:
+    """Answer every message of a server as one device, which notes the versions that it uses.
+
+    Parameters
+    ----------
+    behaviour : Value
+        Place in `BEHAVIOURS`.
+    sending : Lock
+        Held while a reply is made and sent: messages of a process are those of one node at a time.
+    """
 
     def spoil(reply: Message, _number: int) -> Message:
-        if CHOICES[mood.value] == "spoils":
+        if BEHAVIOURS[behaviour.value] == "spoils":
             for record in reply.content.array_records.values():
                 for array in record.values():
                     values = np.full(array.shape, -3, np.float32)
@@ -102,7 +114,7 @@ def be(address: str, number: int, folder: Path, mood: Any, speaking: threading.L
         settings = message.content.config_records.get("config", ConfigRecord())
         if settings.get("kind") != "use":
             return app(message, context)
-        if "arrays" in message.content and CHOICES[mood.value] != "is broken":
+        if "arrays" in message.content and BEHAVIOURS[behaviour.value] != "is broken":
             told.update({key: settings[key] for key in settings if key.startswith("used-")})
             mean = float(read(message.content["arrays"]).mean())
             with (folder / f"used-{number}").open("a") as file:
@@ -116,7 +128,7 @@ def be(address: str, number: int, folder: Path, mood: Any, speaking: threading.L
                 continue
             message = received[1]()
             context = Context(1, link.node_id, {"partition-id": number}, RecordDict(), {})
-            with speaking:
+            with sending:
                 identify_process(message.metadata.run_id, link.node_id)
                 link.send(answer(message, context), 0.01)
 
@@ -145,7 +157,7 @@ class Run:
     def do(self, function: Callable[[], Any]) -> Any:
         answer: Future[Any] = Future()
         self._asked.append((function, answer))
-        self.server.grid.tell()
+        self.server.grid.wake()
         return answer.result(20)
 
     def held(self) -> int:
@@ -216,7 +228,7 @@ def test_a_worse_version_is_held_and_an_operator_goes_back(
     with running(tmp_path) as run:
         devices = Devices(run.server, tmp_path)
         until(lambda: run.in_use() >= 3 and all(devices.used(k) for k in range(NUMBER)), caplog)
-        devices.be("spoils")
+        devices.behave("spoils")
         until(lambda: "is held: accuracy" in caplog.text, caplog)
         # What they use stays, however long training goes wrong.
         held = run.held()
@@ -227,7 +239,7 @@ def test_a_worse_version_is_held_and_an_operator_goes_back(
             versions, means = zip(*devices.used(number), strict=True)
             assert sorted(versions) == list(versions), "no version is used twice"
             assert min(means) > -0.5, "from 0 towards the target, 1, not to -3"
-        devices.be("trains")
+        devices.behave("trains")
         until(lambda: run.in_use() > good, caplog)
 
         target = until(lambda: run.do(lambda: go_back(run.rollouts)), caplog)
@@ -274,7 +286,7 @@ def test_trouble_ends_nothing_and_another_process_goes_on(
     blocked.touch()
     with running(tmp_path) as run:
         devices = Devices(run.server, tmp_path)
-        devices.be("is broken")
+        devices.behave("is broken")
         until(lambda: "Versions cannot be kept: " in caplog.text, caplog)
         seen = run.updates()
         until(lambda: run.updates() > seen + 12, caplog)

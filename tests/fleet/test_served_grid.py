@@ -17,8 +17,9 @@ from processes import free_port
 from serving import APP, Later, Server, answer, fetch, light_device, number_of, round_trip, serving
 
 from raceme.core.timeline import Resumable, Timeline
+from raceme.fleet import served_grid
 from raceme.fleet.device import RunOverError
-from raceme.fleet.served_grid import ServedGrid
+from raceme.fleet.served_grid import Journal, ServedGrid
 from raceme.flower import fleet_client as direct
 from raceme.flower import link_state as message_state
 from raceme.flower.fleet_protocol import generate_keys
@@ -39,6 +40,17 @@ def saved(server: Server, folder: Path) -> Any:
     """Return what a server saves, as a checkpoint's file gives it back."""
     write_tree(folder / "tree.safetensors", server.grid.state_dict(), {})
     return read_tree(folder / "tree.safetensors")[0]
+
+
+def test_a_wait_ends_without_replies_so_that_a_run_looks_at_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served_grid, "_WAIT_SECONDS", 0.1)
+    with serving(tmp_path) as server, light_device(server) as link:
+        sent = server.push(link.node_id, 1)
+        server.grid.get_node_ids()
+        waiting = Later(lambda: [server.grid.wait([sent]) for _ in range(20)])
+        assert waiting.wait() == [[]] * 20
 
 
 def test_a_message_and_its_reply_arrive_as_they_were_sent(tmp_path: Path) -> None:
@@ -360,3 +372,48 @@ def test_registered_devices_stay_their_nodes_from_the_first_checkpoint_on(tmp_pa
 def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path) -> None:
     with serving(tmp_path) as server, pytest.raises(ValueError, match="virtual time"):
         server.grid.load_state_dict({"queue": {}})
+
+
+def test_entries_come_back_in_order_from_a_file_on(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "new")
+    entries = [[b"a", b"", b"bc"], [b"d"], []]
+    first = journal.begin()
+    journal.append(entries[0])
+    second = journal.begin()
+    journal.append(entries[1])
+    journal.append(entries[2])
+    # As after a crash: nothing was closed.
+    again = Journal(tmp_path / "new")
+    assert list(again.read(first)) == entries
+    assert list(again.read(second)) == entries[1:]
+    third = again.begin()
+    assert third > second
+    again.drop(second)
+    assert list(again.read(first)) == entries[1:]
+
+
+@pytest.mark.parametrize("left", [3, 12, 40])
+def test_an_entry_that_was_not_written_wholly_is_not_there(tmp_path: Path, left: int) -> None:
+    journal = Journal(tmp_path)
+    number = journal.begin()
+    journal.append([b"whole", b"entry"])
+    journal.close()
+    (path,) = tmp_path.iterdir()
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole[:left])
+    assert list(Journal(tmp_path).read(number)) == [[b"whole", b"entry"]]
+    path.write_bytes(whole[:-40] + b"?" + whole[-39:])
+    assert list(Journal(tmp_path).read(number)) == []
+
+
+def test_what_cannot_be_written_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    journal = Journal(tmp_path)
+    journal.append([b"before there is a file"])
+    journal.begin()
+    with Path("/dev/full").open("wb", buffering=0) as full:
+        journal._file = full  # type: ignore[assignment]
+        journal.append([b"an entry"])
+        journal.append([b"an entry"])
+    assert caplog.text.count("No space left on device") == 1

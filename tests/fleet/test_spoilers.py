@@ -42,8 +42,8 @@ def keys_of(pem: bytes) -> Keys:
     return private, private.public_key()
 
 
-def be(address: str, key: bytes, partition: int, spoils: bool) -> None:
-    """Answer as one device; one that spoils leaves after each answer, and comes back."""
+def answer_as_device(address: str, key: bytes, partition: int, spoils: bool) -> None:
+    """Answer every message of a server; a device that spoils leaves after each, and comes back."""
     keys = keys_of(key)
     app = pulled_app([np.ones(8)] * 2, change=spoiled if spoils else None)
     while True:
@@ -105,7 +105,9 @@ def test_one_that_leaves_and_comes_back_ends_no_run(tmp_path: Path) -> None:
     with serving(tmp_path, registered=lambda: public, clients_min=2) as server:
         spawn = multiprocessing.get_context("spawn")
         devices = [
-            spawn.Process(target=be, args=(server.address, pems[n], n, n == 1), daemon=True)
+            spawn.Process(
+                target=answer_as_device, args=(server.address, pems[n], n, n == 1), daemon=True
+            )
             for n in range(2)
         ]
         for device in devices:

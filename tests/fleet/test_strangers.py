@@ -20,11 +20,17 @@ import numpy as np
 import pytest
 from flwr.app import ArrayRecord, Message, RecordDict
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
-from processes import free_port, loopback, raceme
+from processes import free_port, loopback, raceme, wait_until
 from serving import APP, fetch, light_device, serving
 
 from raceme.core.signals import StopSignal
-from raceme.fleet.certificates import make_certificates, read_device_key
+from raceme.fleet.certificates import (
+    make_certificates,
+    make_token,
+    read_certificates,
+    read_device_key,
+    read_token,
+)
 from raceme.fleet.device import join
 from raceme.fleet.serve import StatusPort
 from raceme.flower.fleet_client import Endpoint, ObjectPushError
@@ -38,6 +44,7 @@ from raceme.reporting.dashboard.source import Watched
 
 RUN = ["--strategy", "fedasync", "--dataset", "digits", "--eval-every", "1000"]
 RUN += ["--clients", "2", "--groups", "0.5,0.5"]
+LOCAL = Access("127.0.0.1")
 
 
 def connect(port: int, most: int, stack: ExitStack) -> list[socket.socket]:
@@ -76,7 +83,7 @@ def status_port(_folder: Path) -> Iterator[int]:
 
 
 @contextmanager
-def dashboard(folder: Path) -> Iterator[int]:
+def dashboard(folder: Path, access: Access = LOCAL) -> Iterator[int]:
     ended = threading.Event()
 
     async def until() -> None:
@@ -85,7 +92,6 @@ def dashboard(folder: Path) -> Iterator[int]:
 
     with bind("127.0.0.1", 0) as listening:
         watched = Watched(folder / "run", False)
-        access = Access("127.0.0.1")
         thread = threading.Thread(target=serve, args=(listening, watched, access, until))
         thread.start()
         try:
@@ -113,6 +119,31 @@ def test_connections_that_drip_are_closed(port_of: type, tmp_path: Path) -> None
         assert time.monotonic() < end
 
 
+@contextmanager
+def supernode_port(_folder: Path) -> Iterator[int]:
+    port = free_port()
+    http = f"127.0.0.1:{port}"
+    with FleetApi(LinkState(APP), f"127.0.0.1:{free_port()}", http=http) as api:
+        api.start()
+        yield port
+
+
+@pytest.mark.parametrize("port_of", [status_port, dashboard, supernode_port])
+def test_a_flood_of_headers_is_cut_off(port_of: type, tmp_path: Path) -> None:
+    with port_of(tmp_path) as port, ExitStack() as stack:
+        (sender,) = connect(port, 1, stack)
+        sender.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n")
+        line, sent = b"X-A: " + b"a" * 1000 + b"\r\n", 0
+        with suppress(ConnectionError):
+            while sent < 64 << 20:
+                sender.sendall(line)
+                sent += len(line)
+        # What the buffers of both sockets hold is sent before the connection is seen to be closed.
+        assert sent < 64 << 20
+        found = "200" if port_of is not supernode_port else "404"
+        assert found in ask(port, path="/healthz" if port_of is status_port else "/")
+
+
 @PORTS
 def test_connections_beyond_a_limit_are_closed_and_the_others_are_answered_later(
     port_of: type, tmp_path: Path
@@ -124,6 +155,36 @@ def test_connections_beyond_a_limit_are_closed_and_the_others_are_answered_later
         time.sleep(11)
         assert all(map(is_closed, silent))
         assert "200" in ask(port, path="/healthz" if port_of is status_port else "/")
+
+
+@contextmanager
+def secure_ports(folder: Path) -> Iterator[list[int]]:
+    """The three ports that speak HTTPS: of figures, of the page, and of SuperNodes."""
+    certs = folder / "certs"
+    make_certificates(certs, ["127.0.0.1"], [])
+    make_token(certs)
+    made = read_certificates(certs)
+    access = Access("0.0.0.0", read_token(certs), made.certificate.decode(), made.key.decode())
+    figures, supernodes = free_port(), free_port()
+    api = FleetApi(LinkState(APP), f"127.0.0.1:{free_port()}", made, http=f"127.0.0.1:{supernodes}")
+    with (
+        StatusPort(f"0.0.0.0:{figures}", lambda _: b"figures", lambda: (True, {}), certs),
+        dashboard(folder, access) as page,
+        api,
+    ):
+        api.start()
+        yield [figures, page, supernodes]
+
+
+def test_handshakes_of_tls_that_do_not_come_are_given_up(tmp_path: Path) -> None:
+    with secure_ports(tmp_path) as ports, ExitStack() as stack:
+        silent = [connect(port, 1, stack)[0] for port in ports]
+        dripping = [connect(port, 1, stack)[0] for port in ports]
+        # The head of a record of 16 KiB.
+        for connection in dripping:
+            connection.sendall(bytes([22, 3, 1, 64, 0]))
+        assert not any(map(is_closed, [*silent, *dripping]))
+        wait_until(lambda: all(map(is_closed, [*silent, *dripping])), 12)
 
 
 @PORTS

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 from raceme.cli import app
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
-from raceme.fleet.testbed import Shape, descendants, netem, shapes_of
+from raceme.fleet.testbed import Logs, Shape, descendants, netem, readable, shapes_of
 from raceme.records.record import read_run
 from raceme.records.store import read_events
 from raceme.runs.experiment import simulate
@@ -157,6 +158,19 @@ def test_a_killed_testbed_ends_its_processes_with_a_checkpoint(
 
 
 @pytest.mark.slow
+def test_a_full_disk_is_no_success(place: Loopback, tmp_path: Path) -> None:
+    bed = up(place, *KEYS, "--max-updates", "5000", "--out", str(tmp_path / "out"))
+    bed.wait_for(r"serve +\| update +4 ", 120)
+    (server,) = (child for child, line in family(bed).items() if " serve " in line)
+    # No file grows beyond that, as on a disk that is full.
+    resource.prlimit(server, resource.RLIMIT_FSIZE, (2000, 2000))
+    assert bed.wait(120) == 2, bed.describe()
+    assert "run.sqlite can no longer be written" in bed.text()
+    assert "Results without" in bed.text()
+    assert "Results, plots and models" not in bed.text()
+
+
+@pytest.mark.slow
 def test_a_server_that_refuses_to_resume_is_no_success(place: Loopback, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert up(place, *KEYS, "--max-updates", "4", "--out", str(out)).wait(120) == 0
@@ -226,3 +240,35 @@ def test_devices_in_namespaces_with_a_share_of_the_cpu(place: Loopback, tmp_path
     assert bed.wait(120) == 0, bed.describe()
     assert len(read_run(out).updates.seq) == 10
     wait_until(lambda: not list(Path("/run/netns").glob(f"rc{bed.handle.pid}*")), 5)
+
+
+STAMP = "2026-11-23 13:54:28,605"
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        (f"{STAMP} INFO online at 127.0.0.1:9092 as node 5", "online at 127.0.0.1:9092 as node 5"),
+        (f"{STAMP} INFO run 12: train task 3: done in 0.12 s, sent in 0.01 s", None),
+        (f"{STAMP} INFO run 12: query: done in 8.33 s, sent in 0.01 s", None),
+        (f"{STAMP} WARNING cannot be reached", "WARNING: cannot be reached"),
+        (f"{STAMP} ERROR no data", "ERROR: no data"),
+        ("Traceback (most recent call last):", "Traceback (most recent call last):"),
+        ("update    1  client-0  cluster 0", "update    1  client-0  cluster 0"),
+    ],
+)
+def test_routine_is_left_out_and_trouble_is_not(line: str, shown: str | None) -> None:
+    assert readable(line) == shown
+
+
+def test_files_have_every_line_once_the_folder_is_the_runs(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    logs = Logs(out)
+    logs.write("serve", "first")
+    assert not out.exists()
+    out.mkdir()
+    (out / "run.sqlite").touch()
+    logs.write("device 0", "second")
+    logs.write("serve", "third")
+    found = {path.name: path.read_text() for path in (out / "logs").iterdir()}
+    assert found == {"serve.log": "first\nthird\n", "device-0.log": "second\n"}

@@ -11,7 +11,7 @@ from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, 
 
 from raceme.flower import link_state
 from raceme.flower.app import App
-from raceme.flower.link_state import FleetObserver, LinkState
+from raceme.flower.link_state import ClockSkew, FleetObserver, LinkState, MessageCache
 from raceme.flower.messages import (
     NODE_UNAVAILABLE,
     SERVER_NODE_ID,
@@ -331,3 +331,41 @@ def test_messages_are_refused_that_state_too_little(state: LinkState) -> None:
         assert state.push(message) is None
     assert state.heads == {}
     assert len(state.objects) == 0
+
+
+def test_a_jump_is_told_once_and_small_corrections_are_none(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    wall, steady = 1000.0, 5.0
+    jumps = ClockSkew(lambda: wall, lambda: steady)
+    wall, steady = wall + 3600 + 1, steady + 1
+    assert jumps.seconds() == 3600
+    assert jumps.seconds() == 0
+    assert "set forward by 3600 s" in caplog.text
+    wall += 5
+    assert jumps.seconds() == 0
+    wall -= 7205
+    assert jumps.seconds() == pytest.approx(-7200)
+    assert "set back by 7200 s" in caplog.text
+
+
+def test_the_latest_messages_are_kept_until_they_are_too_many_bytes() -> None:
+    identify_process(1, SERVER_NODE_ID)
+    content = RecordDict({"arrays": ArrayRecord([np.zeros(4, np.int8)])})
+    size = content["arrays"].count_bytes()
+    cache = MessageCache(most_bytes=2 * size + 1)
+    sent = {name: Message(content, 1, "train") for name in "abcd"}
+    for name, message in sent.items():
+        cache.put(name, message)
+    # What waits for its node is kept, however much it is.
+    assert all(name in cache for name in sent)
+    for name in "abc":
+        assert cache.hand_out(name) is sent[name]
+    assert "a" not in cache
+    assert cache.hand_out("a") is None
+    assert cache.hand_out("b") is sent["b"]
+    cache.drop("b")
+    cache.drop("unknown")
+    # Those of c and of d: there is room again.
+    assert cache.hand_out("d") is sent["d"]
+    assert cache.get("c") is sent["c"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -317,9 +318,9 @@ def test_lines_of_events() -> None:
     )
 
 
-def printed(summary: dict[str, Any], out: Path) -> str:
+def printed(summary: dict[str, Any], out: Path, missing: Sequence[str] = ()) -> str:
     file = StringIO()
-    print_summary(summary, out, Console(file=file, width=100, highlight=False))
+    print_summary(summary, out, Console(file=file, width=100, highlight=False), missing=missing)
     return file.getvalue()
 
 
@@ -342,7 +343,7 @@ def test_the_summary_of_a_run() -> None:
         "clusters": "2",
         "purity": "1.000",
         "clients": "1",
-        "updates": "7 (1 rejected)",
+        "updates": "7 (1 rejected, why: run.log)",
         "virtual time": "6.0 s",
         "wall time": "2.0 s (4 updates/s)",
         "traffic": "900 B up, 1.5 kB down",
@@ -402,3 +403,9 @@ def test_a_folder_below_is_shown_from_here(tmp_path: Path, monkeypatch: pytest.M
 def test_traffic_has_units_that_suit(count: int, expected: str) -> None:
     summary = summary_of([], wall_time=1.0) | {"bytes_up": count}
     assert f"{expected} up," in printed(summary, Path("/elsewhere"))
+
+
+def test_what_results_lack_is_said() -> None:
+    text = printed(summary_of(RUN, wall_time=4.2), Path("out"), ["run.sqlite", "trace.jsonl"])
+    assert "Results without run.sqlite, trace.jsonl: out" in text
+    assert "plots and models" not in text

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+import struct
 from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp.mod import fixedclipping_mod
 from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping, FedAvg
+from scipy.stats import kstest
 
-from raceme.client_app import LocalPrivacy, client_app
+from raceme.client_app import LocalPrivacy, client_app, gaussian_noise
 from raceme.core import events
 from raceme.core.config import RunConfig
 from raceme.core.scheduling import RoundsParameters
@@ -91,9 +94,46 @@ def noise_on(private: Message, plain: Message) -> np.ndarray:
     return noise
 
 
+def test_noise_is_the_key_stream_of_a_cipher() -> None:
+    key = bytes(range(32))
+    # A normal number takes four 64-bit numbers, all first ones before all second ones.
+    stream = Cipher(algorithms.AES256(key), modes.CTR(bytes(16))).encryptor().update(bytes(128))
+    numbers = [number >> 11 for number in struct.unpack("<16Q", stream)]
+
+    def pair(first: int, second: int) -> float:
+        radius = math.sqrt(-2 * math.log((first + 1) / 2**53))
+        angle = 2 * math.pi * second / 2**53
+        return radius * (math.cos(angle) + math.sin(angle))
+
+    expected = [
+        (pair(numbers[i], numbers[8 + i]) + pair(numbers[4 + i], numbers[12 + i])) / 2
+        for i in range(4)
+    ]
+    assert gaussian_noise(key, 4) == pytest.approx(expected)
+
+
+def test_noise_is_normal() -> None:
+    noise = gaussian_noise(bytes(32), 200_000)
+    assert kstest(noise, "norm").pvalue > 0.01
+    # Neighbours, and numbers of two blocks.
+    for other in (noise[1:], noise[1 << 16 :]):
+        assert abs(np.corrcoef(noise[: other.size], other)[0, 1]) < 4 / math.sqrt(other.size)
+
+
+def test_an_update_that_is_not_finite_does_not_leave_the_device() -> None:
+    message = asked()
+    shapes = [array.shape for array in initial_arrays(CONFIG).to_numpy_ndarrays()]
+    lost = [np.full(shape, np.nan, np.float32) for shape in shapes]
+    names = initial_arrays(CONFIG).keys()
+    arrays = {name: Array(array) for name, array in zip(names, lost, strict=True)}
+    message.content["arrays"] = ArrayRecord(arrays)
+    with pytest.raises(ValueError, match="not finite"):
+        client_app()(message, context(**PRIVATE))
+
+
 def test_noise_leaves_numpys_generator_alone() -> None:
     np.random.seed(5)
-    client_app()(asked(), context(**PRIVATE))
+    client_app()(asked(), context(**{k: v for k, v in PRIVATE.items() if k != "local-dp-seed"}))
     drawn = np.random.random()
     np.random.seed(5)
     assert np.random.random() == drawn

@@ -544,7 +544,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def main() -> None:
-    """Serve what the first line of standard input says, until there is no more of it."""
+    """Serve the folder in the first line of standard input, until the input ends."""
     # Ctrl-C reaches all processes of a terminal; the run ends this one when it has ended.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
