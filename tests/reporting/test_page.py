@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-from importlib.resources import files
 
 from raceme.reporting import dashboard as page
 from raceme.reporting import style
-from raceme.reporting.page import _TOO_DARK
 
 
 def test_colours_are_those_of_the_plots() -> None:
@@ -17,16 +15,6 @@ def test_colours_are_those_of_the_plots() -> None:
     light = re.search(r"SHADES_LIGHT = \[(.*?)\]", text, re.DOTALL)
     assert light is not None
     assert tuple(re.findall(r"#[0-9a-f]{6}", light[1])) == style._GROUP_SHADES
-
-
-def test_dark_pages_lighten_the_same_colours_in_figures_and_on_the_dashboard() -> None:
-    text = page.read_asset("colours.js")
-    lighter = re.search(r"LIGHTER = \{(.*?)\}", text, re.DOTALL)
-    assert lighter is not None
-    found = dict(re.findall(r'"#([0-9a-f]{6})": "(#[0-9a-f]{6})"', lighter[1]))
-    css = files("raceme.reporting").joinpath("templates/page.css").read_text(encoding="utf-8")
-    assert dict(re.findall(r"--lighter-([0-9a-f]{6}): (#[0-9a-f]{6})", css)) == found
-    assert set(_TOO_DARK) == set(found)
 
 
 def test_modules_link_into_one_script_in_the_order_in_which_they_need_each_other() -> None:

@@ -25,6 +25,7 @@ export class Run {
     this.clock = "virtual time";
     this.frames = [];
     this.placed = [];
+    this.streams = []; // Epochs: { time, bands: [[cluster, top, height]], flows }.
     this.measure = { label: "accuracy", title: "Accuracy", isError: false };
     this.now = 0;
     this.revision = (this.revision ?? 0) + 1;
@@ -49,6 +50,7 @@ export class Run {
     if (piece.ended) this.ended = piece.ended;
     if (piece.measure) this.measure = piece.measure;
     if (piece.clock) this.clock = piece.clock;
+    if (piece.streams) this.streams.push(...piece.streams);
     if (piece.frame) this.addFrame(piece.frame);
     if (piece.now !== undefined) this.now = piece.now;
   }
