@@ -290,6 +290,7 @@ def comparison_page(folder: Path, links: str) -> str:
     comparison = read_comparison(folder)
     runs, missing = read_runs(folder, comparison)
     suite, main, sweeps = comparison.suite, table.main_table(comparison), None
+    costs = table.costs_table(comparison)
     drawn = {name: plot(draw()) for name, draw in plots(comparison, runs).items()}
     if (text := table.sweep_table(comparison)) is not None:
         sweeps = PageTable(text.title, text.columns, text.rows, words=(0, 3))
@@ -315,6 +316,7 @@ def comparison_page(folder: Path, links: str) -> str:
         Section(
             "result", main.title, [PageTable(main.title, main.columns, main.rows), *main.lines]
         ),
+        Section("costs", "Costs", [PageTable("Costs", costs.columns, costs.rows), *costs.lines]),
         Section("accuracy", "Accuracy", [drawn.get("accuracy")], drawn=True),
         Section(
             "plots",

@@ -66,8 +66,8 @@ _MOST_LABELS = 4
 """Maximum number of labelled splits and merges."""
 _DRIFT_ROW = 0.06
 """Share of the axes for drift labels above an accuracy of 1."""
-_MOST_BANDS = 5
-"""Maximum number of runs with bands and an inner legend."""
+_MOST_NAMED = 5
+"""Maximum number of methods with an inner legend."""
 _LOG_POINTS = 200
 """Points of a curve on a logarithmic axis of time."""
 _EARLY = 0.1
@@ -119,8 +119,8 @@ def comparison_figure(
     Parameters
     ----------
     methods : Mapping[str, Sequence[RunRecord]]
-        Runs of each method by label, one per seed, in the order of the legend. Bands are left out
-        for more than a few methods. Time is logarithmic if a run reaches the target very early.
+        Runs of each method by label, one per seed, in the order of the legend. Time is logarithmic
+        if a run reaches the target very early.
     target, title
         As in :func:`accuracy_figure`.
     """
@@ -134,7 +134,7 @@ def comparison_figure(
         log_time_axis(axes, min(starts) / seconds, end / seconds)
     measure = _score_axis(axes, runs)
     axes.set_title(title or f"{measure.title} on the clients' own test data")
-    banded = len(methods) <= _MOST_BANDS and len(runs) > len(methods)
+    banded = len(runs) > len(methods)
     looks = method_looks(methods)
     for label, records in methods.items():
         colour, line = looks[label]
@@ -157,11 +157,13 @@ def comparison_figure(
                 _mark_reached(axes, record, target, seconds, colour)
     if target is not None:
         _target_line(axes, target)
+        if any(_arrival(record, target) for record in runs):
+            axes.plot([], [], "o", ms=6, color=MUTED, mec="white", label="target reached")
     seeds = max((len(records) for records in methods.values()), default=0)
     of = "one seed" if seeds == 1 else f"mean{' ± SD' if banded else ''} of {seeds} seeds"
     if not runs:
         say_empty(axes, "no runs")
-    elif len(methods) <= _MOST_BANDS:
+    elif len(methods) <= _MOST_NAMED:
         axes.legend(loc=_legend_place(measure), title=of)
     else:
         # Beside the plot, for lack of room.
@@ -326,6 +328,9 @@ def _target_line(axes: Axes, target: float) -> None:
         xytext=(5, 3),
         textcoords="offset points",
         fontsize=8,
+        # Above the points of runs that reach it.
+        zorder=5,
+        bbox={"facecolor": "white", "alpha": 0.8, "lw": 0, "pad": 0.5},
     )
 
 
@@ -1006,7 +1011,7 @@ def _draw_counts(axes: Axes, record: RunRecord, schema: MeasureSchema, clock: st
     at = [time / seconds for time in [*times, max(record.end, times[-1])]]
     for values, colour, dashes, label in (
         (clusters, INK, "-", "clusters"),
-        (arrows, series_colour(5), (0, (4.5, 1.6)), schema.value),
+        (arrows, cluster_colour(6), (0, (4.5, 1.6)), schema.value),
     ):
         axes.step(at, [*values, values[-1]], where="post", color=colour, ls=dashes, label=label)
     axes.set_title("Counts over time")
@@ -1164,7 +1169,7 @@ _MARGIN = 0.03
 """Margin above and below the curves, for errors relative to the largest."""
 _QUANTITIES = {
     "before": ("uploaded", series_colour(0)),
-    "after": ("returned", series_colour(5)),
+    "after": ("returned", cluster_colour(6)),
 }
 
 

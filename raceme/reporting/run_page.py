@@ -314,7 +314,7 @@ def run_page(folder: Path, links: str) -> str:
     record = read_run(folder)
     clock = "time" if record.on_devices else CLOCK
     try:
-        result = [_results(summary), _traffic(summary), *_warnings(summary)]
+        result = [_results(summary), _traffic(summary)]
         versions = versions_table({k: [str(v)] for k, v in summary["versions"].items()})
         target = summary["target"]
         title = f"{summary['strategy']} on {summary['dataset']}"
@@ -427,11 +427,6 @@ def _traffic(summary: Mapping[str, Any]) -> PageTable | None:
         return None
     heads = ("phase", "answered", "bytes down", "bytes up")
     return PageTable("Traffic by phase (arrays of answered work)", heads, rows)
-
-
-def _warnings(summary: Mapping[str, Any]) -> list[str]:
-    """Return the warnings of the run."""
-    return [f"Warning: {text}" for text in summary.get("warnings", [])]
 
 
 def _settings(

@@ -34,13 +34,13 @@ from raceme.reporting.style import (
     MOST_BARS,
     MUTED,
     REJECTED,
+    cluster_colour,
     draw_spans,
     fastest_first,
     first_part,
     new_figure,
     one_axes,
     say_empty,
-    series_colour,
     style,
     time_axis,
     time_unit,
@@ -129,7 +129,7 @@ def _failure_lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 # -----------------------------------------------------------------------------
 
 
-WORK, AWAITED, EVALUATION = series_colour(4), series_colour(5), series_colour(2)
+WORK, AWAITED, EVALUATION = cluster_colour(5), cluster_colour(6), cluster_colour(3)
 _NARROW = 0.005
 """Share of the width below which bars are narrow."""
 _NAMED_ROWS = 40

@@ -371,7 +371,7 @@ class Wandb(Tracker):
 # -----------------------------------------------------------------------------
 
 
-log = logging.getLogger("raceme")
+log = logging.getLogger("raceme.trackers")
 
 TRACKERS: Mapping[str, tuple[str, type[Tracker]]] = {
     "tensorboard": ("torch.utils.tensorboard", TensorBoard),

@@ -12,6 +12,9 @@ def test_colours_are_those_of_the_plots() -> None:
     text = page.read_asset("colours.js")
     found = re.findall(r'"(#[0-9a-f]{6})"', text[: text.index("SHADES_LIGHT")])
     assert found == [style.NEUTRAL, *style._PALETTE]
+    (named,) = re.findall(r"PALETTE.filter\(\(colour\) => !\[(.*?)\]", text)
+    left_out = re.findall(r"#[0-9a-f]{6}", named)
+    assert tuple(colour for colour in style._PALETTE if colour not in left_out) == style._SERIES
     light = re.search(r"SHADES_LIGHT = \[(.*?)\]", text, re.DOTALL)
     assert light is not None
     assert tuple(re.findall(r"#[0-9a-f]{6}", light[1])) == style._GROUP_SHADES

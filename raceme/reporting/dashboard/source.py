@@ -91,6 +91,7 @@ _TOLD: Mapping[type[Any], tuple[str, Mapping[str, str]]] = {
         "versions",
         {name: name for name in ("cluster", "version", "outcome", "reason")},
     ),
+    events.Warned: ("warnings", {"text": "text"}),
     events.DataChanged: ("drifts", {"updates": "updates", "client": "client", "step": "step"}),
 }
 """Events sent as rows: their table, and the field of each column."""
