@@ -627,7 +627,7 @@ def execute(
                 trace = opened.enter_context(TraceFile(out, communication_of(grid), events))
                 listening.append(trace.observe)
             updates = strategy.progress.updates if restored else None
-            trackers = opened.enter_context(TrackerObserver(config, out, updates))
+            trackers = opened.enter_context(TrackerObserver(config, out, updates, summary))
             listening += [trackers, *observers]
             if restored:
                 for event in each_event(out):
