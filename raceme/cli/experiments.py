@@ -109,10 +109,10 @@ def run_suites(
 
 def _print_results(comparison: Comparison, out: Path, console: Console) -> None:
     """Print the tables of a comparison and their folder, and what could not be written there."""
-    from raceme.experiments.tables import main_table, sweep_table
+    from raceme.experiments.tables import costs_table, main_table, sweep_table
     from raceme.reporting.artefacts import missing_line
 
-    for text in (main_table(comparison), sweep_table(comparison)):
+    for text in (main_table(comparison), costs_table(comparison), sweep_table(comparison)):
         if text is not None:
             console.print()
             console.print(text.rich())

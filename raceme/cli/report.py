@@ -39,6 +39,12 @@ def report(
     latex: Annotated[
         bool, typer.Option("--latex", help="also write the table of a comparison: compare.tex")
     ] = False,
+    caption: Annotated[
+        str, typer.Option(help="caption of compare-table.tex, in LaTeX", show_default="the title")
+    ] = "",
+    label: Annotated[
+        str, typer.Option(help="label of compare-table.tex", show_default="tab:compare")
+    ] = "",
 ) -> None:
     """Write the results of a run, a comparison or a simulated app as one HTML file."""
     from raceme.records.folder import COMPARISON
@@ -54,7 +60,7 @@ def report(
         try:
             _write(folder, target, make)
             if latex:
-                _write_latex(folder)
+                _write_latex(folder, caption, label)
         except UserError as error:
             failed = True
             print(f"raceme: {error}", file=sys.stderr)
@@ -117,15 +123,19 @@ def _write(folder: Path, target: Path, make: _Maker) -> None:
     write_page(target, make(folder, _link(folder, target)))
 
 
-def _write_latex(folder: Path) -> None:
+def _write_latex(folder: Path, caption: str, label: str) -> None:
     from raceme.core.files import atomic_write
     from raceme.experiments.results import read_comparison
-    from raceme.experiments.tables import to_latex
+    from raceme.experiments.tables import latex_table, to_latex
 
-    target = folder / "compare.tex"
-    with atomic_write(target) as file:
-        file.write_text(to_latex(read_comparison(folder)), encoding="utf-8")
-    print(target)
+    comparison = read_comparison(folder)
+    for name, text in (
+        ("compare.tex", to_latex(comparison)),
+        ("compare-table.tex", latex_table(comparison, caption, label)),
+    ):
+        with atomic_write(folder / name) as file:
+            file.write_text(text, encoding="utf-8")
+        print(folder / name)
 
 
 def _link(folder: Path, target: Path) -> str:

@@ -842,6 +842,20 @@ class Ending(StrEnum):
 
 
 @dataclass(frozen=True, eq=False)
+class Warned(_Record):
+    """The run warned of something that its results have to be read with.
+
+    Attributes
+    ----------
+    text : str
+        One line; a run has it once.
+    """
+
+    time: float
+    text: str
+
+
+@dataclass(frozen=True, eq=False)
 class RunEnded(_Record):
     """The run ended.
 
@@ -875,6 +889,7 @@ Event = (
     | ClustersChanged
     | DataChanged
     | Measured
+    | Warned
     | RunEnded
 )
 Observer = Callable[[Event], None]

@@ -369,7 +369,8 @@ def write(comparison: Comparison, out: Path, formats: Sequence[str] = ()) -> dic
         Files that could not be written, with reasons.
     """
     unwritten: dict[str, str] = {}
-    texts = [table.main_table(comparison), table.sweep_table(comparison)]
+    main, costs = table.main_table(comparison), table.costs_table(comparison)
+    texts = [main, costs, table.sweep_table(comparison)]
     files = {
         COMPARISON: table.to_json(comparison),
         "compare.csv": table.to_csv(comparison),
@@ -378,6 +379,8 @@ def write(comparison: Comparison, out: Path, formats: Sequence[str] = ()) -> dic
     if "tex" in formats:
         files |= {
             "compare.tex": table.to_latex(comparison),
+            "compare-table.tex": table.latex_table(comparison),
+            "costs.tex": table.to_latex(comparison, costs),
             "purity.tex": table.to_latex(comparison, table.purity_table(comparison)),
             "time-to-target.tex": table.to_latex(comparison, table.times_table(comparison)),
         }

@@ -5,7 +5,6 @@ The page is a single self-contained file.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,20 +16,12 @@ from matplotlib.figure import Figure
 
 from raceme.core.events import grouped
 from raceme.experiments import tables as table
-from raceme.experiments.results import (
-    Comparison,
-    Result,
-    Run,
-    quality,
-    read_comparison,
-    read_runs,
-)
-from raceme.experiments.suites import Score, Scored, Timing, described
+from raceme.experiments.results import Comparison, Result, read_comparison, read_runs
+from raceme.experiments.suites import Scored, Timing, described
 from raceme.records.folder import COMPARISON
 from raceme.records.record import RunRecord
-from raceme.reporting.console import PlainTable
 from raceme.reporting.dashboard import frozen_comparison
-from raceme.reporting.page import PageTable, Tile, number, plot, render, versions_table
+from raceme.reporting.page import Links, PageTable, Section, plot, plural, render, versions_table
 from raceme.reporting.plots import (
     compared_measures,
     comparison_figure,
@@ -278,11 +269,6 @@ def _legend(
 # The page.
 # -----------------------------------------------------------------------------
 
-_SCORE_HEADS = {
-    Score.BEST_WEIGHTED: "best by test\nexamples",
-    Score.STEP_STARTS: "at steps'\nstarts",
-    Score.STEP_ENDS: "at steps'\nends",
-}
 _FILES = (COMPARISON, "compare.csv", "compare.md")
 
 
@@ -303,96 +289,58 @@ def comparison_page(folder: Path, links: str) -> str:
     """
     comparison = read_comparison(folder)
     runs, missing = read_runs(folder, comparison)
-    main, sweeps = table.main_table(comparison), table.sweep_table(comparison)
-    drawn = plots(comparison, runs)
-    return render(
-        "comparison.html",
-        frozen=frozen_comparison(folder) if runs else None,
-        title=comparison.suite.title,
-        suite=comparison.suite,
-        tiles=_tiles(comparison),
-        main=_page_table(main),
-        lines=main.lines,
-        plots=[plot(draw(), name) for name, draw in drawn.items()],
-        missing=missing,
-        sweeps=None if sweeps is None else _page_table(sweeps, words=(0, 3)),
-        runs_table=_runs_table(comparison),
-        methods=_methods_table(comparison),
-        settings=_settings_table(comparison),
-        versions=versions_table(_versions(comparison)),
-        links=links,
-        there=[name for name in _FILES if (folder / name).exists()],
-        folders=[
-            (f"{result.method.label}, seed {run.seed}", f"{run.folder}/")
-            for result in comparison.results
-            for run in result.runs
-            if (folder / run.folder).is_dir()
-        ],
+    suite, main, sweeps = comparison.suite, table.main_table(comparison), None
+    costs = table.costs_table(comparison)
+    drawn = {name: plot(draw()) for name, draw in plots(comparison, runs).items()}
+    if (text := table.sweep_table(comparison)) is not None:
+        sweeps = PageTable(text.title, text.columns, text.rows, words=(0, 3))
+    seeds = ", ".join(map(str, suite.seeds))
+    lead = f"{plural(len(suite.methods), 'method')} on {suite.dataset} · "
+    lead += f"{'seeds' if len(suite.seeds) > 1 else 'seed'} {seeds} · "
+    lead += "the same clients, devices and initial model for all"
+    lost = f"The runs of {', '.join(missing)} are missing from the folder and from plots of runs."
+    settings = PageTable(
+        "Shared settings",
+        (),
+        [(name, str(value)) for name, value in suite.settings.items()],
+        words=(0, 1),
     )
-
-
-def _page_table(text: PlainTable, words: tuple[int, ...] = (0,)) -> PageTable:
-    return PageTable(text.title, text.columns, text.rows, words=words)
-
-
-def _tiles(comparison: Comparison) -> list[Tile]:
-    """Return the tiles: the most accurate method, and the first at the target."""
-    suite, results = comparison.suite, comparison.results
-    tiles = [
-        Tile("methods", str(len(results)), f"on {suite.dataset}"),
-        Tile(
-            "seeds" if len(suite.seeds) > 1 else "seed",
-            str(len(suite.seeds) if len(suite.seeds) > 1 else suite.seeds[0]),
-            "" if suite.scale == 1.0 else f"shortened to {suite.scale:g}",
-        ),
-    ]
-    accurate = [result for result in results if math.isfinite(quality(result))]
-    if accurate:
-        best, unit = max(accurate, key=quality), comparison.measure.unit or ""
-        tiles.append(Tile("most accurate", best.label, f"{number(best.accuracy.mean)} {unit}"))
-    arrived = [result for result in results if result.time.count == result.time.of > 0]
-    if arrived:
-        first = min(arrived, key=lambda result: result.rank_time or 0.0)
-        goal = (
-            "" if comparison.target is None else f" at {comparison.measure.goal(comparison.target)}"
-        )
-        if suite.timing is Timing.CONVERGENCE:
-            goal = " to converge"
-        tiles.append(Tile(f"first{goal}", first.label, f"{number(first.rank_time, 1)} s"))
-    if comparison.has_published:
-        for name in comparison.ranked:
-            tau = comparison.tau(name)
-            tiles.append(Tile(f"Kendall's τ, {name}", number(tau, 2), "against the paper's order"))
-    return tiles
-
-
-def _runs_table(comparison: Comparison) -> PageTable:
-    suite, name = comparison.suite, comparison.measure.name
-    columns: list[tuple[str, Callable[[Run], str]]] = [
-        ("seed", lambda run: str(run.seed)),
-        (comparison.measure.label, _of_run(name, 4)),
-        ("best", _of_run(f"best_{name}", 4)),
-        (f"time to\n{suite.timing} (s)", lambda run: number(run.time, 1)),
-        ("clusters", _of_run("clusters")),
-        ("purity", _of_run("purity", 2)),
-        ("updates", _of_run("updates")),
-        ("virtual\ntime (s)", _of_run("virtual_time", 1)),
-        ("wall\ntime (s)", _of_run("wall_time", 1)),
-    ]
-    if suite.score in _SCORE_HEADS:
-        columns.insert(3, (_SCORE_HEADS[suite.score], lambda run: number(run.accuracy, 4)))
-    rows = tuple(
-        (result.method.label, *(cell(run) for _, cell in columns))
+    folders = [
+        (f"{result.method.label}, seed {run.seed}", f"{run.folder}/")
         for result in comparison.results
         for run in result.runs
-    )
-    heads = ("method", *(head for head, _ in columns))
-    return PageTable(f"All {len(rows)} runs", heads, rows)
-
-
-def _of_run(key: str, digits: int = 3) -> Callable[[Run], str]:
-    """Return the function that formats a number of a run's summary."""
-    return lambda run: number(run.summary.get(key), digits)
+        if (folder / run.folder).is_dir()
+    ]
+    files = [(name, name) for name in _FILES if (folder / name).exists()]
+    sections = [
+        Section(
+            "result", main.title, [PageTable(main.title, main.columns, main.rows), *main.lines]
+        ),
+        Section("costs", "Costs", [PageTable("Costs", costs.columns, costs.rows), *costs.lines]),
+        Section("accuracy", "Accuracy", [drawn.get("accuracy")], drawn=True),
+        Section(
+            "plots",
+            "Plots",
+            [
+                *(shown for name, shown in drawn.items() if name != "accuracy"),
+                lost if missing else None,
+            ],
+        ),
+        Section("sweeps", "Sweeps", [sweeps]),
+        Section(
+            "configuration",
+            "Configuration",
+            [
+                _methods_table(comparison),
+                settings if settings.rows else "The other settings are those of `raceme run`.",
+                versions_table(_versions(comparison)),
+                Links("Runs", folders) if folders else None,
+                Links("Files", files),
+            ],
+        ),
+    ]
+    frozen = frozen_comparison(folder) if runs else None
+    return render("Comparison", suite.title, lead, sections, links=links, frozen=frozen)
 
 
 def _methods_table(comparison: Comparison) -> PageTable:
@@ -406,12 +354,7 @@ def _methods_table(comparison: Comparison) -> PageTable:
         for result in comparison.results
     )
     heads = ("method", "strategy", "its own hyper-parameters", "server updates")
-    return PageTable("Methods", heads, rows, words=(0, 1, 2, 3), kind="free")
-
-
-def _settings_table(comparison: Comparison) -> PageTable:
-    rows = tuple((name, str(value)) for name, value in comparison.suite.settings.items())
-    return PageTable("Shared settings", (), rows, words=(0, 1), kind="pairs")
+    return PageTable("Methods", heads, rows, words=(0, 1, 2, 3))
 
 
 def _versions(comparison: Comparison) -> dict[str, list[str]]:

@@ -152,6 +152,12 @@ class Result:
         return not self.errors and self.accuracy.count == self.accuracy.of > 0
 
     @property
+    def warnings(self) -> list[str]:
+        """What the runs warned of."""
+        texts = (text for run in self.runs for text in run.summary.get("warnings", ()))
+        return list(dict.fromkeys(texts))
+
+    @property
     def published(self) -> Published | None:
         """The paper's row of the point that was run, if any."""
         return self.method.row

@@ -6,14 +6,16 @@ import csv
 import io
 import json
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
+from scipy.stats import ttest_1samp
+
 import raceme
 from raceme.core.config import TRUST
-from raceme.core.events import WITHIN, Measure
+from raceme.core.events import WITHIN, Measure, grouped
 from raceme.experiments.results import Comparison, Result, Run, Spread
 from raceme.experiments.suites import (
     NEVER,
@@ -36,6 +38,8 @@ TO_TARGET, TO_CONVERGENCE = "time to target", "time to convergence"
 _BACKDOOR = "backdoor_success"
 MARK = "†"
 """Marks a published number with a remark."""
+WARNED = "*"
+"""Marks a method whose runs warned of something."""
 
 _SCORE_LINES = {
     Score.BEST_WEIGHTED: "the best evaluation of a run, the client mean weighted by test examples.",
@@ -124,7 +128,7 @@ def lines_below(comparison: Comparison) -> tuple[str, ...]:
         for result in comparison.results
         for seed, error in result.errors.items()
     ]
-    return (*lines, *_remarks(comparison), *suite.notes)
+    return (*lines, *_warnings(comparison), *_remarks(comparison), *suite.notes)
 
 
 def _has_backdoors(comparison: Comparison) -> bool:
@@ -136,6 +140,12 @@ def compares_times(comparison: Comparison) -> bool:
     """Return whether times are relative to the reference, which may be for bytes only."""
     suite = comparison.suite
     return suite.reference is not None and not suite.shows_traffic
+
+
+def _warnings(comparison: Comparison) -> list[str]:
+    """Return the distinct warnings of the runs."""
+    of = grouped((text, result.label) for result in comparison.results for text in result.warnings)
+    return [f"{WARNED} {', '.join(labels)}: {text}" for text, labels in of.items()]
 
 
 def _remarks(comparison: Comparison) -> list[str]:
@@ -180,7 +190,7 @@ _SCORED = {
 def main_table(comparison: Comparison) -> PlainTable:
     """Return the table of the methods, with published numbers if any."""
     suite, target = comparison.suite, comparison.target
-    columns = [("method", _name), *_measured(comparison), *_further(comparison)]
+    columns = [("method", _marked), *_measured(comparison), *_further(comparison)]
     rows = [tuple(cell(result) for _, cell in columns) for result in comparison.results]
     of = f", target {comparison.measure.goal(target)}" if target is not None else ""
     if suite.scores:
@@ -283,6 +293,23 @@ def _published_time(result: Result) -> str:
     return UNKNOWN if time is None else NEVER if math.isinf(time) else f"{time:g}"
 
 
+def costs_table(comparison: Comparison) -> PlainTable:
+    """Return what each method's accuracy costs: time, work of the devices and bytes."""
+    columns: list[_Column] = [
+        ("method", _name),
+        (_head(comparison.measure), lambda result: _percent(result.accuracy, comparison.measure)),
+        ("virtual\ntime (s)", _summarised("virtual_time", 1, 1)),
+        ("device\ntime (s)", _summarised("device_time", 1, 0)),
+        ("up\n(MB)", _summarised("bytes_up", 1e-6, 1)),
+        ("down\n(MB)", _summarised("bytes_down", 1e-6, 1)),
+        ("updates", _updates),
+    ]
+    rows = [tuple(cell(result) for _, cell in columns) for result in comparison.results]
+    line = "Device time: from sending tasks to their replies, summed over all devices."
+    title = f"{comparison.suite.title}: costs"
+    return PlainTable(title, tuple(head for head, _ in columns), tuple(rows), (line,))
+
+
 def purity_table(comparison: Comparison) -> PlainTable:
     """Return the final purity of each method's clusters, per seed and mean."""
     mean = _summarised("purity", 1, 2)
@@ -381,66 +408,139 @@ _LATEX = str.maketrans(
         },
     }
 )
-_NUMBER = re.compile(r"-?\d+(\.\d+)?")
-_HIGHEST_IS_BEST = ("acc %", "purity", *map(str, Scored))
-_LOWEST_IS_BEST = {
-    "time",
-    TO_TARGET,
-    TO_CONVERGENCE,
-    "unrest",
-    "forgotten",
-    "KL",
-    "bytes",
-    "backdoor %",
+_SEEDS, _LEVEL = 5, 0.05
+"""Least number of seeds of a paired test, and its level."""
+_ONE_WAY = {
+    "purity": ("purity", False),
+    "unrest": ("unrest", True),
+    "KL": ("mixture_divergence", True),
+    "backdoor %": (_BACKDOOR, True),
+    **{str(scored): (scored.key, False) for scored in Scored},
 }
+"""Columns with a best value: the key of a run's summary, and whether the lowest is best."""
 
 
 def to_latex(comparison: Comparison, table: PlainTable | None = None) -> str:
-    """Return a table, by default the main one, in LaTeX with booktabs.
+    """Return a table, by default the main one, as a bare tabular of LaTeX with booktabs.
 
-    The best values of a column are bold, including ties as printed but not lower bounds such as ">
-    20.0". The lines below the table are kept. Special characters in names are escaped.
+    It is never wider than a column. The best value of a column is bold if a paired t-test over at
+    least five seeds finds it better than that of every other method (p < 0.05 after Bonferroni's
+    correction). Columns without values are left out. Special characters in names are escaped.
     """
     found = table or main_table(comparison)
     rows = [[cell.translate(_LATEX) for cell in row] for row in found.rows]
-    for index, head in enumerate(found.columns):
-        for place in _best(head, [row[index] for row in found.rows], comparison.measure):
-            rows[place][index] = rf"\textbf{{{rows[place][index]}}}"
-    heads = [head.replace("\n", " ").translate(_LATEX) for head in found.columns]
+    if table is None:
+        for index, head in enumerate(found.columns):
+            if (place := best_row(comparison, head)) is not None:
+                rows[place][index] = rf"\textbf{{{rows[place][index]}}}"
+    kept = [
+        index
+        for index in range(len(found.columns))
+        if any(row[index] not in (UNKNOWN, "") for row in found.rows)
+    ]
+    heads = [_latex_head(found.columns[index]) for index in kept]
     lines = [
-        "% Needs \\usepackage{booktabs} in the preamble.",
-        r"\begin{table}",
-        # Small, and without space at the sides: the table fits a page with margins.
-        r"\centering\small",
-        rf"\caption{{{found.title.translate(_LATEX)}}}",
+        "% Needs \\usepackage{booktabs,graphicx}; compare-table.tex has a caption and a label.",
+        r"\resizebox{\ifdim\width>\columnwidth\columnwidth\else\width\fi}{!}{%",
+        r"\footnotesize\setlength{\tabcolsep}{3pt}%",
         rf"\begin{{tabular}}{{@{{}}l{'r' * (len(heads) - 1)}@{{}}}}",
         r"\toprule",
         f"{' & '.join(heads)} \\\\",
         r"\midrule",
         # A row that starts with "[" or "*" would be parsed as an argument of the line break.
-        *(f"{{}}{' & '.join(row)} \\\\" for row in rows),
+        *(f"{{}}{' & '.join(row[index] for index in kept)} \\\\" for row in rows),
         r"\bottomrule",
-        r"\end{tabular}",
+        r"\end{tabular}}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def latex_table(comparison: Comparison, caption: str = "", label: str = "") -> str:
+    """Return the main table as a float of LaTeX with its notes.
+
+    Parameters
+    ----------
+    caption, label : str
+        LaTeX of the caption, and the label; by default the title and ``tab:compare``.
+    """
+    found = main_table(comparison)
+    lines = [
+        r"\begin{table}",
+        r"\centering",
+        rf"\caption{{{caption or found.title.translate(_LATEX)}}}",
+        rf"\label{{{label or 'tab:compare'}}}",
+        to_latex(comparison).rstrip("\n"),
         *(rf"\par\smallskip\footnotesize {line.translate(_LATEX)}" for line in found.lines),
         r"\end{table}",
     ]
     return "\n".join(lines) + "\n"
 
 
-def _best(head: str, cells: Sequence[str], measure: Measure) -> list[int]:
-    """Return the rows of a column's best values."""
-    name = head.removesuffix("\npaper").removesuffix("\nours")
-    lowest = name in _LOWEST_IS_BEST or (measure.is_error and name == measure.label)
-    if not lowest and name not in _HIGHEST_IS_BEST:
-        return []
-    means = {
-        row: float(number[0])
-        for row, cell in enumerate(cells)
-        # A mean of the runs that have one is no mean of all.
-        if (number := _NUMBER.match(cell)) and " of " not in cell
-    }
-    best = (min if lowest else max)(means.values(), default=None)
-    return [row for row, mean in means.items() if mean == best]
+def _latex_head(head: str) -> str:
+    """Return a heading in lines of their own, with its unit."""
+    unit = " (s)" if head.split("\n")[0] in ("time", TO_TARGET, TO_CONVERGENCE) else ""
+    parts = f"{head}{unit}".replace("acc %", "accuracy\n(%)").replace("time to ", "time to\n")
+    lines = [part.translate(_LATEX) for part in parts.split("\n")]
+    joined = r" \\ ".join(lines)
+    return joined if len(lines) == 1 else rf"\shortstack[r]{{{joined}}}"
+
+
+def best_row(comparison: Comparison, head: str) -> int | None:
+    """Return the row of a column's best value, if a paired test over the seeds says so."""
+    name, measure = head.removesuffix("\nours"), comparison.measure
+    is_time = name in ("time", TO_TARGET, TO_CONVERGENCE)
+    if name == _head(measure):
+        numbers, is_lowest = (
+            [_by_seed(of, lambda run: run.accuracy) for of in comparison.results],
+            measure.is_error,
+        )
+    elif is_time:
+        numbers, is_lowest = [_by_seed(of, lambda run: run.time) for of in comparison.results], True
+    elif name in _ONE_WAY:
+        key, is_lowest = _ONE_WAY[name]
+        numbers = [_by_seed(of, lambda run: run.summary.get(key)) for of in comparison.results]
+    else:
+        return None
+    others = numbers
+    if is_time:
+        # A run that missed the target takes longer than its length.
+        others = [
+            {seed: lengths[seed] if time is None else time for seed, time in own.items()}
+            for own, lengths in zip(
+                numbers,
+                [
+                    _by_seed(of, lambda run: run.summary["virtual_time"])
+                    for of in comparison.results
+                ],
+                strict=True,
+            )
+        ]
+    for place, own in enumerate(numbers):
+        rest = [other for index, other in enumerate(others) if index != place]
+        if rest and all(_is_better(own, other, is_lowest, len(rest)) for other in rest):
+            return place
+    return None
+
+
+def _by_seed(result: Result, value: Callable[[Run], float | None]) -> dict[int, float | None]:
+    return {run.seed: value(run) for run in result.runs}
+
+
+def _is_better(
+    own: Mapping[int, float | None],
+    other: Mapping[int, float | None],
+    is_lowest: bool,
+    tests: int,
+) -> bool:
+    """Return whether values of one method are better by a paired t-test over all seeds."""
+    pairs = [(own[seed], other.get(seed)) for seed in own]
+    known = [(one, two) for one, two in pairs if one is not None and two is not None]
+    if len(known) < max(_SEEDS, len(pairs)):
+        return False
+    gains = np.array([two - one if is_lowest else one - two for one, two in known])
+    if not gains.std():
+        return bool(gains[0] > 0)
+    return bool(ttest_1samp(gains, 0.0, alternative="greater").pvalue < _LEVEL / tests)
 
 
 def to_csv(comparison: Comparison) -> str:
@@ -541,6 +641,11 @@ def _entry(comparison: Comparison, result: Result) -> dict[str, Any]:
 def _name(result: Result) -> str:
     """Return the label with the hyper-parameters chosen by a sweep."""
     return result.label if result.method.label == result.label else result.method.label
+
+
+def _marked(result: Result) -> str:
+    """Return the label, with a mark if the method's runs warned of something."""
+    return f"{_name(result)}{WARNED if result.warnings else ''}"
 
 
 def _percent(spread: Spread, measure: Measure) -> str:

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 from array import array
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
@@ -136,6 +137,36 @@ class ClientRecord:
     num_examples: int
     group: int | None
     online: tuple[tuple[float, float | None], ...]
+
+
+class History:
+    """The clusters of each client over time, from its placements in order."""
+
+    def __init__(self, placements: Iterable[Placement] = ()) -> None:
+        self._times: defaultdict[str, list[float]] = defaultdict(list)
+        self._weights: defaultdict[str, list[Mapping[int, float]]] = defaultdict(list)
+        for placed in placements:
+            self.observe(placed)
+
+    def observe(self, placed: Placement) -> None:
+        """Add a change of a client's clusters."""
+        self._times[placed.client].append(placed.time)
+        self._weights[placed.client].append(placed.weights)
+
+    def at(self, client: str, time: float) -> Mapping[int, float]:
+        """Return the weights of a client's clusters at a time."""
+        index = bisect_right(self._times[client], time)
+        return self._weights[client][index - 1] if index else {}
+
+    def trained(self, client: str, sent: float, cluster: int) -> int:
+        """Return the cluster whose model a client trained.
+
+        An update that arrives after a split is applied to one of the new clusters, which did not
+        exist when the task was sent.
+        """
+        weights = self.at(client, sent)
+        before = home(weights)
+        return cluster if cluster in weights or before is None else before
 
 
 @dataclass(frozen=True)

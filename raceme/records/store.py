@@ -135,6 +135,7 @@ VIEWS: Mapping[str, str] = {
         "WHERE kind = 'TasksTested'"
     ),
     "verdicts": _view("UpdateJudged"),
+    "warnings": _view("Warned"),
     "endings": _view("RunEnded", "updates", "ending", "reason"),
 }
 """The query of each view, by name."""

@@ -732,6 +732,8 @@ class RunSummary(EventHandler):
         Number of cluster models now.
     moves : int
         How often a client went to another cluster on its own, no cluster being split or merged.
+    device_time : float
+        Seconds from sending tasks to their replies, summed over all devices.
     membership : Membership
         Which client is in which clusters.
     uploads : Uploads
@@ -744,6 +746,8 @@ class RunSummary(EventHandler):
         What only the method measures.
     passes : int or None
         Passes of single samples through a network, where clients state them.
+    warnings : list[str]
+        What the run warned of.
     reason : str or None
         Why the run ended, in words; None before its end.
     ending : Ending or None
@@ -767,6 +771,7 @@ class RunSummary(EventHandler):
         self.traffic = Traffic()
         self.clusters = 0
         self.moves = 0
+        self.device_time = 0.0
         self.membership = Membership()
         self.uploads = Uploads(self.membership)
         self.cluster_scores: events.ClustersScored | None = None
@@ -774,6 +779,7 @@ class RunSummary(EventHandler):
         self.measures = Measures()
         self.passes: int | None = None
         self.has_drifted = False
+        self.warnings: list[str] = []
         self.reason: str | None = None
         self.ending: events.Ending | None = None
         self._evaluations: list[events.Evaluated] = []
@@ -789,6 +795,7 @@ class RunSummary(EventHandler):
     def on_update_applied(self, event: events.UpdateApplied) -> None:
         """Count an update, with its traffic and its work."""
         self.updates = int(event.seq)
+        self.device_time += float(event.time - event.dispatched_at)
         self.traffic.observe(event)
         if event.passes is not None:
             self.passes = (self.passes or 0) + event.passes
@@ -800,6 +807,7 @@ class RunSummary(EventHandler):
     def on_update_rejected(self, event: events.UpdateRejected) -> None:
         """Count a reply that was not used."""
         self.rejected += 1
+        self.device_time += float(event.time - event.dispatched_at)
 
     def on_claim_refused(self, event: events.ClaimRefused) -> None:
         """Count a claim to an id of another key."""
@@ -820,6 +828,10 @@ class RunSummary(EventHandler):
     def on_data_changed(self, event: events.DataChanged) -> None:
         """Take note that clients' data have moved on at all."""
         self.has_drifted = True
+
+    def on_warned(self, event: events.Warned) -> None:
+        """Keep a warning."""
+        self.warnings.append(event.text)
 
     def on_run_ended(self, event: events.RunEnded) -> None:
         """Take the time of the end: tasks may have timed out later than this."""
@@ -892,6 +904,7 @@ class RunSummary(EventHandler):
             "moves": self.moves,
             "purity": self.purity(),
             "purity_reached_at_update": self._pure_since,
+            "device_time": self.device_time,
             "bytes_up": self.traffic.total("up"),
             "bytes_down": self.traffic.total("down"),
             "bytes_by_phase": {phase: dict(of) for phase, of in self.traffic.phases.items()},
@@ -902,6 +915,7 @@ class RunSummary(EventHandler):
             "cluster_accuracies": {str(k): finite(a) for k, a in of_clusters.items()} or None,
             "sample_passes": self.passes,
             **self.measures.result(),
+            **({"warnings": self.warnings} if self.warnings else {}),
             "versions": {
                 "raceme": raceme.__version__,
                 "flwr": installed_flower()[1],

@@ -404,6 +404,8 @@ def _rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         clients = "client" if excluded == 1 else "clients"
         words = f"{scaled} updates scaled, {refused} refused, {excluded} {clients} excluded"
         yield "verdicts", words
+    for text in get("warnings", []):
+        yield "warning", text
     for of in get("measures", {}).values():
         yield of["title"], f"{_shown_measure(of['value'])} {of['unit']}".rstrip()
 

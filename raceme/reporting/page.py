@@ -1,147 +1,32 @@
-"""Parts of the pages of `raceme report`: tables, figures, templates, files."""
+"""The page of `raceme report`: sections of tables, figures and notes below the dashboard."""
 
 from __future__ import annotations
 
+import base64
 import io
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
-import matplotlib
 import numpy as np
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
-from matplotlib.collections import Collection as Artists
-from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 import raceme
 from raceme.core.errors import UserError, os_errors_as_user_errors, shortened
 from raceme.core.files import atomic_write
-from raceme.reporting.dashboard import Frozen
-from raceme.reporting.style import FAINT, INK, MUTED, PAPER, group_colour, style
-
-# -----------------------------------------------------------------------------
-# Figures as inline SVG of an HTML page.
-# -----------------------------------------------------------------------------
-
-
-_MOST_PATHS = 1500
-"""Number of shapes above which a figure is rasterised, for the browser's speed."""
-
-_SHADES = 7
-_TOO_DARK = ("64748b", "5e3c99", "c2185b", "3949ab", "7f1d1d", "1b5e20", "b026d3")
-"""Colours of clusters and methods that stand out too little from a dark page."""
-
-_COLOURS = {
-    INK: "--figure-ink",
-    MUTED: "--figure-muted",
-    FAINT: "--figure-faint",
-    PAPER: "--card",
-    **{group_colour(group): f"--group-{group}" for group in range(_SHADES)},
-    **{f"#{colour}": f"--lighter-{colour}" for colour in _TOO_DARK},
-}
-"""Colours that the dark theme changes, and their CSS variables."""
-
-_COLOUR = re.compile("|".join(_COLOURS))
-_FONT = re.compile(r"(?:'DejaVu Sans'|DejaVu Sans)(?:, *(?:'[^']*'|[\w-]+))*")
-_REFERENCE = re.compile(r"url\(#([^)]*)\)")
-_SETTINGS: Any = {"svg.hashsalt": "raceme", "svg.fonttype": "none"}
-
-
-def inline_svg(figure: Figure, name: str) -> str:
-    """Return a figure as a reproducible ``<svg>`` element.
-
-    Parameters
-    ----------
-    figure : Figure
-        The figure, which is modified.
-    name : str
-        Prefix of all ids, unique on the page: letters, digits and hyphens.
-    """
-    _make_transparent(figure)
-    _rasterise_crowds(figure)
-    written = io.StringIO()
-    with style(), matplotlib.rc_context(_SETTINGS):
-        figure.savefig(written, format="svg", metadata={"Date": None}, dpi=200)
-    # Parses matplotlib's own output, with escaped text only.
-    root = ElementTree.fromstring(written.getvalue())
-    return ElementTree.tostring(_adapted(root, name), encoding="unicode")
-
-
-def _make_transparent(figure: Figure) -> None:
-    """Make white backgrounds transparent."""
-    for patch in (figure.patch, *(axes.patch for axes in figure.axes)):
-        if to_hex(patch.get_facecolor()) == "#ffffff":
-            patch.set_facecolor("none")
-
-
-def _rasterise_crowds(figure: Figure) -> None:
-    """Rasterise collections if the figure has very many shapes."""
-    collections = [found for found in figure.findobj(Artists) if isinstance(found, Artists)]
-    if sum(len(collection.get_paths()) for collection in collections) > _MOST_PATHS:
-        for collection in collections:
-            collection.set_rasterized(True)
-
-
-def _adapted(root: ElementTree.Element, name: str) -> ElementTree.Element:
-    """Adapt ids, colours, font and size to the page."""
-    for key in ("width", "height", "version"):
-        root.attrib.pop(key, None)
-    root.set("aria-hidden", "true")
-    for element in root.iter():
-        element.tag, element.tail = _local(element.tag), None
-        if not (element.text or "").strip():
-            element.text = None
-        for child in list(element):
-            # The style would affect the whole page; the metadata contain links.
-            if _local(child.tag) in ("metadata", "style"):
-                element.remove(child)
-        attributes = {_local(key): value for key, value in element.attrib.items()}
-        element.attrib.clear()
-        for key, value in attributes.items():
-            element.set(key, _attribute(key, value, name))
-    return root
-
-
-def _attribute(key: str, value: str, name: str) -> str:
-    if key == "id":
-        return f"{name}-{value}"
-    if key == "href" and value.startswith("#"):
-        return f"#{name}-{value[1:]}"
-    if key == "style":
-        value = _COLOUR.sub(lambda found: f"var({_COLOURS[found[0]]}, {found[0]})", value)
-        value = _FONT.sub("var(--font)", value)
-    return _REFERENCE.sub(rf"url(#{name}-\1)", value)
-
-
-def _local(tag: str) -> str:
-    """Return a name without its namespace, which HTML implies."""
-    return tag.rpartition("}")[2]
-
-
-# -----------------------------------------------------------------------------
-# Parts of the pages of `raceme report`: tables, figures, templates, files.
-# -----------------------------------------------------------------------------
-
+from raceme.reporting.dashboard import Frozen, stylesheet
+from raceme.reporting.style import style
 
 _GENERATOR = '<meta name="generator" content="Raceme'
 """Marker in the head of every page; files without it are foreign."""
 _HEAD = 1000
 """Number of bytes searched for the marker."""
-
-
-@dataclass(frozen=True)
-class Tile:
-    """A headline number: name, value and remark."""
-
-    name: str
-    value: str
-    below: str = ""
+_POINTS = 200
+"""Pixels per inch of the figures."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +36,7 @@ class PageTable:
     Attributes
     ----------
     title : str
-        Heading above the table.
+        Heading above the table, unless it is that of its section.
     heads : tuple of str
         Column headings; empty for a table of names and values.
     rows : tuple of tuples of str
@@ -162,6 +47,8 @@ class PageTable:
         CSS class of ``page.css``.
     marked : Collection[int]
         Indices of highlighted rows.
+    folded : bool
+        Whether a reader opens it.
     """
 
     title: str
@@ -170,6 +57,7 @@ class PageTable:
     words: Collection[int] = (0,)
     kind: str = ""
     marked: Collection[int] = ()
+    folded: bool = False
 
     def __post_init__(self) -> None:
         cells = tuple(
@@ -181,28 +69,68 @@ class PageTable:
 
 @dataclass(frozen=True)
 class Plot:
-    """A figure as markup, with caption."""
+    """A figure as the address of an image.
+
+    Attributes
+    ----------
+    caption : str
+        Text below it.
+    kind : str
+        CSS class: the colours of ``heat-map`` are the same on a dark page.
+    """
 
     caption: str
-    svg: Markup
+    image: Markup
+    kind: str = ""
 
 
-def plot(figure: Figure, name: str) -> Plot:
-    """Make a plot of a figure; its title becomes the caption.
+@dataclass(frozen=True)
+class Command:
+    """A command to copy."""
 
-    Parameters
+    command: str
+
+
+@dataclass(frozen=True)
+class Links:
+    """A list of files and folders: names and paths."""
+
+    title: str
+    targets: Sequence[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page with a heading.
+
+    Attributes
     ----------
-    figure : Figure
-        Figure with an optional title at the left of its first axes.
     name : str
-        Unique name on the page: letters, digits and hyphens.
+        Its id, for links.
+    parts : Sequence
+        Notes (texts), tables, figures, commands and links, in order; None is left out.
+    drawn : bool
+        Whether the dashboard shows the same: then the section is for browsers without JavaScript.
     """
+
+    name: str
+    title: str
+    parts: Sequence[str | PageTable | Plot | Command | Links | None]
+    drawn: bool = False
+
+
+@style()
+def plot(figure: Figure) -> Plot:
+    """Make a plot of a figure; its title, at the left of its first axes, becomes the caption."""
     caption = ""
     for axes in figure.axes[:1]:
         caption = axes.get_title(loc="left")
         axes.set_title("", loc="left")
-    # Not escaped again: ElementTree has done so.
-    return Plot(caption, Markup(inline_svg(figure, name)))
+    written = io.BytesIO()
+    figure.savefig(written, format="png", dpi=_POINTS, metadata={"Software": "Raceme"})
+    data = base64.b64encode(written.getvalue()).decode()
+    kind = "heat-map" if any(axes.images for axes in figure.axes) else ""
+    return Plot(caption, Markup(f"data:image/png;base64,{data}"), kind)
 
 
 def number(value: Any, digits: int = 3) -> str:
@@ -229,20 +157,43 @@ def versions_table(versions: Mapping[str, Sequence[str]]) -> PageTable:
     return PageTable("Versions", (), rows, words=(0, 1), kind="pairs")
 
 
-def render(template: str, *, frozen: Frozen | None = None, **content: Any) -> str:
-    """Fill in a template; every text in it is escaped.
+def render(
+    kind: str,
+    title: str,
+    lead: str,
+    sections: Sequence[Section],
+    *,
+    links: str,
+    frozen: Frozen | None = None,
+) -> str:
+    """Return a page as HTML; every text in it is escaped.
 
     Parameters
     ----------
-    template : str
-        File name of the template, without a folder.
+    kind, title, lead : str
+        What it is of, above its title, and the line below it.
+    sections : Sequence[Section]
+        The sections; those without parts are left out.
+    links : str
+        Prefix of links to files.
     frozen : Frozen, optional
         The panels of the dashboard, at the top.
-    content : Any
-        Values of the template's variables.
     """
-    found = _environment().get_template(template)
-    return found.render(version=raceme.__version__, frozen=frozen, **content)
+    shown = []
+    for section in sections:
+        parts = [part for part in section.parts if part is not None]
+        if parts:
+            shown.append({**vars(section), "parts": parts})
+    return _template().render(
+        version=raceme.__version__,
+        style=Markup(stylesheet()),
+        kind=kind,
+        title=title,
+        lead=lead,
+        sections=shown,
+        links=links,
+        frozen=frozen,
+    )
 
 
 def write_page(path: Path, text: str) -> None:
@@ -276,7 +227,7 @@ def check_writable(path: Path) -> None:
 
 
 @cache
-def _environment() -> Environment:
+def _template() -> Template:
     environment = Environment(
         loader=PackageLoader("raceme.reporting", "templates"),
         autoescape=True,
@@ -285,4 +236,4 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     environment.filters["shortened"] = shortened
-    return environment
+    return environment.get_template("page.html")

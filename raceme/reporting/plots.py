@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby, pairwise
-from operator import itemgetter
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 from matplotlib.artist import Artist
@@ -21,7 +18,6 @@ from matplotlib.patches import Circle, FancyArrowPatch, Patch, Rectangle, Wedge
 from matplotlib.ticker import FixedLocator, Locator, MaxNLocator, PercentFormatter
 from numpy.typing import NDArray
 
-from raceme.core.clusters import Weights
 from raceme.core.errors import printable
 from raceme.core.events import (
     ACCURACY,
@@ -31,12 +27,11 @@ from raceme.core.events import (
     Measured,
     MeasureSchema,
     Membership,
-    Placement,
     grouped,
-    home,
 )
-from raceme.records.record import ClientEvaluations, Integers, RunRecord
+from raceme.records.record import ClientEvaluations, History, Integers, RunRecord
 from raceme.records.summary import LONG, Floats, TaskAccuracies, Upload, Uploads, shares
+from raceme.reporting.streams import Bands, Epoch, extent, layout
 from raceme.reporting.style import (
     CLOCK,
     FAINT,
@@ -71,8 +66,8 @@ _MOST_LABELS = 4
 """Maximum number of labelled splits and merges."""
 _DRIFT_ROW = 0.06
 """Share of the axes for drift labels above an accuracy of 1."""
-_MOST_BANDS = 5
-"""Maximum number of runs with bands and an inner legend."""
+_MOST_NAMED = 5
+"""Maximum number of methods with an inner legend."""
 _LOG_POINTS = 200
 """Points of a curve on a logarithmic axis of time."""
 _EARLY = 0.1
@@ -124,8 +119,8 @@ def comparison_figure(
     Parameters
     ----------
     methods : Mapping[str, Sequence[RunRecord]]
-        Runs of each method by label, one per seed, in the order of the legend. Bands are left out
-        for more than a few methods. Time is logarithmic if a run reaches the target very early.
+        Runs of each method by label, one per seed, in the order of the legend. Time is logarithmic
+        if a run reaches the target very early.
     target, title
         As in :func:`accuracy_figure`.
     """
@@ -139,7 +134,7 @@ def comparison_figure(
         log_time_axis(axes, min(starts) / seconds, end / seconds)
     measure = _score_axis(axes, runs)
     axes.set_title(title or f"{measure.title} on the clients' own test data")
-    banded = len(methods) <= _MOST_BANDS and len(runs) > len(methods)
+    banded = len(runs) > len(methods)
     looks = method_looks(methods)
     for label, records in methods.items():
         colour, line = looks[label]
@@ -162,11 +157,13 @@ def comparison_figure(
                 _mark_reached(axes, record, target, seconds, colour)
     if target is not None:
         _target_line(axes, target)
+        if any(_arrival(record, target) for record in runs):
+            axes.plot([], [], "o", ms=6, color=MUTED, mec="white", label="target reached")
     seeds = max((len(records) for records in methods.values()), default=0)
     of = "one seed" if seeds == 1 else f"mean{' ± SD' if banded else ''} of {seeds} seeds"
     if not runs:
         say_empty(axes, "no runs")
-    elif len(methods) <= _MOST_BANDS:
+    elif len(methods) <= _MOST_NAMED:
         axes.legend(loc=_legend_place(measure), title=of)
     else:
         # Beside the plot, for lack of room.
@@ -331,6 +328,9 @@ def _target_line(axes: Axes, target: float) -> None:
         xytext=(5, 3),
         textcoords="offset points",
         fontsize=8,
+        # Above the points of runs that reach it.
+        zorder=5,
+        bbox={"facecolor": "white", "alpha": 0.8, "lw": 0, "pad": 0.5},
     )
 
 
@@ -529,8 +529,11 @@ def devices_figure(record: RunRecord, *, clock: str = CLOCK) -> Figure:
     if not rows:
         say_empty(axes, "no devices")
         return figure
+    history = History(record.placements)
+    tasks = zip(updates.client.tolist(), updates.dispatched_at, updates.cluster, strict=True)
+    trained = [int(history.trained(*task)) for task in tasks]
     for of, colours, edge, hatch in (
-        (updates, [cluster_colour(int(k)) for k in updates.cluster], FAINT, None),
+        (updates, [cluster_colour(k) for k in trained], FAINT, None),
         (rejections, "none", REJECTED, "////"),
     ):
         spans = zip(of.client.tolist(), of.dispatched_at.tolist(), of.time.tolist(), strict=True)
@@ -545,8 +548,7 @@ def devices_figure(record: RunRecord, *, clock: str = CLOCK) -> Figure:
         axes.set_yticks([0, len(rows) - 1], ["fastest", "slowest"])
     axes.set_ylabel(f"{len(rows)} of {len(record.clients)} devices")
     axes.grid(False, axis="y")
-    clusters = sorted({int(cluster) for cluster in updates.cluster})
-    handles = [Patch(color=cluster_colour(k), label=f"cluster {k}") for k in clusters]
+    handles = [Patch(color=cluster_colour(k), label=f"cluster {k}") for k in sorted(set(trained))]
     if len(rejections.time):
         handles.append(Patch(facecolor="none", edgecolor=REJECTED, hatch="////", label="rejected"))
     if 1 < len(handles) <= _LABELLED:
@@ -1009,7 +1011,7 @@ def _draw_counts(axes: Axes, record: RunRecord, schema: MeasureSchema, clock: st
     at = [time / seconds for time in [*times, max(record.end, times[-1])]]
     for values, colour, dashes, label in (
         (clusters, INK, "-", "clusters"),
-        (arrows, series_colour(5), (0, (4.5, 1.6)), schema.value),
+        (arrows, cluster_colour(6), (0, (4.5, 1.6)), schema.value),
     ):
         axes.step(at, [*values, values[-1]], where="post", color=colour, ls=dashes, label=label)
     axes.set_title("Counts over time")
@@ -1167,7 +1169,7 @@ _MARGIN = 0.03
 """Margin above and below the curves, for errors relative to the largest."""
 _QUANTITIES = {
     "before": ("uploaded", series_colour(0)),
-    "after": ("returned", series_colour(5)),
+    "after": ("returned", cluster_colour(6)),
 }
 
 
@@ -1250,413 +1252,67 @@ def _draw_cluster_scores(axes: Axes, record: RunRecord) -> list[float]:
 
 
 # -----------------------------------------------------------------------------
-# Clients as streams between clusters: positions of bands, and flows.
-#
-# A client has a band in each of its clusters, whose height is its weight there and sums to 1. When
-# weights change, the unchanged part flows straight on, and the rest from losing to gaining
-# clusters.
-# -----------------------------------------------------------------------------
-
-
-Bands = dict[int, tuple[float, float]]
-"""Start and height of a client's band, by cluster."""
-Drawn = tuple[float, dict[str, Bands]]
-"""A time and each client's bands from then on."""
-_Part = tuple["Flow", float, float, float]
-"""A flow with its start, length of bend, and length."""
-
-_LEAST = 1e-9
-"""Tolerance of equal weights."""
-_LATER = 0.4
-"""Maximum lag of a bend's trailing edge, as a share of the bend."""
-_SQUARE = 2.3
-"""Aspect ratio of a drawing at which steep bands keep their width."""
-_DENSE = 0.6
-"""Minimum density of flows between two clusters to be drawn as one body."""
-
-
-@dataclass(frozen=True)
-class Shapes:
-    """Parts of a drawing.
-
-    Attributes
-    ----------
-    clusters : list[int]
-        Cluster of each shape, for its colour.
-    corners : ndarray
-        Time in seconds and height. Shape (shapes, corners, 2).
-    """
-
-    clusters: list[int]
-    corners: Floats
-
-
-class Flow(NamedTuple):
-    """A flow from band to band.
-
-    Attributes
-    ----------
-    source, cluster : int
-        Source and target cluster; equal for a staying part.
-    begins, ends : float
-        Positions before and after.
-    height_before, height : float
-        Heights before and after, which differ for flows that appear or vanish.
-    """
-
-    source: int
-    cluster: int
-    begins: float
-    height_before: float
-    ends: float
-    height: float
-
-    @property
-    def stays(self) -> bool:
-        """Whether it stays in its cluster."""
-        return self.source == self.cluster
-
-
-class AlluvialDiagram:
-    """The bands of all clients of a run.
-
-    Parameters
-    ----------
-    placements : Sequence[Placement]
-        Every change of a client's clusters, in order.
-    groups : Mapping[str, int or None]
-        True group by client id, which orders clients with the same history.
-    end : float
-        Time at which the run ended, in seconds.
-
-    Attributes
-    ----------
-    order : list[str]
-        Clients from top to bottom at the start.
-    gap : float
-        Gap between two clusters, in heights of a client.
-    """
-
-    def __init__(
-        self, placements: Sequence[Placement], groups: Mapping[str, int | None], end: float
-    ) -> None:
-        paths = grouped((placed.client, (placed.time, placed.weights)) for placed in placements)
-        self._paths = paths
-        self._end = end
-        # Clients with the same path are adjacent, so that splits separate neighbours only.
-        self.order = sorted(
-            paths, key=lambda client: (_homes(paths[client]), _known(groups, client))
-        )
-        self.gap = max(1.0, 0.03 * len(self.order))
-        self._place = self._places()
-
-    @property
-    def changes(self) -> list[float]:
-        """The times at which a client's clusters changed, ascending."""
-        return sorted({time for path in self._paths.values() for time, _ in path})
-
-    @property
-    def thickness(self) -> int:
-        """Maximum number of bands of all clients."""
-        return sum(max(len(weights) for _, weights in path) for path in self._paths.values())
-
-    def bands(self, moments: Iterable[tuple[float, float]]) -> list[Drawn]:
-        """Return the bands of all clients at some times.
-
-        Parameters
-        ----------
-        moments : Iterable of (float, float)
-            Ascending pairs: start of the drawing, and the time of the shown clusters.
-        """
-        order, drawn = self.order, list[Drawn]()
-        for start, time in moments:
-            bands = self._bands(order, time)
-            drawn.append((start, bands))
-            # Clients keep their vertical order, which minimises crossings.
-            heights = {client: _middle(own) for client, own in bands.items()}
-            order = sorted(self.order, key=lambda client: heights.get(client, math.inf))
-        return drawn
-
-    def bodies(self, drawn: Sequence[Drawn], width: float, end: float) -> Shapes:
-        """Return the outlines of whole clusters, drawn behind all bands.
-
-        They fill temporary gaps of moving clients. Parameters as in :meth:`pieces`.
-        """
-        parts: list[_Part] = []
-        stops = [*(start for start, _ in drawn[1:]), end]
-        before: dict[str, Bands] = {}
-        for index, ((start, bands), stop) in enumerate(zip(drawn, stops, strict=True)):
-            turn = max(0.0, min(width, stop - start)) if index else 0.0
-            together = [
-                flow
-                for client, own in bands.items()
-                if client in before
-                for flow in flows(before[client], own, self._place)
-            ]
-            level = [Flow(k, k, y, h, y, h) for own in bands.values() for k, (y, h) in own.items()]
-            parts += ((hull, start, turn, turn) for hull in _hulls(together))
-            rest = max(0.0, stop - start - turn)
-            parts += ((hull, start + turn, 0.0, rest) for hull in _hulls(level))
-            before = bands
-        return _outlines(parts)
-
-    def pieces(self, drawn: Sequence[Drawn], width: float, end: float) -> tuple[Shapes, Shapes]:
-        """Return the outlines of all clients' bands: staying and moving parts.
-
-        Parameters
-        ----------
-        drawn : Sequence
-            The bands as :meth:`bands` returns them.
-        width : float
-            Length of a bend in seconds.
-        end : float
-            End of the last bands.
-
-        Returns
-        -------
-        tuple[Shapes, Shapes]
-            Staying and moving parts; the latter are drawn in front.
-        """
-        parts = [part for client in self.order for part in self._parts(client, drawn, width, end)]
-        low, high = extent(drawn)
-        return (
-            _outlines([part for part in parts if part[0].stays]),
-            _outlines([part for part in parts if not part[0].stays], end / (high - low) / _SQUARE),
-        )
-
-    def _parts(
-        self, client: str, drawn: Sequence[Drawn], width: float, end: float
-    ) -> Iterator[_Part]:
-        """Yield a client's flows, each until its next change."""
-        states = [(time, bands.get(client, {})) for time, bands in drawn]
-        kept = [states[0], *(new for old, new in pairwise(states) if new[1] != old[1])]
-        stops = [*(time for time, _ in kept[1:]), end]
-        before = kept[0][1]
-        for index, ((start, bands), stop) in enumerate(zip(kept, stops, strict=True)):
-            turn = max(0.0, min(width, stop - start)) if index else 0.0
-            for flow in flows(before, bands, self._place):
-                # Flows that leave all clusters have no level part.
-                yield flow, start, turn, max(stop - start, turn) if flow.height else turn
-            before = bands
-
-    def _bands(self, order: Sequence[str], time: float) -> dict[str, Bands]:
-        """Return the bands of each client with a cluster at a time.
-
-        Bands are centred vertically.
-        """
-        members: dict[int, list[tuple[str, float]]] = {}
-        present = 0
-        for client in order:
-            path = self._paths[client]
-            index = bisect_right(path, time, key=itemgetter(0))
-            weights = path[index - 1][1] if index else {}
-            present += bool(weights)
-            for cluster, weight in weights.items():
-                members.setdefault(cluster, []).append((client, weight))
-        found: dict[str, Bands] = {}
-        y = (len(order) - present - self.gap * max(0, len(members) - 1)) / 2
-        for cluster in sorted(members, key=self._place.__getitem__):
-            for client, weight in members[cluster]:
-                found.setdefault(client, {})[cluster] = (y, weight)
-                y += weight
-            y += self.gap
-        return found
-
-    def _places(self) -> dict[int, int]:
-        """Return the vertical order of clusters by their members' mean position.
-
-        The order is constant, so that clusters do not swap when clients move.
-        """
-        total: dict[int, float] = {}
-        ranks: dict[int, float] = {}
-        for rank, client in enumerate(self.order):
-            path = self._paths[client]
-            stops = [*(time for time, _ in path[1:]), self._end]
-            for (start, weights), stop in zip(path, stops, strict=True):
-                # Weighted by duration; short stays count if there is no other.
-                stay = max(stop - start, 1e-6 * self._end, _LEAST)
-                for cluster, weight in weights.items():
-                    total[cluster] = total.get(cluster, 0.0) + stay * weight
-                    ranks[cluster] = ranks.get(cluster, 0.0) + stay * weight * rank
-        means = {cluster: ranks[cluster] / total[cluster] for cluster in total}
-        return {cluster: i for i, cluster in enumerate(sorted(means, key=lambda k: (means[k], k)))}
-
-
-def flows(before: Bands, after: Bands, place: Mapping[int, int]) -> list[Flow]:
-    """Return the flows between a client's former and current bands.
-
-    Parameters
-    ----------
-    before, after : Bands
-        Without former bands, each one appears; without current ones, each one ends.
-    place : Mapping[int, int]
-        Order of the clusters, so that upward flows stay above downward ones.
-    """
-    if len(before) == len(after) == 1:
-        ((source, (begin, h)),) = before.items()
-        ((target, (stop, _)),) = after.items()
-        return [Flow(source, target, begin, h, stop, h)]
-    if not before:
-        return [Flow(k, k, y + h / 2, 0.0, y, h) for k, (y, h) in after.items()]
-    if not after:
-        return [Flow(k, k, y, h, y + h / 2, 0.0) for k, (y, h) in before.items()]
-    amounts = _amounts(before, after, place)
-    leaving = {k: y for k, (y, _) in before.items()}
-    arriving = {k: y for k, (y, _) in after.items()}
-    begins, ends = {}, {}
-    for source, target in sorted(amounts, key=lambda pair: place[pair[1]]):
-        begins[source, target] = leaving[source]
-        leaving[source] += amounts[source, target]
-    for source, target in sorted(amounts, key=lambda pair: place[pair[0]]):
-        ends[source, target] = arriving[target]
-        arriving[target] += amounts[source, target]
-    return [Flow(*pair, begins[pair], h, ends[pair], h) for pair, h in amounts.items()]
-
-
-def _amounts(before: Bands, after: Bands, place: Mapping[int, int]) -> dict[tuple[int, int], float]:
-    """Return the amounts of flow between clusters, minimising movement."""
-    stays = {k: min(before[k][1], after[k][1]) for k in before if k in after}
-    found = {(k, k): amount for k, amount in stays.items()}
-    surplus = {k: h - stays.get(k, 0.0) for k, (_, h) in before.items()}
-    deficit = {k: h - stays.get(k, 0.0) for k, (_, h) in after.items()}
-    for source in sorted(surplus, key=place.__getitem__):
-        for target in sorted(deficit, key=place.__getitem__):
-            amount = min(surplus[source], deficit[target])
-            if amount > _LEAST:
-                found[source, target] = amount
-                surplus[source] -= amount
-                deficit[target] -= amount
-    return found
-
-
-def _hulls(found: Iterable[Flow]) -> Iterator[Flow]:
-    """Yield the hull of all flows between two clusters, if dense."""
-    together = grouped(((flow.source, flow.cluster), flow) for flow in found)
-    for (source, cluster), own in together.items():
-        begins, ends = min(flow.begins for flow in own), min(flow.ends for flow in own)
-        before = max(flow.begins + flow.height_before for flow in own) - begins
-        after = max(flow.ends + flow.height for flow in own) - ends
-        held = sum(flow.height for flow in own)
-        if source == cluster or held >= _DENSE * max(before, after):
-            yield Flow(source, cluster, begins, before, ends, after)
-
-
-def _outlines(parts: Sequence[_Part], slope: float = 0.0) -> Shapes:
-    """Return the corners of flows: one edge from left to right, the other back.
-
-    Parameters
-    ----------
-    parts : Sequence
-        Flows with start, length of bend, and length.
-    slope : float
-        Seconds per height of a client's band. It delays the trailing edge of steep flows, which
-        would otherwise be too thin.
-    """
-    bounds = np.array([part[0][2:] for part in parts], np.float64).reshape(-1, 4)
-    times = np.array([part[1:] for part in parts], np.float64).reshape(-1, 3)
-    begins, height_before, ends, height = (bounds[:, [i]] for i in range(4))
-    start, turn, length = (times[:, [i]] for i in range(3))
-    way = ends - begins
-    share = np.abs(way) / np.maximum(np.abs(way) + height, _LEAST)
-    lag = share * np.minimum(_LATER * turn, slope * height)
-    ease = np.linspace(0.0, 1.0, 24 if slope else 12)
-    bend = ease * ease * (3 - 2 * ease)
-    ahead = np.hstack([start, start + (turn - lag) * ease, start + length])
-    behind = np.hstack([start, start + lag + (turn - lag) * ease, start + length])
-    # The first edge is the trailing one of flows to larger heights.
-    first, second = np.where(way > 0, behind, ahead), np.where(way > 0, ahead, behind)
-    bend = np.concatenate([[0.0], bend, [1.0]])
-    low = begins + way * bend
-    high = begins + height_before + (way + height - height_before) * bend
-    edges = np.stack([first, low], axis=2), np.stack([second, high], axis=2)[:, ::-1]
-    return Shapes([part[0].cluster for part in parts], np.concatenate(edges, axis=1))
-
-
-def extent(drawn: Sequence[Drawn]) -> tuple[float, float]:
-    """Return the vertical extent of all bands."""
-    bands = [band for _, found in drawn for own in found.values() for band in own.values()]
-    low = min((y for y, _ in bands), default=0.0)
-    return low, max((y + height for y, height in bands), default=low + 1.0)
-
-
-def _middle(bands: Bands) -> float:
-    """Return a client's mean position."""
-    return sum(height * (y + height / 2) for y, height in bands.values())
-
-
-def _homes(path: Sequence[tuple[float, Weights]]) -> list[int]:
-    """Return a client's sequence of clusters, the heaviest at each time."""
-    homes = (home(weights) for _, weights in path)
-    return [cluster for cluster, _ in groupby(-1 if k is None else k for k in homes)]
-
-
-def _known(groups: Mapping[str, int | None], client: str) -> int:
-    group = groups.get(client)
-    return -1 if group is None else group
-
-
-# -----------------------------------------------------------------------------
 # Figure of the clusters over time with moves, splits and merges.
 # -----------------------------------------------------------------------------
 
 
-_MOST_PIECES = 40_000
-"""Approximate maximum number of pieces of the bands."""
 _BEND = 0.03
 """Length of a bend as a share of the run; closer changes are merged."""
-_MOST_ROOM = 0.05
-"""Distance of changes, as a share of the run, that are always drawn separately."""
 _LABELLED_BANDS = 12
 """Maximum number of labelled clusters."""
 _ROW = 0.055
 """Height of a row of marks as a share of the axes."""
+_EASE = np.linspace(0.0, 1.0, 16)
+_SMOOTH = _EASE * _EASE * (3 - 2 * _EASE)
 
 
 @style()
 def clusters_figure(record: RunRecord, *, clock: str = CLOCK) -> Figure:
-    """Draw every client as a band through its clusters, in their colours.
+    """Draw every cluster as a stream, as high as the sum of its clients' weights.
 
-    Bands are ordered so that splits branch and merges join. A client of several clusters has a band
-    in each, with its weight as height. Signs above mark splits, merges, new and retired clusters,
-    lines mark drifts. The strip at the right shows the true groups, if known.
+    Streams are ordered so that splits branch and merges join. Signs above mark splits, merges, new
+    and retired clusters, lines mark drifts. The strip at the right shows the true groups, if known.
     """
     figure, axes = one_axes(7.2, 4.4, "Clusters over time")
     seconds = time_axis(axes, record.end, clock)
     if not record.placements:
         say_empty(axes, "no clients")
         return figure
-    streams = AlluvialDiagram(record.placements, record.groups, record.end)
     span = max(record.end, 1e-9)
-    changes = [time for time in streams.changes if 0 < time <= span]
-    room = max(_BEND, min(streams.thickness / _MOST_PIECES, _MOST_ROOM)) * span
-    drawn = streams.bands([(0.0, 0.0), *_together(changes, room)])
-    _fill(axes, streams.bodies(drawn, _BEND * span, span), seconds, edge=0.0)
-    for shapes in streams.pieces(drawn, _BEND * span, span):
-        _fill(axes, shapes, seconds, edge=0.35)
+    epochs = layout(record.placements, _BEND * span)
+    stops = [*(epoch.time for epoch in epochs[1:]), max(span, epochs[-1].time)]
+    for index, (epoch, stop) in enumerate(zip(epochs, stops, strict=True)):
+        turn = min(_BEND * span, stop - epoch.time) if index else 0.0
+        _draw_epoch(axes, epoch, turn / seconds, stop / seconds, seconds)
+    clients = len({placed.client for placed in record.placements})
     axes.set_yticks([])
-    axes.set_ylabel("1 client" if len(streams.order) == 1 else f"{len(streams.order)} clients")
+    axes.set_ylabel("1 client" if clients == 1 else f"{clients} clients")
     axes.spines["left"].set_visible(False)
     axes.grid(False)
-    low, high = extent(drawn)
-    _mark(figure, axes, record, seconds, (low - streams.gap / 2, high + streams.gap / 2))
-    final = drawn[-1][1]
-    _label_clusters(axes, final)
-    _draw_groups(axes, record.groups, final)
+    low, high = extent(epochs)
+    room = 0.02 * (high - low)
+    _mark(figure, axes, record, seconds, (low - room, high + room))
+    _label_clusters(axes, record, epochs[-1].bands)
+    _draw_groups(axes, record, epochs[-1].bands)
     return figure
 
 
-def _fill(axes: Axes, shapes: Shapes, seconds: float, edge: float) -> None:
-    """Draw shapes as one collection, which is a thousand times faster than one by one."""
-    colours = [cluster_colour(cluster) for cluster in shapes.clusters]
-    axes.add_collection(
-        PolyCollection(
-            list(shapes.corners / (seconds, 1.0)),
-            facecolors=colours,
-            edgecolors=colours,
-            linewidths=edge,
-        ),
-        autolim=False,
-    )
+def _draw_epoch(axes: Axes, epoch: Epoch, turn: float, stop: float, seconds: float) -> None:
+    """Draw flows that bend into their places, and level streams behind them."""
+    start = epoch.time / seconds
+    corners, colours = [], []
+    for flow in epoch.flows:
+        times = start + turn * _EASE
+        top = flow.begins + (flow.ends - flow.begins) * _SMOOTH
+        edges = np.stack([times, top], axis=1), np.stack([times, top + flow.size], axis=1)
+        corners.append(np.concatenate([edges[0], edges[1][::-1]]))
+        colours.append(cluster_colour(flow.source if flow.target is None else flow.target))
+    for cluster, (upper, height) in epoch.bands.items():
+        left, lower = start + turn, upper + height
+        corners.append(np.array([(left, upper), (stop, upper), (stop, lower), (left, lower)]))
+        colours.append(cluster_colour(cluster))
+    shapes = PolyCollection(corners, facecolors=colours, edgecolors=colours, linewidths=0.35)
+    axes.add_collection(shapes, autolim=False)
 
 
 def _mark(
@@ -1676,31 +1332,19 @@ def _mark(
         figure.legend(handles=entries, loc="outside lower center", ncols=len(entries))
 
 
-def _together(times: Sequence[float], room: float) -> list[tuple[float, float]]:
-    """Return first and last of each run of close times."""
-    found: list[tuple[float, float]] = []
-    for time in times:
-        if found and time < found[-1][0] + room:
-            found[-1] = (found[-1][0], time)
-        else:
-            found.append((time, time))
-    return found
-
-
-def _label_clusters(axes: Axes, final: Mapping[str, Bands]) -> None:
-    """Name the final clusters on their bands."""
-    members = grouped(band for bands in final.values() for band in bands.items())
-    if len(members) > _LABELLED_BANDS:
+def _label_clusters(axes: Axes, record: RunRecord, final: Bands) -> None:
+    """Name the final clusters on their streams."""
+    if len(final) > _LABELLED_BANDS:
         return
-    for cluster, own in members.items():
-        middle = (min(y for y, _ in own) + max(y + height for y, height in own)) / 2
-        text = f"cluster {cluster} · {len(own)} client{'' if len(own) == 1 else 's'}"
-        weight = sum(height for _, height in own)
-        if abs(weight - len(own)) > 1e-6:
+    members = Counter(k for weights in record.memberships().values() for k in weights)
+    for cluster, (top, weight) in final.items():
+        count = members[cluster]
+        text = f"cluster {cluster} · {count} client{'' if count == 1 else 's'}"
+        if abs(weight - count) > 1e-6:
             text += f", weight {weight:.1f}"
         axes.text(
             0.975,
-            middle,
+            top + weight / 2,
             text,
             transform=axes.get_yaxis_transform(),
             ha="right",
@@ -1708,37 +1352,39 @@ def _label_clusters(axes: Axes, final: Mapping[str, Bands]) -> None:
             color="white",
             fontweight="bold",
             fontsize=8.5,
-            # A band may be smaller than its label, after a late change or with few clients.
+            # A stream may be smaller than its label, after a late change or with few clients.
             bbox={"facecolor": cluster_colour(cluster), "lw": 0, "boxstyle": "round,pad=0.1"},
         )
 
 
-def _draw_groups(axes: Axes, groups: Mapping[str, int | None], final: Mapping[str, Bands]) -> None:
+def _draw_groups(axes: Axes, record: RunRecord, final: Bands) -> None:
     """Show the true groups as a strip beside the final clusters."""
-    known = {client: group for client, group in groups.items() if group is not None}
-    shown = [client for client in final if client in known]
-    if not shown:
-        return
+    known = {client: group for client, group in record.groups.items() if group is not None}
+    memberships = record.memberships()
+    place = {cluster: top for cluster, (top, _) in final.items()}
+    shown = sorted(memberships.keys() & known.keys(), key=lambda client: (known[client], client))
     for client in shown:
-        for y, height in final[client].values():
+        for cluster, weight in memberships[client].items():
             axes.add_patch(
                 Rectangle(
-                    (1.012, y),
+                    (1.012, place[cluster]),
                     0.022,
-                    height,
+                    weight,
                     transform=axes.get_yaxis_transform(),
                     color=group_colour(known[client]),
                     lw=0,
                     clip_on=False,
                 )
             )
-    axes.text(
-        1.042,
-        0.5,
-        "true groups",
-        transform=axes.transAxes,
-        rotation=90,
-        va="center",
-        fontsize=8.5,
-        color=MUTED,
-    )
+            place[cluster] += weight
+    if shown:
+        axes.text(
+            1.042,
+            0.5,
+            "true groups",
+            transform=axes.transAxes,
+            rotation=90,
+            va="center",
+            fontsize=8.5,
+            color=MUTED,
+        )

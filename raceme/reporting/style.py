@@ -57,6 +57,9 @@ _PALETTE = (
     "#7a86e0",
 )
 
+# Those of methods: blues that are hard to tell apart are left out.
+_SERIES = tuple(colour for colour in _PALETTE if colour not in ("#56b4e9", "#3949ab", "#7a86e0"))
+
 # Solid, dashed, dotted, dash-dotted.
 _LINES = ("-", (0, (4.5, 1.6)), (0, (1.1, 1.3)), (0, (5, 1.4, 1.1, 1.4)))
 
@@ -198,13 +201,13 @@ def cluster_colour(cluster: int) -> str:
 
 
 def series_colour(index: int) -> str:
-    """Return the colour of one of several runs in a figure."""
-    return _PALETTE[index % len(_PALETTE)]
+    """Return the colour of one of several methods in a figure."""
+    return _SERIES[index % len(_SERIES)]
 
 
 def series_line(index: int) -> Any:
-    """Return the line style of one of several runs, which changes when colours repeat."""
-    return _LINES[index // len(_PALETTE) % len(_LINES)]
+    """Return the line style of one of several methods, which changes when colours repeat."""
+    return _LINES[index // len(_SERIES) % len(_LINES)]
 
 
 def method_looks(labels: Iterable[str]) -> dict[str, tuple[str, Any]]:

@@ -26,7 +26,7 @@ from raceme.records.exchanges import (
 )
 from raceme.records.folder import MESSAGES, SUMMARY
 from raceme.reporting.console import print_results, shown_bytes, shown_path
-from raceme.reporting.page import PageTable, Tile, number, plot, render
+from raceme.reporting.page import Command, Links, PageTable, Section, number, plot, render
 from raceme.reporting.style import (
     CLOCK,
     FAINT,
@@ -34,13 +34,13 @@ from raceme.reporting.style import (
     MOST_BARS,
     MUTED,
     REJECTED,
+    cluster_colour,
     draw_spans,
     fastest_first,
     first_part,
     new_figure,
     one_axes,
     say_empty,
-    series_colour,
     style,
     time_axis,
     time_unit,
@@ -129,7 +129,7 @@ def _failure_lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 # -----------------------------------------------------------------------------
 
 
-WORK, AWAITED, EVALUATION = series_colour(4), series_colour(5), series_colour(2)
+WORK, AWAITED, EVALUATION = cluster_colour(5), cluster_colour(6), cluster_colour(3)
 _NARROW = 0.005
 """Share of the width below which bars are narrow."""
 _NAMED_ROWS = 40
@@ -301,38 +301,39 @@ def simulation_page(folder: Path, links: str) -> str:
     summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
     accounts = fleet.accounts()
     try:
-        return render(
-            "simulation.html",
-            title=f"{summary['app']} on {summary['clients']:,} devices",
-            summary=summary,
-            tiles=_tiles(summary),
-            results=PageTable("Result", (), simulation_rows(summary), (0, 1), "pairs"),
-            timeline=plot(timeline_figure(fleet), "timeline"),
-            waiting=plot(waiting_figure(fleet, accounts), "waiting"),
-            clients=PageTable(
-                "Clients",
-                _HEADS,
+        settings = summary["settings"]
+        lead = f"{settings['devices']} · seed {settings['seed']} · "
+        sections = [
+            Section(
+                "result",
+                "Result",
                 [
-                    (
-                        account.client,
-                        account.tasks,
-                        number(account.busy, 1),
-                        number(account.idle, 1),
-                        number(account.offline, 1),
-                        number(account.held_up, 1),
-                        account.failures,
-                        shown_bytes(account.bytes_down),
-                        shown_bytes(account.bytes_up),
-                    )
-                    for account in accounts
+                    PageTable("Result", (), simulation_rows(summary), (0, 1), "pairs"),
+                    "Without waiting: every device works continuously at its mean time per task "
+                    "until the total number of tasks is reached.",
                 ],
             ),
-            failures=_failures(fleet),
-            settings=_settings(summary),
-            command=summary["command"],
-            links=links,
-            files=[name for name in (SUMMARY, CLIENTS, MESSAGES) if (folder / name).exists()],
-        )
+            Section(
+                "timeline",
+                "Devices at work",
+                [
+                    plot(timeline_figure(fleet)),
+                    "A row is a device, a bar a task. Others waited for devices whose reply let "
+                    "the server assign work again.",
+                ],
+            ),
+            Section(
+                "waiting",
+                "Waiting",
+                [plot(waiting_figure(fleet, accounts)), _clients(accounts)],
+            ),
+            Section("failures", "Failures", [_failures(fleet)]),
+            Section("settings", "Settings", [_settings(summary)]),
+            Section("again", "Repeat", [Command(summary["command"]), _files(folder)]),
+        ]
+        title = f"{summary['app']} on {summary['clients']:,} devices"
+        lead += summary["reason"] or "its ServerApp returned"
+        return render("Simulated app", title, lead, sections, links=links)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(
             f"{folder / SUMMARY} is not what `raceme simulate` writes: "
@@ -340,18 +341,28 @@ def simulation_page(folder: Path, links: str) -> str:
         ) from None
 
 
-def _tiles(summary: Mapping[str, Any]) -> list[Tile]:
-    share = summary["idle_share"]
-    return [
-        Tile("virtual time", duration(summary["virtual_time"]), "until the ServerApp returned"),
-        Tile("without waiting", duration(summary["without_waiting"]), "for the same work"),
-        Tile("waiting", "–" if share is None else f"{share:.0%}", "of the devices' time"),
-        Tile(
-            "traffic",
-            shown_bytes(summary["bytes_down"] + summary["bytes_up"]),
-            f"in {summary['messages']:,} messages",
-        ),
+def _clients(accounts: Sequence[ClientAccount]) -> PageTable:
+    """Return how each client spent its time."""
+    rows = [
+        (
+            account.client,
+            account.tasks,
+            number(account.busy, 1),
+            number(account.idle, 1),
+            number(account.offline, 1),
+            number(account.held_up, 1),
+            account.failures,
+            shown_bytes(account.bytes_down),
+            shown_bytes(account.bytes_up),
+        )
+        for account in accounts
     ]
+    return PageTable("Clients", _HEADS, rows, folded=True)
+
+
+def _files(folder: Path) -> Links:
+    names = [name for name in (SUMMARY, CLIENTS, MESSAGES) if (folder / name).exists()]
+    return Links("Files", [(name, name) for name in names])
 
 
 def _failures(fleet: FleetRecord) -> PageTable | None:

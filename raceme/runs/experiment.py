@@ -7,7 +7,8 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from functools import cache, partial
 from pathlib import Path
@@ -23,8 +24,15 @@ from raceme.core.chain import Chain, resolved
 from raceme.core.clients import BoundToKeys, Labels
 from raceme.core.clusters import Model, blended
 from raceme.core.config import CONFIG, RunConfig, own_keys, read_toml
-from raceme.core.errors import UserError
-from raceme.core.events import ClustersScored, Ending, Evaluated, Event, Observer
+from raceme.core.errors import UserError, one_line
+from raceme.core.events import (
+    ClustersScored,
+    Ending,
+    Evaluated,
+    Event,
+    Observer,
+    Warned,
+)
 from raceme.core.files import whole_path
 from raceme.core.limits import Limits
 from raceme.core.messages import DEFAULT_VALIDATION_SHARE, ModelSpec, Vector, kept_for_validation
@@ -280,6 +288,60 @@ def _client_names(config: RunConfig) -> Sequence[str]:
     return names or numbered(config.num_clients)
 
 
+_TOLD = ("raceme", "raceme.run", "raceme.defaults")
+"""Loggers whose warnings are events of the run; those of the machine have other ones."""
+
+
+class RunWarnings(logging.Handler):
+    """Collects the warnings that are logged for a run.
+
+    Attributes
+    ----------
+    texts : dict[str, None]
+        Those that are not yet events, in order.
+    known : set[str]
+        Those that are.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: dict[str, None] = {}
+        self.known: set[str] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a warning; errors concern files and the machine."""
+        text = one_line(record.getMessage())
+        if record.levelno == self.level and record.name in _TOLD and text not in self.known:
+            self.texts[text] = None
+
+    def take(self, time: float) -> Iterator[Warned]:
+        """Yield the new warnings as events."""
+        while self.texts:
+            text = next(iter(self.texts))
+            del self.texts[text]
+            self.known.add(text)
+            yield Warned(time, text)
+
+
+_collecting: ContextVar[RunWarnings | None] = ContextVar("collecting", default=None)
+
+
+@contextmanager
+def warnings_of_run() -> Iterator[RunWarnings]:
+    """Collect warnings within the context; an inner context adds to the outer one."""
+    if (outer := _collecting.get()) is not None:
+        yield outer
+        return
+    collected, logger = RunWarnings(), logging.getLogger("raceme")
+    token = _collecting.set(collected)
+    logger.addHandler(collected)
+    try:
+        yield collected
+    finally:
+        logger.removeHandler(collected)
+        _collecting.reset(token)
+
+
 def simulate(config: RunConfig, *observers: Observer, stop: StopCheck = never_stop) -> RunOutcome:
     """Run a configuration on virtual time.
 
@@ -297,7 +359,12 @@ def simulate(config: RunConfig, *observers: Observer, stop: StopCheck = never_st
     UserError
         The configuration is invalid; raised before any work starts.
     """
-    config = resolve(config)
+    with warnings_of_run():
+        return _simulate(resolve(config), observers, stop)
+
+
+def _simulate(config: RunConfig, observers: Sequence[Observer], stop: StopCheck) -> RunOutcome:
+    """Run a resolved configuration."""
     has_limit = config.max_updates or config.max_rounds or config.max_time
     if config.resume and (config.device_keys or not has_limit):
         raise UserError(
@@ -514,6 +581,7 @@ def execute(
     starts: Sequence[Vector] = ()
     trace: TraceFile | None = None
     with ExitStack() as opened:
+        warned = opened.enter_context(warnings_of_run())
         # A grid with a clock of its own has a single process, unlike Flower's.
         patience = 0.0 if isinstance(grid, Timeline) else _WRITER_SECONDS
         opened.enter_context(only_writer(out, patience))
@@ -547,13 +615,14 @@ def execute(
                 trace = opened.enter_context(TraceFile(out, communication_of(grid), events))
                 listening.append(trace.observe)
             updates = strategy.progress.updates if restored else None
-            trackers = opened.enter_context(TrackerObserver(config, out, updates))
+            trackers = opened.enter_context(TrackerObserver(config, out, updates, summary))
             listening += [trackers, *observers]
             if restored:
                 for event in each_event(out):
                     summary.observe(event)
                     verdicts(event)
                     trackers.recall(event)
+                warned.known.update(summary.warnings)
             after = summary.time if restored else None
             if is_virtual:
                 # On real devices the run's time is wall time.
@@ -562,8 +631,9 @@ def execute(
             listening += filter(None, observing)
 
             def observe(event: Event) -> None:
-                for observer in listening:
-                    observer(event)
+                for told in (*warned.take(event.time), event):
+                    for observer in listening:
+                        observer(told)
                 if probe and isinstance(event, Evaluated) and strategy.has_distributions:
                     scores = score_clusters(strategy.served, probe, event.time, event.updates)
                     if scores is not None:

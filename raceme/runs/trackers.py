@@ -31,13 +31,13 @@ from raceme.core.events import (
     Event,
     EventHandler,
     UpdateApplied,
-    UpdateRejected,
     change_line,
     is_news,
 )
 from raceme.core.installation import install_line
 from raceme.core.options import Value
 from raceme.records.folder import MLFLOW, SUMMARY, TENSORBOARD, WANDB_RUN
+from raceme.records.summary import RunSummary
 
 # -----------------------------------------------------------------------------
 # Measurements for trackers at an evaluation: named numbers.
@@ -49,23 +49,23 @@ _MOST_CLUSTERS = 50
 
 
 class Measurements(EventHandler):
-    """Collects the numbers reported at each evaluation from a run's events."""
+    """Collects the numbers reported at each evaluation from a run's events.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    summary : RunSummary
+        The run's numbers so far, which must process events first.
+    """
+
+    def __init__(self, summary: RunSummary) -> None:
+        self._summary = summary
         self._staleness: list[int] = []
         self._losses: list[float] = []
-        self._rejected = self._bytes_up = self._bytes_down = 0
 
     def on_update_applied(self, event: UpdateApplied) -> None:
-        """Record its bytes, staleness and loss."""
+        """Record its staleness and loss."""
         self._staleness.append(event.staleness)
         self._losses.append(event.train_loss)
-        self._bytes_up += event.bytes_up
-        self._bytes_down += event.bytes_down
-
-    def on_update_rejected(self, event: UpdateRejected) -> None:
-        """Count a refused reply."""
-        self._rejected += 1
 
     def of(self, event: Evaluated) -> dict[str, float]:
         """Return the measurements at an evaluation; update means cover the time since the last.
@@ -89,9 +89,9 @@ class Measurements(EventHandler):
             "loss": event.loss,
             "clusters": float(event.clusters),
             "clients_answered": float(event.answered),
-            "rejected_updates": float(self._rejected),
-            "bytes_up": float(self._bytes_up),
-            "bytes_down": float(self._bytes_down),
+            "rejected_updates": float(self._summary.rejected),
+            "bytes_up": float(self._summary.traffic.total("up")),
+            "bytes_down": float(self._summary.traffic.total("down")),
             "virtual_time": event.time,
         }
         if event.per_client:
@@ -371,7 +371,7 @@ class Wandb(Tracker):
 # -----------------------------------------------------------------------------
 
 
-log = logging.getLogger("raceme")
+log = logging.getLogger("raceme.trackers")
 
 TRACKERS: Mapping[str, tuple[str, type[Tracker]]] = {
     "tensorboard": ("torch.utils.tensorboard", TensorBoard),
@@ -419,12 +419,16 @@ class TrackerObserver(EventHandler):
         Folder of the run, with its artefacts.
     resumed : int or None
         Updates before a resumption; None for a new run.
+    summary : RunSummary
+        The run's numbers so far, which must process events first.
     """
 
-    def __init__(self, config: RunConfig, out: Path, resumed: int | None) -> None:
+    def __init__(
+        self, config: RunConfig, out: Path, resumed: int | None, summary: RunSummary
+    ) -> None:
         self.failures: dict[str, str] = {}
         self._trackers: dict[str, Tracker] = {}
-        self._measurements = Measurements()
+        self._measurements = Measurements(summary)
         self._ended = False
         parameters = {name: value for name, value in config.to_mapping().items() if value != ""}
         for name in chosen(config.track):

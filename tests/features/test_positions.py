@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from processes import loopback, raceme
 
+from raceme.core.config import RunConfig
 from raceme.features.client_map import POSITIONS
 from raceme.features.client_map.positions import (
     DIMENSIONS,
@@ -23,6 +23,7 @@ from raceme.features.client_map.positions import (
     positions,
     positions_of_rows,
 )
+from raceme.runs.experiment import simulate
 
 SQUARE = np.array([[1.0, 1.0], [1.0, -1.0], [-1.0, -1.0], [-1.0, 1.0]])
 QUARTER = np.array([[0.0, 1.0], [-1.0, 0.0]])
@@ -131,15 +132,16 @@ def test_a_folder_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_resumed_at_its_end_keeps_all_snapshots(tmp_path: Path) -> None:
-    command = ["run", "--strategy", "fedasync", "--dataset", "digits", "--clients", "5"]
-    command += ["--max-updates", "40", "--eval-every", "20", "--out", "run"]
-    command += ["--checkpoint-every", "1"]
-    with loopback(tmp_path) as bed:
-        assert bed.start("run", raceme(*command)).wait(240) == 0
-        path = tmp_path / "run" / POSITIONS
-        before = [json.loads(line)["updates"] for line in path.read_text().splitlines()]
-        assert before == [20, 40]
-        assert bed.start("run", raceme("run", "--resume", "run")).wait(240) == 0
+    run = tmp_path / "run"
+    keys = {
+        **{"strategy": "fedasync", "clients": 3, "model": "mclr", "workers": 0},
+        **{"max-updates": 12, "eval-every": 6, "checkpoint-every": 1},
+    }
+    simulate(RunConfig.from_mapping({**keys, "out": str(run)}))
+    path = run / POSITIONS
+    before = [json.loads(line)["updates"] for line in path.read_text().splitlines()]
+    assert before == [6, 12]
+    simulate(RunConfig.from_mapping({**keys, "resume": str(run)}))
     assert [json.loads(line)["updates"] for line in path.read_text().splitlines()] == before
 
 

@@ -41,6 +41,7 @@ from raceme.core.events import (
     UpdateRejected,
     Verdict,
     VersionDecided,
+    Warned,
 )
 from raceme.records.folder import STORE
 from raceme.records.record import read_run
@@ -128,6 +129,7 @@ ONE_OF_EACH: list[Event] = [
     TasksTested(5.857, 3, 0, 2, {"c": {0: TaskScore(1, 20.5)}}, 1, Measure("µg/m³")),
     AnswerTaken(5.86, "a", "losses", "support", 1000, 40),
     replace(UPDATE, seq=4, time=5.875, passes=90, mixture=(0.25, 0.0, 0.75), phase="init"),
+    Warned(5.9, "3 clients are few"),
     RunEnded(6.0, 4, "all clients are gone", Ending.NO_CLIENTS),
 ]
 
@@ -360,6 +362,7 @@ _EVENTS = st.one_of(
             }
         ),
     ),
+    st.builds(Warned, _TIMES, _CLIENTS),
     st.builds(RunEnded, _TIMES, _COUNTS, _CLIENTS, st.sampled_from(Ending)),
 )
 

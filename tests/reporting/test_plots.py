@@ -228,16 +228,19 @@ def test_the_band_holds_the_middle_of_the_clients() -> None:
     assert np.isnan([low, high]).all()
 
 
-def bands_of(events: list[Event]) -> list[np.ndarray[tuple[int, int], np.dtype[np.float64]]]:
-    """Return the corners of the clients' bands in the figure of the clusters, movers last."""
-    _, *bands = clusters_figure(RunRecord.of(events)).axes[0].collections
-    for found in bands:
-        assert isinstance(found, PolyCollection)
-    return [np.asarray(path.vertices) for found in bands for path in found.get_paths()]
+def streams_of(events: list[Event]) -> list[np.ndarray[tuple[int, int], np.dtype[np.float64]]]:
+    """Return the corners of the shapes in the figure of the clusters, as they are drawn."""
+    found = clusters_figure(RunRecord.of(events)).axes[0].collections
+    assert all(isinstance(shapes, PolyCollection) for shapes in found)
+    return [np.asarray(path.vertices) for shapes in found for path in shapes.get_paths()]
 
 
-def test_the_bands_of_clients_follow_their_clusters() -> None:
-    found = bands_of(
+def near(corners: list[list[float]]) -> object:
+    return pytest.approx(np.array(corners))
+
+
+def test_streams_bend_from_their_clusters_and_are_level_then() -> None:
+    *_, one, other, level, last = streams_of(
         [
             *joined({"a": 0, "b": 0}),
             *updates("ab", 0, 1),
@@ -245,28 +248,21 @@ def test_the_bands_of_clients_follow_their_clusters() -> None:
             RunEnded(10.0, 2, "max-updates"),
         ]
     )
-    # One piece each until the split, one after. A gap of one client's height parts the two from
-    # then on: half of it to either side.
-    # Its first edge from left to right, and its other edge from right to left.
-    corners = []
-    for band in found:
-        half = len(band) // 2
-        corners.append(tuple(np.concatenate(band[[0, half - 1, half, -2]]).tolist()))
-    assert corners == [
-        (0.0, 0.0, 5.0, 0.0, 5.0, 1.0, 0.0, 1.0),
-        (0.0, 1.0, 5.0, 1.0, 5.0, 2.0, 0.0, 2.0),
-        (5.0, 0.0, 10.0, -0.5, 10.0, 0.5, 5.0, 1.0),
-        (5.0, 1.0, 10.0, 1.5, 10.0, 2.5, 5.0, 2.0),
-    ]
+    # Two clients from -1 to 1 become two streams with a gap of 0.4 between them; a bend takes
+    # three hundredths of the run.
+    assert one[[0, 15, 16, -2]] == near([[5.0, -1.0], [5.3, -1.2], [5.3, -0.2], [5.0, 0.0]])
+    assert other[[0, 15, 16, -2]] == near([[5.0, 0.0], [5.3, 0.2], [5.3, 1.2], [5.0, 1.0]])
+    assert level[:4] == near([[5.3, -1.2], [10.0, -1.2], [10.0, -0.2], [5.3, -0.2]])
+    assert last[:4] == near([[5.3, 0.2], [10.0, 0.2], [10.0, 1.2], [5.3, 1.2]])
 
 
 def test_changes_that_come_all_the_time_are_drawn_together() -> None:
     events = joined({"a": 0, "b": 1})
     for time in range(1, 1001):
         events.append(moved(float(time), {"a" if time % 2 else "b": time % 7}))
-    bands = bands_of([*events, RunEnded(1000.0, 1000, "max-updates")])
-    # Three hundredths of the run apart, and the beginning: not 1,000 of each client.
-    assert 34 < len(bands) <= 2 * 35
+    record = RunRecord.of([*events, RunEnded(1000.0, 1000, "max-updates")])
+    # Three hundredths of the run apart, and the beginning.
+    assert len(clusters_figure(record).axes[0].collections) == 34
 
 
 def test_changes_show_what_marks_them() -> None:

@@ -1,140 +1,81 @@
-"""Clients as streams between clusters: nothing is lost on the way, and little crosses."""
+"""Clusters as streams: nothing is lost on the way, and little crosses."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from raceme.core.events import Placement
-from raceme.reporting.plots import AlluvialDiagram, Bands, Flow, extent, flows
-
-PLACE = {1: 0, 2: 1, 3: 2}
+from raceme.reporting.streams import Epoch, Flow, extent, layout
 
 
 def placed(time: float, **clusters: int) -> list[Placement]:
     return [Placement(time, client, {cluster: 1.0}) for client, cluster in clusters.items()]
 
 
-def heights(streams: AlluvialDiagram, *times: float) -> list[dict[str, Bands]]:
-    return [bands for _, bands in streams.bands([(time, time) for time in times])]
-
-
-def test_a_client_that_goes_over_takes_all_of_its_band_along() -> None:
-    assert flows({1: (0.0, 1.0)}, {2: (5.0, 1.0)}, PLACE) == [Flow(1, 2, 0.0, 1.0, 5.0, 1.0)]
+def test_a_split_parts_a_stream_without_crossings() -> None:
+    begin, split = layout([*placed(0.0, a=0, b=0, c=0), *placed(5.0, a=1, b=2, c=1)], 0.1)
+    # Three clients around 0, and a gap of 0.4 in a small fleet.
+    assert begin == Epoch(0.0, {0: (-1.5, 3.0)}, ())
+    assert split.bands == {1: pytest.approx((-1.7, 2.0)), 2: pytest.approx((0.7, 1.0))}
+    assert split.flows == (
+        Flow(0, 1, -1.5, pytest.approx(-1.7), 2.0),
+        Flow(0, 2, 0.5, pytest.approx(0.7), 1.0),
+    )
+    assert extent([begin, split]) == pytest.approx((-1.7, 1.7))
 
 
 def test_what_can_stay_stays_and_the_rest_goes_over() -> None:
-    # 0.7 and 0.3 become 0.4 and 0.6: of the first 0.4 stay and 0.3 go over, and arrive above
-    # the 0.3 that the second one had.
-    found = flows({1: (0.0, 0.7), 2: (4.0, 0.3)}, {1: (0.0, 0.4), 2: (4.0, 0.6)}, PLACE)
-    expected = [(1, 1, 0.0, 0.4, 0.0, 0.4), (2, 2, 4.0, 0.3, 4.3, 0.3), (1, 2, 0.4, 0.3, 4.0, 0.3)]
-    assert len(found) == 3
-    for flow, numbers in zip(found, expected, strict=True):
-        assert tuple(flow) == pytest.approx(numbers)
+    moves = [Placement(0.0, "a", {1: 0.7, 2: 0.3}), Placement(1.0, "a", {1: 0.4, 2: 0.6})]
+    *_, last = layout(moves, 0.1)
+    sizes = {(flow.source, flow.target): flow.size for flow in last.flows}
+    assert sizes == {(1, 1): pytest.approx(0.4), (2, 2): 0.3, (1, 2): pytest.approx(0.3)}
+    # What comes from above arrives above what was there.
+    ends = {(flow.source, flow.target): flow.ends for flow in last.flows}
+    assert ends[1, 2] < ends[2, 2]
 
 
-def test_who_comes_grows_out_of_nothing_and_who_goes_ends() -> None:
-    assert flows({}, {1: (2.0, 1.0)}, PLACE) == [Flow(1, 1, 2.5, 0.0, 2.0, 1.0)]
-    assert flows({1: (2.0, 1.0)}, {}, PLACE) == [Flow(1, 1, 2.0, 1.0, 2.5, 0.0)]
+def test_clients_that_come_widen_a_stream_and_those_that_go_flow_nowhere() -> None:
+    moves = [*placed(0.0, a=1, b=1), *placed(4.0, c=1), Placement(8.0, "a", {})]
+    _, came, gone = layout(moves, 0.1)
+    assert came.flows == (Flow(1, 1, -1.0, -1.5, 2.0),)
+    assert came.bands == {1: (-1.5, 3.0)}
+    assert {(flow.target, flow.size) for flow in gone.flows} == {(None, 1.0), (1, 2.0)}
 
 
-_PARTS = st.dictionaries(st.sampled_from([1, 2, 3]), st.floats(0.01, 1.0), min_size=1)
+def test_a_new_cluster_lies_where_its_clients_come_from() -> None:
+    moves = [*placed(0.0, a=1, b=2, c=3, d=3), *placed(2.0, a=4)]
+    *_, last = layout(moves, 0.1)
+    assert list(last.bands) == [4, 2, 3]
 
 
-@given(before=_PARTS, after=_PARTS)
-def test_what_leaves_each_cluster_and_comes_to_each_is_its_weight(
-    before: dict[int, float], after: dict[int, float]
+def test_changes_within_the_room_are_one_but_not_those_of_the_beginning() -> None:
+    moves = [*placed(0.0, a=1), *placed(0.5, b=1), *placed(1.4, a=2), *placed(3.0, b=2)]
+    epochs = layout(moves, 1.0)
+    assert [(epoch.time, len(epoch.bands)) for epoch in epochs] == [(0.0, 1), (0.5, 2), (3.0, 1)]
+
+
+_CLUSTER = st.sampled_from([1, 2, 3])
+
+
+@given(moves=st.lists(st.tuples(st.sampled_from("abcd"), _CLUSTER, _CLUSTER), max_size=12))
+def test_what_leaves_and_comes_is_as_high_as_the_streams(
+    moves: list[tuple[str, int, int]],
 ) -> None:
-    def bands(parts: dict[int, float]) -> Bands:
-        return {k: (10.0 * k, weight / sum(parts.values())) for k, weight in parts.items()}
-
-    old, new = bands(before), bands(after)
-    found = flows(old, new, PLACE)
-    for k, (y, weight) in old.items():
-        own = sorted((f for f in found if f.source == k), key=lambda f: f.begins)
-        assert sum(f.height for f in own) == pytest.approx(weight)
-        # Side by side from the top of the band.
-        assert [f.begins for f in own] == pytest.approx(
-            [y, *(y + np.cumsum([f.height for f in own[:-1]]))]
-        )
-    for k, (_, weight) in new.items():
-        assert sum(f.height for f in found if f.cluster == k) == pytest.approx(weight)
-
-
-def test_the_clients_of_a_cluster_lie_side_by_side_and_clusters_apart() -> None:
-    streams = AlluvialDiagram(placed(0.0, a=1, b=2, c=1), {}, 10.0)
-    (bands,) = heights(streams, 0.0)
-    # Three clients and a gap of one client's height, centred where three would be.
-    assert bands == {
-        "a": {1: (-0.5, 1.0)},
-        "c": {1: (0.5, 1.0)},
-        "b": {2: (2.5, 1.0)},
-    }
-    assert extent([(0.0, bands)]) == (-0.5, 3.5)
-
-
-def test_a_client_is_not_there_before_its_first_cluster() -> None:
-    streams = AlluvialDiagram([*placed(0.0, a=1), *placed(4.0, b=1)], {}, 10.0)
-    early, late = heights(streams, 0.0, 4.0)
-    # One of two: half a client's height below where two begin.
-    assert early == {"a": {1: (0.5, 1.0)}}
-    assert late == {"a": {1: (0.0, 1.0)}, "b": {1: (1.0, 1.0)}}
-
-
-def test_bands_are_as_high_as_weights() -> None:
-    streams = AlluvialDiagram([Placement(0.0, "a", {1: 0.25, 2: 0.75})], {}, 10.0)
-    ((bands),) = heights(streams, 0.0)
-    assert {cluster: height for cluster, (_, height) in bands["a"].items()} == {1: 0.25, 2: 0.75}
-
-
-def test_who_comes_from_below_comes_in_below_wherever_it_began() -> None:
-    moves = [*placed(0.0, a=1, b=1, c=2, d=2, e=3), *placed(2.0, a=3), *placed(5.0, a=2, b=2)]
-    *_, late = heights(AlluvialDiagram(moves, {}, 10.0), 0.0, 2.0, 5.0)
-    order = sorted((own[2][0], client) for client, own in late.items() if 2 in own)
-    assert [client for _, client in order] == ["b", "c", "d", "a"]
-
-
-def test_clusters_do_not_change_places_when_clients_move() -> None:
-    # The client that goes from the first cluster to the second was at the top of all.
-    moves = [*placed(0.0, a=1, b=1, c=2, d=2), *placed(5.0, a=2), *placed(9.0, b=3)]
-    streams = AlluvialDiagram(moves, {}, 10.0)
-    assert streams.order[0] == "a"
-    for bands in heights(streams, 0.0, 5.0):
-        tops = {k: y for own in bands.values() for k, (y, _) in own.items()}
-        assert tops[1] < tops[2]
-
-
-def test_only_who_moves_is_drawn_in_front_and_lasts_to_the_end() -> None:
-    streams = AlluvialDiagram([*placed(0.0, a=1, b=1, c=2), *placed(5.0, b=2)], {}, 10.0)
-    drawn = streams.bands([(0.0, 0.0), (5.0, 5.0)])
-    staying, moving = streams.pieces(drawn, 2.0, 10.0)
-    assert moving.clusters == [2]
-    times, height = moving.corners[0, :, 0], moving.corners[0, :, 1]
-    assert (times.min(), times.max()) == (5.0, 10.0)
-    assert height[0] == drawn[0][1]["b"][1][0]
-    # It has arrived two seconds later, with both edges.
-    arrived = moving.corners[0][times >= 7.0]
-    assert {round(float(y), 6) for y in arrived[:, 1]} == {
-        round(drawn[1][1]["b"][2][0], 6),
-        round(drawn[1][1]["b"][2][0] + 1.0, 6),
-    }
-    assert sorted(staying.clusters) == [1, 1, 2]
-
-
-def test_bodies_fill_clusters_where_others_leave() -> None:
-    streams = AlluvialDiagram([*placed(0.0, a=1, b=1, c=1, d=2), *placed(5.0, b=2)], {}, 10.0)
-    drawn = streams.bands([(0.0, 0.0), (5.0, 5.0)])
-    bodies = streams.bodies(drawn, 2.0, 10.0)
-    bending = [
-        corners
-        for cluster, corners in zip(bodies.clusters, bodies.corners, strict=True)
-        if cluster == 1 and corners[:, 0].min() == 5.0 and corners[:, 0].max() == 7.0
+    start = placed(0.0, a=1, b=1, c=2, d=3)
+    later = [
+        Placement(float(time), client, {one: 1.0} if one == other else {one: 0.25, other: 0.75})
+        for time, (client, one, other) in enumerate(moves, 1)
     ]
-    ((top, *_, bottom),) = [
-        sorted({float(corners[0, 1]), float(corners[-1, 1])}) for corners in bending
-    ]
-    # From the first to the last of the three, with the one between them that leaves.
-    first, last = drawn[0][1]["a"][1][0], drawn[0][1]["c"][1][0]
-    assert {top, bottom} == {min(first, last), max(first, last) + 1.0}
+    before = None
+    for epoch in layout([*start, *later], 0.5):
+        if before is not None:
+            for cluster, (_, height) in before.bands.items():
+                own = sum(flow.size for flow in epoch.flows if flow.source == cluster)
+                assert own == pytest.approx(height)
+            for cluster, (top, height) in epoch.bands.items():
+                flows = [flow for flow in epoch.flows if flow.target == cluster]
+                assert sum(flow.size for flow in flows) == pytest.approx(height)
+                assert min(flow.ends for flow in flows) == pytest.approx(top)
+        before = epoch

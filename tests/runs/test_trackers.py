@@ -16,6 +16,7 @@ import pytest
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
 from raceme.core.events import Evaluated
+from raceme.records.summary import RunSummary
 from raceme.runs.experiment import resolve, simulate
 from raceme.runs.trackers import TrackerObserver, run_name
 
@@ -180,7 +181,7 @@ def test_a_tracker_that_fails_is_left_behind(
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "nobody://knows/this")
     config = resolve(RunConfig.from_mapping({**SMALL, "track": "mlflow,tensorboard"}))
-    with TrackerObserver(config, tmp_path, None) as tracking:
+    with TrackerObserver(config, tmp_path, None, RunSummary()) as tracking:
         tracking(Evaluated(0.0, 0, 0.5, 1.0, 1))
     assert set(tracking.failures) == {"track=mlflow"}
     found = written(tmp_path)

@@ -19,7 +19,7 @@ _ROOT = files("raceme.reporting.dashboard") / "assets"
 _MAIN = "main.js"
 _PLOTTER = "vendor/uPlot.iife.min.js"
 _LICENCE = "vendor/uPlot.LICENSE"
-_STYLES = ("vendor/uPlot.min.css", "board.css")
+_STYLES = ("vendor/uPlot.min.css", "page.css")
 
 _IMPORT = re.compile(r'^import (\{[^}]*\}) from "([^"]+)";\n', re.MULTILINE)
 _EXPORT = re.compile(r"^export ((?:function|class|const) (\w+))", re.MULTILINE)
@@ -53,8 +53,8 @@ def live_page() -> str:
 
 
 @cache
-def style() -> str:
-    """Return the style sheets of the panels, for a page that is one file."""
+def stylesheet() -> str:
+    """Return the style sheets of the page, for one that is a single file."""
     return "\n".join(read_asset(name) for name in _STYLES)
 
 
@@ -120,15 +120,14 @@ class Frozen:
 
     Attributes
     ----------
-    style, script : Markup
-        Content of ``<style>`` and ``<script>``.
+    script : Markup
+        Content of ``<script>``.
     data : Markup
         JSON for a ``<script>`` of that type.
     policy : str
         The page's content security policy: this script and no other, and no network.
     """
 
-    style: Markup
     script: Markup
     data: Markup
     policy: str
@@ -164,4 +163,4 @@ def _frozen(source: FolderSource) -> Frozen | None:
         f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; "
         "img-src data:; base-uri 'none'; form-action 'none'"
     )
-    return Frozen(Markup(style()), Markup(program), Markup(data), policy)
+    return Frozen(Markup(program), Markup(data), policy)

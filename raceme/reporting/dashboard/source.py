@@ -38,10 +38,11 @@ from raceme.records.folder import (
     WALL_TIMES,
     has_writer,
 )
-from raceme.records.record import read_wall_times
+from raceme.records.record import History, read_wall_times
 from raceme.records.similarity import read_similarity
 from raceme.records.store import StoreFollower, plain
 from raceme.records.summary import RunSummary, finite
+from raceme.reporting.streams import Epoch, Streams
 
 # -----------------------------------------------------------------------------
 # Events as columns of JSON, from which the page reconstructs any time of a run.
@@ -50,6 +51,9 @@ from raceme.records.summary import RunSummary, finite
 # once. Times are seconds on the run's clock.
 # -----------------------------------------------------------------------------
 
+
+_MOST_EPOCHS = 400
+"""Changes closer than this part of the time so far are one in the picture of the clusters."""
 
 Table = dict[str, list[Any]]
 """Columns by name, all of one length."""
@@ -80,6 +84,7 @@ _TOLD: Mapping[type[Any], tuple[str, Mapping[str, str]]] = {
         "versions",
         {name: name for name in ("cluster", "version", "outcome", "reason")},
     ),
+    events.Warned: ("warnings", {"text": "text"}),
     events.DataChanged: ("drifts", {"updates": "updates", "client": "client", "step": "step"}),
 }
 """Events sent as rows: their table, and the field of each column."""
@@ -103,6 +108,9 @@ class Columns(EventHandler):
         self._summary = RunSummary()
         # Separate from the summary's, which does not record moved clients.
         self._membership = Membership()
+        self._history = History()
+        self._streams = Streams(lambda time: time / _MOST_EPOCHS)
+        self._epochs: list[Epoch] = []
         self._tables: defaultdict[str, Table] = defaultdict(lambda: defaultdict(list))
         self._ending: dict[str, Any] | None = None
         self._clusters: tuple[int, float | None] | None = None
@@ -114,6 +122,9 @@ class Columns(EventHandler):
         if type(event) in _TOLD:
             table, columns = _TOLD[type(event)]
             told = {name: self._field(of, getattr(event, of)) for name, of in columns.items()}
+            if isinstance(event, events.UpdateApplied):
+                sent, cluster = event.dispatched_at, event.cluster
+                told["cluster"] = int(self._history.trained(event.client, sent, cluster))
             self._add(table, event.time, **told)
         self(event)
 
@@ -186,6 +197,8 @@ class Columns(EventHandler):
             threshold=_short(event.threshold),
         )
         for placed in placements:
+            self._history.observe(placed)
+            self._epochs += self._streams.observe(placed)
             weights = {str(k): _short(weight) for k, weight in placed.weights.items()}
             self._add(
                 "placements",
@@ -215,12 +228,17 @@ class Columns(EventHandler):
         """Time of the latest event in seconds."""
         return _seconds(self._summary.time)
 
-    def take(self) -> dict[str, Any]:
-        """Return the news since the last call for JSON; None without news."""
+    def take(self, is_over: bool = False) -> dict[str, Any]:
+        """Return the news since the last call for JSON; none if no more events will come."""
         found: dict[str, Any] = {name: dict(table) for name, table in self._tables.items()}
         self._tables.clear()
         if self._ending is not None:
             found["ended"], self._ending = self._ending, None
+        # More changes of a moment may come before the end.
+        self._epochs += self._streams.complete(math.inf if is_over else self.now)
+        if self._epochs:
+            found["streams"] = [_laid(epoch) for epoch in self._epochs]
+            self._epochs = []
         if found:
             found["now"] = self.now
         if self._on_devices and not self._said_devices:
@@ -280,6 +298,13 @@ class Columns(EventHandler):
         if clusters != self._clusters:
             self._clusters = clusters
             self._add("numbers", time, clusters=clusters[0], purity=finite(clusters[1]))
+
+
+def _laid(epoch: Epoch) -> dict[str, Any]:
+    """Return the places of streams for the page."""
+    bands = [(int(k), _short(top), _short(height)) for k, (top, height) in epoch.bands.items()]
+    flows = [tuple(_told(value) for value in flow) for flow in epoch.flows]
+    return {"time": _seconds(epoch.time), "bands": bands, "flows": flows}
 
 
 def _told(value: Any) -> Any:
@@ -415,11 +440,11 @@ class RunSource(FolderSource):
             self._tell_files()
         for event in reading.events:
             self._columns.observe(event)
-        self._tell(self._columns.take())
+        is_stopped &= CONFIG in self._stamps and not reading.more
+        self._tell(self._columns.take(is_stopped))
         if reading.more != self._is_behind:
             self._is_behind = reading.more
             self._tell({"loading": reading.more})
-        is_stopped &= CONFIG in self._stamps and not reading.more
         if is_stopped != self._is_stopped:
             self._is_stopped = is_stopped
             self._tell({"stopped": is_stopped})
@@ -652,10 +677,6 @@ class _Curve(EventHandler):
             self._anew, told["anew"] = False, True
         return told
 
-    def _is_first(self) -> bool:
-        seeds = sorted(self._folder.parent.glob("seed-*"), key=lambda path: (len(path.name), path))
-        return bool(seeds) and seeds[0] == self._folder
-
     def _about(self) -> dict[str, Any]:
         """Return metadata from the run's path and configuration."""
         if self._known.get("started"):
@@ -673,7 +694,6 @@ class _Curve(EventHandler):
             "dataset": config.get("dataset"),
             "label": f"{method}, seed {seed}" if method else self._name,
             "seed": config.get("seed"),
-            "first": not method or self._is_first(),
             "single": not method,
             "started": round(started),
             "planned": config.get("max-updates"),

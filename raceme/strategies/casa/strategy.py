@@ -47,9 +47,12 @@ from raceme.strategies.shared import Mask, client_decay, cluster_decay, omega, s
 log = getLogger("raceme")
 
 _UNASSIGNED = -1
-_LARGE_GAP = 0.02
-"""An eigengap that is hardly reached: the paper's lie between 1e-4 and 1e-3. On digits in four
-label groups ten clients, which need 0.016, are split, but eight, which need 0.024, are not."""
+_LOG_GAP = math.log(0.02)
+"""Logarithm of an eigengap that is hardly reached: the paper's lie between 1e-4 and 1e-3. On digits
+in four label groups ten clients, which need 0.016, are split, but eight, which need 0.024, are
+not."""
+_MOST = 100_000
+"""Least number of clients that is not looked for any more."""
 
 
 GAP = MeasureSchema(
@@ -211,13 +214,23 @@ class CASA(Method):
         own = self.parameters
         if not own.clustering or not own.bi_level or clients < 2:
             return
-        needed = cluster_decay(clients, 1.0, own.alpha0) ** (1 / own.gamma)
-        if clients < 3 or needed > _LARGE_GAP:
+
+        def log_decay(size: int) -> float:
+            return math.log(cluster_decay(size, 1.0, own.alpha0))
+
+        # α_c^(1/γ), the least gap that splits, is at most a large one.
+        least = next((n for n in range(3, _MOST) if log_decay(n) <= own.gamma * _LOG_GAP), _MOST)
+        if clients < least:
+            highest = math.floor(100 * log_decay(max(clients, 3)) / _LOG_GAP) / 100
+            change = f"Set gamma to at most {highest:g}, take more" if highest > 0 else "Take more"
             getLogger("raceme.run").warning(
-                "%d clients are too few for %s to tell clusters apart: they share one model. "
-                "Use --strategy panicle.",
+                "%d clients are too few for %s, which with gamma=%g tells clusters apart among at "
+                "least %d: they may share one model. %s clients, or use --strategy panicle.",
                 clients,
                 type(self).__name__,
+                own.gamma,
+                least,
+                change if clients > 2 else "Take more",
             )
 
     def initialize(self, vector: Vector) -> None:

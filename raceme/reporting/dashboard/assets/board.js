@@ -142,11 +142,6 @@ export class Board {
     if (option.textContent !== time) option.textContent = time;
   }
 
-  /** Draw one panel anew, of the same moment. */
-  redraw(one) {
-    if (this.visible.has(one.element)) one.draw(this.moment);
-  }
-
   /** Select a client or a cluster, or nothing. */
   select(selection) {
     this.selection = selection;

@@ -1,7 +1,7 @@
 // A drawing that is as sharp as the screen and as wide as its panel, and its picture as a file.
 
 import { clusterColour, named } from "./colours.js";
-import { make, number } from "./words.js";
+import { make, number, timeUnit } from "./words.js";
 
 export const FONT = "12px system-ui, sans-serif";
 
@@ -48,7 +48,7 @@ export class Canvas {
 }
 
 /** Return steps of 1, 2 or 5 times a power of ten between two numbers, about so many. */
-export function ticks(low, high, about) {
+function ticks(low, high, about) {
   const rough = (high - low) / Math.max(1, about);
   if (!(rough > 0)) return [low];
   const power = 10 ** Math.floor(Math.log10(rough));
@@ -61,9 +61,32 @@ export function ticks(low, high, about) {
 }
 
 /** Return the texts of such steps, with as many decimals as all of them need. */
-export function tickTexts(found) {
+function tickTexts(found) {
   const decimals = found.map((value) => String(value).split(".")[1]?.length ?? 0);
   return found.map((value) => number(value, Math.max(0, ...decimals)));
+}
+
+/** Draw an axis of time: a line from top to bottom at each tick, its text below, and the label. */
+export function timeAxis(context, run, [start, stop], toX, [top, bottom]) {
+  const width = context.canvas.clientWidth;
+  const [seconds, symbol] = timeUnit(run.end);
+  context.font = FONT;
+  context.fillStyle = named("muted");
+  context.strokeStyle = named("line");
+  context.textBaseline = "top";
+  const found = ticks(start / seconds, stop / seconds, width / 90);
+  const texts = tickTexts(found);
+  for (const [index, tick] of found.entries()) {
+    const x = toX(tick * seconds);
+    context.beginPath();
+    context.moveTo(x, top);
+    context.lineTo(x, bottom);
+    context.stroke();
+    context.textAlign = x < 30 ? "left" : x > width - 30 ? "right" : "center";
+    context.fillText(texts[index], x, bottom + 2);
+  }
+  context.textAlign = "right";
+  context.fillText(`${run.clock} (${symbol})`, width - 4, bottom + 17);
 }
 
 /** Make a button that saves a drawing as PNG; its colours are clusters. */

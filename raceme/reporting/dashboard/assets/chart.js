@@ -9,8 +9,9 @@ const SCALES = { linear: "linear", x: "log x", y: "log y" };
 
 /** A chart of lines with its tools and legend. `draw` says what it shows. */
 export class Chart {
-  constructor(label, height) {
+  constructor(label, height, smooths = true) {
     this.label = label;
+    this.smooths = smooths;
     this.element = make("div", { class: "chart", role: "img", "aria-label": label, tabindex: "0",
       onkeydown: (event) => this.press(event) });
     this.legend = make("ul", { class: "legend" });
@@ -50,7 +51,7 @@ export class Chart {
     this.reset.hidden = true;
     this.where = make("output", { class: "where" });
     return make("div", { class: "options tools" },
-      make("label", {}, "smoothing ", smooth), scale,
+      ...(this.smooths ? [make("label", {}, "smoothing ", smooth)] : []), scale,
       button("−", "Zoom out (−)", () => this.zoomBy(STEP)),
       button("+", "Zoom in (+); or drag. Shift and drag, or ← →, move", () => this.zoomBy(1 / STEP)),
       this.reset,
@@ -74,8 +75,8 @@ export class Chart {
   /**
    * Draw lines.
    *
-   * shown.x: ascending numbers. shown.lines: [{ key, name, colour, dash, width, values, band }];
-   * a band is [lower values, upper values]. shown.xLabel, shown.yLabel: text.
+   * shown.x: ascending numbers. shown.lines: [{ key, name, colour, dash, width, values, band, bars }];
+   * a band is [lower values, upper values]; lines of one name share an entry of the legend. shown.xLabel, shown.yLabel: text.
    * shown.marks: [{ at, name, colour, dash }]. shown.until: where the moment is; what is later is
    * veiled.
    */
@@ -213,7 +214,8 @@ export class Chart {
           dash: found.dash ?? [],
           show: !this.hidden.has(found.key),
           spanGaps: true,
-          points: { show: (plot) => plot.data[0].length < 3 },
+          ...(found.bars ? { paths: uPlot.paths.bars({ size: [0.85] }), fill: found.colour } : {}),
+          points: { show: (plot) => !found.bars && plot.data[0].length < 3 },
         })),
         ...shown.lines.flatMap((found) => (found.band ?? []).map(() =>
           ({ width: 0, spanGaps: true, points: { show: false }, show: !this.hidden.has(found.key) }))),
@@ -268,28 +270,25 @@ export class Chart {
 
   fillLegend(lines) {
     this.values = new Map();
-    this.legend.replaceChildren(
-      ...lines.map((line, index) => {
-        const value = make("span", { class: "value" });
-        this.values.set(index, value);
-        const swatch = make("span", { class: "swatch", "aria-hidden": "true" });
-        swatch.style.setProperty("--colour", line.colour ?? named("ink"));
-        swatch.classList.toggle("dashed", Boolean(line.dash?.length));
-        const button = make(
-          "button",
-          { type: "button", "aria-pressed": String(!this.hidden.has(line.key)) },
-          swatch,
-          make("bdi", {}, line.name),
-          value,
-        );
-        button.addEventListener("click", () => {
-          const shows = this.hidden.delete(line.key) || (this.hidden.add(line.key), false);
+    const names = new Map(lines.map((line) => [line.name, []]));
+    for (const line of lines) names.get(line.name).push(line);
+    this.legend.replaceChildren(...[...names].map(([name, found]) => {
+      const [{ colour, dash }] = found;
+      const value = make("span", { class: "value" });
+      if (found.length === 1) this.values.set(lines.indexOf(found[0]), value);
+      const swatch = make("span", { class: "swatch", "aria-hidden": "true" });
+      swatch.style.setProperty("--colour", colour ?? named("ink"));
+      swatch.classList.toggle("dashed", Boolean(dash?.length));
+      const button = make("button", { type: "button",
+        "aria-pressed": String(!this.hidden.has(found[0].key)),
+        onclick: () => {
+          const shows = this.hidden.has(found[0].key);
+          for (const { key } of found) this.hidden[shows ? "delete" : "add"](key);
           button.setAttribute("aria-pressed", String(shows));
           this.again();
-        });
-        return make("li", {}, button);
-      }),
-    );
+        } }, swatch, make("bdi", {}, name), value);
+      return make("li", {}, button);
+    }));
   }
 
   /** Say in the legend what the lines are where the mouse is. */
@@ -299,7 +298,7 @@ export class Chart {
     this.where.textContent = x === undefined ? "" :
       `${this.shown.xLabel}: ${x.toLocaleString("en", { maximumSignificantDigits: 6 })}`;
     for (const [line, element] of this.values ?? []) {
-      const value = index === null || index === undefined ? null : plot.data[line + 1][index];
+      const value = plot.data[line + 1][index ?? -1];
       element.textContent = value === null || value === undefined ? "" : number(value, 3);
     }
   }

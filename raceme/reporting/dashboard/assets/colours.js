@@ -76,10 +76,13 @@ export function clusterDash(cluster) {
   return DASHES[Math.floor(Math.max(0, cluster - 1) / PALETTE.length) % DASHES.length];
 }
 
-/** Return the colour and the dashes of one of several runs. */
+// Those of methods: blues that are hard to tell apart are left out.
+const SERIES = PALETTE.filter((colour) => !["#56b4e9", "#3949ab", "#7a86e0"].includes(colour));
+
+/** Return the colour and the dashes of one of several methods. */
 export function seriesLook(index) {
-  const dash = DASHES[Math.floor(index / PALETTE.length) % DASHES.length];
-  return { colour: shown(PALETTE[index % PALETTE.length]), dash };
+  const dash = DASHES[Math.floor(index / SERIES.length) % DASHES.length];
+  return { colour: shown(SERIES[index % SERIES.length]), dash };
 }
 
 /** Return the shade of a true group; a client whose group is not known has none. */

@@ -123,10 +123,8 @@ export class ComparisonBoard {
     const listed = this.listed();
     this.means = (this.wanted ?? this.fitting(listed)) === "mean";
     this.drawing.value = this.means ? "mean" : "runs";
-    // Runs of a comparison share the colour of their method; single runs have their own.
-    const keyOf = (one) => (one.single && !this.means ? one.label : one.method);
-    const keys = [...new Set(this.ofCase().map(([, one]) => keyOf(one)))].sort();
-    this.look = (one) => seriesLook(keys.indexOf(keyOf(one)));
+    const methods = [...new Set(this.ofCase().map(([, { method }]) => method))].sort();
+    this.look = ({ method }) => seriesLook(methods.indexOf(method));
     const isIndex = listed.some(([, { single }]) => single);
     listed.forEach(([name, one], index) => {
       one.isDrawn = this.chosen.get(name) ?? (!isIndex || index < MOST_FIRST);
@@ -149,12 +147,11 @@ export class ComparisonBoard {
     this.fill(listed);
   }
 
-  /** Return what to draw until a person chooses: the means of methods, if there are many lines. */
+  /** Return what to draw until a person chooses: means of methods, but for runs that differ. */
   fitting(listed) {
     const methods = new Set(listed.map(([, { method }]) => method));
     const isIndex = listed.some(([, { single }]) => single);
-    const isCrowded = listed.length > MOST_FIRST && methods.size < listed.length;
-    return isCrowded && !isIndex ? "mean" : "runs";
+    return methods.size < listed.length && !isIndex ? "mean" : "runs";
   }
 
   /** Return the name of a run, with its comparison unless that is the chosen case. */
@@ -169,7 +166,8 @@ export class ComparisonBoard {
       at(one).forEach((value, index) => {
         values[place.get(value)] = one.points.accuracy[index] ?? undefined;
       });
-      return { key: name, name: this.nameOf(one), ...this.look(one), width: one.first ? 2.2 : 1.2, values };
+      // Seeds of a method are one entry of the legend.
+      return { key: name, name: one.method, ...this.look(one), width: 1.4, values };
     });
   }
 

@@ -9,7 +9,7 @@ const HELP = {
     "of clients whose true group is the most frequent one in their cluster.",
   map: "Each dot is a client; clients with similar models lie close to each other.",
   devices: "Each row is a device and each bar a task, from dispatch to reply.",
-  happenings: "Changes of clusters and data, offline devices, rejected updates, versions of models " +
+  happenings: "Changes of clusters and data, offline devices, rejected updates, warnings, versions of models " +
     "that were held back, and crashes, newest first; a click shows that moment.",
   staleness: "Staleness is the number of aggregations into a model between its dispatch to a " +
     "client and the arrival of the client's update.",

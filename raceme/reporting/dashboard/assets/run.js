@@ -3,7 +3,7 @@
 /** Columns of each table; what a piece brings is appended. */
 const TABLES = [
   "clients", "reasons", "presence", "greetings", "groups", "updates", "rejections", "verdicts",
-  "claims", "versions", "labels", "evaluations", "changes", "placements", "drifts", "numbers", "walls", "measures",
+  "claims", "versions", "warnings", "labels", "evaluations", "changes", "placements", "drifts", "numbers", "walls", "measures",
 ];
 
 const STEPS = 2000; // Steps of the map's positions in one unit.
@@ -25,6 +25,7 @@ export class Run {
     this.clock = "virtual time";
     this.frames = [];
     this.placed = [];
+    this.streams = []; // Epochs: { time, bands: [[cluster, top, height]], flows }.
     this.measure = { label: "accuracy", title: "Accuracy", isError: false };
     this.now = 0;
     this.revision = (this.revision ?? 0) + 1;
@@ -49,6 +50,7 @@ export class Run {
     if (piece.ended) this.ended = piece.ended;
     if (piece.measure) this.measure = piece.measure;
     if (piece.clock) this.clock = piece.clock;
+    if (piece.streams) this.streams.push(...piece.streams);
     if (piece.frame) this.addFrame(piece.frame);
     if (piece.now !== undefined) this.now = piece.now;
   }

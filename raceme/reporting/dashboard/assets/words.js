@@ -29,15 +29,7 @@ export function refill(element, ...children) {
 
 /** Make an element for a name that a client has chosen: it changes nothing around it. */
 export function nameElement(name) {
-  const element = make("bdi", {});
-  rename(element, name);
-  return element;
-}
-
-/** Give an element that was made for a name another one. */
-export function rename(element, name) {
-  element.textContent = name.length > 80 ? `${name.slice(0, 80)}…` : name;
-  element.title = name;
+  return make("bdi", { title: name }, name.length > 80 ? `${name.slice(0, 80)}…` : name);
 }
 
 const MINUTES_OF_DAY = 1440;

@@ -2,11 +2,10 @@
 
 import { clusterColour } from "../colours.js";
 import { panel } from "../panel.js";
-import { make, number, plural, rename, timeText } from "../words.js";
+import { make, nameElement, number, plural, refill, timeText } from "../words.js";
 
 const ROW = 34;
 const EXTRA = 3;
-const SETTLED = 150; // Milliseconds.
 const COLUMNS = [
   { key: "name", head: "client", word: true },
   { key: "cluster", head: "cluster" },
@@ -76,7 +75,6 @@ export class ClientsPanel {
       ? `${number(this.rows.length)} of ${plural(names.length, "client")}`
       : plural(names.length, "client");
     this.table.setAttribute("aria-rowcount", String(this.rows.length + 1));
-    for (const row of this.held.values()) row.filled = false;
     this.fill();
   }
 
@@ -139,89 +137,48 @@ export class ClientsPanel {
   /** Fill in the rows in sight; the room of the others is empty. */
   fill() {
     if (!this.rows) return;
-    const height = `${this.rows.length * ROW}px`;
-    if (this.body.style.height !== height) this.body.style.height = height;
+    this.body.style.height = `${this.rows.length * ROW}px`;
     const first = Math.max(0, Math.floor(this.scroll.scrollTop / ROW) - EXTRA);
     const seen = Math.ceil(this.scroll.clientHeight / ROW) + 2 * EXTRA;
-    const shown = this.rows.slice(first, first + seen);
-    const wanted = new Set(shown);
-    // Rows that went out of sight are used for those that came, but never one with the focus.
-    const spare = [];
-    for (const [client, row] of this.held) {
-      if (wanted.has(client)) continue;
-      this.held.delete(client);
-      if (row.element.contains(document.activeElement)) row.element.remove();
-      else spare.push(row);
-    }
-    shown.forEach((client, index) => {
-      const row = this.held.get(client) ?? spare.shift() ?? this.makeRow();
-      this.held.set(client, row);
-      if (!row.element.isConnected) this.body.append(row.element);
-      this.fillRow(row, client, first + index);
-    });
-    for (const row of spare) row.element.remove();
-    // Where rows stand does not depend on their order, but how one goes through them with Tab does.
-    clearTimeout(this.ordering);
-    this.ordering = setTimeout(() => this.order(), SETTLED);
-  }
-
-  /** Put the rows in order, once nothing moves any more. */
-  order() {
     const focused = this.body.contains(document.activeElement) ? document.activeElement : null;
+    const { held } = this;
+    this.held = new Map(this.rows.slice(first, first + seen).map((client, index) =>
+      [client, this.rowOf(client, first + index, held.get(client))]));
+    for (const [client, row] of held) if (!this.held.has(client)) row.remove();
+    // In order, as one goes through them with Tab; one that stays in its place keeps the focus.
     let place = this.body.firstChild;
-    const rows = [...this.held.values()].sort((one, other) => one.index - other.index);
-    for (const { element } of rows) {
-      if (element === place) place = place.nextSibling;
-      else this.body.insertBefore(element, place);
+    for (const row of this.held.values()) {
+      if (row === place) place = place.nextSibling;
+      else this.body.insertBefore(row, place);
     }
-    // An element that is moved loses the focus.
-    if (document.activeElement !== focused) focused?.focus({ preventScroll: true });
+    if (focused?.isConnected) focused.focus({ preventScroll: true });
   }
 
-  /** Make an empty row: its cells and what of them changes. */
-  makeRow() {
-    const name = make("bdi", {});
-    const link = make("button", { type: "button", class: "link" }, name);
-    const labels = document.createTextNode("");
-    const note = make("bdi", { class: "note" }, labels);
-    const dot = make("span", { class: "dot", "aria-hidden": "true" });
-    const texts = COLUMNS.map(() => document.createTextNode(""));
-    const cells = COLUMNS.map(({ key, word }, index) => {
-      const children = { name: [link, note], cluster: [dot, texts[index]] }[key] ?? [texts[index]];
-      return make(index ? "td" : "th", { class: word ? "word" : "", scope: index ? null : "row",
-        role: index ? "cell" : "rowheader" }, ...children);
-    });
-    const row = { element: make("tr", { role: "row" }, ...cells), link, name,
-      labels, dot, texts, client: -1, filled: false };
-    link.addEventListener("click", () => this.board.select({ client: row.client }));
+  /** Make a client's row, or fill the one that there is: what is as it was stays. */
+  rowOf(client, index, held) {
+    const row = held ?? make("tr", { role: "row" });
+    row.style.top = `${index * ROW}px`;
+    row.setAttribute("aria-rowindex", index + 2);
+    row.classList.toggle("selected", this.board.selection?.client === client);
+    refill(row, ...COLUMNS.map(({ key, word }, column) =>
+      make(column ? "td" : "th", { class: word ? "word" : "", scope: column ? null : "row",
+        role: column ? "cell" : "rowheader" }, ...this.cell(client, key))));
     return row;
   }
 
-  fillRow(row, client, index) {
-    const is = this.board.selection?.client === client;
-    if (row.selected !== is) row.element.classList.toggle("selected", (row.selected = is));
-    if (row.index !== index) {
-      row.index = index;
-      row.element.setAttribute("aria-rowindex", index + 2);
-      row.element.style.top = `${index * ROW}px`;
+  cell(client, key) {
+    if (key === "name") {
+      const link = make("button", { type: "button", class: "link", "data-client": client,
+        onclick: () => this.board.select({ client }) }, nameElement(this.board.run.nameOf(client)));
+      const labels = this.board.run.labels.get(client);
+      return labels ? [link, make("bdi", { class: "note" }, ` ${labels}`)] : [link];
     }
-    if (row.client === client && row.filled) return;
-    if (row.client !== client) {
-      row.client = client;
-      row.link.dataset.client = client;
-      rename(row.name, this.board.run.nameOf(client));
-    }
-    const labels = this.board.run.labels.get(client);
-    row.labels.data = labels ? ` ${labels}` : "";
-    row.filled = true;
-    const cluster = this.value(client, "cluster");
-    const colour = cluster === null ? "transparent" : clusterColour(cluster);
-    if (row.colour !== colour) row.dot.style.setProperty("--colour", (row.colour = colour));
-    COLUMNS.forEach(({ key }, column) => {
-      if (key === "name") return;
-      const text = this.text(client, key);
-      if (row.texts[column].data !== text) row.texts[column].data = text;
-    });
+    const text = this.text(client, key);
+    const cluster = key === "cluster" ? this.value(client, key) : null;
+    if (cluster === null) return [text];
+    const dot = make("span", { class: "dot", "aria-hidden": "true" });
+    dot.style.setProperty("--colour", clusterColour(cluster));
+    return [dot, text];
   }
 
   text(client, key) {

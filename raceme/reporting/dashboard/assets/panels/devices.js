@@ -1,10 +1,10 @@
 // When devices work: a row per device, the fastest on top, a bar per task.
 
-import { Canvas, pictureButton, ticks, tickTexts } from "../canvas.js";
+import { Canvas, pictureButton, timeAxis } from "../canvas.js";
 import { clusterColour, named } from "../colours.js";
 import { note, panel } from "../panel.js";
 import { countUntil } from "../run.js";
-import { make, number, timeUnit } from "../words.js";
+import { make, number } from "../words.js";
 
 const MOST_ROWS = 40;
 const MOST_BARS = 1500; // The stretch of time is chosen so that bars can be told apart.
@@ -53,7 +53,7 @@ export class DevicesPanel {
     const start = first ? updates.time[first - 1] : 0;
     const left = this.drawNames(context, rows);
     const toX = (time) => left + ((time - start) / (stop - start || 1)) * (width - left - 4);
-    this.drawAxis(context, start, stop, toX);
+    timeAxis(context, run, [start, stop], toX, [2, height - BOTTOM + 4]);
     const bar = (client, from, to, fill) => {
       const row = place.get(client);
       if (row === undefined || to < start || from > stop) return;
@@ -155,29 +155,6 @@ export class DevicesPanel {
       rows[Math.min(MOST_ROWS - 1, Math.round(order.indexOf(client) / step))] = client;
     }
     return rows;
-  }
-
-  drawAxis(context, start, stop, toX) {
-    const { width, height } = this.canvas;
-    const [seconds, symbol] = timeUnit(this.board.run.end);
-    const y = height - BOTTOM + 4;
-    context.font = "12px system-ui, sans-serif";
-    context.fillStyle = named("muted");
-    context.strokeStyle = named("line");
-    context.textBaseline = "top";
-    const found = ticks(start / seconds, stop / seconds, width / 90);
-    const texts = tickTexts(found);
-    for (const [index, tick] of found.entries()) {
-      const x = toX(tick * seconds);
-      context.beginPath();
-      context.moveTo(x, 2);
-      context.lineTo(x, y);
-      context.stroke();
-      context.textAlign = x < 24 ? "left" : x > width - 24 ? "right" : "center";
-      context.fillText(texts[index], x, y + 2);
-    }
-    context.textAlign = "right";
-    context.fillText(`${this.board.run.clock} (${symbol})`, width - 4, y + 16);
   }
 }
 

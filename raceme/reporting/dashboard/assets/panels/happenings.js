@@ -69,6 +69,10 @@ function told(run) {
     found.push({ time, kind, text: changed(changes.gone[row], changes.made[row], moved) });
   }
   for (const one of found) one.text ??= movedText(run, one);
+  const { warnings } = run.tables;
+  for (let row = 0; row < warnings.rows; row += 1) {
+    found.push({ time: warnings.time[row], kind: "warning", text: warnings.text[row] });
+  }
   found.push(...ofVersions(run), ...ofDevices(run));
   if (run.crash) found.push({ time: run.end, kind: "crash", text: run.crash });
   else if (run.ended) found.push({ time: run.end, kind: "end", text: run.ended.reason });

@@ -2,7 +2,6 @@
 
 import { Canvas, pictureButton } from "../canvas.js";
 import { clusterColour, groupColour, named } from "../colours.js";
-import { apart, Dots } from "../dots.js";
 import { note, panel } from "../panel.js";
 import { countUntil } from "../run.js";
 import { make, nameElement, plural, timeText } from "../words.js";
@@ -31,7 +30,6 @@ export class MapPanel {
       make("div", { class: "held" }, this.canvas.element, this.tip),
       this.note,
     );
-    this.dots = new Dots();
     this.canvas.element.addEventListener("mousemove", (event) => this.point(event));
     this.canvas.element.addEventListener("mouseleave", () => this.tip.classList.remove("shown"));
     this.canvas.element.addEventListener("click", (event) => {
@@ -48,8 +46,7 @@ export class MapPanel {
     this.note.textContent = byLikeness ? this.said(frame) :
       "Each disc is a cluster; dots move with their clients.";
     const places = byLikeness ? this.likeness(frame) : this.discs(moment);
-    this.dots.aim(places, this.board.run.size, performance.now());
-    this.paint(moment);
+    this.paint(places, moment);
   }
 
   /** Return the snapshot that was the latest at a moment; null if there was none. */
@@ -115,51 +112,44 @@ export class MapPanel {
     return found;
   }
 
-  paint(moment) {
+  paint({ dots, x, y }, moment) {
     const context = this.canvas.begin();
     const { width, height } = this.canvas;
-    const now = performance.now();
-    const [left, top, right, bottom] = this.dots.box(now);
+    const [left, right, top, bottom] = [...bounds(x), ...bounds(y)];
     const scale = Math.min(
       (width - 2 * MARGIN) / (right - left), (height - 2 * MARGIN) / (bottom - top),
     );
-    const size = this.dots.shown.length;
-    const radius = Math.max(1.2, Math.min(7, 60 / Math.sqrt(size + 1)));
+    const radius = Math.max(1.2, Math.min(7, 60 / Math.sqrt(dots.length + 1)));
     const byGroup = this.groups.checked && !this.groupsLabel.hidden;
     const labels = byGroup ? moment.group : moment.cluster;
     const looks = new Map(); // Those that look the same are drawn together.
-    this.drawn = [new Int32Array(size), new Float64Array(size), new Float64Array(size)];
-    let index = 0;
-    const moves = this.dots.each(now, (client, atX, atY) => {
-      const x = width / 2 + (atX - (left + right) / 2) * scale;
-      const y = height / 2 + (atY - (top + bottom) / 2) * scale;
-      [this.drawn[0][index], this.drawn[1][index], this.drawn[2][index]] = [client, x, y];
-      index += 1;
+    this.drawn = [dots, Array.from(x, (at) => width / 2 + (at - (left + right) / 2) * scale),
+      Array.from(y, (at) => height / 2 + (at - (top + bottom) / 2) * scale)];
+    dots.forEach((client, index) => {
       const look = 2 * labels[client] + moment.online[client];
       if (!looks.has(look)) looks.set(look, []);
-      looks.get(look).push(client, x, y);
+      looks.get(look).push(client, this.drawn[1][index], this.drawn[2][index]);
     });
-    for (const [look, dots] of looks) {
+    for (const [look, found] of looks) {
       const label = Math.floor(look / 2);
       context.globalAlpha = look % 2 ? 1 : 0.3;
       context.fillStyle = byGroup ? groupColour(label) : clusterColour(label);
-      for (let at = 0; at < dots.length; at += 3) {
+      for (let at = 0; at < found.length; at += 3) {
         if (radius < LEAST) {
-          context.fillRect(dots[at + 1] - radius, dots[at + 2] - radius, 2 * radius, 2 * radius);
+          context.fillRect(found[at + 1] - radius, found[at + 2] - radius, 2 * radius, 2 * radius);
           continue;
         }
         context.beginPath();
-        context.arc(dots[at + 1], dots[at + 2], radius, 0, 2 * Math.PI);
+        context.arc(found[at + 1], found[at + 2], radius, 0, 2 * Math.PI);
         context.fill();
         if (!byGroup) continue;
-        context.strokeStyle = clusterColour(moment.cluster[dots[at]]);
+        context.strokeStyle = clusterColour(moment.cluster[found[at]]);
         context.lineWidth = Math.min(2, radius / 2);
         context.stroke();
       }
     }
     context.globalAlpha = 1;
     this.ring(context, radius);
-    if (moves) requestAnimationFrame(() => this.board.redraw(this));
   }
 
   /** Draw a ring around the client that is selected. */
@@ -199,4 +189,39 @@ function place(places, client, x, y) {
   places.dots.push(client);
   places.x.push(x);
   places.y.push(y);
+}
+
+/** Return the least and the largest of some positions, apart from each other. */
+function bounds(values) {
+  let [low, high] = values.length ? [Infinity, -Infinity] : [-1, 1];
+  for (const value of values) [low, high] = [Math.min(low, value), Math.max(high, value)];
+  return [low - 1e-6, high + 1e-6];
+}
+
+const MOST_APART = 300; // Of more dots, so many cover each other that a missing one is not seen.
+const TURNS = 40;
+
+/** Move dots that cover each other apart, so that each can be seen; others stay where they are. */
+function apart({ dots, x, y }, least) {
+  const [freeX, freeY] = [Float64Array.from(x), Float64Array.from(y)];
+  for (let turn = 0; turn < TURNS && dots.length <= MOST_APART; turn += 1) {
+    let moved = false;
+    for (let one = 0; one < dots.length; one += 1) {
+      for (let other = 0; other < one; other += 1) {
+        let [dx, dy] = [freeX[one] - freeX[other], freeY[one] - freeY[other]];
+        const distance = Math.hypot(dx, dy);
+        if (distance >= least) continue;
+        // Two at the same place go anywhere, but always to the same.
+        if (distance < 1e-9) [dx, dy] = [Math.cos(one), Math.sin(one)];
+        const push = (least - distance) / 2 / (distance < 1e-9 ? 1 : distance);
+        freeX[one] += dx * push;
+        freeY[one] += dy * push;
+        freeX[other] -= dx * push;
+        freeY[other] -= dy * push;
+        moved = true;
+      }
+    }
+    if (!moved) break;
+  }
+  return { dots, x: freeX, y: freeY };
 }

@@ -1,14 +1,14 @@
-// The clusters as streams: as high as they have clients, from the first to the last.
+// The clusters as streams, as high as the weights of their clients; the server lays them out.
 
-import { Canvas, pictureButton, ticks, tickTexts } from "../canvas.js";
+import { Canvas, pictureButton, timeAxis } from "../canvas.js";
 import { clusterColour, isDark, named } from "../colours.js";
-import { extent, layOut, partsInto } from "../layout.js";
 import { note, panel } from "../panel.js";
-import { make, number, refill, timeUnit } from "../words.js";
+import { make, number, refill } from "../words.js";
 
 const BOTTOM = 38;
 const TOP = 22;
 const TURN = 0.022; // A bend is as long as this share of the width, or as the epoch.
+const MOST_CHIPS = 40;
 
 export class StreamPanel {
   constructor(board) {
@@ -25,27 +25,22 @@ export class StreamPanel {
 
   draw(moment) {
     const { run } = this.board;
-    if (this.revision !== run.revision) {
-      this.revision = run.revision;
-      this.laid = layOut(run);
-      this.range = extent(this.laid.epochs);
-    }
     const context = this.canvas.begin();
     const { width, height } = this.canvas;
-    const end = run.end || 1;
-    this.left = 8;
-    const right = width - 8;
-    this.toX = (time) => this.left + (time / end) * (right - this.left);
-    const [low, high] = this.range;
+    const [left, right] = [8, width - 8];
+    this.toX = (time) => left + (time / (run.end || 1)) * (right - left);
+    const bands = run.streams.flatMap((epoch) => epoch.bands);
+    const low = bands.reduce((least, [, top]) => Math.min(least, top), 0);
+    const high = bands.reduce((most, [, top, size]) => Math.max(most, top + size), low + 1e-6);
     const unit = (height - TOP - BOTTOM) / (high - low);
     this.toY = (y) => TOP + (y - low) * unit;
     const until = this.toX(moment.time);
-    this.drawAxis(context, end, right);
+    timeAxis(context, run, [0, run.end || 1], this.toX, [TOP - 4, height - BOTTOM + 6]);
     context.save();
     context.beginPath();
     context.rect(0, 0, width, height - BOTTOM + 4);
     context.clip();
-    this.drawBands(context, end, unit);
+    this.drawStreams(context, unit);
     if (until < right - 1) {
       context.globalAlpha = 0.78;
       context.fillStyle = named("card");
@@ -59,59 +54,30 @@ export class StreamPanel {
     this.fillChips(moment);
   }
 
-  drawBands(context, end, unit) {
-    const { epochs } = this.laid;
-    epochs.forEach((epoch, index) => {
-      const next = epochs[index + 1]?.time ?? end;
-      const [start, stop] = [this.toX(epoch.time), this.toX(next)];
-      const before = epochs[index - 1]?.bands;
-      const turn = before ? Math.min(TURN * this.canvas.width, stop - start) : 0;
-      for (const [cluster, [top, size]] of epoch.bands) {
+  drawStreams(context, unit) {
+    const { streams, end } = this.board.run;
+    streams.forEach((epoch, index) => {
+      const [start, stop] = [epoch.time, streams[index + 1]?.time ?? end].map(this.toX);
+      const turn = index ? Math.min(TURN * this.canvas.width, stop - start) : 0;
+      for (const [cluster, top, size] of epoch.bands) {
         context.fillStyle = clusterColour(cluster);
         // Half a pixel more hides the seam between two epochs.
         const x = start + turn;
         context.fillRect(x - 0.5, this.toY(top), stop - x + 1, Math.max(size * unit, 0.7));
       }
-      if (!before) return;
-      for (const part of partsInto(before, epoch)) this.drawFlow(context, part, start, turn, unit);
+      for (const [source, target, begins, ends, size] of epoch.flows) {
+        const [from, to, high] = [this.toY(begins), this.toY(ends), Math.max(size * unit, 0.7)];
+        const [x, middle, last] = [start - 0.5, start + turn / 2, start + turn + 0.5];
+        context.fillStyle = clusterColour(target ?? source);
+        context.beginPath();
+        context.moveTo(x, from);
+        context.bezierCurveTo(middle, from, middle, to, last, to);
+        context.lineTo(last, to + high);
+        context.bezierCurveTo(middle, to + high, middle, from + high, x, from + high);
+        context.closePath();
+        context.fill();
+      }
     });
-  }
-
-  drawFlow(context, part, start, turn, unit) {
-    const [from, to] = [this.toY(part.begins), this.toY(part.ends)];
-    const high = Math.max(part.clients * unit, 0.7);
-    const [x, middle, stop] = [start - 0.5, start + turn / 2, start + turn + 0.5];
-    context.fillStyle = clusterColour(part.to < 0 ? part.from : part.to);
-    context.beginPath();
-    context.moveTo(x, from);
-    context.bezierCurveTo(middle, from, middle, to, stop, to);
-    context.lineTo(stop, to + high);
-    context.bezierCurveTo(middle, to + high, middle, from + high, x, from + high);
-    context.closePath();
-    context.fill();
-  }
-
-  drawAxis(context, end, right) {
-    const [seconds, symbol] = timeUnit(end);
-    const y = this.canvas.height - BOTTOM + 6;
-    context.font = "12px system-ui, sans-serif";
-    context.fillStyle = named("muted");
-    context.strokeStyle = named("line");
-    context.textAlign = "center";
-    context.textBaseline = "top";
-    const found = ticks(0, end / seconds, this.canvas.width / 90);
-    const texts = tickTexts(found);
-    for (const [index, tick] of found.entries()) {
-      const x = this.toX(tick * seconds);
-      context.beginPath();
-      context.moveTo(x, TOP - 4);
-      context.lineTo(x, y);
-      context.stroke();
-      context.textAlign = x < 30 ? "left" : x > right - 30 ? "right" : "center";
-      context.fillText(texts[index], x, y + 2);
-    }
-    context.textAlign = "right";
-    context.fillText(`${this.board.run.clock} (${symbol})`, right, y + 17);
   }
 
   /** Mark drifts by lines, and splits and merges by signs at the top. */
@@ -119,11 +85,9 @@ export class StreamPanel {
     const { drifts, changes } = this.board.run.tables;
     context.strokeStyle = named("ink");
     context.lineWidth = 1;
-    for (let row = 0; row < drifts.rows; row += 1) {
-      if (row && drifts.time[row] === drifts.time[row - 1]) continue;
-      const x = this.toX(drifts.time[row]);
-      context.setLineDash([2, 3]);
-      context.strokeRect(x, TOP - 8, 0, this.canvas.height - TOP - BOTTOM + 8);
+    context.setLineDash([2, 3]);
+    for (const time of new Set(drifts.time)) {
+      context.strokeRect(this.toX(time), TOP - 8, 0, this.canvas.height - TOP - BOTTOM + 8);
     }
     context.setLineDash([]);
     context.lineWidth = 1.3;
@@ -144,9 +108,8 @@ export class StreamPanel {
     const words = [...said].map(([kind, count]) => `${WORDS[kind]}: ${count}`);
     const drifted = new Set(drifts.time?.filter((time) => time <= moment.time)).size;
     if (drifted) words.push(`data changed (dotted): ${drifted}`);
-    this.note.textContent = words.length
-      ? `Marks above: ${words.join(" · ")}. The height of a band is its number of clients.`
-      : "The height of a band is its number of clients.";
+    const marks = words.length ? `Marks above: ${words.join(" · ")}. ` : "";
+    this.note.textContent = `${marks}The height of a stream is its number of clients.`;
   }
 
   fillChips(moment) {
@@ -154,30 +117,23 @@ export class StreamPanel {
     const key = isDark() + JSON.stringify([...members].map(([cluster, found]) => [cluster, found.length]));
     if (key === this.key) return;
     this.key = key;
-    const chips = [...members].slice(0, 40).map(([cluster, found]) => {
+    const chips = [...members].slice(0, MOST_CHIPS).map(([cluster, found]) => {
       const dot = make("span", { class: "dot", "aria-hidden": "true" });
       dot.style.setProperty("--colour", clusterColour(cluster));
-      const text = `cluster ${cluster}`;
-      const size = make("span", { class: "value" }, number(found.length));
       return make("button", { type: "button", class: "chip",
-        onclick: () => this.board.select({ cluster }) }, dot, text, size);
+        onclick: () => this.board.select({ cluster }) }, dot, `cluster ${cluster}`,
+      make("span", { class: "value" }, number(found.length)));
     });
-    if (members.size > 40) chips.push(make("span", {}, `and ${members.size - 40} more`));
-    refill(this.chips, ...chips);
+    const more = members.size - MOST_CHIPS;
+    refill(this.chips, ...chips, ...(more > 0 ? [make("span", {}, `and ${more} more`)] : []));
   }
 
   click(event) {
     const [x, y] = this.canvas.at(event);
-    for (const epoch of [...this.laid.epochs].reverse()) {
-      if (this.toX(epoch.time) > x) continue;
-      for (const [cluster, [top, size]] of epoch.bands) {
-        if (y >= this.toY(top) - 3 && y <= this.toY(top + size) + 3) {
-          this.board.select({ cluster });
-          return;
-        }
-      }
-      return;
-    }
+    const epoch = this.board.run.streams.findLast(({ time }) => this.toX(time) <= x);
+    const found = epoch?.bands.find(([, top, size]) =>
+      y >= this.toY(top) - 3 && y <= this.toY(top + size) + 3);
+    if (found) this.board.select({ cluster: found[0] });
   }
 }
 

@@ -39,8 +39,12 @@ export class TrustPanel {
 
   verdicts(moment) {
     const { verdicts } = this.board.run.tables;
-    const counts = new Map();
+    const { text: reasons } = this.board.run.tables.reasons;
+    const [counts, said] = [new Map(), new Map()];
     for (let row = 0; row < moment.verdicts; row += 1) {
+      const { measured, bound, verdict, reason } = verdicts;
+      const key = `${verdict[row]}: ${reasons[reason[row]]}`;
+      said.set(key, [(said.get(key)?.[0] ?? 0) + 1, measured[row], bound[row]]);
       const client = verdicts.client[row];
       const found = counts.get(client) ?? Object.fromEntries(KINDS.map((kind) => [kind, 0]));
       found[verdicts.verdict[row]] += 1;
@@ -56,7 +60,10 @@ export class TrustPanel {
         ...["scaled", "refused"].map((kind) => number(found[kind])),
         moment.excluded[client] ? "excluded" : "–",
       ]);
+    const kinds = [...said].slice(0, MOST).map(([key, [count, measured, bound]]) =>
+      [nameElement(key), number(count), number(measured, 3), number(bound, 3)]);
     return make("div", {}, make("h3", {}, "Verdicts on updates"),
+      tableOf(["verdict", "updates", "last measured", "bound"], kinds),
       tableOf(["client", "scaled", "refused", "now"], rows));
   }
 }

@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from raceme.core.events import Evaluated, Measure, UpdateApplied, UpdateRejected
+from raceme.core.events import Evaluated, Event, Measure, UpdateApplied, UpdateRejected
+from raceme.records.summary import RunSummary
 from raceme.runs.trackers import Measurements, final
 
 ERROR = Measure("mean_absolute_error")
@@ -17,9 +18,15 @@ def update(seq: int, staleness: int, loss: float) -> UpdateApplied:
 
 
 def test_an_evaluation_says_what_is_known_since_the_last() -> None:
-    measurements = Measurements()
-    for event in (update(1, 0, 1.0), update(2, 3, 2.0), UpdateRejected(2.5, "b", "why", 0.0)):
+    summary = RunSummary()
+    measurements = Measurements(summary)
+
+    def observe(event: Event) -> None:
+        summary.observe(event)
         measurements(event)
+
+    for event in (update(1, 0, 1.0), update(2, 3, 2.0), UpdateRejected(2.5, "b", "why", 0.0)):
+        observe(event)
     clients = {f"c{n}": (n % 2, n / 20, 1.0) for n in range(20)}
     found = measurements.of(Evaluated(3.0, 2, 0.475, 1.25, 2, clients, 20))
     assert found == pytest.approx(
@@ -41,7 +48,7 @@ def test_an_evaluation_says_what_is_known_since_the_last() -> None:
             "cluster_1_accuracy": 0.5,
         }
     )
-    measurements(update(3, 6, 4.0))
+    observe(update(3, 6, 4.0))
     later = measurements.of(Evaluated(4.0, 3, 0.5, 1.0, 1))
     assert (later["staleness"], later["train_loss"], later["bytes_up"]) == (6.0, 4.0, 30.0)
 
@@ -49,11 +56,11 @@ def test_an_evaluation_says_what_is_known_since_the_last() -> None:
 def test_of_errors_the_largest_are_the_worst() -> None:
     clients = {f"c{n}": (0, float(n), 1.0) for n in range(10)}
     event = Evaluated(1.0, 1, 4.5, 1.0, 1, clients, 10, measure=ERROR)
-    assert Measurements().of(event)[f"worst_tenth_{ERROR.name}"] == 9.0
+    assert Measurements(RunSummary()).of(event)[f"worst_tenth_{ERROR.name}"] == 9.0
 
 
 def test_what_is_not_finite_is_left_out() -> None:
-    found = Measurements().of(Evaluated(1.0, 1, math.nan, math.inf, 1))
+    found = Measurements(RunSummary()).of(Evaluated(1.0, 1, math.nan, math.inf, 1))
     assert "accuracy" not in found
     assert "loss" not in found
     assert final({"a": 1, "b": math.nan, "c": True, "d": "x", "e": None}) == {"a": 1.0}

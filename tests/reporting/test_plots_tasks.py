@@ -142,6 +142,7 @@ def events_of(config: RunConfig) -> list[Event]:
 
 def test_a_run_on_the_digits(tmp_path: Path) -> None:
     given = {"dataset": "digits", "partition": "iid", "drift": "tasks", "strategy": "fedavg"}
+    given["model"] = "mclr"
     steps = {"tasks-count": 2, "drift-at": "every 10 updates", "clients": 5, "max-updates": 40}
     config = RunConfig.from_mapping({**given, **steps, "eval-every": 10, "workers": "0"})
     summary = simulate(config.with_values(out=str(tmp_path), eval_tasks=True)).summary

@@ -57,6 +57,17 @@ def test_updates_are_columns_and_clients_numbers() -> None:
     assert found.take() == {}
 
 
+def test_a_task_has_the_colour_of_the_cluster_that_it_was_sent_for() -> None:
+    found = Columns(1000)
+    one, other = {"a": {0: 1.0}}, {"a": {3: 1.0}}
+    found.observe(ClustersChanged(0.0, 0, ClusterChange.ASSIGN, one, made=(0,)))
+    found.observe(ClustersChanged(5.0, 1, ClusterChange.SPLIT, other, (0,), (3,)))
+    # A slow device was sent its task before the split, and its update is the new cluster's.
+    for seq, (sent, time) in enumerate([(1.0, 6.0), (6.5, 8.0)], 1):
+        found.observe(UpdateApplied(seq, time, "a", 3, 0, 0, 0.5, sent, 1.0, 8, 8))
+    assert found.take()["updates"]["cluster"] == [0, 3]
+
+
 def test_evaluations_have_means_of_clusters_the_worst_tenth_and_everybody() -> None:
     found = columns()
     scores = {"a": (1, 0.5, 0.0), "b": (1, 1.0, 0.0), "c": (2, 0.75, 0.0)}

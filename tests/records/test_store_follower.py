@@ -187,7 +187,7 @@ WRITER = """
 import sys
 from pathlib import Path
 sys.path.insert(0, {here!r})
-from test_following import update
+from test_store_follower import update
 from raceme.records.folder import STORE
 from raceme.records.store import RunStore
 with RunStore(Path({folder!r})) as store:

@@ -122,7 +122,7 @@ def test_figures_are_drawn_and_shown_on_the_page(seen: list[Event], tmp_path: Pa
     assert write_all(folder, summary=summary, models={}) == {}
     assert {"measure-gap.png", "measure-load.png"} <= set(saved_in(folder))
     page = run_page(folder, "")
-    assert 'id="measures"' in page
+    assert 'id="measure-gap"' in page
     assert "distance to the start" in page
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from raceme.cli import app
 from raceme.experiments.compare import write
 from raceme.experiments.results import Comparison, Result, Run
 from raceme.experiments.suites import ComparedMethod, Suite
-from raceme.experiments.tables import to_latex
+from raceme.experiments.tables import TO_TARGET, best_row, latex_table, to_latex
 
 NAME = r"my_net & 50% #1 {x} ~^\ <a> $5 [α≥β]"
 
@@ -23,6 +24,19 @@ def run(seed: int, accuracy: float, time: float | None) -> Run:
     told = {"accuracy": accuracy, "purity": None, "updates": 10, "virtual_time": 20.0}
     reached = None if time is None else {"virtual_time": time}
     return Run(seed, f"seed-{seed}", {**told, "target": 0.9, "time_to_target": reached})
+
+
+SEEDS = range(5)
+
+
+def results(**accuracies: list[float]) -> Comparison:
+    """Return methods with an accuracy per seed, and times that follow them."""
+    methods = tuple(ComparedMethod(label, "casa") for label in accuracies)
+    found = tuple(
+        Result(method, method.label, tuple(run(seed, x, 10 * x) for seed, x in enumerate(own)))
+        for method, own in zip(methods, accuracies.values(), strict=True)
+    )
+    return Comparison(Suite("A_1 & B", methods, seeds=tuple(SEEDS)), found)
 
 
 @pytest.fixture
@@ -40,24 +54,52 @@ def found() -> Comparison:
     return Comparison(Suite("A_1 & B", (fast, slow, never), seeds=(0, 1)), results)
 
 
-def test_the_best_values_are_bold_and_equal_ones_share_it(found: Comparison) -> None:
+def test_a_best_value_is_bold_if_a_paired_test_over_five_seeds_says_so() -> None:
+    # Two points better with every seed: 0.02, 0.03, 0.02, 0.01, 0.02 have t = 6.3.
+    lower = [0.80, 0.85, 0.90, 0.70, 0.75]
+    higher = [x + gain for x, gain in zip(lower, (0.02, 0.03, 0.02, 0.01, 0.02), strict=True)]
+    both = results(a=lower, b=higher)
+    assert best_row(both, "acc %") == 1
+    # The time grows with the accuracy.
+    assert best_row(both, TO_TARGET) == 0
+    assert r"\textbf{82.00 $\pm$ 8.40}" in to_latex(both)
+    # With four seeds, or as often worse as better, nothing is shown.
+    assert best_row(results(a=lower[:4], b=higher[:4]), "acc %") is None
+    assert best_row(results(a=lower, b=lower[::-1]), "acc %") is None
+    assert r"\textbf" not in to_latex(results(a=lower, b=lower))
+
+
+def test_a_method_that_misses_the_target_is_slower_than_its_run_is_long() -> None:
+    both = results(a=[0.8] * 5, b=[0.9] * 5)
+    missed = replace(both.results[1], runs=tuple(run(seed, 0.9, None) for seed in SEEDS))
+    assert best_row(replace(both, results=(both.results[0], missed)), TO_TARGET) == 0
+
+
+def test_a_tabular_has_units_and_no_empty_columns(found: Comparison) -> None:
     text = to_latex(found)
-    first, second, third = (line for line in text.splitlines() if line.startswith("{}"))
-    assert r"\textbf{91.00 $\pm$ 1.41}" in first
-    assert r"\textbf{5.0 $\pm$ 1.4}" in first
-    assert r"\textbf{91.00 $\pm$ 0.00} & 9.0 $\pm$ 0.0" in second
-    # A time that was not reached is a bound, and no best value.
-    assert r"\textbf" not in third
-    assert "$>$ 20.0" in third
+    assert r"\shortstack[r]{accuracy \\ (\%)}" in text
+    assert r"\shortstack[r]{time to \\ target (s)}" in text
+    # No run has a purity.
+    assert "purity" not in text
+    assert "$>$ 20.0" in text
+    assert not text.startswith(r"\begin{table}")
+
+
+def test_a_table_has_a_caption_and_a_label_of_ones_own(found: Comparison) -> None:
+    text = latex_table(found)
+    assert r"\caption{A\_1 \& B (2 seeds" in text
+    assert r"\label{tab:compare}" in text
+    own = latex_table(found, r"Times of \emph{all}", "tab:own")
+    assert r"\caption{Times of \emph{all}}" in own
+    assert r"\label{tab:own}" in own
+    assert to_latex(found) in own
 
 
 def test_special_characters_are_escaped(found: Comparison) -> None:
-    text = to_latex(found)
     assert (
         r"{}my\_net \& 50\% \#1 \{x\} \textasciitilde{}\textasciicircum{}\textbackslash{} "
-        r"$<$a$>$ \$5 [$\alpha$$\geq$$\beta$] &" in text
+        r"$<$a$>$ \$5 [$\alpha$$\geq$$\beta$] &" in to_latex(found)
     )
-    assert r"\caption{A\_1 \& B (2 seeds" in text
 
 
 def compiler() -> list[str] | None:
@@ -72,8 +114,8 @@ def compiler() -> list[str] | None:
 @pytest.mark.skipif(compiler() is None, reason="LaTeX with booktabs is not installed")
 def test_the_table_compiles(found: Comparison, tmp_path: Path) -> None:
     (tmp_path / "paper.tex").write_text(
-        "\\documentclass{article}\n\\usepackage{booktabs}\n\\begin{document}\n"
-        f"{to_latex(found)}\\end{{document}}\n"
+        "\\documentclass[twocolumn]{article}\n\\usepackage{booktabs,graphicx}\n\\begin{document}\n"
+        f"{latex_table(found)}\\end{{document}}\n"
     )
     command = [*(compiler() or []), "paper.tex"]
     made = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
@@ -92,3 +134,6 @@ def test_a_report_and_figures_for_a_paper(found: Comparison, tmp_path: Path) -> 
     done = CliRunner().invoke(app, ["report", "--latex", str(out)])
     assert done.exit_code == 0, done.output
     assert (out / "compare.tex").is_file()
+    named = ["--caption", "Mine", "--label", "tab:mine"]
+    assert CliRunner().invoke(app, ["report", "--latex", *named, str(out)]).exit_code == 0
+    assert r"\caption{Mine}" in (out / "compare-table.tex").read_text(encoding="utf-8")
