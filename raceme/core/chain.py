@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +61,14 @@ class Chain:
     def settings(self) -> frozenset[str]:
         """Settings that features add to requests."""
         return frozenset().union(*(feature.settings for feature in self._each))
+
+    @property
+    def holds(self) -> Callable[[str], bool] | None:
+        """Whether an idle client gets no work yet; None if no feature ever holds any."""
+        holding = [one for one in self._each if type(one).holds is not Feature.holds]
+        if not holding:
+            return None
+        return lambda client: any(one.holds(client, self._connected) for one in holding)
 
     def begin(self, context: FeatureContext) -> None:
         """Connect the features with a run."""

@@ -119,6 +119,9 @@ class FeatureContext(Protocol):
     def now(self) -> float:
         """Return the time on the grid's clock in seconds."""
 
+    def examples(self, client: str) -> int:
+        """Return the plausible number of examples of a client, for weighting."""
+
     def compared(self, vector: Vector) -> Vector:
         """Return the comparable part of a model: its weights without running statistics."""
 
@@ -188,6 +191,10 @@ class Feature:
 
     def restored(self, spec: ModelSpec) -> None:
         """Check a loaded state; a ValueError refuses the checkpoint."""
+
+    def holds(self, client: str, context: FeatureContext) -> bool:
+        """Return whether an idle client gets no work yet, while others work."""
+        return False
 
     def on_request(self, request: Request, context: FeatureContext) -> Request:
         """Return the request to send in place of a method's."""

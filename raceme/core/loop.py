@@ -86,6 +86,7 @@ class _Context:
         self._method, self._progress, self._observe = method, method.progress, observe
         self.spec, self.clusters, self.probe = method.spec, method.clusters, method.probe
         self.now, self.compared, self.base = method.now, method.compared, method.base_of
+        self.examples = method.progress.fleet.counted
 
     @property
     def trained_steps(self) -> Mapping[str, int]:
@@ -160,7 +161,7 @@ class Loop:
         self._clock = timeline_of(grid, method.now())
         self._progress = method.progress
         self._fleet = method.progress.fleet
-        self._idle = Idle(self._progress.idle, self._fleet.clients)
+        self._idle = Idle(self._progress.idle, self._fleet.clients, method.features.holds)
         self._packer = Packer(method.spec)
         self._steps = Steps(
             plan.drift,
@@ -520,6 +521,11 @@ class Loop:
         rng, greeting = self._method.rng, self._greeting_is_open()
         moment = SelectionContext(self.now(), self._fleet, self._idle, rng, greeting, places)
         wanted = list(self._method.requests(moment))
+        if not wanted and not self._progress.in_flight and self._idle.holds is not None:
+            # Held clients wait for others that work: there are none.
+            holds, self._idle.holds = self._idle.holds, None
+            wanted = list(self._method.requests(moment))
+            self._idle.holds = holds
         if places is not None and len(wanted) > places:
             order = rng.permutation(len(wanted))[:places]
             wanted = [wanted[index] for index in order]

@@ -827,6 +827,7 @@ FEATURES = _Features(
     {
         "protection": "raceme.features.protection.guards:protection",
         "short-upload": "raceme.features.short_upload.server:ShortUpload",
+        "fair": "raceme.features.fair.server:Fair",
         "upload-scores": "raceme.features.upload_scores.server:UploadScores",
         "discrepancy": "raceme.features.discrepancy.server:Discrepancy",
     },

@@ -13,6 +13,7 @@ from raceme.core.registry import STRATEGIES
 from raceme.core.requests import Bases
 from raceme.core.scheduling import RoundState
 from raceme.core.strategy import Variant
+from raceme.features.fair.server import FairState
 from raceme.features.protection.guards import GuardState
 from raceme.runs.checkpoints import STATE
 from raceme.strategies.cdfl.strategy import RequestState
@@ -37,7 +38,7 @@ def state_fields() -> dict[str, dict[str, str]]:
             visit(part)
 
     policies = (RoundState, WindowState, RequestState, ArrivalState)
-    for root in (Clusters, Bases, GuardState, Progress, *policies):
+    for root in (Clusters, Bases, FairState, GuardState, Progress, *policies):
         visit(root)
     for name in STRATEGIES:
         method = STRATEGIES[name]
