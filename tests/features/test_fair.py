@@ -135,6 +135,36 @@ def test_a_new_identity_is_no_better_off_than_the_one_furthest_ahead() -> None:
     assert fleet.feature.holds("d", fleet.seen)
 
 
+def test_clients_with_a_cluster_to_themselves_are_bounded_by_the_run() -> None:
+    fleet = Fleet(dict.fromkeys("abcde", 1))
+    fleet.seen.clusters.models[1] = Model(MODEL_OF_ONE.copy())
+    for client in "ab":
+        fleet.seen.clusters.assign(client, 1)
+    for client in "abcde":
+        fleet.asks(client)
+    for client in "abab":
+        fleet.answers(client, 0.5)
+    # 2, 2, 0, 0 and 0: the median of the cluster is 2, and that of all clients 0.
+    assert fleet.feature.holds("a", fleet.seen)
+    for client in "cde":
+        fleet.answers(client, 0.5)
+    assert not fleet.feature.holds("a", fleet.seen)
+
+
+def test_a_fast_client_is_bounded_by_a_slow_cluster() -> None:
+    fleet = Fleet(dict.fromkeys("abcdefg", 1))
+    fleet.seen.clusters.models[1] = Model(MODEL_OF_ONE.copy())
+    for client in "abc":
+        fleet.seen.clusters.assign(client, 1)
+    for client in "abcdefg":
+        fleet.asks(client)
+    for client in "defgdefgaa":
+        fleet.answers(client, 0.5)
+    # 2, 0 and 0 in the cluster of a; of all clients 0, 0 and five times 2.
+    assert fleet.feature.holds("a", fleet.seen)
+    assert not fleet.feature.holds("d", fleet.seen)
+
+
 # No client is cut without need, or waits for ever.
 
 

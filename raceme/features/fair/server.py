@@ -1,15 +1,17 @@
-"""Fast clients wait while they are ahead of their share of the influence on their cluster's model.
+"""Fast clients wait while they are ahead of their share of the influence on models.
 
 In an asynchronous method a client that answers fast has more influence than others: more updates,
 and fresher ones, which methods weigh more. The influence x_i of a client is the sum of the weights
-α of its updates. It is bounded by its share s_i of what its cluster would have if all clients were
-as fast as the median one:
+α of its updates. It is bounded by its share s_i of what there would be if all clients were as fast
+as the median one:
 
-    x_i ≤ s_i V, with V the weighted upper median of x_j / s_j over the cluster's active clients.
+    x_i ≤ s_i V, with V the weighted upper median of x_j / s_j over the active clients, of the
+    cluster or of the run: the lower one.
 
 The sum Σ x_j is no measure: shares of it force all clients to be equal, and a fast client raises it
-at will. V is the highest level that no minority can raise. Clients with half of the shares are at V
-or above, so that no client has more than twice its share of Σ x_j.
+at will. V is the highest level that no minority can raise; that of the run bounds attackers that
+have a cluster to themselves. Clients with half of the shares are at V or above, so that no client
+has more than twice its share of Σ x_j.
 
 Updates are not scaled, as methods compare what arrives: a client that is ahead gets its next
 request when V has risen. The bound applies to a window that slides: the smallest in which shares
@@ -22,7 +24,7 @@ A method in rounds gives each client one update in a round, and needs no bound.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -123,14 +125,15 @@ class Fair(Feature):
         Otherwise a new identity would be better off than the old one.
         """
         if request.kind in TRAINING:
-            account = self.state.accounts.get(request.client)
+            client = request.client
+            account = self.state.accounts.get(client)
             if account is None:
-                levels = [other.level for other in self._active(request.client, context)]
-                account = Account(max(levels, default=0.0))
-                self.state.accounts[request.client] = account
+                mates = self._mates(client, self._active(context), context)
+                account = Account(max((mate.level for mate in mates), default=0.0))
+                self.state.accounts[client] = account
             account.works, account.waits, account.sent_at = True, False, context.now()
             if self.options.fair == "examples":
-                account.share = float(max(1, context.examples(request.client)))
+                account.share = float(max(1, context.examples(client)))
         return request
 
     def on_update(self, update: Update, context: FeatureContext) -> Update:
@@ -161,33 +164,48 @@ class Fair(Feature):
         """Add the weight of an update, in units of what is typical of the cluster."""
         account.weight = weight
         account.total += weight
-        active = list(self._active(client, context)) or [account]
-        weights = [other.weight for other in active if other.weight] or [weight]
-        unit = median(weights) / median(other.share for other in active)
+        mates = self._mates(client, self._active(context), context) or [account]
+        weights = [mate.weight for mate in mates if mate.weight] or [weight]
+        unit = median(weights) / median(mate.share for mate in mates)
         level = max(account.level, self._median(client, context) - 1.0)
         account.level = level + weight / account.share / unit
 
     def _median(self, client: str, context: FeatureContext) -> float:
-        """Return V of a client's cluster; of no active clients its own level."""
-        active = [(other.level, other.share) for other in self._active(client, context)]
-        return upper_median(active) if active else self.state.accounts[client].level
+        """Return V: the lower one of a client's cluster and of all clients."""
+        active = self._active(context)
+        groups = (list(active.values()), self._mates(client, active, context))
+        medians = [
+            upper_median((one.level, one.share) for one in group) for group in groups if group
+        ]
+        return min(medians, default=self.state.accounts[client].level)
 
-    def _active(self, client: str, context: FeatureContext) -> Iterable[Account]:
-        """Yield the accounts of the clients in a client's cluster that take part.
+    def _mates(
+        self, client: str, active: Mapping[str, Account], context: FeatureContext
+    ) -> list[Account]:
+        """Return the accounts of the active clients in a client's cluster."""
+        main = context.clusters.main
+        cluster = main(client)
+        return [account for other, account in active.items() if main(other) == cluster]
+
+    def _active(self, context: FeatureContext) -> dict[str, Account]:
+        """Return the accounts of the clients that take part.
 
         A client that does not answer, or that the method leaves idle, is not waited for.
         """
-        clusters, now = context.clusters, context.now()
-        cluster, accounts = clusters.main(client), self.state.accounts
+        now, accounts = context.now(), self.state.accounts
         slowest = max((account.longest for account in accounts.values()), default=0.0)
-        for other, account in accounts.items():
+
+        def takes_part(account: Account) -> bool:
             patience = PATIENCE * account.longest or STRANGER_PATIENCE * slowest or math.inf
-            takes_part = account.waits or (account.works and now - account.sent_at <= patience)
-            if not account.works:
-                takes_part |= context.updates - account.idle_since <= context.online
-            is_asked = takes_part and account.answers and clusters.online.get(other, False)
-            if is_asked and clusters.main(other) == cluster:
-                yield account
+            if account.works:
+                return now - account.sent_at <= patience
+            return account.waits or context.updates - account.idle_since <= context.online
+
+        return {
+            client: account
+            for client, account in accounts.items()
+            if account.answers and context.clusters.online.get(client) and takes_part(account)
+        }
 
     def _report(self, context: FeatureContext) -> None:
         """Measure the largest share of a client."""
