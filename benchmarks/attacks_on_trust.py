@@ -10,6 +10,7 @@ From the root of the repository::
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,10 +18,24 @@ from numpy.typing import NDArray
 from raceme import datasets
 from raceme.core.config import RunConfig
 from raceme.core.messages import Vector
+from raceme.simulation import Device
 from raceme.simulation.attacks import Collude, LabelFlip, SignFlip, attackers_of, in_rounds
+from raceme.training.models import Samples
 
 _LENGTH = 2.0
 """Length that ``protection=trust`` lets pass, in median lengths of honest updates."""
+_JUST_BELOW = 1.95
+"""A length just below it."""
+_AT_A_TIME = 4
+"""Attackers of `sybils` that are online at a time."""
+_VISIT = 6.0
+"""Time that each of them stays, in tasks: with own models it makes two updates."""
+
+
+def one_to_four(clients: int, seed: int) -> list[Device]:
+    """Return devices that take 1 to 4 s for a task."""
+    rng = np.random.default_rng([seed, 0x1204])
+    return [Device(seconds_per_round=float(rng.uniform(1.0, 4.0))) for _ in range(clients)]
 
 
 class HiddenPush(Collude):
@@ -62,6 +77,48 @@ class HiddenGain(HiddenPush):
         """Return the mates' direction, minus the part of the mean of all that is across it."""
         own, mean = _unit(honest[0]), honest.mean(axis=0)
         return _unit(own - _unit(mean - np.float32(mean @ own) * own))
+
+
+class Rush(HiddenPush):
+    """Fast attackers push against the mean of honest updates, below the bound on lengths."""
+
+    def against(
+        self, honest: NDArray[np.float32], push: Vector, rng: np.random.Generator
+    ) -> Vector:
+        """Return minus the mean with noise, at 1.95 median lengths."""
+        noise = _unit(rng.standard_normal(len(push), np.float32))
+        length = _JUST_BELOW * np.median(np.linalg.norm(honest, axis=1))
+        return np.asarray(length * _unit(np.float32(0.2) * noise - _unit(honest.mean(axis=0))))
+
+
+class Sybils(Rush):
+    """Four attackers at a time, each of which leaves before its third update."""
+
+    def device(self, own: Device, number: int) -> Device:
+        """Return the device with the next of consecutive periods for each four attackers."""
+        own, stay = super().device(own, number), _VISIT * self.options.attackers_seconds
+        begin = number // _AT_A_TIME * stay
+        return replace(own, online=((begin, begin + stay),))
+
+
+class Boil(LabelFlip):
+    """Attackers train on permuted labels, and send updates just below the bound on lengths."""
+
+    def samples(self, own: Samples, num_classes: int, rng: np.random.Generator) -> Samples:
+        """Return the same inputs with the next class."""
+        return own.with_labels((own.y.numpy() + 1) % num_classes)
+
+    def update(self, delta: Vector, rng: np.random.Generator) -> Vector:
+        """Return 1.95 Δ."""
+        return np.asarray(np.float32(_JUST_BELOW) * delta)
+
+
+class Wedge(HiddenPush):
+    """Attackers send the mean of all honest updates: they stand between groups."""
+
+    def hidden(self, honest: NDArray[np.float32], push: Vector) -> Vector:
+        """Return the mean direction."""
+        return _unit(honest.mean(axis=0))
 
 
 class Pulse(SignFlip):

@@ -72,7 +72,7 @@ KEYS: dict[str, str] = {
 _WINDOWED = ("csafl", "t-fedavg", "ta-fedavg", "g-fedavg", "ga-fedavg", "r-fedavg", "nog-fedavg")
 NEW_KEYS: frozenset[str] = frozenset(
     {"weight-decay-on", "discrepancy", "labels", "where", "own-model", "upload", "augment"}
-    | {"features", "ifca.detect"}
+    | {"features", "ifca.detect", "fair", "attackers-seconds"}
     | {f"{name}.{key}" for name in ("flexcfl", "fedgroup") for key in ("inter-group", "placing")}
     | {f"{name}.{key}" for name in _WINDOWED for key in ("stale", "unfinished")}
     | {

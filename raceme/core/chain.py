@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -69,6 +69,14 @@ class Chain:
     def cost(self, settings: ConfigRecord, context: Context, examples: int) -> float:
         """Return the further work of a training message, in passes over a client's samples."""
         return sum(feature.cost(settings, context, examples) for feature in self._each)
+
+    @property
+    def holds(self) -> Callable[[str], bool] | None:
+        """Whether an idle client gets no work yet; None if no feature ever holds any."""
+        holding = [one for one in self._each if type(one).holds is not Feature.holds]
+        if not holding:
+            return None
+        return lambda client: any(one.holds(client, self._connected) for one in holding)
 
     def begin(self, context: FeatureContext) -> None:
         """Connect the features with a run."""

@@ -680,10 +680,17 @@ class Idle:
         Their ids in order; changed in place, as part of a state.
     clients : Mapping[str, Client]
         All clients in order of greeting; new ones are added before the next greeting.
+    holds : Callable, optional
+        Returns whether a client, given by its id, gets no work yet.
     """
 
-    def __init__(self, names: dict[str, bool], clients: Mapping[str, Client]) -> None:
-        self._names, self._clients = names, clients
+    def __init__(
+        self,
+        names: dict[str, bool],
+        clients: Mapping[str, Client],
+        holds: Callable[[str], bool] | None = None,
+    ) -> None:
+        self._names, self._clients, self.holds = names, clients, holds
         # Derived from all clients in order, so that draws are the same after a resumption.
         self._all = list(clients)
         self._known = set(self._all)
@@ -707,12 +714,15 @@ class Idle:
         self._resting.discard(client)
 
     def ready(self, now: float) -> list[Client]:
-        """Return the clients without a back-off."""
+        """Return the clients without a back-off that are not held."""
         clients = (self._clients[name] for name in self._names)
-        return [client for client in clients if client.ready_at <= now]
+        rested = [client for client in clients if client.ready_at <= now]
+        if self.holds is None:
+            return rested
+        return [client for client in rested if not self.holds(client.client_id)]
 
     def draw(self, now: float, most: int, rng: np.random.Generator) -> list[Client]:
-        """Return a uniform random sample of the clients without a back-off.
+        """Return a uniform random sample of the clients that :meth:`ready` returns.
 
         Small samples are drawn from all clients by rejection, in time independent of their number.
 
@@ -728,7 +738,10 @@ class Idle:
         if 2 * most < idle and count < idle * idle:
             for _ in range(_TRIES * most * math.ceil(count / idle)):
                 name = self._all[rng.integers(count)]
-                if name in self._names and (client := self._clients[name]).ready_at <= now:
+                if name in drawn or name not in self._names:
+                    continue
+                client = self._clients[name]
+                if client.ready_at <= now and not (self.holds and self.holds(name)):
                     drawn[name] = client
                 if len(drawn) == most:
                     return list(drawn.values())

@@ -125,6 +125,8 @@ class FeatureContext:
         Returns the time on the grid's clock in seconds.
     step_of : Callable
         Returns the step of a client's data now; of an empty name, the common one.
+    examples : Callable
+        Returns the plausible number of examples of a client, for weighting.
     compared : Callable
         Returns the comparable part of a model: its weights without running statistics.
     base : Callable
@@ -137,6 +139,7 @@ class FeatureContext:
         self._method, self._progress, self.report = method, method.progress, report
         self.spec, self.clusters, self.probe = method.spec, method.clusters, method.probe
         self.now, self.compared, self.base = method.now, method.compared, method.base_of
+        self.examples = method.progress.fleet.counted
         self.has_one_model, self.exchanges = method.needs.one_model, method.needs.exchange
         self.drift, self.step_of = steps.schedule, steps.now_of
         self.trained_steps: Mapping[str, int] = method.progress.trained_steps
@@ -243,6 +246,10 @@ class Feature:
     def observer(self, folder: Path, resumed_at: float | None) -> Observer | None:
         """Return an observer of the run's events that writes into its folder, if any."""
         return None
+
+    def holds(self, client: str, context: FeatureContext) -> bool:
+        """Return whether an idle client gets no work yet, while others work."""
+        return False
 
     def on_request(self, request: Request, context: FeatureContext) -> Request:
         """Return the request to send in place of a method's."""

@@ -124,7 +124,7 @@ class Loop:
         self._clock = timeline_of(grid, method.now())
         self._progress = method.progress
         self._fleet = method.progress.fleet
-        self._idle = Idle(self._progress.idle, self._fleet.clients)
+        self._idle = Idle(self._progress.idle, self._fleet.clients, method.features.holds)
         self._packer = Packer(method.spec)
         self._steps = Steps(
             plan.drift,
@@ -481,6 +481,11 @@ class Loop:
         rng, greeting = self._method.rng, self._greeting_is_open()
         moment = SelectionContext(self.now(), self._fleet, self._idle, rng, greeting, places)
         wanted = list(self._method.requests(moment))
+        if not wanted and not self._progress.in_flight and self._idle.holds is not None:
+            # Held clients wait for others that work: there are none.
+            holds, self._idle.holds = self._idle.holds, None
+            wanted = list(self._method.requests(moment))
+            self._idle.holds = holds
         if places is not None and len(wanted) > places:
             order = rng.permutation(len(wanted))[:places]
             wanted = [wanted[index] for index in order]

@@ -789,6 +789,7 @@ FEATURES = _Features(
         "protection": "raceme.features.protection.guards:protection",
         "own-model": "raceme.features.own_model.server:OwnModel",
         "short-upload": "raceme.features.short_upload.server:ShortUpload",
+        "fair": "raceme.features.fair.server:Fair",
         "upload-scores": "raceme.features.upload_scores.server:UploadScores",
         "discrepancy": "raceme.features.discrepancy.server:Discrepancy",
         "task-tests": "raceme.features.task_tests.server:TaskTests",

@@ -146,9 +146,9 @@ def in_turn(
 # -----------------------------------------------------------------------------
 
 
-_PATIENCE = 2.0
+PATIENCE = 2.0
 """Multiple of a client's observed time after which its task in a round times out."""
-_STRANGER_PATIENCE = 20.0
+STRANGER_PATIENCE = 20.0
 """The same for new clients, in multiples of the slowest answer of any client."""
 _ASKING_SECONDS = 60.0
 """Time limit for answers before a round, as real devices may be slow or gone."""
@@ -655,9 +655,9 @@ class InRounds(Scheduler):
         """Return the time limit of a client's task, by the median and the longest answer."""
         longest = self.state.longest
         if client in longest:
-            patience = _PATIENCE * max(longest[client], middle)
+            patience = PATIENCE * max(longest[client], middle)
         else:
-            patience = _STRANGER_PATIENCE * slowest
+            patience = STRANGER_PATIENCE * slowest
         doublings = min(self.state.timeouts.get(client, 0), _MOST_DOUBLINGS)
         return self.state.sent_at[client] + math.ldexp(patience, doublings)
 

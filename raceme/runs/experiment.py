@@ -69,7 +69,7 @@ from raceme.simulation.attacks import (
     attackers_of,
     evaluation_settings,
     planned_requests,
-    with_late_attackers,
+    with_attackers,
 )
 from raceme.simulation.devices import (
     PREFIX,
@@ -246,7 +246,7 @@ def build_grid(config: RunConfig, strategy: Method | None = None) -> VirtualGrid
     names = datasets.client_names(config)
     labels = Path(config.labels) if config.labels else None
     Labels(labels, config.where).check_ids(_client_names(config))
-    nodes = with_late_attackers(config, nodes_of(config.devices, examples, config.seed, names))
+    nodes = with_attackers(config, nodes_of(config.devices, examples, config.seed, names))
     executor = executor_for(
         target,
         config.workers,

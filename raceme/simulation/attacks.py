@@ -49,6 +49,7 @@ from raceme.core.messages import (
 from raceme.core.options import option
 from raceme.core.registry import ATTACKS
 from raceme.datasets.source import DataShape, Labels, generator
+from raceme.simulation.devices import Device
 from raceme.simulation.virtual_grid import Node
 from raceme.strategies.fedrc import LABEL_MASSES
 from raceme.training.clients import LocalClient
@@ -81,6 +82,9 @@ class AttackOptions:
     )
     attackers_join: float = option(
         0.0, "virtual seconds at which attackers come online, to stay", low=0
+    )
+    attackers_seconds: float | None = option(
+        None, "virtual seconds of an attacker's task (auto: as its device takes)", above=0
     )
     attack_start: int = option(
         0, "number of the run's first request that is attacked; honest before", low=0
@@ -206,6 +210,22 @@ class Attack:
         """Return the honest clients of which an attacker mimics the first."""
         groups, honest = datasets.true_groups(config), _honest(config, own)
         return [number for number in honest if groups[number] != groups[own]] or honest
+
+    def device(self, own: Device, number: int) -> Device:
+        """Return the device of an attacker: fast, or one that comes online late, to stay.
+
+        Parameters
+        ----------
+        own : Device
+            Its device in a run without attack.
+        number : int
+            Its position among the attackers, from 0.
+        """
+        join, seconds = self.options.attackers_join, self.options.attackers_seconds
+        if seconds is not None:
+            own = Device(seconds, online=own.online)
+        # Periods come before random absences, which it has no more.
+        return replace(own, online=((join, math.inf),)) if join else own
 
     def check(self, shape: DataShape) -> None:
         """Find out whether the attack is possible on a dataset.
@@ -569,15 +589,12 @@ def attackers_of(config: RunConfig) -> frozenset[int]:
     return frozenset(order[:count])
 
 
-def with_late_attackers(config: RunConfig, nodes: Iterable[Node]) -> list[Node]:
-    """Return the nodes of a fleet, in which attackers come online at `attackers-join`, to stay."""
-    attackers, nodes = attackers_of(config), list(nodes)
-    if not attackers or not (join := attack_of(config).options.attackers_join):
-        return nodes
-    for number in attackers:
-        # Periods come before random absences, which it has no more.
-        late = replace(nodes[number].device, online=((join, math.inf),))
-        nodes[number] = replace(nodes[number], device=late)
+def with_attackers(config: RunConfig, nodes: Iterable[Node]) -> list[Node]:
+    """Return the nodes of a fleet, in which attackers have devices of their own."""
+    nodes, attack = list(nodes), attack_of(config)
+    for position, number in enumerate(sorted(attackers_of(config))):
+        device = attack.device(nodes[number].device, position)
+        nodes[number] = replace(nodes[number], device=device)
     return nodes
 
 

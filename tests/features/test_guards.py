@@ -409,6 +409,29 @@ def test_a_long_record_does_not_cover_a_contradicted_update() -> None:
     assert Verdict.EXCLUDED in trusted(first=0)
 
 
+def test_new_identities_share_one_record() -> None:
+    guard = TrustProtection()
+    for turn in range(32):
+        sent = near(0, turn % 4 + 1, 0.3)
+        judge(guard, f"c{turn % 8}", sent, 10.0, lambda _: 0, awaited=8)
+
+    def first(client: str, sent: Vector) -> Ruling:
+        return judge(guard, client, sent, 10.0, lambda _: 0, awaited=8)
+
+    # Each of these is the first of its client, and agrees with no other: each alone would pass.
+    verdicts = [first(f"s{axis}", along(axis)).verdict for axis in range(5, 16)]
+    refused = verdicts.index(Verdict.REFUSED)
+    assert 0 < refused < 8
+    assert set(verdicts[refused:]) == {Verdict.REFUSED}
+    # No client is excluded for what others sent, and honest ones restore the record.
+    honest = [first("new", near(0, 1, 0.3)) for _ in range(3)]
+    assert [ruling.verdict for ruling in honest] == [
+        *(Verdict.REFUSED, Verdict.ACCEPTED, Verdict.ACCEPTED)
+    ]
+    assert "new clients agree with no others" in honest[0].reason
+    assert not guard.state.excluded
+
+
 def test_equal_updates_bear_nobody_out() -> None:
     """Four of twelve push in one direction; the filter takes them for a group."""
 

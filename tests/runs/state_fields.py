@@ -14,6 +14,7 @@ from raceme.core.requests import Bases
 from raceme.core.schedulers import RequestState, WindowState
 from raceme.core.scheduling import RoundState
 from raceme.core.strategy import Variant
+from raceme.features.fair.server import FairState
 from raceme.features.protection.guards import GuardState
 from raceme.features.task_tests.server import TaskTestsState
 from raceme.runs.checkpoints import STATE
@@ -37,7 +38,7 @@ def state_fields() -> dict[str, dict[str, str]]:
             visit(part)
 
     policies = (RoundState, WindowState, RequestState, ArrivalState)
-    for root in (Clusters, Bases, GuardState, TaskTestsState, Progress, *policies):
+    for root in (Clusters, Bases, FairState, GuardState, TaskTestsState, Progress, *policies):
         visit(root)
     for name in STRATEGIES:
         method = STRATEGIES[name]

@@ -22,8 +22,10 @@ from raceme.core.strategy import Method
 from raceme.datasets.source import DataShape, Target
 from raceme.flower.messages import identify_process
 from raceme.runs import experiment
+from raceme.simulation import Device
 from raceme.simulation.attacks import (
     Backdoor,
+    BoostOptions,
     SignFlip,
     app,
     attack_of,
@@ -602,3 +604,27 @@ def test_a_hidden_gain_helps_one_honest_client_and_pushes_against_all_others() -
     made = attack_of(config_of(attack=f"{ON_TRUST}HiddenGain"))
     np.testing.assert_allclose(made.hidden(honest, PUSH), [0.5**0.5, -(0.5**0.5)], rtol=1e-6)
     assert np.linalg.norm(made.against(honest, PUSH, RNG)) == pytest.approx(6.0, rel=1e-5)
+
+
+def test_attackers_have_devices_of_their_own() -> None:
+    own = Device(3.0, seconds_per_sample=0.1, bandwidth_up=10.0, jitter=0.1)
+    late_and_fast = BoostOptions(attackers_join=5.0, attackers_seconds=0.2)
+    assert SignFlip(BoostOptions()).device(own, 0) is own
+    assert SignFlip(late_and_fast).device(own, 0) == Device(0.2, online=((5.0, np.inf),))
+
+
+def test_sybils_come_and_go_four_at_a_time() -> None:
+    attack = attack_of(config_of(attack=f"{ON_TRUST}Sybils", attackers_seconds=0.5))
+    periods = [attack.device(Device(), number).online for number in (0, 3, 4, 9)]
+    assert periods == [((0, 3.0),), ((0, 3.0),), ((3.0, 6.0),), ((6.0, 9.0),)]
+
+
+def test_rushing_attackers_send_minus_the_mean_below_the_bound_on_lengths() -> None:
+    attack = attack_of(config_of(attack=f"{ON_TRUST}Rush"))
+    rng = np.random.default_rng(0)
+    honest = np.array([[3.0, 0.0], [0.0, 4.0], [3.0, 4.0]], np.float32)
+    sent = attack.against(np.pad(honest, ((0, 0), (0, 998))), np.ones(1000, np.float32), rng)
+    # The median length is 4. The mean is along 6, 8; noise of a fifth of its length is aside.
+    assert np.linalg.norm(sent) == pytest.approx(1.95 * 4.0)
+    aim = np.pad([-0.6, -0.8], (0, 998))
+    assert cosine(sent, aim) == pytest.approx(1 / np.sqrt(1.04), abs=0.01)

@@ -165,6 +165,8 @@ class GuardState:
         Agreement of clients' updates with others'.
     excluded : dict[str, bool]
         Clients whose updates are refused for their record.
+    newcomers : Record
+        Agreement of all clients' first updates together.
     gains : dict[str, float]
         Gain of each client's last update on the server's proxy sets.
     judged : int
@@ -175,6 +177,7 @@ class GuardState:
     directions: dict[str, Vector] = field(default_factory=dict)
     records: dict[str, Record] = field(default_factory=dict)
     excluded: dict[str, bool] = field(default_factory=dict)
+    newcomers: Record = field(default_factory=Record)
     gains: dict[str, float] = field(default_factory=dict)
     judged: int = 0
 
@@ -248,6 +251,7 @@ class Ruling:
 
 _ACCEPTED = Ruling()
 _DISAGREES = "its updates agree with those of no others"
+_NEW_DISAGREE = "an update of a new client, and those of new clients agree with no others"
 _CONTRADICTED = "an update that those of others contradict"
 _TOO_LONG = "an update that is longer than those of others"
 _NO_GAIN = "an update that helps on none of the server's proxy sets as those of others do"
@@ -527,6 +531,8 @@ class TrustProtection(_Compares):
                 )
                 record = state.records.setdefault(client, Record())
                 record.add(agreement, length * ruling.scale)
+                if record.updates < _FIRST_JUDGED:
+                    state.newcomers.add(agreement, length * ruling.scale)
         state.directions[client] = direction
         if not update.one_model:
             return self._shortened(update, bound / self.options.protection_length, ruling)
@@ -547,6 +553,24 @@ class TrustProtection(_Compares):
         bound = self.options.protection_share * typical
         scale = min(ruling.scale, bound / update.length)
         return Ruling(Verdict.SCALED, scale, ruled.measured, ruled.bound, _DISAGREES)
+
+    def _by_record(self, update: Judged, ruling: Ruling) -> Ruling:
+        """Judge a client too new for a record of its own by the common one of new clients.
+
+        Otherwise each new identity could send two updates of any direction.
+        """
+        ruled, state = super()._by_record(update, ruling), self.state
+        record = state.records.get(update.client)
+        if ruled is not ruling or record is None or record.updates >= _FIRST_JUDGED:
+            return ruled
+        if state.newcomers.updates < _FIRST_JUDGED:
+            return ruling
+        scores = self._scores(None, update.home)
+        typical = statistics.median(scores.values()) if len(scores) >= FEWEST else 0.0
+        measured, bound = state.newcomers.score, self.options.protection_share * typical
+        if typical < _LEAST_TYPICAL or measured >= bound:
+            return ruling
+        return Ruling(Verdict.REFUSED, 0.0, measured, bound, _NEW_DISAGREE)
 
     def _by_gain(self, update: Judged, others: list[str], ruling: Ruling) -> Ruling | None:
         """Refuse an update that gains far less than those of others; None if gains say nothing."""

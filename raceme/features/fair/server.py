@@ -1,0 +1,232 @@
+"""Fast clients wait while they are ahead of their share of the influence on models.
+
+In an asynchronous method a client that answers fast has more influence than others: more updates,
+and fresher ones, which methods weigh more. The influence x_i of a client is the sum of the weights
+α of its updates. It is bounded by its share s_i of what there would be if all clients were as fast
+as the median one:
+
+    x_i ≤ s_i V, with V the weighted upper median of x_j / s_j over the active clients, of the
+    cluster or of the run: the lower one.
+
+The sum Σ x_j is no measure: shares of it force all clients to be equal, and a fast client raises it
+at will. V is the highest level that no minority can raise; that of the run bounds attackers that
+have a cluster to themselves. Clients with half of the shares are at V or above, so that no client
+has more than twice its share of Σ x_j.
+
+Updates are not scaled, as methods compare what arrives: a client that is ahead gets its next
+request when V has risen. The bound applies to a window that slides: the smallest in which shares
+are whole updates, one for each client. So a client may be one update ahead when it gets a request,
+and one that is slower saves up one update, no more.
+
+A method in rounds gives each client one update in a round, and needs no bound.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from raceme.core.config import RunConfig
+from raceme.core.events import MeasureSchema
+from raceme.core.feature import Feature, FeatureContext
+from raceme.core.messages import TRAINING
+from raceme.core.requests import InFlight, Outcome, Request, Update
+from raceme.core.scheduling import PATIENCE, STRANGER_PATIENCE
+from raceme.features.fair import Options
+
+INFLUENCE = MeasureSchema(
+    "influence",
+    "largest share of a client in the weights of all updates",
+    ("client", "share"),
+    value="share",
+)
+
+
+@dataclass
+class Account:
+    """Influence of a client.
+
+    Attributes
+    ----------
+    level : float
+        x_i / s_i, in typical updates of the cluster's clients.
+    weight : float
+        α of its last update; 0 before the first.
+    share : float
+        s_i, up to a factor that all clients have in common.
+    total : float
+        Sum of the weights of all its updates.
+    idle_since : int
+        Number of the run's updates when it became idle.
+    sent_at, longest : float
+        Time of its last request, and its longest time to a valid update; 0 before the first.
+    works, waits, answers : bool
+        Whether it has a request, whether it waits for the others, and whether its last request led
+        to an update.
+    """
+
+    level: float = 0.0
+    weight: float = 0.0
+    share: float = 1.0
+    total: float = 0.0
+    idle_since: int = 0
+    sent_at: float = 0.0
+    longest: float = 0.0
+    works: bool = False
+    waits: bool = False
+    answers: bool = True
+
+
+@dataclass
+class FairState:
+    """State of the feature.
+
+    Attributes
+    ----------
+    accounts : dict[str, Account]
+        Influence of each client that was asked to train.
+    valid : dict[int, bool]
+        Numbers of the open requests whose update was valid.
+    """
+
+    accounts: dict[str, Account] = field(default_factory=dict)
+    valid: dict[int, bool] = field(default_factory=dict)
+
+
+class Fair(Feature):
+    """Bounds each client's influence over time by its share."""
+
+    options_type = Options
+    state_type = FairState
+    options: Options
+    state: FairState
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the key ``fair`` names a share, and the method is asynchronous."""
+        config = self.config or RunConfig()
+        chosen = self.options.fair
+        wanted = config.value("protection") == "trust" if chosen == "auto" else chosen != "none"
+        return wanted and not getattr(config.parameters(), "in_rounds", False)
+
+    def holds(self, client: str, context: FeatureContext) -> bool:
+        """Return whether a client is more than one update ahead of the median one."""
+        account = self.state.accounts.get(client)
+        if account is None:
+            return False
+        account.waits = account.level > self._median(client, context) + 1.0
+        return account.waits
+
+    def on_request(self, request: Request, context: FeatureContext) -> Request:
+        """Open an account for a new client: with the level of the one furthest ahead.
+
+        Otherwise a new identity would be better off than the old one.
+        """
+        if request.kind in TRAINING:
+            client = request.client
+            account = self.state.accounts.get(client)
+            if account is None:
+                mates = self._mates(client, self._active(context), context)
+                account = Account(max((mate.level for mate in mates), default=0.0))
+                self.state.accounts[client] = account
+            account.works, account.waits, account.sent_at = True, False, context.now()
+            if self.options.fair == "examples":
+                account.share = float(max(1, context.examples(client)))
+        return request
+
+    def on_update(self, update: Update, context: FeatureContext) -> Update:
+        """Record that the update is valid."""
+        self.state.valid[update.task.number] = True
+        return update
+
+    def on_closed(self, task: InFlight, context: FeatureContext) -> None:
+        """Record that a client is idle, and whether it answered."""
+        if task.kind in TRAINING and (account := self.state.accounts.get(task.client)):
+            account.works, account.idle_since = False, context.updates
+            account.answers = self.state.valid.pop(task.number, False)
+            if account.answers:
+                account.longest = max(account.longest, context.now() - account.sent_at)
+
+    def on_applied(
+        self, updates: Sequence[Update], outcomes: Sequence[Outcome], context: FeatureContext
+    ) -> None:
+        """Add the weights of updates to their clients' influence."""
+        for update, outcome in zip(updates, outcomes, strict=True):
+            account = self.state.accounts.get(update.task.client)
+            if account is not None and outcome.weight > 0:
+                self._add(account, update.task.client, outcome.weight, context)
+        if context.updates % max(1, context.online) == 0:
+            self._report(context)
+
+    def _add(self, account: Account, client: str, weight: float, context: FeatureContext) -> None:
+        """Add the weight of an update, in units of what is typical of the cluster."""
+        account.weight = weight
+        account.total += weight
+        mates = self._mates(client, self._active(context), context) or [account]
+        weights = [mate.weight for mate in mates if mate.weight] or [weight]
+        unit = median(weights) / median(mate.share for mate in mates)
+        level = max(account.level, self._median(client, context) - 1.0)
+        account.level = level + weight / account.share / unit
+
+    def _median(self, client: str, context: FeatureContext) -> float:
+        """Return V: the lower one of a client's cluster and of all clients."""
+        active = self._active(context)
+        groups = (list(active.values()), self._mates(client, active, context))
+        medians = [
+            upper_median((one.level, one.share) for one in group) for group in groups if group
+        ]
+        return min(medians, default=self.state.accounts[client].level)
+
+    def _mates(
+        self, client: str, active: Mapping[str, Account], context: FeatureContext
+    ) -> list[Account]:
+        """Return the accounts of the active clients in a client's cluster."""
+        main = context.clusters.main
+        cluster = main(client)
+        return [account for other, account in active.items() if main(other) == cluster]
+
+    def _active(self, context: FeatureContext) -> dict[str, Account]:
+        """Return the accounts of the clients that take part.
+
+        A client that does not answer, or that the method leaves idle, is not waited for.
+        """
+        now, accounts = context.now(), self.state.accounts
+        slowest = max((account.longest for account in accounts.values()), default=0.0)
+
+        def takes_part(account: Account) -> bool:
+            patience = PATIENCE * account.longest or STRANGER_PATIENCE * slowest or math.inf
+            if account.works:
+                return now - account.sent_at <= patience
+            return account.waits or context.updates - account.idle_since <= context.online
+
+        return {
+            client: account
+            for client, account in accounts.items()
+            if account.answers and context.clusters.online.get(client) and takes_part(account)
+        }
+
+    def _report(self, context: FeatureContext) -> None:
+        """Measure the largest share of a client."""
+        totals = {client: account.total for client, account in self.state.accounts.items()}
+        if whole := sum(totals.values()):
+            client = max(totals, key=lambda client: totals[client])
+            context.measure(INFLUENCE, client=client, share=totals[client] / whole)
+
+
+def upper_median(levels: Iterable[tuple[float, float]]) -> float:
+    """Return the highest level that no minority can raise: the weighted upper median.
+
+    Parameters
+    ----------
+    levels : Iterable[tuple[float, float]]
+        Levels, each with its weight; at least one.
+    """
+    ordered = sorted(levels)
+    half, below = sum(weight for _, weight in ordered) / 2, 0.0
+    for level, weight in ordered:
+        below += weight
+        if below > half:
+            return level
+    return ordered[-1][0]
