@@ -30,7 +30,7 @@ from scipy.stats import PermutationMethod, kendalltau, wilcoxon
 from raceme.core.config import read_toml, write_toml
 
 DOCS = Path(__file__).parent
-PAGES = ("results*.md", "research/panicle.md")
+PAGES = ("results*.md", "research/panicle*.md")
 NEVER = "/"
 """Published time of a method that never reached the target."""
 Cell = Callable[[str], str]
@@ -1081,21 +1081,6 @@ def panicle_stations(docs: Path) -> Table:
     return Table([f"`{method}`" for method in order], [errors])
 
 
-def panicle_all(docs: Path) -> Table:
-    """Regrets over all cases but the stations, of the methods that all have."""
-    names = [f"panicle-digits-{case}" for case in _CASES]
-    names += [f"panicle-{case}" for case in _LARGER]
-    names += [f"untuned-{images}{case}" for images in ("", _FASHION) for case in _UNTUNED]
-    made = len(names)
-    names += [f"natural-{case}" for case in _NATURAL]
-    regrets = _regrets({name: Experiment.read(docs, name) for name in names}, _RIVALS)
-    rows = _of_all_cases(regrets)
-    of_made = _of_all_cases({method: of[:made] for method, of in regrets.items()})
-    for row in (of_made[0], of_made[-1]):
-        rows.append([f"{row[0]}, without natural fleets", *row[1:]])
-    return Table(("", *(f"`{method}`" for method in _RIVALS)), rows)
-
-
 def _with_time(of: Experiment, method: str) -> str:
     """Return the accuracy at the end, with the time to the target if it is reached."""
     reached = _reached(of.runs(method)[0])
@@ -1316,7 +1301,6 @@ TABLES: dict[str, Callable[[Path], Table]] = {
     "panicle-stations": panicle_stations,
     "panicle-untuned": panicle_untuned,
     "panicle-fashion": partial(panicle_untuned, images=_FASHION),
-    "panicle-all": panicle_all,
     "panicle-larger": panicle_larger,
     "panicle-ablation": panicle_ablation,
     "panicle-personalized": panicle_personalized,

@@ -15,7 +15,7 @@ from raceme.core.config import RunConfig, read_toml
 
 DOCS = Path(__file__).parent.parent / "docs"
 TABLES: dict[str, Any] = runpy.run_path(str(DOCS / "tables.py"))
-PAGE = "results.md"
+PAGE = "results-casa.md"
 
 
 def checked(docs: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -48,7 +48,7 @@ def test_tables_are_those_of_the_data(capsys: pytest.CaptureFixture[str]) -> Non
 def test_a_changed_number_is_one_line(docs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     changed(docs / PAGE, "99.30 ± 0.02", "99.31 ± 0.02")
     (line,) = checked(docs, capsys)
-    assert line.startswith("results.md: casa-table1-mnist differs: ")
+    assert line.startswith("results-casa.md: casa-table1-mnist differs: ")
     assert "99.30 ± 0.02" in line
 
 
@@ -77,14 +77,14 @@ def test_an_empty_table_is_filled_and_what_follows_is_kept(docs: Path) -> None:
 def test_an_unknown_table_is_one_line(docs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     changed(docs / PAGE, "<!-- table: casa-table1-mnist -->", "<!-- table: casa-table9 -->")
     assert checked(docs, capsys) == [
-        "results.md: casa-table9: no table 'casa-table9' in docs/tables.py"
+        "results-casa.md: casa-table9: no table 'casa-table9' in docs/tables.py"
     ]
 
 
 def test_a_missing_experiment_is_one_line(docs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (docs / "results" / "casa-table1-cifar10.json").unlink()
     (line,) = checked(docs, capsys)
-    assert line.startswith("results.md: casa-table1-cifar10: no experiment casa-table1-cifar10: ")
+    assert line.startswith("results-casa.md: casa-table1-cifar10: no experiment casa-table1-cifar10: ")
 
 
 def test_a_file_of_no_experiment_is_one_line(
@@ -99,7 +99,7 @@ def test_a_file_of_no_experiment_is_one_line(
 def test_a_table_without_a_mark_is_one_line(docs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     changed(docs / PAGE, "<!-- hand: raceme run, no files kept -->\n", "")
     (line,) = checked(docs, capsys)
-    assert line.startswith("results.md: a table without <!-- table")
+    assert line.startswith("results-casa.md: a table without <!-- table")
 
 
 def test_every_run_can_be_written_out_again(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ class CFLParameters(_Dividing, RoundsParameters):
     """Hyper-parameters of CFL; the defaults are those of CASA's paper.
 
     The bounds are norms of whole updates: they depend on the model and on the learning rate. See
-    `docs/choosing-a-method.md` for how to choose them.
+    `docs/research/method-cfl.md` for how to choose them.
     """
 
     eps1: float = option(
