@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas
 import pytest
 import torch
 from torch.utils.data import TensorDataset
@@ -13,8 +17,9 @@ from torch.utils.data import TensorDataset
 from raceme import datasets
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
-from raceme.datasets.npz import keep
+from raceme.datasets.given import Columns, keep
 from raceme.datasets.source import Dataset
+from raceme.reporting.artefacts import export_model
 
 X = np.arange(24, dtype=np.float64).reshape(6, 4)
 Y = np.array([0, 1, 2, 0, 1, 2])
@@ -22,8 +27,8 @@ PAIR = (X, Y)
 FOUR = (X[:4], Y[:4], X[4:], Y[4:])
 
 
-def given(data: Any, **values: Any) -> RunConfig:
-    keys = {"dataset": "arrays", "data-fingerprint": keep(data), **values}
+def given(data: Any, columns: Columns | None = None, **values: Any) -> RunConfig:
+    keys = {"dataset": "arrays", "data-fingerprint": keep(data, columns), **values}
     return datasets.with_defaults(RunConfig.from_mapping(keys))
 
 
@@ -107,6 +112,129 @@ def test_what_is_not_in_the_cache_is_said(tmp_path: Path, monkeypatch: pytest.Mo
         )
 
 
+class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    """Items that are mappings, as those of Hugging Face and flwr-datasets are."""
+
+    def __init__(self, **columns: Any) -> None:
+        self.columns_ = columns
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns_.values())))
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {name: values[index] for name, values in self.columns_.items()}
+
+
+PEOPLE = {
+    "person": ["ben"] * 6 + ["anna"] * 6,
+    "x": [*range(12)],
+    "y": [value / 4 for value in range(12)],
+    "activity": ["run", "sit", "walk"] * 4,
+}
+
+
+def check_people(config: RunConfig) -> None:
+    """Two clients by name, of two features, whose labels are numbers by the alphabet."""
+    assert datasets.client_names(config) == ("ben", "anna")
+    assert datasets.load(config).labels == ("run", "sit", "walk")
+    anna = datasets.client_data(config, 1)
+    assert (len(anna.x_train), len(anna.x_test)) == (5, 1)
+    assert anna.x_train.shape[1:] == (2,)
+    rows = datasets.load(config).x[:3].tolist()
+    assert rows == [[0.0, 0.0], [1.0, 0.25], [2.0, 0.5]]
+    assert datasets.load(config).y[:4].tolist() == [0, 1, 2, 0]
+
+
+@pytest.mark.parametrize("kind", [pandas.DataFrame, lambda columns: Rows(**columns)])
+def test_a_table_of_all_clients(kind: Any) -> None:
+    columns = Columns(target="activity", client_id="person")
+    check_people(given(kind(PEOPLE), columns))
+    chosen = given(kind(PEOPLE), Columns("activity", "person", inputs="x"))
+    shape = datasets.data_shape(chosen)
+    assert (shape.input_shape, shape.tokens) == ((1,), 0)
+    quantity = given(kind(PEOPLE), Columns("y", "person", inputs="x", unit="m"))
+    target = datasets.data_shape(quantity).target
+    assert target is not None
+    assert (target.unit, target.mean) == ("m", 1.375)
+
+
+def test_a_csv_file(tmp_path: Path) -> None:
+    path = tmp_path / "people.csv"
+    pandas.DataFrame(PEOPLE).to_csv(path, index=False)
+    keys = {"dataset": str(path), "target": "activity", "client-id": "person"}
+    config = datasets.with_defaults(RunConfig.from_mapping(keys))
+    check_people(config)
+    assert (config.dataset, config.num_clients, config.model) == ("table", 2, "mlp")
+    # Inputs are standardised: each feature has mean 0 and deviation 1.
+    train = np.concatenate([client.x_train for client in datasets.all_clients(config)])
+    np.testing.assert_allclose(train.mean(axis=0), 0, atol=1e-6)
+    with pytest.raises(UserError, match=r"Unknown column of .*people\.csv 'activty'\. Did you"):
+        datasets.load(config.with_values(target="activty"))
+    path.write_text("a,y\n1,2\n3\n")
+    datasets.forget()
+    with pytest.raises(UserError, match=r"people\.csv, row 3: 1 cells for the 2 columns"):
+        datasets.load(config)
+    with pytest.raises(UserError, match=r"Cannot read .*none\.csv: No such file"):
+        datasets.load(config.with_values(data_file=str(tmp_path / "none.csv")))
+
+
+@pytest.mark.parametrize("kind", [pandas.DataFrame, lambda columns: Rows(**columns)])
+def test_a_table_of_each_client_or_two(kind: Any) -> None:
+    train, test = (
+        kind({"image": [*X[:4]], "label": Y[:4]}),
+        kind({"image": [*X[4:]], "label": [1, 2]}),
+    )
+    if kind is pandas.DataFrame:
+        train = pandas.DataFrame(X[:4]).assign(label=Y[:4])
+        test = pandas.DataFrame(X[4:]).assign(label=[1, 2])
+    for data in ([(train, test)], [{"train": train, "test": test}]):
+        (client,) = datasets.all_clients(given(data))
+        np.testing.assert_array_equal(client.x_train, X[:4])
+        np.testing.assert_array_equal(client.y_test, Y[4:])
+    (client,) = datasets.all_clients(given([train]))
+    assert client.x_train.shape == (3, 4)
+
+
+def test_partitions_of_hugging_face_keep_the_names_of_their_classes() -> None:
+    hugging = pytest.importorskip("datasets")
+    pixels = np.arange(4 * 8 * 6 * 3, dtype=np.uint8).reshape(4, 8, 6, 3)
+    names = hugging.ClassLabel(names=["cat", "dog", "owl"])
+    features = hugging.Features({"img": hugging.Image(), "label": names})
+    partition = hugging.Dataset.from_dict({"img": list(pixels), "label": [0, 1, 0, 1]}, features)
+    config = given([partition, partition])
+    assert datasets.load(config).labels == ("cat", "dog", "owl")
+    assert datasets.data_shape(config).num_classes == 3
+    np.testing.assert_array_equal(datasets.load(config).x[0], pixels[0].transpose(2, 0, 1))
+    tested = partition.train_test_split(test_size=0.5, seed=0)
+    assert len(datasets.client_data(given([tested]), 0).x_test) == 2
+
+
+RUN_AND_END = """
+import numpy as np
+import raceme
+
+pixels = np.arange(60, dtype=np.uint8).reshape(5, 3, 4)
+data = [(pixels, list("babab")), (pixels, list("ababa"))]
+raceme.run("fedasync", data=data, max_updates=2, workers=0, client_map=False, out="run")
+"""
+
+
+def test_a_copy_is_removed_at_the_end_and_the_model_can_still_be_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("RACEME_CACHE", str(cache))
+    # Of a process that was killed.
+    (cache / "arrays-0123456789abcdef").mkdir(parents=True)
+    subprocess.run([sys.executable, "-c", RUN_AND_END], cwd=tmp_path, check=True)
+    assert [entry.name[:5] for entry in cache.iterdir()] == ["form-"]
+    folder, _ = export_model(tmp_path / "run", "safetensors")
+    about = json.loads((folder / "model.json").read_text())
+    assert about["labels"] == ["a", "b"]
+    # Bytes are divided by 255, as in the run.
+    assert about["input"]["type"] == "uint8"
+
+
 @pytest.mark.parametrize(
     ("data", "said"),
     [
@@ -122,7 +250,11 @@ def test_what_is_not_in_the_cache_is_said(tmp_path: Path, monkeypatch: pytest.Mo
         ([PAIR, (X, Y / 2)], r"data\[1\]: y must hold whole numbers.*needs its unit"),
         ([PAIR, {"x": X, "y": Y / 2, "unit": "m"}], r"must describe their labels alike"),
         ([(X, Y - 1)], "labels from 0,"),
-        ([(X, np.array(list("abcabc")))], "y must hold whole numbers"),
+        ([(X, list("abcabc")), PAIR], r"Some clients in data have names .*: data\[1\]"),
+        ([Rows(age=[1.0, 2.0], job=["a", "b"], y=[0, 1])], r"column job holds no numbers \('a'\)"),
+        ([Rows(a=[1.0, 2.0], b=[0, 1])], r"has the columns a, b: name the one with the labels"),
+        ([Rows(a=[X, X], b=[1, 2], y=[0, 1])], "has the columns a, b, y: name .* inputs=NAME"),
+        (Rows(a=[1.0, 2.0], y=[0, 1]), "name the one with the clients' names, client-id=NAME"),
         ([PAIR, FOUR], "Some clients in data have test samples"),
         ([{"x": X, "labels": Y}], r"data\[0\] has labels\. Expected"),
         ([{"x": X}], r"data\[0\] lacks y\. Expected"),
