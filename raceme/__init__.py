@@ -402,9 +402,12 @@ def _keys(
 
     Paths become text, classes and functions names, data a fingerprint.
     """
+    from dataclasses import fields
+
     from raceme.core.config import registry_of
     from raceme.core.errors import UserError
     from raceme.core.installation import check_versions
+    from raceme.core.options import key_of
 
     check_versions()
     keys: dict[str, Any] = {}
@@ -417,11 +420,12 @@ def _keys(
         if registry is not None and not isinstance(value, bool | int | float):
             keys[name] = registry.name_of(value)
     if data is not None:
-        from raceme.datasets.npz import keep
+        from raceme.datasets.given import Columns, keep
 
         if "dataset" in keys:
             raise UserError("data replaces a dataset: leave one of them out.")
-        keys |= {"dataset": "arrays", "data-fingerprint": keep(data)}
+        named = {item.name: keys.pop(key_of(item.name), item.default) for item in fields(Columns)}
+        keys |= {"dataset": "arrays", "data-fingerprint": keep(data, Columns(**named))}
     return keys
 
 

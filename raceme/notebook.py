@@ -281,12 +281,20 @@ class OpenComparison:
 
     @property
     def table(self) -> pd.DataFrame:
-        """A row per method and seed, as in ``compare.csv``.
+        """A row per method with means and deviations, as the command prints them.
 
-        Its ``to_latex("table.tex")`` writes the table of means for a paper, as ``compare.tex``.
+        Its ``to_latex("table.tex")`` writes the table for a paper, as ``compare.tex``.
         """
-        frame = _pandas().read_csv(StringIO(to_csv(self.results)))
-        return _for_papers(frame, to_latex(self.results))
+        text = main_table(self.results)
+        columns = [column.replace("\n", " ") for column in text.columns]
+        cells = [[cell.replace("**", "") for cell in row] for row in text.rows]
+        return _for_papers(_frame(cells, columns).set_index("method"), to_latex(self.results))
+
+    @property
+    def rows(self) -> pd.DataFrame:
+        """A row of numbers per method and seed, as in ``compare.csv``."""
+        frame: pd.DataFrame = _pandas().read_csv(StringIO(to_csv(self.results)))
+        return frame
 
     @property
     def purity(self) -> pd.DataFrame:
@@ -451,6 +459,10 @@ def _for_papers(frame: Any, latex: str) -> pd.DataFrame:
 
     class PaperTable(_pandas().DataFrame):  # type: ignore[misc]
         """A data frame whose derivatives are ordinary ones."""
+
+        def __repr__(self) -> str:
+            # pandas would elide columns in the middle.
+            return self.to_string()  # type: ignore[no-any-return]
 
         def to_latex(self, buf: Any = None, **options: Any) -> str | None:
             """Return or write the table for a paper; with options, as pandas does."""

@@ -48,8 +48,10 @@ def follow(page: str, folder: Path) -> None:
             (folder / saved).write_text(block)
             continue
         if language == "python":
-            # One session: a block goes on from those before it.
+            # One session up to the next command: a block goes on from those before it.
             script += block
+        else:
+            script = ""
         run = ["bash", "-ec", block] if language == "bash" else [sys.executable, "-c", script]
         done = subprocess.run(
             run,
@@ -118,7 +120,7 @@ def test_python_of_the_readme(
         exec(compile(block, "README.md", "exec"), space)
     assert len(blocks[0].splitlines()) <= 10
     assert (tmp_path / "accuracy.pdf").is_file()
-    assert len(space["comparison"].table) == 4
+    assert len(space["comparison"].rows) == 4
     assert "casa" in capsys.readouterr().out
 
 

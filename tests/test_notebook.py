@@ -116,7 +116,9 @@ def test_a_run_that_is_not_over_can_be_looked_at(run: OpenRun, tmp_path: Path) -
 def test_a_comparison_has_its_table_and_its_runs(folder: Path) -> None:
     opened = raceme.open(str(folder))
     assert isinstance(opened, OpenComparison)
-    assert list(opened.table["method"]) == ["casa", "fedasync"]
+    assert list(opened.table.index) == ["casa", "fedasync"]
+    assert list(opened.rows["method"]) == ["casa", "fedasync"]
+    assert "time_to_target" in opened.rows
     assert set(opened.runs) == {("casa", 0), ("fedasync", 0)}
     assert len(opened.runs["fedasync", 0].updates) == 12
     assert "fedasync" in opened._repr_html_()
@@ -478,7 +480,7 @@ class MyStrategy(FedAsync):
 cmp = raceme.compare(
     ["panicle", MyStrategy], data=my_clients, model=make_net, seeds=range(2), max_updates=8
 )
-assert len(cmp.table) == 4, cmp.table
+assert len(cmp.rows) == 4, cmp.rows
 cmp.table.to_latex("table.tex")
 run = raceme.run(MyStrategy, data=my_clients, model=make_net, max_updates=8, workers="2")
 print(run.config["strategy"], run.config["model"])
@@ -511,7 +513,7 @@ def test_results_are_shown_without_the_script_that_defines_a_method(
     (tmp_path / "compare.json").write_text(json.dumps(table))
     assert "per update" in comparison_page(tmp_path, "")
     opened = raceme.open(tmp_path)
-    assert list(opened.table["strategy"]) == ["main-0123456789ab:Mine"] * 2
+    assert list(opened.rows["strategy"]) == ["main-0123456789ab:Mine"] * 2
 
 
 # -----------------------------------------------------------------------------
@@ -545,10 +547,29 @@ def test_an_interrupted_comparison_has_the_tables_of_what_is_finished(
     compared(plan, 1, Console(file=_Impatient()), ["tex"])
     opened = raceme.open(tmp_path)
     assert isinstance(opened, OpenComparison)
-    assert list(opened.table["method"]) == ["casa"]
+    assert list(opened.rows["method"]) == ["casa"]
     assert "fedasync" in (tmp_path / "compare.tex").read_text()
     assert list(opened.purity.index) == ["casa", "fedasync"]
     assert "1 of 2 runs are finished" in caplog.text
+
+
+def execute(cells: list[str], folder: Path) -> list[list[Any]]:
+    """Run cells in a real kernel; return the outputs of each."""
+    nbformat = pytest.importorskip("nbformat.v4")
+    nbclient, _ = pytest.importorskip("nbclient"), pytest.importorskip("ipykernel")
+    notebook = nbformat.new_notebook(cells=[nbformat.new_code_cell(cell) for cell in cells])
+    settings = {"resources": {"metadata": {"path": str(folder)}}, "timeout": 120}
+    nbclient.NotebookClient(notebook, allow_errors=True, **settings).execute()
+    return [cell.outputs for cell in notebook.cells]
+
+
+def test_a_figure_is_a_picture_and_a_typo_is_one_line(folder: Path, tmp_path: Path) -> None:
+    shown = f"import raceme; raceme.open({str(folder / 'casa' / 'seed-0')!r}).plot_accuracy()"
+    (picture,), (typo,) = execute([shown, "raceme.run('casa', gama=0.2)"], tmp_path)
+    assert picture.data["image/png"].startswith("iVBOR")
+    assert typo.output_type == "error"
+    assert len(typo.traceback) == 1
+    assert typo.traceback[0].startswith("raceme: Unknown key 'gama'")
 
 
 CELLS = """
@@ -603,11 +624,14 @@ def test_tables_for_a_paper(folder: Path, tmp_path: Path) -> None:
     assert opened.table.to_latex(str(path)) is None
     assert r"\toprule" in path.read_text()
     assert path.read_text() == opened.table.to_latex()
-    # What is computed from the table is an ordinary data frame, and other names are escaped too.
-    assert r"time\_to\_target" in opened.table.to_latex(columns=["time_to_target"])
+    # What is computed from the table is an ordinary data frame.
+    assert "purity" in opened.table.to_latex(columns=["purity"])
     assert type(opened.table.head()) is pandas.DataFrame
     purity = opened.purity
-    assert purity.loc["casa", 0] == opened.table["purity"][0]
+    assert purity.loc["casa", 0] == opened.rows["purity"][0]
+    printed = str(opened.table)
+    assert "..." not in printed
+    assert f"{100 * opened.rows['accuracy'][0]:.2f}" in printed
     assert f"casa & {purity.loc['casa', 0]:.2f}" in purity.to_latex()
     assert opened.times.isna().all(axis=None)
     assert "$>$" in opened.times.to_latex()

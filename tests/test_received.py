@@ -376,7 +376,7 @@ def test_a_comparison_is_read_as_text(here: Path) -> None:
     config.write_text(tomli_w.dumps(read_toml(config) | dict.fromkeys(KEYS, code)))
     assert ran(["report", "compared", "--latex"]).endswith("compared/report.html\n")
     found = raceme.open("compared")
-    assert len(found.table) == 1
+    assert len(found.rows) == 1
     assert found.results.results[0].method.asynchronous
     assert code in (here / "compared" / "report.html").read_text()
     # Nor does a comparison that would keep its runs.

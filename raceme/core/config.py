@@ -64,6 +64,9 @@ FEW_DEVICES = "panicle"
 CONFIG = "config.toml"
 """The file with the keys of a run, in its folder."""
 
+_TABLES = ".csv"
+"""Suffix of files that are datasets."""
+
 SET = "set"
 """The key that contains other keys, like the option ``--set``."""
 
@@ -176,6 +179,8 @@ def parse_assignment(text: str) -> tuple[str, Value]:
 def expanded(keys: Mapping[str, Any]) -> dict[str, Any]:
     """Return keys with the content of the key ``set`` expanded, which takes precedence.
 
+    A dataset ``FILE.csv`` is the dataset ``table`` with this file.
+
     Raises
     ------
     UserError
@@ -183,6 +188,8 @@ def expanded(keys: Mapping[str, Any]) -> dict[str, Any]:
     """
     given = dict(keys)
     given.update(assignments(str(given.pop(SET, ""))))
+    if str(given.get("dataset", "")).endswith(_TABLES):
+        given |= {"dataset": "table", "data-file": given["dataset"]}
     return given
 
 
@@ -605,6 +612,7 @@ def check_names(keys: Mapping[str, Any]) -> None:
     UserError
         There is no such strategy, dataset, model etc., or a name is ambiguous.
     """
+    keys = expanded(keys)
     for key in general_keys():
         registry, value = registry_of(key), keys.get(key)
         is_file = key == "devices" and str(value).endswith(".toml")

@@ -507,11 +507,17 @@ class ClientNames:
 # -----------------------------------------------------------------------------
 
 
+_MOST_WEIGHTLESS = 8
+"""Updates per client in a row that may change no model before they count for rounds all the same:
+more than the probes of any method, so that every run ends."""
+
+
 class Rounds:
     """Counts the rounds of a run, and aggregates training and test metrics by round.
 
     Methods with rounds or windows count their own. For others, a round is as many updates as
-    clients train at a time.
+    clients train at a time. Updates that change no model, such as probes, are in the round of the
+    next ones that do, unless a method has nothing else.
 
     Parameters
     ----------
@@ -540,7 +546,8 @@ class Rounds:
     ) -> None:
         self._method, self._arguments, self._is_over = method, arguments, is_over
         self._before = method.scheduling.rounds or 0
-        self._ended_at = method.progress.updates
+        # Updates that count, in total and at the end of the last round; others since the last one.
+        self._counted = self._ended_at = self._weightless_in_a_row = 0
         self._end = 0
         # Replies being processed by the loop, by client, which it may refuse.
         self._returned: dict[str, list[RecordDict]] = {}
@@ -557,7 +564,7 @@ class Rounds:
     @property
     def number(self) -> int:
         """Number of the current or last round; 0 before any update."""
-        return self.over + (self._method.progress.updates > self._ended_at)
+        return self.over + (self._counted > self._ended_at)
 
     @property
     def last_test(self) -> int:
@@ -566,20 +573,23 @@ class Rounds:
 
     def look(self) -> None:
         """Process completed rounds."""
-        updates = self._method.progress.updates
         own = self._method.scheduling.rounds
         if own is not None:
             while self.over < own - self._before:
-                self._close(updates)
+                self._close(self._counted)
             return
-        if updates == self._ended_at:
+        if self._counted == self._ended_at:
             # The size of the first round is known after the first answer.
             return
-        taking_part = max(1, self._arguments.trained(len(self._method.progress.fleet.by_node)))
-        self._end = self._end or self._ended_at + taking_part
-        while updates >= self._end:
+        self._end = self._end or self._ended_at + self._taking_part
+        while self._counted >= self._end:
             self._close(self._end)
-            self._end += taking_part
+            self._end += self._taking_part
+
+    @property
+    def _taking_part(self) -> int:
+        """Number of clients that train at a time."""
+        return max(1, self._arguments.trained(len(self._method.progress.fleet.by_node)))
 
     def _close(self, updates: int) -> None:
         self.over += 1
@@ -606,6 +616,10 @@ class Rounds:
 
     def applied(self, client: str, counts: bool) -> None:
         """Record the use of a client's first reply, and whether its update has a weight."""
+        self._weightless_in_a_row = 0 if counts else self._weightless_in_a_row + 1
+        has_rounds = self._method.scheduling.rounds is not None
+        is_idle = self._weightless_in_a_row > _MOST_WEIGHTLESS * self._taking_part
+        self._counted += counts or has_rounds or is_idle
         if returned := self._returned.get(client):
             (self._applied if counts else self._weightless).append(returned.pop(0))
 
@@ -912,6 +926,8 @@ class FlowerLog(events.EventHandler):
             f"{len({update.client for update in updates})} clients in "
             f"{self.time - self._began:.1f} {self._clock}"
         ]
+        if idle := sum(not update.weight for update in updates):
+            parts.append(f"{idle} of them changed no model")
         if any(staleness):
             mean = sum(staleness) / len(staleness)
             parts.append(f"staleness {mean:.1f} on average, {max(staleness)} at most")

@@ -178,6 +178,10 @@ class UserError(Exception):
     def __init__(self, message: str, snippet: str = "") -> None:
         super().__init__(f"{plain(message)}\n{snippet}" if snippet else plain(message))
 
+    def _render_traceback_(self) -> list[str]:
+        """Return the lines that IPython shows in the place of a traceback."""
+        return [f"raceme: {self}"]
+
 
 class _OneLine(logging.Filter):
     """Reduces Flower's log of a ServerApp's UserError to its message.

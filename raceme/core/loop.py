@@ -43,7 +43,7 @@ from raceme.core.timeline import Foreseeing, Registering, push, timeline_of
 if TYPE_CHECKING:
     from raceme.core.strategy import Method
 
-log = getLogger("raceme")
+log, _run_log = getLogger("raceme"), getLogger("raceme.run")
 
 AT_REST = "at rest: no client's loss rises, and no data will change"
 
@@ -148,6 +148,8 @@ class Loop:
         self._held: list[events.Event] | None = None
         self._num_updates = 0
         self._ending: tuple[Ending, str] | None = None
+        # Updates that changed no model.
+        self._weightless = 0
 
     @property
     def keeps_messages(self) -> bool:
@@ -186,6 +188,14 @@ class Loop:
         ending, reason = self._ending
         updates = self._progress.updates
         log.info("The run ended after %d updates: %s", updates, reason)
+        if ending is not Ending.INTERRUPTED and 2 * self._weightless >= updates > 0:
+            _run_log.warning(
+                "%d of %d updates changed no model, as the first ones of a client do with %s: the "
+                "run is too short. Give more updates or rounds.",
+                self._weightless,
+                updates,
+                method,
+            )
         ended_at = self.now() if ended_at is None else ended_at
         self._observe(events.RunEnded(ended_at, updates, reason, ending))
         self._fill_result()
@@ -673,6 +683,7 @@ class Loop:
             held, self._held = self._held, None
             for update, outcome in zip(updates, outcomes, strict=True):
                 progress.count_update(update.task.client)
+                self._weightless += not outcome.weight
                 model = self._method.models.get(outcome.cluster)
                 if counters is not None and outcome.weight and model is not None:
                     model.copy_from(update.vector, counters)

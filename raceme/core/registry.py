@@ -709,7 +709,8 @@ DATASETS = Registry(
         {
             "datasets.source": "Digits Synthetic",
             "datasets.images": "Mnist FashionMnist Cifar10 ImageFolder Usps Emnist DigitsByOrigin",
-            "datasets.npz": "Npz NpzFolder arrays=Given",
+            "datasets.npz": "Npz NpzFolder",
+            "datasets.given": "Table arrays=Given",
             "datasets.leaf": "Characters Femnist Leaf Text",
             "datasets.sensors": "harbox=HarBox Imu UciHar Fsdd GasDrift BeijingAir HitBearing",
         }

@@ -177,7 +177,10 @@ def described(config: RunConfig) -> Dataset:
 
     Its samples are none where the source uses inputs as they are.
     """
-    if source_of(config).normalises:
+    source = source_of(config)
+    if (form := source.form(config)) is not None:
+        return form
+    if source.normalises:
         return load(config)
     shape = data_shape(config)
     return Dataset(

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -130,8 +128,12 @@ def checked_labels(
     values: NDArray[np.generic],
     samples: int,
     quantity: Target | None = None,
+    are_names_allowed: bool = False,
 ) -> Labels:
-    """Check labels: classes become int64, quantities float32 in their unit."""
+    """Check labels: classes become int64, quantities float32 in their unit; names stay text."""
+    is_named = values.dtype.kind == "U" and values.shape == (samples,)
+    if are_names_allowed and quantity is None and is_named:
+        return values
     kinds, numbers = ("iub", "whole numbers") if quantity is None else ("fiu", "numbers")
     if values.dtype.kind not in kinds or values.shape != (samples,):
         needs_unit = quantity is None and values.dtype.kind == "f"
@@ -200,7 +202,7 @@ def num_classes_of(
 CLIENT = "{client}"
 """Stands for the number of a client in ``data-file``."""
 
-_FOUR = ("x_train", "y_train", "x_test", "y_test")
+FOUR_ARRAYS = ("x_train", "y_train", "x_test", "y_test")
 _EXPECTED = (
     "Expected: x_train and x_test, numbers of shape (samples, ...), y_train and y_test, whole "
     "numbers from 0 of shape (samples,), and optionally num_classes; or for a quantity numbers, "
@@ -216,7 +218,7 @@ class Part(NamedTuple):
     x : NDArray
         Inputs as stored, shape (n, ...); large floats as float32.
     y : Labels
-        Classes, or a quantity in its unit.
+        Classes or their names, or a quantity in its unit.
     test : NDArray[np.bool_] or None
         Test samples; None if the file does not define them.
     num_classes : int
@@ -225,6 +227,10 @@ class Part(NamedTuple):
         Description of its labels, if a quantity.
     group : int or None
         True group in the file, if any.
+    is_stated : bool
+        Whether the file states the number of classes.
+    labels : tuple[str, ...]
+        Names of the classes, if stated.
     """
 
     x: NDArray[np.generic]
@@ -233,13 +239,17 @@ class Part(NamedTuple):
     num_classes: int
     quantity: Target | None
     group: int | None = None
+    is_stated: bool = False
+    labels: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class NpzOptions:
     """Location of the data."""
 
-    data_file: str = option("", "the file with x_train, y_train, x_test, y_test", path=True)
+    data_file: str = option(
+        "", "file of a device (npz: x_train, y_train, x_test, y_test) or of a table", path=True
+    )
 
 
 class Npz(Source):
@@ -319,10 +329,14 @@ def read(path: Path) -> Part:
     UserError
         The file or one of its arrays is missing or invalid.
     """
-    return _part(path, arrays_of(path, _FOUR, _EXPECTED, LABEL_ARRAYS))
+    part = checked_part(path, arrays_of(path, FOUR_ARRAYS, _EXPECTED, LABEL_ARRAYS))
+    if part.y.dtype.kind == "U":
+        # Numbers of classes must be the same on all devices.
+        raise UserError(f"{path}: y_train and y_test hold names. {_EXPECTED}.")
+    return part
 
 
-def _part(path: Path, arrays: Mapping[str, NDArray[np.generic]]) -> Part:
+def checked_part(path: Path, arrays: Mapping[str, NDArray[np.generic]]) -> Part:
     """Check the arrays of one file: x and y, or training and test arrays."""
     quantity = quantity_of(path, arrays)
     suffixes = ("",) if "x" in arrays else ("_train", "_test")
@@ -343,8 +357,12 @@ def _part(path: Path, arrays: Mapping[str, NDArray[np.generic]]) -> Part:
         )
     if len(y) < 2 or (test is not None and test.sum() in (0, len(y))):
         raise UserError(f"{path} needs at least one sample for training and one for testing.")
-    num_classes = num_classes_of(path, arrays, float(y.max()), quantity)
-    return Part(np.concatenate(x), y, test, num_classes, quantity, _group(path, arrays))
+    labels = tuple(map(str, arrays.get("class_names", ())))
+    is_stated = "num_classes" in arrays or bool(labels)
+    largest = -1.0 if y.dtype.kind == "U" else float(y.max())
+    num_classes = max(len(labels), num_classes_of(path, arrays, largest, quantity))
+    group = _group(path, arrays)
+    return Part(np.concatenate(x), y, test, num_classes, quantity, group, is_stated, labels)
 
 
 def _path(config: RunConfig, client: int) -> Path:
@@ -400,7 +418,7 @@ def checked_samples(
     """
     stored = arrays[f"x{suffix}"]
     x = checked_inputs(path, f"x{suffix}", stored)
-    y = checked_labels(path, f"y{suffix}", arrays[f"y{suffix}"], len(x), quantity)
+    y = checked_labels(path, f"y{suffix}", arrays[f"y{suffix}"], len(x), quantity, True)
     return (x if stored.dtype.kind == "f" and stored.dtype.itemsize > 2 else stored), y
 
 
@@ -512,7 +530,7 @@ class NpzFolder(Source):
             source.check_clients(config, len(paths), f"{there}another --data-root.")
         paths = paths[:count]
         arrays = cached(_FOLDER, paths, (_LAYOUT,), lambda: _read(paths))
-        dataset = _dataset(folder, arrays)
+        dataset = dataset_of(folder, arrays)
         assert dataset.groups is not None
         by_name = None in dataset.groups
         return replace(dataset, groups=_groups_by_name(paths)) if by_name else dataset
@@ -532,12 +550,12 @@ class NpzFolder(Source):
         raise UserError(f"There are no .npz files in {root}. {_EXPECTED_FOLDER}.")
 
 
-_LAYOUT = 3
+_LAYOUT = 4
 """Layout number of the cache; a change of the arrays increases it."""
 
 
-def _dataset(where: Path, arrays: Arrays) -> Dataset:
-    """Return the unscaled samples of all clients; see :func:`_joined`."""
+def dataset_of(where: Path, arrays: Arrays) -> Dataset:
+    """Return the unscaled samples of all clients; see :func:`joined`."""
     test = np.asarray(arrays["test"], np.bool_)
     users, test_users = source.by_test(
         source.spans(arrays["sizes"].tolist()), test if test.any() else None
@@ -552,6 +570,7 @@ def _dataset(where: Path, arrays: Arrays) -> Dataset:
         groups=tuple(None if group < 0 else int(group) for group in arrays["groups"]),
         tokens=int(arrays["tokens"]),
         target=target,
+        labels=tuple(map(str, arrays["labels"])),
         names=tuple(map(str, arrays.get("names", ()))),
     )
 
@@ -607,10 +626,10 @@ def _channel_axes(shape: tuple[int, ...], bytes_: bool) -> tuple[int, ...]:
 
 def _read(paths: Sequence[Path]) -> Arrays:
     """Read all files."""
-    return _joined({path: _read_part(path) for path in paths}, f"files in {paths[0].parent}")
+    return joined({path: _read_part(path) for path in paths}, f"files in {paths[0].parent}")
 
 
-def _joined(by_path: Mapping[Path, Part], what: str) -> Arrays:
+def joined(by_path: Mapping[Path, Part], what: str) -> Arrays:
     """Join the clients' samples; inputs keep their type to save memory.
 
     Parameters
@@ -640,6 +659,15 @@ def _joined(by_path: Mapping[Path, Part], what: str) -> Arrays:
     x = np.concatenate([part.x for part in parts])
     quantity = common_quantity({path: part.quantity for path, part in by_path.items()})
     num_classes = max(part.num_classes for part in parts)
+    y, labels = np.concatenate([part.y for part in parts]), max(part.labels for part in parts)
+    if y.dtype.kind == "U":
+        for path, part in by_path.items():
+            if part.y.dtype.kind != "U":
+                raise UserError(
+                    f"Some {what} have names of classes as labels, and others numbers: {path}."
+                )
+        names, y = np.unique(y, return_inverse=True)
+        labels, num_classes = tuple(map(str, names)), len(names)
     tokens = 0
     if x.dtype.kind in "iu" and x.ndim == _TEXT and x.min() >= 0:
         # In next-token tasks, labels share the vocabulary.
@@ -659,7 +687,9 @@ def _joined(by_path: Mapping[Path, Part], what: str) -> Arrays:
         said = {"unit": np.array(quantity.unit), "scale": scale}
     return {
         "x": x,
-        "y": np.concatenate([part.y for part in parts]),
+        "y": y,
+        "labels": np.array(labels, np.str_),
+        "is_stated": np.array(any(part.is_stated for part in parts)),
         "test": np.concatenate(
             [np.zeros(len(part.y), np.bool_) if part.test is None else part.test for part in parts]
         ),
@@ -674,11 +704,11 @@ def _joined(by_path: Mapping[Path, Part], what: str) -> Arrays:
 def _read_part(path: Path) -> Part:
     """Read and check one file of a folder."""
     others = ("heldout", "group", *LABEL_ARRAYS)
-    arrays = arrays_of(path, (), _EXPECTED_FOLDER, ("x", "y", *_FOUR, *others))
-    wanted = ("x", "y") if "x" in arrays else _FOUR
+    arrays = arrays_of(path, (), _EXPECTED_FOLDER, ("x", "y", *FOUR_ARRAYS, *others))
+    wanted = ("x", "y") if "x" in arrays else FOUR_ARRAYS
     if missing := [name for name in wanted if name not in arrays]:
         raise UserError(f"{path} lacks {', '.join(missing)}. {_EXPECTED_FOLDER}.")
-    return _part(path, arrays)
+    return checked_part(path, arrays)
 
 
 def _group(path: Path, arrays: Mapping[str, NDArray[np.generic]]) -> int | None:
@@ -707,161 +737,6 @@ def _groups_by_name(paths: Sequence[Path]) -> tuple[int | None, ...] | None:
 def _natural(path: Path) -> list[tuple[int, str]]:
     """Order person-2 before person-10."""
     return [(int(part) if part.isdigit() else -1, part) for part in re.split(r"(\d+)", path.stem)]
-
-
-# -----------------------------------------------------------------------------
-# Arrays of a script or notebook, stored in the cache for worker processes.
-# -----------------------------------------------------------------------------
-
-
-_EXPECTED_CLIENT = (
-    "(x, y), (x_train, y_train, x_test, y_test), a torch Dataset, or two, of which the second is "
-    "for testing, or a mapping with arrays x and y"
-)
-
-
-@dataclass(frozen=True)
-class GivenOptions:
-    """Options of given arrays."""
-
-    data_fingerprint: str = option("", "fingerprint of the arrays, which Python gives as data=")
-
-
-class Given(Source):
-    """Arrays or torch Datasets per client, passed in Python: raceme.run(data=...)."""
-
-    has_clients = True
-    options_type = GivenOptions
-
-    def load(self, config: RunConfig) -> Dataset:
-        """Return the unscaled samples of the first clients."""
-        dataset = _dataset(Path("data"), _given(config))
-        assert dataset.users is not None
-        found, count = len(dataset.users), config.num_clients
-        source.check_clients(config, found, f"data holds {found}. Leave clients out.")
-        tested, groups, names = dataset.test_users, dataset.groups, dataset.names
-        return replace(
-            dataset,
-            users=dataset.users[:count],
-            test_users=tested and tested[:count],
-            groups=groups and groups[:count],
-            names=names[:count],
-        )
-
-    def count_clients(self, config: RunConfig) -> int:
-        """Return the number of given clients."""
-        return len(_given(config)["sizes"])
-
-
-def _given(config: RunConfig) -> Arrays:
-    """Return the arrays of a run from the cache."""
-    fingerprint = config.read(GivenOptions).data_fingerprint
-
-    def missing() -> Arrays:
-        raise UserError(
-            f"The dataset {config.dataset} was passed by a script or notebook as data=, and the "
-            f"cache in {source.cache_folder()} lacks it: run that script again."
-        )
-
-    return cached(_GIVEN, (), (fingerprint,), missing)
-
-
-_GIVEN = "arrays"
-_FINGERPRINT = 32
-"""Hexadecimal digits of the fingerprint, 128 bits."""
-
-
-def keep(data: Mapping[Any, Any] | Iterable[Any]) -> str:
-    """Check the data of all clients and write them to the cache.
-
-    Parameters
-    ----------
-    data : Mapping or Iterable
-        For each client, in order or by name, ``(x, y)`` or ``(x_train, y_train, x_test, y_test)``,
-        arrays or tensors; a torch Dataset of pairs, or two, for training and for testing; or a
-        mapping with the names of an .npz file: x, y, heldout, group, num_classes, unit.
-
-    Returns
-    -------
-    str
-        Fingerprint of the data for :class:`Given`.
-
-    Raises
-    ------
-    UserError
-        The data have another form or are inconsistent.
-    """
-    if not isinstance(data, Iterable):
-        raise UserError(
-            f"data must be a list or a mapping with {_EXPECTED_CLIENT} of each client; got an "
-            f"object of type {type(data).__name__}."
-        )
-    named = data.items() if isinstance(data, Mapping) else enumerate(data)
-    by_name = {Path(f"data[{name!r}]"): of for name, of in named}
-    names = list(map(str, data)) if isinstance(data, Mapping) else []
-    if twice := [name for name, count in Counter(names).items() if count > 1]:
-        raise UserError(f"data has two clients of the name {twice[0]!r}.")
-    if not by_name:
-        raise UserError(f"data holds no clients. Expected of each: {_EXPECTED_CLIENT}.")
-    parts = {path: _part(path, _arrays(path, of)) for path, of in by_name.items()}
-    arrays = {**_joined(parts, "clients in data"), "names": np.array(names, np.str_)}
-    digest = hashlib.sha256()
-    for name, values in sorted(arrays.items()):
-        digest.update(f"{name} {values.dtype.str} {values.shape} ".encode())
-        digest.update(np.ascontiguousarray(values).tobytes())
-    fingerprint = digest.hexdigest()[:_FINGERPRINT]
-    cached(_GIVEN, (), (fingerprint,), lambda: arrays)
-    return fingerprint
-
-
-def _arrays(path: Path, given: Any) -> dict[str, NDArray[Any]]:
-    """Return the arrays of one client by name."""
-    if _is_dataset(given):
-        given = _pairs(path, given)
-    elif isinstance(given, tuple | list) and len(given) == 2 and all(map(_is_dataset, given)):
-        given = (*_pairs(path, given[0]), *_pairs(path, given[1]))
-    if isinstance(given, tuple | list) and len(given) in (2, 4):
-        given = dict(zip(("x", "y") if len(given) == 2 else _FOUR, given, strict=True))
-    if not isinstance(given, Mapping):
-        raise UserError(
-            f"{path} must be {_EXPECTED_CLIENT}; got an object of type {type(given).__name__}."
-        )
-    needed = ("x", "y") if "x" in given else _FOUR
-    unknown = given.keys() - {*needed, "heldout", "group", *LABEL_ARRAYS}
-    if unknown or (missing := [name for name in needed if name not in given]):
-        problem = f"has {sorted(map(str, unknown))[0]}" if unknown else f"lacks {missing[0]}"
-        raise UserError(f"{path} {problem}. Expected: {_EXPECTED_CLIENT}.")
-    return {name: _array(path, name, values) for name, values in given.items()}
-
-
-def _is_dataset(given: Any) -> bool:
-    """Return whether an object is a torch Dataset: it has items and is no array."""
-    known = isinstance(given, list | tuple | str | Mapping) or hasattr(given, "__array__")
-    return hasattr(given, "__getitem__") and not known
-
-
-def _pairs(path: Path, dataset: Any) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return the inputs and the labels of a torch Dataset."""
-    try:
-        pairs = [dataset[index] for index in range(len(dataset))]
-        xs, ys = zip(*pairs, strict=True) if pairs else ((), ())
-        return np.array([_array(path, "x", x) for x in xs]), np.array([*map(_label, ys)])
-    except (TypeError, ValueError) as error:
-        raise UserError(
-            f"{path} must be a Dataset of pairs (x, y) of one shape, with a length: {error}."
-        ) from None
-
-
-def _label(label: Any) -> Any:
-    return label.item() if hasattr(label, "item") else label
-
-
-def _array(path: Path, name: str, values: Any) -> NDArray[Any]:
-    """Convert a tensor, list or data frame to an array."""
-    try:
-        return np.asarray(values.detach().cpu() if hasattr(values, "detach") else values)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise UserError(f"{path}: {name} is no array: {str(error).rstrip('.')}.") from None
 
 
 # -----------------------------------------------------------------------------

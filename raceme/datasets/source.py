@@ -254,6 +254,10 @@ class Source:
         clients = self.count_clients(config) if config.clients is None else config.clients
         return self.load(config.with_values(clients=clients)).shape
 
+    def form(self, config: RunConfig) -> Dataset | None:
+        """Return a dataset without samples, if known without loading; else None."""
+        return None
+
     def is_elsewhere(self, config: RunConfig) -> bool:
         """Return whether only the clients have data."""
         return False
@@ -704,7 +708,7 @@ def cached(
     Mapping[str, NDArray]
         Read-only arrays, memory-mapped from the cache so that processes share them.
     """
-    folder = cache_folder() / f"{name}-{_digest(files, settings)}"
+    folder = cache_entry(name, files, settings)
     found = _load(folder)
     if found is not None:
         return found
@@ -715,6 +719,11 @@ def cached(
         log.warning("%s could not be cached in %s: %s", name, folder, error)
         return built
     return _load(folder) or built
+
+
+def cache_entry(name: str, files: Sequence[Path], settings: Sequence[object]) -> Path:
+    """Return the folder of some arrays in the cache; see :func:`cached`."""
+    return cache_folder() / f"{name}-{_digest(files, settings)}"
 
 
 def cache_folder() -> Path:

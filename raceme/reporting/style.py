@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BytesIO
 from itertools import groupby
 from pathlib import Path
 from textwrap import fill
@@ -146,9 +147,18 @@ MOST_ROWS = 120
 """Maximum number of devices in a timeline, spread from the fastest to the slowest."""
 
 
+class _ShownFigure(Figure):
+    """A figure that is a picture as the last line of a notebook's cell, without pyplot."""
+
+    def _repr_png_(self) -> bytes:
+        content = BytesIO()
+        self.savefig(content, format="png")
+        return content.getvalue()
+
+
 def new_figure(width: float, height: float) -> Figure:
     """Return an empty figure of a size in inches, with automatic layout."""
-    figure = Figure(figsize=(width, height), layout="constrained")
+    figure = _ShownFigure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 

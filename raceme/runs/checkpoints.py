@@ -19,7 +19,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 import raceme
-from raceme.core.config import RunConfig, check_trusted, code_of, imported_by, keys_of
+from raceme.core.config import (
+    CONFIG,
+    RunConfig,
+    check_trusted,
+    code_of,
+    imported_by,
+    keys_of,
+    read_toml,
+)
 from raceme.core.errors import UserError, one_line
 from raceme.core.events import Ending, Event, RunEnded
 from raceme.core.files import (
@@ -273,6 +281,11 @@ class CheckpointFolder:
             "started with checkpoint-every or checkpoint-seconds, or start anew."
         )
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no checkpoint, usable or not."""
+        return not self._numbers()
+
     def _numbers(self) -> list[int]:
         """Return the numbers of the existing checkpoints, in order."""
         stems = [path.stem for path in self.path.glob(f"*{_SUFFIX}")]
@@ -345,13 +358,13 @@ class Restored:
         Number of events in the run store.
     wall_time : float
         Wall time of the run so far in seconds.
-    path : Path
-        The checkpoint from which the run resumes.
+    path : Path or None
+        The checkpoint from which the run resumes; None if it starts again.
     """
 
     events: int
     wall_time: float
-    path: Path
+    path: Path | None
 
 
 class Checkpointer:
@@ -502,6 +515,8 @@ def _command(grid: Grid) -> str:
 def restore(folder: CheckpointFolder, config: RunConfig, strategy: Method, grid: Grid) -> Restored:
     """Restore a strategy, and a resumable grid, from the last usable checkpoint.
 
+    Without any checkpoint, a run on virtual time starts again.
+
     Parameters
     ----------
     folder : CheckpointFolder
@@ -518,6 +533,13 @@ def restore(folder: CheckpointFolder, config: RunConfig, strategy: Method, grid:
     UserError
         No checkpoint can be used.
     """
+    if timeline_of(grid).is_virtual and folder.is_empty:
+        run = folder.path.parent
+        before = RunConfig.from_mapping(read_toml(run / CONFIG))
+        if reason := _other_config(identity(before), identity(config)):
+            raise UserError(f"The run in {run} cannot be resumed: {reason}.")
+        log.info("There is no checkpoint in %s: the run starts again, with the same results", run)
+        return Restored(0, 0.0, None)
     resumable, here = grid if isinstance(grid, Resumable) else None, _command(grid)
 
     def check(tree: Any, note: Mapping[str, str]) -> str:

@@ -43,7 +43,6 @@ from raceme.core.timeline import Timeline, timeline_of
 from raceme.datasets.dealt import with_whole_path
 from raceme.datasets.drift import schedule_of
 from raceme.records.folder import (
-    CHECKPOINTS,
     LOG,
     STORE,
     SUMMARY,
@@ -521,9 +520,6 @@ def _check_resumed_limit(config: RunConfig) -> None:
     except (OSError, ValueError, KeyError):
         # A missing or unreadable file is reported where it is needed; a crash leaves no summary.
         return
-    if not any((folder / CHECKPOINTS).glob("*")):
-        # A higher limit would not help; also reported where it is needed.
-        return
     # Rounds may exceed the limit, so the same limit is valid.
     if config.max_updates and config.max_updates < done and config.max_updates != before:
         raise UserError(
@@ -542,7 +538,8 @@ def execute(
 ) -> RunOutcome:
     """Run a strategy on any grid, and write the artefacts however the run ends.
 
-    With the key ``resume`` it resumes an earlier run, in its folder, from its last checkpoint.
+    With the key ``resume`` it resumes an earlier run, in its folder, from its last checkpoint;
+    without any, a run on virtual time starts again, which gives the same results.
 
     Parameters
     ----------
@@ -599,13 +596,12 @@ def execute(
 
         # The server's matrices are small: threads of the linear algebra library would compete with
         # training for cores.
-        if restored:
-            store = RunStore(out, after=restored.events)
+        if restored is None or restored.path is None:
+            with nullcontext() if restored else given_up_if_it_fails(out), threadpool_limits(1):
+                starts = starts_of(config, initial)
+                store = RunStore(out, after=0 if restored else None)
         else:
-            with given_up_if_it_fails(out):
-                with threadpool_limits(1):
-                    starts = starts_of(config, initial)
-                store = RunStore(out)
+            store = RunStore(out, after=restored.events)
         with store, threadpool_limits(1):
             if restored:
                 forget_end(config, out)
@@ -623,7 +619,9 @@ def execute(
                     verdicts(event)
                     trackers.recall(event)
                 warned.known.update(summary.warnings)
-            after = summary.time if restored else None
+            after = None
+            if restored:
+                after = summary.time if restored.events else -math.inf
             if is_virtual:
                 # On real devices the run's time is wall time.
                 listening.append(WallTimes(out, wall_time, after).observe)
@@ -651,7 +649,8 @@ def execute(
             )
             if not is_virtual:
                 listening.insert(0, checkpointer.on_event)
-            with resuming(restored.path, strategy.progress) if restored else nullcontext():
+            checkpoint = restored.path if restored else None
+            with resuming(checkpoint, strategy.progress) if checkpoint else nullcontext():
                 strategy.run(
                     grid,
                     initial,

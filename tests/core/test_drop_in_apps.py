@@ -33,10 +33,11 @@ from quickstarts import (
 from raceme.core import events
 from raceme.core.drop_in import SNIPPET
 from raceme.core.errors import UserError
+from raceme.core.requests import Outcome, Update
 from raceme.records.record import RunRecord
 from raceme.records.store import RunStore, read_events
 from raceme.reporting.plots import accuracy_figure
-from raceme.strategies import CASA, CFL, STRATEGIES, FedAvg, FedBuff
+from raceme.strategies import CASA, CFL, STRATEGIES, FedAvg, FedBuff, Panicle
 
 NEEDS_KINDS = [name for name in STRATEGIES if STRATEGIES[name]().needs.kinds]
 NEEDS_SAMPLES = ["cdfl"]
@@ -100,8 +101,10 @@ def test_every_method_drops_in_with_its_defaults(name: str) -> None:
     assert list(result.evaluate_metrics_serverapp) == [0, 1, 2]
     assert list(result.evaluate_metrics_clientapp) == [1, 2]
     assert list(result.train_metrics_clientapp) == [1, 2]
+    applied = [event for event in seen if isinstance(event, events.UpdateApplied)]
     if strategy.scheduling.rounds is None:
-        assert strategy.progress.updates == 12
+        # Probes do not count.
+        assert sum(update.weight > 0 for update in applied) == 12
     else:
         assert strategy.scheduling.rounds == 2
     ended = seen[-1]
@@ -110,19 +113,50 @@ def test_every_method_drops_in_with_its_defaults(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", NEEDS_KINDS)
-def test_methods_that_need_more_say_what_to_add(name: str) -> None:
-    asked: list[int] = []
-    app = numpy_app()
-    with pytest.raises(UserError) as error:
-        STRATEGIES[name]().start(Counting(app, asked), initial_numpy(), num_rounds=2)
-    text = str(error.value)
-    # In lines of its own, to be copied.
-    assert text.endswith(SNIPPET)
-    assert "app.query()(kinds.answer)" in SNIPPET
-    assert all(f"'{kind}'" in text for kind in STRATEGIES[name]().needs.kinds)
-    # One client, not all of them, has printed an error.
-    assert len(asked) == 1
+@pytest.mark.parametrize("name", STOCK)
+def test_a_single_round_trains_whatever_a_method_does_first(name: str) -> None:
+    seen: list[events.Event] = []
+    # More than any buffer has places.
+    grid = grid_of(sklearn_app(), nodes=20)
+    result = STRATEGIES[name]().start(grid, initial_regression(), num_rounds=1, observe=seen.append)
+    assert any(array.any() for array in result.arrays.to_numpy_ndarrays())
+    assert any(event.weight > 0 for event in seen if isinstance(event, events.UpdateApplied))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("rounds", [2, 3])
+def test_panicle_trains_the_regression_of_a_quickstart_in_a_few_rounds(
+    rounds: int, lines: list[str]
+) -> None:
+    result = Panicle().start(grid_of(sklearn_app()), initial_regression(), num_rounds=rounds)
+    # Zeros predict the first of four classes.
+    accuracy = result.evaluate_metrics_clientapp[rounds]["accuracy"]
+    assert isinstance(accuracy, float)
+    assert accuracy > 0.7
+    (first,) = (line for line in lines if line.startswith(f"Round 1/{rounds}: "))
+    assert re.search(r"(\d+) updates of 10 clients .* \d+ of them changed no model", first)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_run_too_short_to_train_says_so(lines: list[str]) -> None:
+    grid = grid_of(numpy_app(), nodes=6)
+    Panicle().start(grid, initial_numpy(), max_updates=6)
+    (said,) = (line for line in lines if "changed no model" in line)
+    assert said == (
+        "6 of 6 updates changed no model, as the first ones of a client do with Panicle: the run "
+        "is too short. Give more updates or rounds."
+    )
+
+
+def test_a_method_that_changes_no_model_ends_all_the_same() -> None:
+    class Idle(FedBuff):
+        def on_update(self, update: Update) -> Outcome:
+            return Outcome(cluster=0, staleness=0, weight=0.0)
+
+    strategy = Idle()
+    strategy.start(grid_of(numpy_app(), nodes=3), initial_numpy(), num_rounds=2)
+    # 8 updates of each client, then those of 2 rounds.
+    assert strategy.progress.updates == 3 * 8 + 6
 
 
 @pytest.mark.filterwarnings("ignore")

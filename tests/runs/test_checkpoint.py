@@ -517,10 +517,26 @@ def test_without_any_usable_checkpoint_the_run_is_left_alone(out: Path, finished
         path.write_bytes(b"nothing")
     with pytest.raises(UserError, match=r"it is damaged .* There is no other to resume from"):
         go_on(out)
-    shutil.rmtree(out / "checkpoint")
-    with pytest.raises(UserError, match=r"There is no checkpoint in .* checkpoint-every"):
-        go_on(out)
     assert result_of(out) == result_of(finished)
+
+
+def test_a_run_without_checkpoints_starts_again_and_can_be_made_longer(
+    out: Path, finished: Path, tmp_path: Path
+) -> None:
+    shutil.rmtree(out / "checkpoint")
+    with pytest.raises(
+        UserError, match=r"cannot be resumed: it is of another run: lr is 0\.2 there"
+    ):
+        go_on(out, {"lr": 0.3})
+    assert result_of(out) == result_of(finished)
+    straight = tmp_path / "straight"
+    simulate(RunConfig.from_mapping({**SMALL, "max-updates": 20, "out": str(straight)}))
+    go_on(out, {"max-updates": 20})
+    assert result_of(out) == result_of(straight)
+    assert (out / "positions.jsonl").read_text() == (straight / "positions.jsonl").read_text()
+    assert len((out / "wall-times.csv").read_text().splitlines()) == len(
+        (straight / "wall-times.csv").read_text().splitlines()
+    )
 
 
 def test_a_run_of_real_devices_is_no_simulation(out: Path) -> None:
