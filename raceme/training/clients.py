@@ -496,8 +496,8 @@ def starts_of(config: RunConfig, initial: ArrayRecord) -> Sequence[Vector]:
         )
     held = datasets.pretraining(config)
     network, spec = network_of(config), ModelSpec.of(initial)
-    own = {LOCAL_EPOCHS: config.pretrain_epochs, LOCAL_STEPS: 0}
-    settings = TrainingSettings.of(own, config)
+    epochs = {LOCAL_EPOCHS: config.pretrain_epochs, LOCAL_STEPS: 0}
+    settings = TrainingSettings.of(epochs, config)
     trained = []
     try:
         for number, own in enumerate(held):
