@@ -8,9 +8,9 @@ import sys
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from raceme.core.clients import ON_TRUST
 from raceme.core.config import RunConfig
 from raceme.core.errors import PlainFormatter, show_log, shown_by_flower
+from raceme.core.identities import ON_TRUST
 from raceme.core.installation import check_versions
 from raceme.core.signals import StopRequest, end_with_parent
 from raceme.flower.grid import has_devices, parent_pid

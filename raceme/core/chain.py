@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,6 @@ class Chain:
         self._features = dict(features or {})
         for name, feature in self._features.items():
             check_storable(feature.state_type, f"the state of {name}")
-        self._each: Iterable[Feature] = self._features.values()
         self._stateful = {n: of for n, of in self._features.items() if of.state_type is not NoState}
         self._context: FeatureContext | None = None
 
@@ -49,26 +48,26 @@ class Chain:
         return cls({name: feature for name, feature in made.items() if feature.is_on})
 
     def __iter__(self) -> Iterator[Feature]:
-        return iter(self._each)
+        return iter(self._features.values())
 
     @property
     def keeps_bases(self) -> bool:
         """Whether a feature needs the models that clients train from."""
-        return any(feature.keeps_bases for feature in self._each)
+        return any(feature.keeps_bases for feature in self)
 
     @property
     def upload_size(self) -> float:
         """Size of trained models on their way to the server, as a share."""
-        return prod(feature.upload_size for feature in self._each)
+        return prod(feature.upload_size for feature in self)
 
     @property
     def settings(self) -> frozenset[str]:
         """Settings that features add to requests."""
-        return frozenset().union(*(feature.settings for feature in self._each))
+        return frozenset().union(*(feature.settings for feature in self))
 
     def cost(self, settings: ConfigRecord, context: Context, examples: int) -> float:
         """Return the further work of a training message, in passes over a client's samples."""
-        return sum(feature.cost(settings, context, examples) for feature in self._each)
+        return sum(feature.cost(settings, context, examples) for feature in self)
 
     @property
     def holds(self) -> Callable[[str], bool] | None:
@@ -84,13 +83,13 @@ class Chain:
 
     def request(self, request: Request) -> Request:
         """Return a request as the features change it."""
-        for feature in self._each:
+        for feature in self:
             request = feature.on_request(request, self._connected)
         return request
 
     def sent(self, task: InFlight) -> None:
         """Inform the features of a task that was sent."""
-        for feature in self._each:
+        for feature in self:
             feature.on_sent(task, self._connected)
 
     def reply(self, content: RecordDict) -> RecordDict:
@@ -101,7 +100,7 @@ class Chain:
         InvalidReplyError
             A feature refuses it.
         """
-        for feature in self._each:
+        for feature in self:
             content = feature.on_reply(content)
         return content
 
@@ -113,7 +112,7 @@ class Chain:
         InvalidReplyError
             A feature refuses the update.
         """
-        for feature in self._each:
+        for feature in self:
             found = feature.on_update(update, self._connected)
             if isinstance(found, Refusal):
                 raise InvalidReplyError(found.reason)
@@ -122,12 +121,12 @@ class Chain:
 
     def applied(self, updates: Sequence[Update], outcomes: Sequence[Outcome]) -> None:
         """Inform the features of an aggregation."""
-        for feature in self._each:
+        for feature in self:
             feature.on_applied(updates, outcomes, self._connected)
 
     def closed(self, task: InFlight) -> None:
         """Inform the features of the end of a task."""
-        for feature in self._each:
+        for feature in self:
             feature.on_closed(task, self._connected)
 
     def state_dict(self) -> dict[str, Any]:

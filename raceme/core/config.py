@@ -658,7 +658,7 @@ def imported_by(keys: Mapping[str, Any]) -> dict[str, str]:
 def check_keys_trusted(
     path: Path, keys: Mapping[str, Any], typed: Mapping[str, Any], *, again: bool = True
 ) -> None:
-    """Check that what the keys in a file would import is named by the user, or trusted.
+    """Check that the user names or trusts the code that the keys in a file name.
 
     Parameters
     ----------
@@ -694,7 +694,7 @@ def check_trusted(
     folder: Path | None = None,
     otherwise: str = "",
 ) -> None:
-    """Check that the code which a file names may be imported, and log what is.
+    """Check that the code named in a file may be imported, and log its names.
 
     Nothing is imported.
 
@@ -842,7 +842,7 @@ def check_key(name: str, value: Any, further: Iterable[_Reader] = ()) -> tuple[K
 
 
 def _all_readers() -> list[_Reader]:
-    """Return what may declare options: registries, and names in them."""
+    """Return all readers of options: registry and name."""
     registries = [item.metadata["names"] for item in general_keys().values()]
     readers = ((registry, of) for registry in registries if registry is not None for of in registry)
     return [reader for reader in readers if not _is_package_feature(*reader)]

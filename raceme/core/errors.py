@@ -41,7 +41,7 @@ _LONGEST_QUOTE = 60
 
 
 def shortened(text: str, most: int = 120) -> str:
-    """Return a text without what follows its first characters, if there are more."""
+    """Return the beginning of a text, with an ellipsis if it is cut."""
     return text if len(text) <= most else f"{text[:most]}…"
 
 
@@ -65,7 +65,7 @@ def printable(text: object, longest: int = LONGEST_LINE) -> str:
 
 
 def one_line(error: object) -> str:
-    """Return what an exception says in one line, without breaks."""
+    """Return the message of an exception as one line."""
     return " ".join(str(error).split())
 
 

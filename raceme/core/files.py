@@ -70,7 +70,7 @@ def check_regular(path: Path, pipe: bool = False) -> None:
 
 
 def check_folder(folder: Path, expected: str) -> None:
-    """Raise UserError if there is no such folder; `expected` is what it should have been."""
+    """Raise UserError if a folder is missing; `expected` describes it."""
     if not folder.is_dir():
         what = "is not a folder" if folder.exists() else "does not exist"
         raise UserError(f"{folder} {what}; expected {expected}.")
@@ -265,7 +265,7 @@ def _of_machine() -> list[int]:
 
 
 def _of_limits() -> list[int]:
-    """Return what limits of this process (`ulimit`, `--memory-limit`) leave."""
+    """Return the memory left by limits of this process (`ulimit`, `--memory-limit`)."""
     try:
         pages = Path("/proc/self/statm").read_text(encoding="ascii").split()
     except OSError:

@@ -20,12 +20,13 @@ from flwr.serverapp import Grid
 
 from raceme.core import events
 from raceme.core import messages as names
-from raceme.core.clients import ForeignIdError, Identities, Idle
+from raceme.core.clients import Idle
 from raceme.core.clusters import NonFiniteModelError
 from raceme.core.errors import UserError, about, unknown_name
 from raceme.core.evaluation import EvaluateFn, Evaluator, Packer
 from raceme.core.events import Ending
 from raceme.core.feature import FeatureContext
+from raceme.core.identities import ForeignIdError, Identities
 from raceme.core.progress import Plan, Steps, StopCheck
 from raceme.core.requests import (
     SETTINGS,

@@ -137,7 +137,7 @@ def names_in(item: Field[Any], value: Any) -> list[str]:
 
 
 def with_defaults(options_type: type[_Options], **defaults: Any) -> type[_Options]:
-    """Return the dataclass of options with other defaults, for a variant of what reads them."""
+    """Return the dataclass of options with other defaults, for a variant of their reader."""
     others = [
         (item.name, item.type, field(default=defaults[item.name], metadata=item.metadata))
         for item in fields(options_type)  # type: ignore[arg-type]
@@ -403,7 +403,7 @@ def _whole_number(value: str | float) -> int | None:
 
 
 def _shown(value: Any) -> str:
-    """Return a value as an error shows it: not all of it if it is long."""
+    """Return a value for an error message, shortened if it is long."""
     try:
         text = repr(value)
     # A whole number of too many digits to be written.

@@ -12,8 +12,9 @@ from typing import Protocol
 from zlib import crc32
 
 from raceme.core import events
-from raceme.core.clients import Client, Fleet, Labels, largest_believed
+from raceme.core.clients import Client, Fleet, largest_believed
 from raceme.core.events import ACCURACY, Evaluated, Measure
+from raceme.core.labels import Labels
 from raceme.core.limits import Limits
 from raceme.core.requests import InFlight
 

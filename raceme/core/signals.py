@@ -109,7 +109,7 @@ class StopRequest:
     The second SIGINT or SIGTERM interrupts at once. SIGHUP does not count as one: a terminal that
     is closed may send it several times. Where it is ignored, as under ``nohup``, it stays so.
 
-    Called, it returns why the run is to end; nothing if it is not.
+    Called, it returns the reason to end the run; empty if there is none.
 
     Parameters
     ----------
@@ -124,7 +124,7 @@ class StopRequest:
         self._handlers = ExitStack()
 
     def __call__(self) -> str:
-        """Return why the run is to end; nothing if it is not."""
+        """Return the reason to end the run; empty if there is none."""
         return self._reason
 
     def __enter__(self) -> StopRequest:

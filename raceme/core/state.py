@@ -21,7 +21,7 @@ TRANSIENT = MappingProxyType({"transient": True})
 
 @dataclass
 class NoState:
-    """State of what has none."""
+    """State of a method, feature or scheduler without any."""
 
 
 def to_tree(value: Any) -> Any:
@@ -193,7 +193,7 @@ def check_storable(kind: Any, where: str, within: tuple[Any, ...] = ()) -> None:
 
 
 def _without_aliases(kind: Any) -> Any:
-    """Return what an alias made by ``type Name[...] = ...`` stands for, as numpy's NDArray is."""
+    """Resolve aliases made by ``type Name[...] = ...``, such as numpy's NDArray."""
     while hasattr(alias := get_origin(kind) or kind, "__value__"):
         arguments = get_args(kind)
         kind = alias.__value__[arguments] if arguments else alias.__value__

@@ -19,11 +19,12 @@ from numpy.typing import NDArray
 
 from raceme.core import events
 from raceme.core.chain import Chain
-from raceme.core.clients import Client, Identities
+from raceme.core.clients import Client
 from raceme.core.clusters import Clusters, Model, Weights
 from raceme.core.errors import UserError, check_known
 from raceme.core.events import grouped
 from raceme.core.feature import Probe
+from raceme.core.identities import Identities
 from raceme.core.loop import Loop
 from raceme.core.messages import (
     DEFAULT_VALIDATION_SHARE,

@@ -35,7 +35,7 @@ class TrainingOptions:
     )
 
     def in_messages(self) -> dict[str, Any]:
-        """Return the settings of the run's training messages, without those that have defaults."""
+        """Return the settings of the run's training messages, without defaults."""
         own = {key_of(item.name): item for item in fields(TrainingOptions)}
         values = {key: getattr(self, item.name) for key, item in own.items()}
         # Apps of users that know Flower's strategies expect the first three.
@@ -63,7 +63,7 @@ class TrainingSettings(TrainingOptions):
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], run: TrainingOptions, lr_scale: float = 1.0) -> Self:
-        """Return the settings of a message; what it leaves out is the run's.
+        """Return the settings of a message, completed by those of the run.
 
         Parameters
         ----------

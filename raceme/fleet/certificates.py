@@ -31,9 +31,9 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from raceme.core.clients import parse_labels, read_labels
 from raceme.core.errors import UserError, about, check_known, os_errors_as_user_errors
 from raceme.core.files import atomic_write
+from raceme.core.labels import parse_labels, read_labels
 from raceme.flower.fleet_protocol import Certificates
 from raceme.flower.ports import Access, is_loopback, new_token
 

@@ -33,7 +33,6 @@ from starlette.routing import Route
 
 import raceme
 from raceme import datasets
-from raceme.core.clients import ON_TRUST, KeyHolders
 from raceme.core.config import CONFIG, FEW_DEVICES, RunConfig, as_tables, read_toml
 from raceme.core.errors import UserError, check_known, one_line, os_errors_as_user_errors, printable
 from raceme.core.events import (
@@ -49,6 +48,7 @@ from raceme.core.events import (
     UpdateRejected,
     Verdict,
 )
+from raceme.core.identities import ON_TRUST, KeyHolders
 from raceme.core.messages import category
 from raceme.core.options import Value
 from raceme.core.progress import StopCheck, never_stop

@@ -229,7 +229,7 @@ def resumed_folder(config: RunConfig) -> Path:
 
 
 def forget_end(config: RunConfig, out: Path) -> None:
-    """Remove what tells of an earlier end of a run, which is not at its end any more.
+    """Remove the files that an ended run has, when it is resumed.
 
     Limits may have changed, so the configuration is rewritten. Figures stay until the new end.
     """

@@ -1063,7 +1063,7 @@ class VerdictSummary(EventHandler):
             self._excluded.pop(event.client, None)
 
     def result(self, target: float | None = None) -> dict[str, Any]:
-        """Return what the summary of a run has of it; nothing without attacks and verdicts.
+        """Return its entries of the run's summary; empty without attacks and verdicts.
 
         ``verdicts`` has the counts by client, ``excluded_clients`` those excluded at the end,
         ``attackers`` those that attacked, ``honest_accuracy`` the mean accuracy of all others at

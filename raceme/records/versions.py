@@ -50,7 +50,7 @@ class Stage(StrEnum):
 
     @property
     def is_new(self) -> bool:
-        """Whether it is not decided yet."""
+        """Whether it is undecided."""
         return self in (Stage.TRIAL, Stage.CANARY)
 
 

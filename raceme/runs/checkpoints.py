@@ -506,7 +506,7 @@ class Checkpointer:
 
 
 def _command(grid: Grid) -> str:
-    """Return the command whose runs have such a grid."""
+    """Return the command whose runs have this kind of grid."""
     if timeline_of(grid).is_virtual:
         return "raceme run"
     return "raceme serve" if isinstance(grid, Resumable) else "flwr run"

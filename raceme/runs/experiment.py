@@ -21,7 +21,6 @@ from threadpoolctl import threadpool_limits
 from raceme import datasets
 from raceme.core import messages as names
 from raceme.core.chain import Chain, resolved
-from raceme.core.clients import BoundToKeys, Labels
 from raceme.core.clusters import Model, blended
 from raceme.core.config import CONFIG, RunConfig, own_keys, read_toml
 from raceme.core.errors import UserError, one_line
@@ -34,6 +33,8 @@ from raceme.core.events import (
     Warned,
 )
 from raceme.core.files import whole_path
+from raceme.core.identities import BoundToKeys
+from raceme.core.labels import Labels
 from raceme.core.limits import Limits
 from raceme.core.messages import DEFAULT_VALIDATION_SHARE, ModelSpec, Vector, kept_for_validation
 from raceme.core.progress import Plan, StopCheck, never_stop
@@ -765,12 +766,12 @@ def training_settings(config: RunConfig, report_timing: bool = False) -> ConfigR
     report_timing : bool
         Whether to request wall times, which differ between runs.
     """
-    settings = {
-        **config.in_messages(),
-        names.VALIDATION_SHARE: config.validation_share,
-        names.REPORT_TIMING: report_timing or None,
-    }
-    return ConfigRecord({key: value for key, value in settings.items() if value is not None})
+    settings = config.in_messages()
+    if config.validation_share is not None:
+        settings[names.VALIDATION_SHARE] = config.validation_share
+    if report_timing:
+        settings[names.REPORT_TIMING] = True
+    return ConfigRecord(settings)
 
 
 def _resolved_devices(devices: str) -> str:

@@ -787,7 +787,7 @@ def deployed_network(
 def description_of(
     config: RunConfig, data: Dataset, labels: Sequence[str] | None, kind: str
 ) -> dict[str, Any]:
-    """Return what `model.json` says of a model, but for whose it is.
+    """Return the content of `model.json`, without the names of run and device.
 
     Parameters
     ----------
@@ -863,7 +863,7 @@ def write_model_file(
 
 
 def read_model_file(path: Path) -> dict[str, Any]:
-    """Return the description in a model file; nothing where there is no such file."""
+    """Return the description in a model file; empty if it is missing."""
     try:
         with ZipFile(path) as archive:
             member = next(name for name in archive.namelist() if name.endswith(f"/extra/{_ABOUT}"))

@@ -481,7 +481,7 @@ def test_steps(work: ClientWork) -> WorkResult:
 
 
 def use(work: ClientWork) -> WorkResult:
-    """Write a received model to the application's file; say which version is there.
+    """Write a received model to the application's file, and state the version in it.
 
     Raises
     ------

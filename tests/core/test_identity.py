@@ -16,9 +16,10 @@ from log_lines import lines_with
 from runs import devices, of
 
 from raceme.core import events
-from raceme.core.clients import BoundToKeys, Fleet, ForeignIdError, NodeInfo, read_device_keys
+from raceme.core.clients import Fleet
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
+from raceme.core.identities import BoundToKeys, ForeignIdError, NodeInfo, read_device_keys
 from raceme.records.summary import RunSummary
 from raceme.runs.experiment import simulate
 from raceme.strategies import FedAsync

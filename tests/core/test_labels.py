@@ -8,9 +8,10 @@ import pytest
 from log_lines import lines_with
 
 from raceme.core import events
-from raceme.core.clients import Client, Labels, parse_labels, read_labels
+from raceme.core.clients import Client
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
+from raceme.core.labels import Labels, parse_labels, read_labels
 from raceme.records.store import read_events
 from raceme.runs.experiment import simulate
 

@@ -15,8 +15,8 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat,
 from typer.testing import CliRunner
 
 from raceme.cli import app, main
-from raceme.core.clients import read_device_keys
 from raceme.core.errors import UserError
+from raceme.core.identities import read_device_keys
 from raceme.fleet.certificates import make_certificates, read_device_key
 
 HOSTS = ["server.example.org", "192.0.2.7", "2001:db8::7"]

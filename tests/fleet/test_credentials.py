@@ -18,8 +18,9 @@ from processes import free_port
 from serving import Later, fetch, light_device, round_trip, serving
 
 from raceme.cli import main
-from raceme.core.clients import read_device_keys, read_labels
 from raceme.core.errors import UserError
+from raceme.core.identities import read_device_keys
+from raceme.core.labels import read_labels
 from raceme.fleet.certificates import (
     KeyRegistry,
     expiry,

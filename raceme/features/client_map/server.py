@@ -43,7 +43,7 @@ class ClientMap(Feature):
             embedding.send(task.number, clusters.models, sent, bool(task.candidates))
 
     def on_update(self, update: Update, context: FeatureContext) -> Update:
-        """Take note of what a client has changed."""
+        """Sketch the change of a client's model."""
         if self._drawn is not None:
             task = update.task
             self._drawn[0].take(task.number, task.client, task.cluster, update.vector)

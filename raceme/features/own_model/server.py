@@ -7,16 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from flwr.app import ConfigRecord, Context
 
+from raceme.core import messages as names
 from raceme.core.errors import UserError
 from raceme.core.feature import Feature
-from raceme.core.messages import (
-    COMPLETED_BY,
-    DEFAULT_VALIDATION_SHARE,
-    LOCAL_STEPS,
-    TASK_SHARE,
-    VALIDATION_SHARE,
-    forward_cost,
-)
 from raceme.features.own_model import MIXTURE, OWN_MODEL, SHARES, WHOLE, Options
 
 if TYPE_CHECKING:
@@ -40,7 +33,7 @@ class OwnModel(Feature):
     def check(self, needs: Needs) -> None:
         """Check that there are samples to validate with, and whole models to mix."""
         assert self.config is not None, "only runs with keys are checked"
-        if COMPLETED_BY in needs.test_settings:
+        if names.COMPLETED_BY in needs.test_settings:
             raise UserError(
                 f"own-model mixes whole models, and clients of {self.config.strategy} complete "
                 "what they receive in another way: leave it out."
@@ -52,9 +45,9 @@ class OwnModel(Feature):
 
     def on_start(self, training: dict[str, Any], tests: dict[str, Any]) -> None:
         """Ask for the models; all samples train the model that is uploaded."""
-        share = training.pop(VALIDATION_SHARE, DEFAULT_VALIDATION_SHARE)
+        share = training.pop(names.VALIDATION_SHARE, names.DEFAULT_VALIDATION_SHARE)
         training[OWN_MODEL] = share
-        tests |= {COMPLETED_BY: MIXTURE, OWN_MODEL: share}
+        tests |= {names.COMPLETED_BY: MIXTURE, OWN_MODEL: share}
 
     def cost(self, settings: ConfigRecord, context: Context, examples: int) -> float:
         """Charge for the training of the own model and its copy, and the tests of mixtures."""
@@ -62,8 +55,8 @@ class OwnModel(Feature):
         if not kept:
             return 0.0
         # It trains for an ordinary task, of which this one is a share; in steps for as many.
-        ordinary = context.run_config if TASK_SHARE in settings else settings
-        trained = 1.0 if ordinary.get(LOCAL_STEPS) else 1.0 - kept
+        ordinary = context.run_config if names.TASK_SHARE in settings else settings
+        trained = 1.0 if ordinary.get(names.LOCAL_STEPS) else 1.0 - kept
         trained += WHOLE in context.state
-        share = float(settings.get(TASK_SHARE, 1.0))  # type: ignore[arg-type]
-        return trained / share + kept * forward_cost(settings, examples, len(SHARES))
+        share = float(settings.get(names.TASK_SHARE, 1.0))  # type: ignore[arg-type]
+        return trained / share + kept * names.forward_cost(settings, examples, len(SHARES))

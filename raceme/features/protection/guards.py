@@ -387,7 +387,7 @@ class _Compares(Guard):
         return float(cosines.max() + balance)
 
     def _by_record(self, update: Judged, ruling: Ruling) -> Ruling:
-        """Exclude the client, or let it in again with what a ruling leaves of its update."""
+        """Exclude the client by its record, or readmit it and apply a ruling."""
         state, client, home = self.state, update.client, update.home
         scores = self._scores(home(client), home)
         if len(scores) < FEWEST or client not in scores:
@@ -412,7 +412,7 @@ class _Compares(Guard):
         return ruling
 
     def _scores(self, cluster: int | None, home: Home) -> dict[str, float]:
-        """Return the scores of the clients of a cluster, of those that are remembered."""
+        """Return the scores of the remembered clients of a cluster."""
         records = self.state.records
         return {
             client: records[client].score
@@ -637,7 +637,7 @@ def opposed(direction: Vector, others: Vector) -> tuple[Vector, float]:
 
 
 def contradiction(directions: Vector) -> tuple[float, NDArray[np.bool_]]:
-    """Return how far the first of some directions is contradicted, and those that are not.
+    """Return how far the first direction is contradicted, and the directions that agree.
 
     Whichever is contradicted most is left out until none is, so that those that are left out, and
     the order in which clients are heard, have no say. A direction is contradicted if the votes

@@ -23,7 +23,7 @@ class ShortUpload(Feature):
         return bool(self.options.upload == "int8")
 
     def on_reply(self, content: RecordDict) -> RecordDict:
-        """Return the content with the model of the codes; without codes it is as it is."""
+        """Return the content with the codes decoded, if there are any."""
         records = dict(content)
         scales = records.pop(SCALES, None)
         if scales is None:

@@ -51,7 +51,7 @@ class TaskTests(Feature):
             raise UserError("eval-tasks needs a drift: choose one with drift.")
 
     def tests(self, context: FeatureContext, is_end: bool) -> StepTests | None:
-        """Return the tests of clients whose step is over, or at the end those that are due."""
+        """Return the tests of clients whose step is over, or those due at the end."""
         schedule = context.drift
         if schedule is None:
             return None
