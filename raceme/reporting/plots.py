@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.patches import Circle, FancyArrowPatch, Patch, Rectangle, Wedge
+from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import FixedLocator, Locator, MaxNLocator, PercentFormatter
 from numpy.typing import NDArray
 
@@ -814,25 +814,16 @@ _MOST_NODES = 24
 """More clusters than this cannot be told apart: those with the most clients are drawn."""
 _MOST_ARROWS_IN_FULL = 30
 """More arrows than this are drawn thin."""
-_MOST_GROUPS = 7
-"""More true groups than there are shades have no legend."""
-_LARGEST = 0.3
-"""Radius of the largest node, where the circle of nodes has radius 1."""
-_SMALLEST = 0.45
-"""Radius of the smallest node, as a share of the largest: its number has to fit in."""
-_FLAT = 0.2
-"""Nodes whose direction is so near an axis have their words in this axis."""
-_RING = 0.26
-"""Width of the ring of true groups, as a share of the radius."""
+_AREAS = 150.0, 450.0
+"""Area of a node without clients in square points, and what the most clients add."""
 
 
 @style()
 def graph_figure(record: RunRecord, schema: MeasureSchema, *, clock: str = CLOCK) -> Figure:
     """Draw a measure of clusters as a graph at the end, and its size over time.
 
-    A node is a cluster in its colour, as large as its number of clients; the ring around it shows
-    their true groups, where these are known. An arrow leads to a cluster from each of those that
-    its value names.
+    A node is a cluster in its colour; its area grows with the number of its clients. An arrow leads
+    to a cluster from each of those that its value names.
 
     Parameters
     ----------
@@ -877,131 +868,36 @@ def counts_over_time(
 def _draw_graph(axes: Axes, record: RunRecord, schema: MeasureSchema) -> list[Artist]:
     """Draw clusters on a circle, and arrows; return the legend's entries."""
     sources = record.measured[schema.name][-1].value
-    members: defaultdict[int, Counter[int | None]] = defaultdict(Counter)
-    for client, cluster in record.assignment().items():
-        members[cluster][record.groups.get(client)] += 1
+    sizes = Counter(record.assignment().values())
     named = {k for cluster, of in sources.items() for k in (cluster, *of)}
-    clusters = sorted(members.keys() | named)
-    nodes = sorted(clusters, key=lambda k: -members[k].total())[:_MOST_NODES]
-    # Clusters of one true group stand side by side.
-    nodes.sort(key=lambda k: (_main_group(members[k]), k))
+    clusters = sorted(sizes.keys() | named)
+    nodes = sorted(sorted(clusters, key=lambda k: -sizes[k])[:_MOST_NODES])
+    angles = np.pi / 2 - 2 * np.pi * np.arange(len(nodes)) / len(nodes)
+    places = dict(zip(nodes, zip(np.cos(angles), np.sin(angles), strict=True), strict=True))
+    pairs = [(k, s) for k, of_k in sources.items() for s in of_k if k in places and s in places]
     of = f" ({len(nodes)} of {len(clusters)} clusters)" if len(nodes) < len(clusters) else ""
-    axes.set_title(f"{schema.heading} at the end{of}")
+    axes.set_title(f"{schema.heading} at the end{of if pairs else ': none'}")
     axes.set_aspect("equal", adjustable="datalim")
     axes.axis("off")
-    places = _places(len(nodes))
-    room = 2 * math.sin(math.pi / len(nodes)) if len(nodes) > 1 else 2.0
-    largest = min(_LARGEST, 0.36 * room)
-    most = max((members[k].total() for k in nodes), default=0) or 1
-    discs = {}
-    for cluster, (x, y) in zip(nodes, places, strict=True):
-        share = math.sqrt(members[cluster].total() / most)
-        radius = largest * max(share, _SMALLEST)
-        discs[cluster] = _draw_node(axes, cluster, (x, y), radius, members[cluster])
-    pairs = [(k, s) for k, of_k in sources.items() for s in of_k if k in discs and s in discs]
+    axes.margins(0.35)
     width = 1.5 if len(pairs) <= _MOST_ARROWS_IN_FULL else 0.7
     for target, source in pairs:
-        axes.add_patch(
-            FancyArrowPatch(
-                discs[source].center,
-                discs[target].center,
-                connectionstyle="arc3,rad=0.16",
-                arrowstyle="-|>",
-                mutation_scale=11 if width > 1 else 7,
-                patchA=discs[source],
-                patchB=discs[target],
-                shrinkA=2.0,
-                shrinkB=2.5,
-                color=cluster_colour(source),
-                lw=width,
-                zorder=1,
-            )
-        )
-    if not pairs:
-        axes.set_title(f"{schema.heading} at the end: none")
-    edge = 1.0 + largest + 0.12
-    # Not fixed limits: which of them has room to spare depends on the words beside the nodes.
-    axes.margins(0)
-    axes.update_datalim([(-edge - 0.3, -edge), (edge + 0.3, edge)])
-    axes.autoscale_view()
-    groups = sorted({g for own in members.values() for g in own if g is not None})
+        arrow = {"arrowstyle": "-|>", "connectionstyle": "arc3,rad=0.16", "lw": width}
+        arrow |= {"color": cluster_colour(source), "shrinkA": 12.0, "shrinkB": 12.0}
+        axes.annotate("", places[target], places[source], arrowprops=arrow)
+    most = max(sizes.values(), default=1)
+    for cluster, (x, y) in places.items():
+        size, colour = sizes[cluster], cluster_colour(cluster)
+        # A cluster without clients keeps its model; it is an outline.
+        face, area = colour if size else "white", _AREAS[0] + _AREAS[1] * size / most
+        axes.scatter(x, y, s=area, facecolor=face, edgecolor=colour, zorder=3)
+        ink = "white" if size else colour
+        centred: dict[str, Any] = {"ha": "center", "va": "center"}
+        axes.text(x, y, str(cluster), color=ink, fontweight="bold", zorder=4, **centred)
+        words = f"{size} client{'' if size == 1 else 's'}"
+        axes.text(1.35 * x, 1.28 * y, words, fontsize=7.5, color=MUTED, **centred)
     look = {"color": INK, "lw": 1.2, "marker": ">", "ms": 4}
-    entries: list[Artist] = [Line2D([], [], label=f"from the {schema.value} of a cluster", **look)]  # type: ignore[arg-type]
-    if len(groups) <= _MOST_GROUPS:
-        entries += [Patch(color=group_colour(g), label=f"true group {g}") for g in groups]
-    return entries
-
-
-def _main_group(own: Counter[int | None]) -> int:
-    """Return the most common true group, the least of equal ones; the last of all if unknown."""
-    known = {group: count for group, count in own.items() if group is not None}
-    return min(known, key=lambda group: (-known[group], group), default=1 << 30)
-
-
-def _places(count: int) -> Sequence[tuple[float, float]]:
-    """Return places on the circle, clockwise from the top; two stand side by side."""
-    if count == 1:
-        return [(0.0, 0.0)]
-    start = math.pi if count == 2 else math.pi / 2
-    angles = start - 2 * math.pi * np.arange(count) / count
-    return [(float(math.cos(angle)), float(math.sin(angle))) for angle in angles]
-
-
-def _draw_node(
-    axes: Axes,
-    cluster: int,
-    centre: tuple[float, float],
-    radius: float,
-    own: Counter[int | None],
-) -> Circle:
-    """Draw a cluster; return the outline at which arrows end."""
-    outline = Circle(centre, radius, fill=False, lw=0)
-    axes.add_patch(outline)
-    known = sorted((group, count) for group, count in own.items() if group is not None)
-    inner = radius * (1 - _RING) if known else radius
-    angle = 90.0
-    for group, count in known:
-        extent = 360.0 * count / sum(number for _, number in known)
-        colour = group_colour(group)
-        axes.add_patch(
-            Wedge(
-                centre, radius, angle - extent, angle, width=radius * _RING, color=colour, zorder=2
-            )
-        )
-        angle -= extent
-    colour = cluster_colour(cluster)
-    # A cluster without clients keeps its model; it is an outline.
-    face = colour if own else "white"
-    edge = "white" if own else colour
-    axes.add_patch(Circle(centre, inner, facecolor=face, edgecolor=edge, lw=1.2, zorder=3))
-    x, y = centre
-    axes.text(
-        x,
-        y,
-        str(cluster),
-        ha="center",
-        va="center",
-        color="white" if own else colour,
-        fontweight="bold",
-        fontsize=10.0 if radius > 0.15 else 7.0,
-        zorder=4,
-    )
-    _draw_size(axes, centre, radius, own.total())
-    return outline
-
-
-def _draw_size(axes: Axes, centre: tuple[float, float], radius: float, size: int) -> None:
-    """Say how many clients a cluster has, outside the circle of nodes, where no arrow goes."""
-    x, y = centre
-    far = math.hypot(x, y)
-    dx, dy = (x / far, y / far) if far and abs(y) > _FLAT else (0.0, 1.0 if y > 0 else -1.0)
-    if abs(y) <= _FLAT and abs(x) > _FLAT:
-        dx, dy = math.copysign(1.0, x), 0.0
-    out = radius + 0.06
-    words = f"{size} client{'' if size == 1 else 's'}"
-    across = "center" if abs(dx) < _FLAT else "left" if dx > 0 else "right"
-    up = "center" if abs(dy) < _FLAT else "bottom" if dy > 0 else "top"
-    axes.text(x + out * dx, y + out * dy, words, ha=across, va=up, fontsize=7.5, color=MUTED)
+    return [Line2D([], [], label=f"from the {schema.value} of a cluster", **look)]  # type: ignore[arg-type]
 
 
 def _draw_counts(axes: Axes, record: RunRecord, schema: MeasureSchema, clock: str) -> None:

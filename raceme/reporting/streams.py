@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from raceme.core.clusters import Weights
 from raceme.core.events import Placement
 
 _GAP = 0.03
@@ -17,6 +16,8 @@ _GAP = 0.03
 _LEAST = 1e-9
 """Tolerance of equal weights."""
 
+Weights = Mapping[int, float]
+"""Weights of a client's clusters."""
 _Pair = tuple[int | None, int | None]
 """Clusters that clients leave and enter; None for none."""
 Bands = dict[int, tuple[float, float]]

@@ -230,6 +230,8 @@ def test_the_summary_by_hand() -> None:
         "moves": 0,
         "purity": 1.0,
         "purity_reached_at_update": 3,
+        # Updates sent at 0 took 1, 2, 3 and 4 s, the rejected reply half a second.
+        "device_time": 10.5,
         "bytes_up": 40,
         "bytes_down": 400,
         "bytes_by_phase": {"train": {"down": 400, "up": 40, "messages": 4}},
