@@ -45,7 +45,6 @@ from raceme.core.messages import (
 )
 from raceme.core.options import key_of
 from raceme.core.registry import DEVICES
-from raceme.datasets.partition import largest_remainder
 from raceme.records.record import RunRecord, read_run
 
 # -----------------------------------------------------------------------------
@@ -347,10 +346,7 @@ class _Profile:
         groups = tree.get("group", [])
         if not isinstance(groups, list) or any(not isinstance(group, dict) for group in groups):
             raise self._wrong("groups are written as [[group]] tables")
-        shares = self._shares(groups)
-        # Those that are in no group are the last share.
-        whole = np.array([*shares, max(0.0, 1.0 - sum(shares))])
-        counts = iter(largest_remainder(clients, whole).tolist())
+        counts = iter(_shared_out(self._shares(groups), clients))
         settings = [dict(common) for _ in range(clients)]
         free = [int(client) for client in self._rng.permutation(clients)]
         for group in groups:
@@ -441,6 +437,23 @@ class _Profile:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self._wrong(f"{key_of(name)} must be a number, got {value!r}")
         return float(value)
+
+
+def _shared_out(shares: Sequence[float], clients: int) -> list[int]:
+    """Return the number of clients of each share, by largest remainder.
+
+    Each share gets the integer part of its quota; the remaining clients go to the largest
+    fractions, earlier shares first at a tie. The unassigned rest counts as the last share. No count
+    is off by a whole client, and shares that sum to 1 cover all clients.
+    """
+    # Rounded, so that 0.3 · 10 is 3 and ties do not depend on binary fractions.
+    quotas = [round(share * clients, 6) for share in shares]
+    quotas.append(max(0.0, round(clients - sum(quotas), 6)))
+    counts = [math.floor(quota) for quota in quotas]
+    by_fraction = sorted(range(len(quotas)), key=lambda i: round(counts[i] - quotas[i], 6))
+    for index in by_fraction[: clients - sum(counts)]:
+        counts[index] += 1
+    return counts[:-1]
 
 
 # -----------------------------------------------------------------------------

@@ -188,9 +188,9 @@ def check_nodes(nodes: Mapping[str, str], config: RunConfig | None = None) -> No
     UserError
         Some differ; the message names each.
     """
-    here = _report(config.to_mapping() if config else None)
+    here = _report(None if config is None else config.to_mapping())
     # Nothing is downloaded there.
-    keys = config.with_values(download=False).to_mapping() if config else None
+    keys = None if config is None else config.with_values(download=False).to_mapping()
     wrong, processors = [], {here.pop(_PROCESSOR, ""): "this machine"}
     for name, there in _ask(nodes, _report, keys, list(sys.path), definitions()).items():
         if isinstance(there, str):

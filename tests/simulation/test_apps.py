@@ -780,7 +780,7 @@ def test_a_client_that_goes_offline_is_missed_after_a_minute(tmp_path: Path) -> 
 # One of Raceme's methods in the place of the strategy that an app starts.
 
 
-CLIENT = """
+PULLED_CLIENT = """
 from flwr.app import Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
@@ -833,7 +833,7 @@ def test_a_method_takes_the_place_of_a_strategy(
         # A class that is made inside main() is not there yet when strategies are replaced.
         server = server.split("\n\n\nresult")[1]
         server = f"result{server}"
-    app = write_app(tmp_path, f"starts_{kind.lower()}", server, CLIENT)
+    app = write_app(tmp_path, f"starts_{kind.lower()}", server, PULLED_CLIENT)
     if kind == "Own":
         path = app / "starts_own" / "server_app.py"
         own = OWN.split("\n\n\nresult")[0]
@@ -864,7 +864,7 @@ def test_a_method_takes_the_place_of_a_strategy(
     assert FedAvg.start is Strategy.start
 
 
-def replaced(tmp_path: Path, name: str, server: str, client: str = CLIENT) -> Simulated:
+def replaced(tmp_path: Path, name: str, server: str, client: str = PULLED_CLIENT) -> Simulated:
     """Simulate an app of four clients with FedAsync in the place of its strategy."""
     app = write_app(tmp_path, name, server, client)
     options = {"clients": 4, "devices": "uniform", "strategy": "fedasync", "workers": 0}
@@ -879,7 +879,7 @@ def test_a_method_keeps_the_arguments_of_the_strategy_that_it_replaces(
 ) -> None:
     arguments = "fraction_train=0.5, min_train_nodes=1, arrayrecord_key='weights'"
     server = f"from flwr.serverapp.strategy import FedAdam\nFedAdam({arguments}, eta=0.2).{START}"
-    client = CLIENT.replace('msg.content["arrays"]', 'msg.content["weights"]')
+    client = PULLED_CLIENT.replace('msg.content["arrays"]', 'msg.content["weights"]')
     simulated = replaced(tmp_path, "keeps_arguments", server, client)
     tasks = [task for task in simulated.fleet.tasks if task.kind == "train"]
     assert not any(task.failure for task in tasks)
@@ -929,7 +929,7 @@ def test_an_app_that_trains_without_a_strategy_is_told_so_before_it_trains(
 
 
 def test_metrics_of_other_names_are_named_by_keys(tmp_path: Path) -> None:
-    client = CLIENT.replace('"accuracy": 0.5, "loss": 0.5', '"top1": 0.25, "nll": 2.5')
+    client = PULLED_CLIENT.replace('"accuracy": 0.5, "loss": 0.5', '"top1": 0.25, "nll": 2.5')
     parameters = {"accuracy-key": "top1", "loss-key": "nll"}
     app = write_app(tmp_path, "named", OWN.format(kind="FedAvg").split("\n\n\n")[1], client)
     simulate(
