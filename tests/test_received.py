@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 
 import raceme
 from raceme.cli import COMMANDS, app
-from raceme.core.config import TRUST, general_keys, read_toml, registry_of
+from raceme.core.config import TRUST, general_keys, keys_to_resume, read_toml, registry_of
 from raceme.core.errors import UserError
 from raceme.core.options import is_path
 from raceme.fleet import testbed
@@ -427,7 +427,9 @@ def test_open_work_of_the_devices_of_up_needs_trust(here: Path) -> None:
     assert refused(here, said)
     assert said.endswith(f"If you trust it, add --trust {here / 'served'}.")
     # This only prepares the run: its server and devices would be processes.
-    assert testbed.prepare({**resume, "trust": "."}).out == str(here / "served")
+    typed = {**resume, "trust": "."}
+    config = testbed.prepare({**keys_to_resume("served", typed), **typed})
+    assert config.out == str(here / "served")
 
 
 def test_an_archive_is_never_unpickled(here: Path) -> None:

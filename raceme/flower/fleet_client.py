@@ -91,7 +91,7 @@ from raceme.flower.messages import (
 # -----------------------------------------------------------------------------
 
 
-_SLACK_SECONDS = 5.0
+_SLACK_SECONDS = 10.0
 """How much longer than its patience a request for work may take; as all limits, times the latency
 of the network."""
 

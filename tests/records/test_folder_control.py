@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ import pytest
 from raceme.cli.fleet import devices, show, status, versions
 from raceme.core.errors import UserError
 from raceme.records import control as module
-from raceme.records.control import ControlSocket, command
+from raceme.records.control import ControlSocket, command, served_here, the_served_run
 from raceme.records.folder import CONTROL, only_writer
 
 THREADS: list[str] = []
@@ -194,3 +195,22 @@ def test_answers_are_lines_tables_or_json(run: Path, capsys: pytest.CaptureFixtu
         '  "device": "a"',
         "}",
     ]
+
+
+def test_the_run_that_is_served_here_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RACEME_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(UserError, match="No running server of this user"):
+        the_served_run()
+    with served_here(tmp_path / "run"):
+        servers = tmp_path / "cache" / "servers"
+        # A process that was killed leaves its note; ids are at most 2²².
+        (servers / "9999999").write_text("/gone")
+        assert the_served_run() == tmp_path / "run"
+        (servers / str(os.getppid())).write_text("/another")
+        with pytest.raises(UserError, match=f"name one: /another, {tmp_path}/run"):
+            the_served_run()
+        (servers / str(os.getppid())).unlink()
+    with pytest.raises(UserError, match="No running server of this user"):
+        the_served_run()
