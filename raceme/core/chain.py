@@ -72,7 +72,7 @@ class Chain:
     @property
     def holds(self) -> Callable[[str], bool] | None:
         """Whether an idle client gets no work yet; None if no feature ever holds any."""
-        holding = [one for one in self._each if type(one).holds is not Feature.holds]
+        holding = [one for one in self if type(one).holds is not Feature.holds]
         if not holding:
             return None
         return lambda client: any(one.holds(client, self._connected) for one in holding)

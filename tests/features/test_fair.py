@@ -59,7 +59,7 @@ def arrivals(seen: list[events.Event]) -> list[tuple[float, str]]:
     ],
 )
 def test_the_upper_median(levels: list[tuple[float, float]], expected: float) -> None:
-    assert upper_median(levels) == expected
+    assert upper_median(Account(level, share=share) for level, share in levels) == expected
 
 
 def test_a_fast_client_is_two_updates_ahead_and_waits() -> None:
@@ -267,8 +267,7 @@ class Fleet:
         return self.feature.state.accounts[client].level
 
     def median(self) -> float:
-        accounts = self.feature.state.accounts.values()
-        return upper_median([(one.level, one.share) for one in accounts])
+        return upper_median(self.feature.state.accounts.values())
 
 
 @given(st.integers(1, 9), st.lists(st.integers(0, 99), min_size=1, max_size=80))

@@ -24,12 +24,13 @@ A method in rounds gives each client one update in a round, and needs no bound.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from statistics import median
 
 from raceme.core.config import RunConfig
-from raceme.core.events import MeasureSchema
+from raceme.core.events import MeasureSchema, grouped
 from raceme.core.feature import Feature, FeatureContext
 from raceme.core.messages import TRAINING
 from raceme.core.requests import InFlight, Outcome, Request, Update
@@ -103,6 +104,13 @@ class Fair(Feature):
     options: Options
     state: FairState
 
+    def __init__(self, options: Options | None = None, config: RunConfig | None = None) -> None:
+        super().__init__(options, config)
+        # Derived from the state: the active clients and V by cluster, None for all.
+        self._active: dict[int, list[Account]] = {}
+        self._medians: dict[int | None, float] = {}
+        self._changes, self._looked = 0, (-1, 0, 0, 0.0)
+
     @property
     def is_on(self) -> bool:
         """Whether the key ``fair`` names a share, and the method is asynchronous."""
@@ -128,12 +136,13 @@ class Fair(Feature):
             client = request.client
             account = self.state.accounts.get(client)
             if account is None:
-                mates = self._mates(client, self._active(context), context)
+                mates = self._mates(client, context)
                 account = Account(max((mate.level for mate in mates), default=0.0))
                 self.state.accounts[client] = account
             account.works, account.waits, account.sent_at = True, False, context.now()
             if self.options.fair == "examples":
                 account.share = float(max(1, context.examples(client)))
+            self._changes += 1
         return request
 
     def on_update(self, update: Update, context: FeatureContext) -> Update:
@@ -145,6 +154,7 @@ class Fair(Feature):
         """Record that a client is idle, and whether it answered."""
         if task.kind in TRAINING and (account := self.state.accounts.get(task.client)):
             account.works, account.idle_since = False, context.updates
+            self._changes += 1
             account.answers = self.state.valid.pop(task.number, False)
             if account.answers:
                 account.longest = max(account.longest, context.now() - account.sent_at)
@@ -164,35 +174,35 @@ class Fair(Feature):
         """Add the weight of an update, in units of what is typical of the cluster."""
         account.weight = weight
         account.total += weight
-        mates = self._mates(client, self._active(context), context) or [account]
+        self._changes += 1
+        mates = self._mates(client, context) or [account]
         weights = [mate.weight for mate in mates if mate.weight] or [weight]
         unit = median(weights) / median(mate.share for mate in mates)
-        level = max(account.level, self._median(client, context) - 1.0)
-        account.level = level + weight / account.share / unit
+        saved = self._median(client, context) - 1.0
+        account.level = max(account.level, saved if math.isfinite(saved) else 0.0)
+        account.level += weight / account.share / unit
+        self._changes += 1
+
+    def _mates(self, client: str, context: FeatureContext) -> list[Account]:
+        """Return the accounts of the active clients in a client's cluster."""
+        self._look(context)
+        return self._active.get(context.clusters.main(client), [])
 
     def _median(self, client: str, context: FeatureContext) -> float:
         """Return V: the lower one of a client's cluster and of all clients."""
-        active = self._active(context)
-        groups = (list(active.values()), self._mates(client, active, context))
-        medians = [
-            upper_median((one.level, one.share) for one in group) for group in groups if group
-        ]
-        return min(medians, default=self.state.accounts[client].level)
+        self._look(context)
+        everywhere = self._medians[None]
+        return self._medians.get(context.clusters.main(client), everywhere)
 
-    def _mates(
-        self, client: str, active: Mapping[str, Account], context: FeatureContext
-    ) -> list[Account]:
-        """Return the accounts of the active clients in a client's cluster."""
-        main = context.clusters.main
-        cluster = main(client)
-        return [account for other, account in active.items() if main(other) == cluster]
-
-    def _active(self, context: FeatureContext) -> dict[str, Account]:
-        """Return the accounts of the clients that take part.
+    def _look(self, context: FeatureContext) -> None:
+        """Find the active clients and V of each cluster, once after each change.
 
         A client that does not answer, or that the method leaves idle, is not waited for.
         """
-        now, accounts = context.now(), self.state.accounts
+        now, accounts, clusters = context.now(), self.state.accounts, context.clusters
+        looked = (self._changes, context.updates, context.online, now)
+        if self._looked == looked:
+            return
         slowest = max((account.longest for account in accounts.values()), default=0.0)
 
         def takes_part(account: Account) -> bool:
@@ -201,11 +211,15 @@ class Fair(Feature):
                 return now - account.sent_at <= patience
             return account.waits or context.updates - account.idle_since <= context.online
 
-        return {
-            client: account
+        active = grouped(
+            (clusters.main(client), account)
             for client, account in accounts.items()
-            if account.answers and context.clusters.online.get(client) and takes_part(account)
-        }
+            if account.answers and clusters.online.get(client) and takes_part(account)
+        )
+        whole = upper_median(chain.from_iterable(active.values()))
+        self._medians = {None: whole}
+        self._medians |= {k: min(whole, upper_median(inside)) for k, inside in active.items()}
+        self._active, self._looked = active, looked
 
     def _report(self, context: FeatureContext) -> None:
         """Measure the largest share of a client."""
@@ -215,18 +229,15 @@ class Fair(Feature):
             context.measure(INFLUENCE, client=client, share=totals[client] / whole)
 
 
-def upper_median(levels: Iterable[tuple[float, float]]) -> float:
-    """Return the highest level that no minority can raise: the weighted upper median.
+def upper_median(accounts: Iterable[Account]) -> float:
+    """Return the highest level that no minority can raise: the upper median, weighted by shares.
 
-    Parameters
-    ----------
-    levels : Iterable[tuple[float, float]]
-        Levels, each with its weight; at least one.
+    Without any accounts it is infinite: no client is bounded.
     """
-    ordered = sorted(levels)
-    half, below = sum(weight for _, weight in ordered) / 2, 0.0
-    for level, weight in ordered:
-        below += weight
+    ordered = sorted((account.level, account.share) for account in accounts)
+    half, below = sum(share for _, share in ordered) / 2, 0.0
+    for level, share in ordered:
+        below += share
         if below > half:
             return level
-    return ordered[-1][0]
+    return ordered[-1][0] if ordered else math.inf
