@@ -84,7 +84,9 @@ def test_an_unknown_table_is_one_line(docs: Path, capsys: pytest.CaptureFixture[
 def test_a_missing_experiment_is_one_line(docs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (docs / "results" / "casa-table1-cifar10.json").unlink()
     (line,) = checked(docs, capsys)
-    assert line.startswith("results-casa.md: casa-table1-cifar10: no experiment casa-table1-cifar10: ")
+    assert line.startswith(
+        "results-casa.md: casa-table1-cifar10: no experiment casa-table1-cifar10: "
+    )
 
 
 def test_a_file_of_no_experiment_is_one_line(
