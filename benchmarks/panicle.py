@@ -139,7 +139,7 @@ class Watch:
             self.pure_since = None
 
     def _is_right(self, client: str) -> bool:
-        """Whether a client shares a cluster with nobody but its own group."""
+        """Whether a client shares a cluster only with its own group."""
         home = self.homes.get(client)
         if home is None or client not in self.groups:
             return False

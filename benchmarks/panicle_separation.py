@@ -2,11 +2,11 @@
 
     python3 benchmarks/panicle_separation.py
 
-Clients of K groups have two halves of probes each, as docs/research/panicle-analysis.md
-assumes: √r g + √(1 − r) ε, with the group's direction g, the reliability r, and noise ε in d
-dimensions. Directions of two groups have the cosine c. A row is one size of fleet, dimension and
-reliability; a column one cosine; a cell the share of fleets in which exactly the true groups were
-found (for one group: in which none were).
+Clients of K groups have two halves of probes each, as docs/research/panicle-analysis.md assumes:
+√r g + √(1 − r) ε, with the group's direction g, the reliability r, and noise ε in d dimensions.
+Directions of two groups have the cosine c. A row is one size of fleet, dimension and reliability; a
+column one cosine; a cell the share of fleets in which exactly the true groups were found (for one
+group: in which none were).
 """
 
 from __future__ import annotations

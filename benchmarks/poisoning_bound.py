@@ -3,7 +3,7 @@
     python3 benchmarks/poisoning_bound.py [--strategy fedasync] [--dataset digits] [--seeds 0,1,2]
         [--attacks sign-flip,label-flip] [--data-root data] [--json FILE]
 
-The oracle knows who attacks: it refuses these clients from their first update on, and nobody else.
+The oracle knows who attacks: it refuses exactly these clients, from their first update on.
 What its run loses against the clean one is lost with the clients: their work, and another order of
 events. No filter can win that back. Accuracy is that of the clients that do not attack, in the
 clean run too.

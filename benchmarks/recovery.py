@@ -6,7 +6,7 @@ Digits, turned by 0, 90, 180 or 270 degrees in four groups of four clients; 480 
 each client exchanges all its data with another. What is measured is the model that a client gets in
 return for an upload, on the test data of that upload: of the clients whose group is another one
 now, the mean over them by the number of their uploads since the exchange, against their last one
-before it. The same data and lengths for every method; one that waits for nobody's wish has them
+before it. All methods get the same data and lengths; clients of asynchronous ones
 upload again and again.
 """
 

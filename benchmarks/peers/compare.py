@@ -4,8 +4,8 @@
     python3 benchmarks/peers/compare.py --data-root data --cache ... --only raceme,flower --idle
 
 Every way of running a framework is one process at a time, in turns, `--turns` of them. Times are
-taken inside of it, from the end of the first round on: imports, data and the start of workers count
-for nobody. Beside the time stand the processor time, which other programs on the machine change
+taken inside of it, from the end of the first round on: imports, data and the start of workers do
+not count. Beside the time stand the processor time, which other programs on the machine change
 less, the accuracy on MNIST's test images as a sign that the same has been done, and the most memory
 that all processes together had. With `--json FILE` turns are added to those that the file holds.
 """

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 # torchvision that was built for CUDA, beside torch that was not, fails at its import for operators
-# that nobody here needs.
+# that this benchmark does not need.
 sys.modules.setdefault("torchvision._meta_registrations", types.ModuleType("none"))
 
 CLIENTS = 100
