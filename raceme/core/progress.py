@@ -369,6 +369,8 @@ class Plan:
     planned_updates : int
         Expected number of updates of a run without a limit on them, for schedules that depend on
         its length.
+    max_compute, computed : float, Callable
+        Limit of the clients' total time at work in seconds, and a function that returns it.
     """
 
     max_time: float | None = None
@@ -385,6 +387,8 @@ class Plan:
     highest_score: float = 1.0
     labels: Labels = field(default_factory=Labels)
     planned_updates: int = 0
+    max_compute: float = math.inf
+    computed: Callable[[], float] = lambda: 0.0
 
     @property
     def deadline(self) -> float:
@@ -409,6 +413,8 @@ class Plan:
             return rounds_over(self.max_rounds)
         if now >= self.deadline:
             return f"the time limit of {self.deadline:g} s was reached"
+        if self.computed() >= self.max_compute:
+            return f"clients worked for {self.max_compute:g} s in total"
         return ""
 
     def places(self, online: int) -> int | None:

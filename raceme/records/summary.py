@@ -742,6 +742,8 @@ class RunSummary(EventHandler):
         How accurate models are on the data of each step, after each step.
     measures : Measures
         What only the method measures.
+    compute : float
+        Time at work of all clients on applied updates, with transfers, in seconds.
     passes : int or None
         Passes of single samples through a network, where clients state them.
     reason : str or None
@@ -773,6 +775,7 @@ class RunSummary(EventHandler):
         self.tasks = TaskAccuracies()
         self.measures = Measures()
         self.passes: int | None = None
+        self.compute = 0.0
         self.has_drifted = False
         self.reason: str | None = None
         self.ending: events.Ending | None = None
@@ -790,6 +793,7 @@ class RunSummary(EventHandler):
         """Count an update, with its traffic and its work."""
         self.updates = int(event.seq)
         self.traffic.observe(event)
+        self.compute += event.time - event.dispatched_at
         if event.passes is not None:
             self.passes = (self.passes or 0) + event.passes
 

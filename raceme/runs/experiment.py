@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -315,7 +315,7 @@ def simulate(config: RunConfig, *observers: Observer, stop: StopCheck = never_st
         The configuration is invalid; raised before any work starts.
     """
     config = resolve(config)
-    has_limit = config.max_updates or config.max_rounds or config.max_time
+    has_limit = config.max_updates or config.max_rounds or config.max_time or config.max_compute
     if config.resume and (config.device_keys or not has_limit):
         raise UserError(
             f"{config.resume} is a run of real devices: resume it with `raceme serve`, as it was "
@@ -577,6 +577,8 @@ def execute(
             if config.client_map:
                 listening.append(ClientMap(strategy, spec, out, after))
 
+            limits = replace(schedule, computed=lambda: summary.compute)
+
             def observe(event: Event) -> None:
                 for observer in listening:
                     observer(event)
@@ -606,7 +608,7 @@ def execute(
                     timeout=config.task_timeout,
                     train_config=training_settings(config, report_timing=not is_virtual),
                     evaluate_config=evaluation_settings(config),
-                    plan=schedule,
+                    plan=limits,
                     observe=observe,
                     stop_check=checkpointer.stop_check,
                     probe=probe,
@@ -709,6 +711,7 @@ def plan(config: RunConfig) -> Plan:
         highest_score=1.0 if datasets.data_shape(config).target is None else float("inf"),
         labels=Labels(Path(config.labels) if config.labels else None, config.where),
         planned_updates=config.planned_updates,
+        max_compute=config.max_compute or math.inf,
     )
 
 
