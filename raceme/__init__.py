@@ -117,6 +117,8 @@ def compare(
     data: Data | None = None,
     model: str | Callable[..., Any] | None = None,
     seeds: Iterable[int] = (0,),
+    sweep: Mapping[str, Iterable[Any]] | None = None,
+    budget: str = "",
     out: str | Path | None = None,
     processes: int = 0,
     formats: str | Iterable[str] = (),
@@ -135,6 +137,12 @@ def compare(
         See :func:`run`.
     seeds : Iterable[int]
         Every method runs once per seed.
+    sweep : Mapping[str, Iterable], optional
+        Values of keys to try with the first seed, ``{"lr": [0.01, 0.1]}``, for each method that has
+        the key. The best ones on held-out training samples run with all seeds.
+    budget : str
+        The limit of every run: ``"time=20s"``, ``"updates=500"`` or ``"compute=900s"``, the time
+        at work of all clients.
     out : str or Path, optional
         Folder for the results; finished runs in it are kept.
     processes : int
@@ -169,7 +177,9 @@ def compare(
         strategies = [strategies]
     names = [STRATEGIES.name_of(strategy) for strategy in strategies]
     keys = with_prefixes(_keys(settings, data, model), names)
-    suite = replace(of_names(names, keys), seeds=_seeds(seeds))
+    tried = {key: [_plain(value) for value in values] for key, values in _items(sweep)}
+    suite = replace(of_names(names, keys), seeds=_seeds(seeds)).with_sweep(tried)
+    suite = suite.with_budget(budget) if budget else suite
     with _TURN:
         folder = dated_folder(f"compare-{suite.dataset}") if out is None else _path(out)
         plan = prepare(suite, folder)
@@ -445,6 +455,17 @@ def _path(given: str | Path) -> Path:
         return Path(given)
     except TypeError:
         raise UserError(f"A folder is a text or a path, e.g. 'runs/mine'; got {given!r}.") from None
+
+
+def _items(sweep: Mapping[str, Iterable[Any]] | None) -> list[tuple[str, Iterable[Any]]]:
+    """Return the keys of a sweep with their values."""
+    from raceme.core.errors import UserError
+
+    found = [] if sweep is None else list(sweep.items()) if isinstance(sweep, Mapping) else [None]
+    for item in found:
+        if item is None or isinstance(item[1], str) or not isinstance(item[1], Iterable):
+            raise UserError(f"sweep takes values by key, {{'lr': [0.01, 0.1]}}; got {sweep!r}.")
+    return [(key.replace("_", "-"), values) for key, values in found]
 
 
 def _seeds(seeds: Iterable[int]) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from raceme.cli.report import ADDRESS, Address, Watch, watched
-from raceme.core.errors import UserError
+from raceme.core.errors import UserError, check_known
 from raceme.core.options import Value
 from raceme.core.registry import STRATEGIES
 
@@ -30,7 +30,7 @@ Out = Annotated[
     Path | None,
     typer.Option(help="folder for the results; the same folder resumes an interrupted comparison"),
 ]
-Seeds = Annotated[str | None, typer.Option(help="seeds, e.g. 0,1,2")]
+Seeds = Annotated[str | None, typer.Option(help="seeds, e.g. 0,1,2 or 0..4")]
 Only = Annotated[str, typer.Option(help="only these parts of the suite, e.g. digits-4,digits-6")]
 Formats = Annotated[
     str,
@@ -142,7 +142,7 @@ def _runner(workers: Value) -> Iterator[tuple[RunAll, int]]:
 
 
 def with_seeds(suite: Suite, text: str | None) -> Suite:
-    """Return a suite with other seeds, parsed from text: ``"0,1,2"``.
+    """Return a suite with other seeds, parsed from text: ``"0,1,2"`` or ``"0..4"``.
 
     Raises
     ------
@@ -151,11 +151,14 @@ def with_seeds(suite: Suite, text: str | None) -> Suite:
     """
     if text is None:
         return suite
+    seeds: list[int] = []
     try:
-        seeds = tuple(int(part) for part in text.split(","))
+        for part in text.split(","):
+            first, _, last = part.partition("..")
+            seeds += range(int(first), int(last or first) + 1)
     except ValueError:
-        raise UserError(f"--seeds takes numbers with commas, e.g. 0,1,2; got '{text}'.") from None
-    return replace(suite, seeds=seeds)
+        raise UserError(f"--seeds takes numbers, e.g. 0,1,2 or 0..4; got '{text}'.") from None
+    return replace(suite, seeds=tuple(seeds))
 
 
 # -----------------------------------------------------------------------------
@@ -175,6 +178,20 @@ def compare(
     ] = None,
     only: Only = "",
     seeds: Seeds = None,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE,…", help="values to try for each method; repeatable"),
+    ] = None,
+    tune_on: Annotated[
+        str, typer.Option(help="samples that choose among these values: validation")
+    ] = "validation",
+    budget: Annotated[
+        str,
+        typer.Option(
+            metavar="time=20s|updates=500|compute=900s",
+            help="the limit of every run: virtual time, updates, or the clients' time at work",
+        ),
+    ] = "",
     out: Out = None,
     processes: Processes = 0,
     formats: Formats = "",
@@ -184,6 +201,9 @@ def compare(
     """Run several methods on the same clients, devices and seeds, and compare them.
 
     For example: raceme compare casa fedasync --seeds 0,1,2
+
+    With --sweep, values are tried with the first seed and chosen on held-out training samples; the
+    best ones run with all seeds, and are tested on the test samples.
 
     Finished runs in --out are kept. The target accuracy is recorded, but ends no run.
     """
@@ -195,10 +215,11 @@ def compare(
 
     from raceme.experiments.compare import checked_formats
     from raceme.experiments.results import regret_table
-    from raceme.experiments.suites import load_suite, of_names, parts, variants
+    from raceme.experiments.suites import load_suite, of_names, parts, read_sweep, variants
     from raceme.records.folder import dated_folder
 
-    written_as = checked_formats(formats)
+    check_known("kind of samples to tune on", tune_on, ["validation"])
+    written_as, tried = checked_formats(formats), read_sweep(sweep or ())
     overview: Callable[[Mapping[str, Comparison]], PlainTable | None] | None = None
     if suite is not None and (cases := variants(suite)):
         folder = out or dated_folder(f"compare-{suite.name.removesuffix('.toml')}")
@@ -219,7 +240,8 @@ def compare(
     planned = []
     for plan, name in chosen:
         adapted = (plan.only(methods) if methods and suite else plan).with_settings(keys)
-        planned.append((with_seeds(adapted, seeds), folder / name))
+        adapted = adapted.with_budget(budget) if budget else adapted
+        planned.append((with_seeds(adapted.with_sweep(tried), seeds), folder / name))
     with watched(watch, folder, watch_address, comparison=True):
         run_suites(planned, processes, overview, keys.get("workers", ""), folder, written_as)
 

@@ -86,7 +86,8 @@ _GROUPS = {
     "Fleet": "concurrency task-timeout device vectorised device-keys labels where",
     "Method": "model lr batch-size local-epochs local-steps optimizer momentum weight-decay "
     "weight-decay-on augment batch-norm own-model attack",
-    "Limits": "max-rounds stop-at-target eval-every eval-rounds eval-steps eval-clients eval-tasks",
+    "Limits": "max-rounds max-compute stop-at-target eval-every eval-rounds eval-steps "
+    "eval-clients eval-tasks",
     "Output": "checkpoint-every checkpoint-seconds track trace client-map client-models",
 }
 _OWN_HELP = {
@@ -113,6 +114,8 @@ class KeyCommand(TyperCommand):
         named = {
             name for item in self.get_params(ctx) for name in (*item.opts, *item.secondary_opts)
         }
+        if "--seeds" in named:
+            args = _with_listed_seeds(args)
         for place, word in enumerate(args):
             name, _, value = word.partition("=")
             # The names of arguments have no hyphens in front.
@@ -120,6 +123,17 @@ class KeyCommand(TyperCommand):
                 typed = (value or " ".join(args[place + 1 : place + 2])).replace(",", " ")
                 raise UserError(f"{name} is no option: type `{ctx.command_path} {typed}`.")
         return super().parse_args(ctx, as_assignments(args, named))
+
+
+def _with_listed_seeds(arguments: Sequence[str]) -> list[str]:
+    """Join seeds of several words: ``--seeds 0 1 2`` becomes ``--seeds 0,1,2``."""
+    joined: list[str] = []
+    for word in arguments:
+        if re.fullmatch(r"\d+(\.\.\d+)?", word) and joined[-2:-1] == ["--seeds"]:
+            joined[-1] += f",{word}"
+        else:
+            joined.append(word)
+    return joined
 
 
 def as_assignments(arguments: Sequence[str], named: Iterable[str]) -> list[str]:

@@ -15,6 +15,12 @@ class Limits:
     max_time: float = option(
         0.0, "stop at this time of the run's clock (0: no limit)", unit=SECONDS, low=0
     )
+    max_compute: float = option(
+        0.0,
+        "stop when clients have worked for this time in total (0: no limit)",
+        unit=SECONDS,
+        low=0,
+    )
     target_accuracy: float | None = option(
         None,
         "stop at this mean accuracy over the clients (regression: mean absolute error)",

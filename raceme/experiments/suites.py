@@ -17,10 +17,17 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from raceme.core.config import TRUST, RunConfig, check_key, check_keys_trusted, read_tree
+from raceme.core.config import (
+    TRUST,
+    RunConfig,
+    check_key,
+    check_keys_trusted,
+    parse_assignment,
+    read_tree,
+)
 from raceme.core.errors import UserError, check_known, unknown_name
 from raceme.core.events import Measure
-from raceme.core.options import Value, convert, key_of, written
+from raceme.core.options import Value, convert, declared, key_of, written
 from raceme.core.registry import STRATEGIES
 
 NEVER = "/"
@@ -149,6 +156,8 @@ class ComparedMethod:
         The paper's results, one row per point.
     settings : Mapping[str, Value]
         Keys of ``raceme run`` for its runs only, e.g. an attack.
+    run_keys : frozenset[str]
+        Names in the sweep that are such keys, and not hyper-parameters.
     """
 
     label: str
@@ -157,6 +166,7 @@ class ComparedMethod:
     sweep: tuple[Mapping[str, Value], ...] = field(default=(), hash=False)
     published: tuple[Published, ...] = ()
     settings: Mapping[str, Value] = field(default_factory=dict, hash=False)
+    run_keys: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         points = [{**self.options, **point} for point in self.sweep or ({},)]
@@ -180,10 +190,14 @@ class ComparedMethod:
         return tuple(self._at(point) for point in self.sweep)
 
     def _at(self, point: Mapping[str, Value]) -> ComparedMethod:
-        options = {**self.options, **point}
+        others = {name: value for name, value in point.items() if name in self.run_keys}
+        own = {name: value for name, value in point.items() if name not in others}
+        options, settings = {**self.options, **own}, {**self.settings, **others}
         rows = tuple(row for row in self.published if row.is_of(options))
         label = f"{self.label} {described(point)}"
-        return replace(self, label=label, options=options, sweep=(), published=rows)
+        return replace(
+            self, label=label, options=options, settings=settings, sweep=(), published=rows
+        )
 
     @property
     def is_swept(self) -> bool:
@@ -396,6 +410,43 @@ class Suite:
             )
         return replace(self, rounds=rounds, sync_updates=None)
 
+    def with_sweep(self, values: Mapping[str, Sequence[Value]]) -> Suite:
+        """Return the suite with all combinations of some keys' values tried for each method.
+
+        A hyper-parameter is tried for the methods that have it.
+        """
+        hyper = {method.strategy: _hyper_parameters(method.strategy) for method in self.methods}
+        of_others = set().union(*hyper.values())
+        methods = []
+        for method in self.methods:
+            prefix, own = STRATEGIES.prefix(method.strategy), hyper[method.strategy]
+            tried = {
+                name.removeprefix(prefix): listed
+                for name, listed in values.items()
+                if prefix + name in own or name in own or not _is_in(name, of_others)
+            }
+            run_keys = frozenset(name for name in tried if prefix + name not in own)
+            swept = replace(method, sweep=grid(tried), run_keys=run_keys)
+            methods.append(swept if tried else method)
+        return replace(self, methods=tuple(methods))
+
+    def with_budget(self, text: str) -> Suite:
+        """Return the suite with one limit, the same for all methods: ``time=20s``.
+
+        Raises
+        ------
+        UserError
+            There is no such limit, or it is no number above 0.
+        """
+        kind, _, amount = text.partition("=")
+        check_known("budget", kind.strip(), _BUDGETS)
+        key = _BUDGETS[kind.strip()]
+        limit = check_key(key, amount.strip().removesuffix("" if kind == "updates" else "s"))[1]
+        if not limit:
+            raise UserError(f"A budget is above 0, e.g. time=20s or updates=500; got '{text}'.")
+        none: dict[str, Value] = {"max-updates": 0, "max-time": 0.0, "max-rounds": 0}
+        return self.with_settings({**none, key: limit})
+
     def only(self, labels: Sequence[str]) -> Suite:
         """Return the suite with some of its methods.
 
@@ -420,6 +471,39 @@ class Suite:
     def dataset(self) -> str:
         """Name of the dataset."""
         return str(self.settings.get("dataset", RunConfig.dataset))
+
+
+_BUDGETS = {"time": "max-time", "updates": "max-updates", "compute": "max-compute"}
+"""Keys of limits by the name of the budget."""
+
+
+def _hyper_parameters(strategy: str) -> set[str]:
+    """Return the keys of a method's hyper-parameters: ``casa.gamma``."""
+    options_type = STRATEGIES.options_type(strategy)
+    return set() if options_type is None else {*declared(options_type, STRATEGIES.prefix(strategy))}
+
+
+def _is_in(name: str, keys: Iterable[str]) -> bool:
+    """Return whether a name, with or without a method's, is one of some keys."""
+    return any(key == name or key.partition(".")[2] == name for key in keys)
+
+
+def read_sweep(texts: Iterable[str]) -> dict[str, list[Value]]:
+    """Return the values of keys from texts: ``lr=0.01,0.03``.
+
+    Raises
+    ------
+    UserError
+        A text has no key or no value.
+    """
+    found: dict[str, list[Value]] = {}
+    for text in texts:
+        name, equals, listed = text.partition("=")
+        if not (equals and name.strip() and all(map(str.strip, listed.split(",")))):
+            raise UserError(f"--sweep takes KEY=VALUE,VALUE, e.g. lr=0.01,0.1; got '{text}'.")
+        values = [parse_assignment(f"{name}={value}")[1] for value in listed.split(",")]
+        found[name.strip().replace("_", "-")] = values
+    return found
 
 
 def of_names(strategies: Sequence[str], settings: Mapping[str, Value] | None = None) -> Suite:

@@ -932,7 +932,8 @@ def _versions_kept(config: RunConfig, options: ServeOptions) -> int:
     """Return how many versions of each cluster's model are kept; 0 for none."""
     if options.keep_versions is not None:
         return options.keep_versions
-    is_limited = config.max_updates or config.max_rounds or config.max_time
+    limits = config.max_updates, config.max_rounds, config.max_time, config.max_compute
+    is_limited = any(limits)
     return 0 if is_limited else _KEPT_VERSIONS
 
 

@@ -744,6 +744,8 @@ class RunSummary(EventHandler):
         How accurate models are on the data of each step, after each step.
     measures : Measures
         What only the method measures.
+    compute : float
+        Time at work of all clients on applied updates, with transfers, in seconds.
     passes : int or None
         Passes of single samples through a network, where clients state them.
     warnings : list[str]
@@ -778,6 +780,7 @@ class RunSummary(EventHandler):
         self.tasks = TaskAccuracies()
         self.measures = Measures()
         self.passes: int | None = None
+        self.compute = 0.0
         self.has_drifted = False
         self.warnings: list[str] = []
         self.reason: str | None = None
@@ -797,6 +800,7 @@ class RunSummary(EventHandler):
         self.updates = int(event.seq)
         self.device_time += float(event.time - event.dispatched_at)
         self.traffic.observe(event)
+        self.compute += event.time - event.dispatched_at
         if event.passes is not None:
             self.passes = (self.passes or 0) + event.passes
 

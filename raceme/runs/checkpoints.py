@@ -332,6 +332,7 @@ _FREE = (
     "device",
     "device-keys",
     "labels",
+    "max-compute",
     "max-rounds",
     "max-time",
     "max-updates",

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -365,7 +365,7 @@ def simulate(config: RunConfig, *observers: Observer, stop: StopCheck = never_st
 
 def _simulate(config: RunConfig, observers: Sequence[Observer], stop: StopCheck) -> RunOutcome:
     """Run a resolved configuration."""
-    has_limit = config.max_updates or config.max_rounds or config.max_time
+    has_limit = config.max_updates or config.max_rounds or config.max_time or config.max_compute
     if config.resume and (config.device_keys or not has_limit):
         raise UserError(
             f"{config.resume} is a run of real devices: resume it with `raceme serve`, as it was "
@@ -629,6 +629,8 @@ def execute(
             observing = [feature.observer(out, after) for feature in strategy.features]
             listening += filter(None, observing)
 
+            limits = replace(schedule, computed=lambda: summary.compute)
+
             def observe(event: Event) -> None:
                 for told in (*warned.take(event.time), event):
                     for observer in listening:
@@ -659,7 +661,7 @@ def execute(
                     timeout=config.task_timeout,
                     train_config=training_settings(config, report_timing=not is_virtual),
                     evaluate_config=evaluation_settings(config),
-                    plan=schedule,
+                    plan=limits,
                     observe=observe,
                     stop_check=checkpointer.stop_check,
                     probe=probe,
@@ -753,6 +755,7 @@ def plan(config: RunConfig) -> Plan:
         highest_score=1.0 if datasets.data_shape(config).target is None else float("inf"),
         labels=Labels(Path(config.labels) if config.labels else None, config.where),
         planned_updates=config.planned_updates,
+        max_compute=config.max_compute or math.inf,
     )
 
 
