@@ -24,6 +24,7 @@ NUMBERS = itertools.count()
 """Numbers of requests, which are never used twice."""
 GROUPS = [index % 3 for index in range(12)]
 CENTRES = 0.5 + 3.0 * np.eye(3, 8)
+TIMEOUT = 60.0
 """Where the clients of three groups pull the model."""
 
 
@@ -146,6 +147,11 @@ def check_it_can_be_restored(method: type[Any], parameters: Any = None) -> None:
         run_on(whole, three_groups(), 120)
         for part in ("clusters", "state", "bases"):
             assert plain(whole.state_dict()[part]) == plain(restored.state_dict()[part])
+
+
+def whole(strategy: Method, grid: VirtualGrid) -> dict[str, Any]:
+    """Return a copy of the state of a run."""
+    return copy.deepcopy({"strategy": strategy.state_dict(), "grid": grid.state_dict()})
 
 
 def plain(tree: Any) -> Any:

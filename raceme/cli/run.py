@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -162,9 +161,9 @@ class Simulation:
         unit="SHARE",
         low=0,
     )
-    max_time: float = option(math.inf, "stop at this virtual time", unit="SECONDS", low=0)
-    max_wall_time: float = option(
-        math.inf, "stop after this time on this machine", unit="SECONDS", low=0
+    max_time: float | None = option(None, "stop at this virtual time", unit="SECONDS", low=0)
+    max_wall_time: float | None = option(
+        None, "stop after this time on this machine", unit="SECONDS", low=0
     )
 
 
@@ -187,7 +186,8 @@ def simulate(
     from raceme.simulation.apps import simulate as run
 
     parameters = dict(parse_assignment(text) for text in assignments or ())
-    settings = Settings(folder, parameters=parameters, **vars(options))
+    given = {name: value for name, value in vars(options).items() if value is not None}
+    settings = Settings(folder, parameters=parameters, **given)
     simulated = run(settings)
     sys.stdout.flush()
     sys.stderr.flush()

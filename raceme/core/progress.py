@@ -307,8 +307,8 @@ class Plan(Limits):
     planned_updates : int
         Expected number of updates of a run without a limit on them, for schedules that depend on
         its length.
-    max_compute, computed : float, Callable
-        Limit of the clients' total time at work in seconds, and a function that returns it.
+    computed : Callable
+        Returns the clients' total time at work in seconds, of which `max_compute` is the limit.
     """
 
     eval_every: int = 20
@@ -316,7 +316,6 @@ class Plan(Limits):
     highest_score: float = 1.0
     labels: Labels = field(default_factory=Labels)
     planned_updates: int = 0
-    max_compute: float = math.inf
     computed: Callable[[], float] = lambda: 0.0
 
     @property
@@ -342,7 +341,7 @@ class Plan(Limits):
             return rounds_over(self.max_rounds)
         if now >= self.deadline:
             return f"the time limit of {self.deadline:g} s was reached"
-        if self.computed() >= self.max_compute:
+        if self.max_compute and self.computed() >= self.max_compute:
             return f"clients worked for {self.max_compute:g} s in total"
         return ""
 

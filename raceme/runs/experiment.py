@@ -755,7 +755,6 @@ def plan(config: RunConfig) -> Plan:
         highest_score=1.0 if datasets.data_shape(config).target is None else float("inf"),
         labels=Labels(Path(config.labels) if config.labels else None, config.where),
         planned_updates=config.planned_updates,
-        max_compute=config.max_compute or math.inf,
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 from functools import partial
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from budgeted import Budgeted
-from clustered import CENTRES, GROUPS, centre_losses, plain
+from clustered import CENTRES, GROUPS, TIMEOUT, centre_losses, plain, whole
 from fleets import MODEL, grid_of, pulled_app
 from soft_clusters import SoftClusters
 
@@ -61,7 +60,6 @@ METHODS = [
     *(partial(CSAFL, CSAFLParameters(update=update, groups=3)) for update in UPDATED),
 ]
 UPDATES = 90
-TIMEOUT = 60.0
 
 
 def troubled_fleet() -> VirtualGrid:
@@ -79,10 +77,6 @@ def troubled_fleet() -> VirtualGrid:
         for index in range(12)
     ]
     return grid_of(pulled_app(targets), fleet, GROUPS)
-
-
-def whole(strategy: Method, grid: VirtualGrid) -> dict[str, Any]:
-    return copy.deepcopy({"strategy": strategy.state_dict(), "grid": grid.state_dict()})
 
 
 def is_in_the_midst(strategy: Method) -> bool:

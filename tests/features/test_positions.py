@@ -134,13 +134,13 @@ def test_a_folder_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
 def test_a_run_that_is_resumed_at_its_end_keeps_all_snapshots(tmp_path: Path) -> None:
     run = tmp_path / "run"
     keys = {
-        **{"strategy": "fedasync", "clients": 3, "model": "mclr", "workers": 0},
-        **{"max-updates": 12, "eval-every": 6, "checkpoint-every": 1},
+        **{"strategy": "fedasync", "clients": 5, "model": "mclr", "workers": 0},
+        **{"max-updates": 40, "eval-every": 20, "checkpoint-every": 1},
     }
     simulate(RunConfig.from_mapping({**keys, "out": str(run)}))
     path = run / POSITIONS
     before = [json.loads(line)["updates"] for line in path.read_text().splitlines()]
-    assert before == [6, 12]
+    assert before == [20, 40]
     simulate(RunConfig.from_mapping({**keys, "resume": str(run)}))
     assert [json.loads(line)["updates"] for line in path.read_text().splitlines()] == before
 
