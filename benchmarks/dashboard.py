@@ -94,8 +94,7 @@ def one(arm: str, updates: int, counted: Counted) -> dict[str, float]:
             max_updates=updates,
             workers="0",
             out=str(out),
-            client_map=arm != "no map",
-        )
+        ).with_values(client_map=arm != "no map")
         begun = time.monotonic()
         simulate(config, observe)
         wall = time.monotonic() - begun

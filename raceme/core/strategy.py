@@ -21,6 +21,7 @@ from raceme.core import events
 from raceme.core.chain import Chain
 from raceme.core.clients import Client
 from raceme.core.clusters import Clusters, Model, Weights
+from raceme.core.drop_in import start as run_in_flower_app
 from raceme.core.errors import UserError, check_known
 from raceme.core.events import grouped
 from raceme.core.feature import Probe
@@ -605,9 +606,7 @@ class Method(Strategy):
             The run cannot start, the ClientApp does not support the method, or no client returned a
             usable reply.
         """
-        from raceme.core.drop_in import start as drop_in
-
-        return drop_in(
+        return run_in_flower_app(
             self,
             grid=grid,
             initial_arrays=initial_arrays,
