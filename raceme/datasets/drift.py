@@ -661,9 +661,9 @@ def _of_labels(data: ClientData, wanted: NDArray[np.bool_]) -> ClientData:
 # -----------------------------------------------------------------------------
 # Clients whose data are a mixture of distributions that changes over time.
 #
-# Li and Zhu, "Client-Driven Federated Learning" (CDFL). The distributions are the groups of the
-# partition: with rotation-groups, noise-groups and most scenarios all samples as each group sees
-# them, otherwise the samples of each group's clients.
+# Li and Zhu, "Towards Client Driven Federated Learning" (CDFL). The distributions are the groups
+# of the partition: with rotation-groups, noise-groups and most scenarios all samples as each group
+# sees them, otherwise the samples of each group's clients.
 # -----------------------------------------------------------------------------
 
 

@@ -479,8 +479,8 @@ class Cifar10(ImageSource):
 # -----------------------------------------------------------------------------
 # Digits of different origin: the same ten classes in several image sets.
 #
-# Li and Zhu, "Client-Driven Federated Learning" (CDFL), mix the digits of MNIST and USPS, of SVHN's
-# house numbers, and of CCPD's number plates.
+# Li and Zhu, "Towards Client Driven Federated Learning" (CDFL), mix the digits of MNIST and USPS,
+# of SVHN's house numbers, and of CCPD's number plates.
 # -----------------------------------------------------------------------------
 
 

@@ -352,9 +352,9 @@ def _mean(values: Floats) -> float | None:
 # -----------------------------------------------------------------------------
 # Single uploads: scores and estimates of mixtures.
 #
-# The measures of Li and Zhu, "Client-Driven Federated Learning": the accuracy of what a client
-# uploads and of what it gets in return, on the same data, and the divergence of the true mixture
-# of these data from the weights that the method gives the client.
+# The measures of Li and Zhu, "Towards Client Driven Federated Learning": the accuracy of what a
+# client uploads and of what it gets in return, on the same data, and the divergence of the true
+# mixture of these data from the weights that the method gives the client.
 # -----------------------------------------------------------------------------
 
 

@@ -715,7 +715,7 @@ def mixtures_figure(record: RunRecord) -> Figure:
 
     Above, a dot is an upload and the line the mean by session. Below, a client of each of the first
     few distributions, with its mixture at each of its uploads: true above, estimated below (figure
-    5 of "Client-Driven Federated Learning").
+    5 of "Towards Client Driven Federated Learning").
     """
     found = record.uploads.divergences()
     if not found:
@@ -1085,7 +1085,7 @@ def uploads_figure(record: RunRecord) -> Figure:
 
     Uploads and returned models are tested on the mixture of the upload's training data. A dot is an
     upload, a line the mean over clients per session; the server tests clusters on its own test sets
-    (figures 3 and 9–19 of "Client-Driven Federated Learning").
+    (figures 3 and 9–19 of "Towards Client Driven Federated Learning").
     """
     only_clusters = bool(record.cluster_scores) and not _has_uploads(record)
     title = _CLUSTERS_TITLE if only_clusters else _TITLE

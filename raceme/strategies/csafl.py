@@ -9,17 +9,18 @@ update synchronously once.
 
 The variants of the paper's Table II differ in `update` and `grouping` only.
 
-Algorithm 2 compares the staleness with the threshold before a client trains (line 15), so that no
-trained update is dropped: a stale update is mixed in like any other, and then the group's members,
-once all are idle, train from the same model (line 17). With ``stale=dropped`` the check is of the
-arrival, and a stale update is discarded (line 19).
+Algorithm 2 compares the staleness with the threshold (line 15) without saying whether this is
+before a client trains or after. We read it as before, so that no trained update is dropped: a stale
+update is mixed in like any other, and then the group's members, once all are idle, train from the
+same model (line 17). With ``stale=dropped``, the other reading, the check is of the arrival, and a
+stale update is discarded (line 19).
 
-Our readings where the paper is silent: updates that arrive after the window do not count; a client
-is idle while it waits for others before or after a synchronous update; the latency for the grouping
-is the expected one of pre-training (section IV-B3) in a simulation, and the measured one on real
-devices; a client that joins later pre-trains in its first window and joins the group whose mean
-direction has the largest cosine with its update; a synchronous update that the window ends is the
-mean of the members that have answered (``unfinished=dropped`` discards it).
+Further readings where the paper is silent: updates that arrive after the window do not count; a
+client is idle while it waits for others before or after a synchronous update; the latency for the
+grouping is the expected one of pre-training (section IV-B3) in a simulation, and the measured one
+on real devices; a client that joins later pre-trains in its first window and joins the group whose
+mean direction has the largest cosine with its update; a synchronous update that the window ends is
+the mean of the members that have answered (``unfinished=dropped`` discards it).
 """
 
 from __future__ import annotations

@@ -311,9 +311,9 @@ def answer_to(work: ClientWork) -> WorkResult:
 # -----------------------------------------------------------------------------
 # Quality of uploads: additional tests of a client, for reports only.
 #
-# Li and Zhu ("Client-Driven Federated Learning") test what a client uploads, "client before", and
-# the model that it gets in return, "client after", both on test data of the mixture that it was
-# trained on. The latter is measured at the client's next message.
+# Li and Zhu ("Towards Client Driven Federated Learning") test what a client uploads, "client
+# before", and the model that it gets in return, "client after", both on test data of the mixture
+# that it was trained on. The latter is measured at the client's next message.
 #
 # The tests, enabled by the setting ``scored``, do not change training.
 # -----------------------------------------------------------------------------

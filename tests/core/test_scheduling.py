@@ -1,4 +1,4 @@
-"""Dispatch policies, traced by hand: who works, what is given up, what is acted on together."""
+"""Schedulers, traced by hand: selection, time limits, and updates aggregated together."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_round_is_over_when_all_are_back() -> None:
     assert bench.work(3.0) == ["c0", "c1", "c2"]
 
 
-def test_who_has_more_to_do_works_again_in_the_same_round() -> None:
+def test_clients_with_more_work_work_again_in_the_same_round() -> None:
     left = {"c0": 2, "c1": 0}
 
     def again(client: str) -> bool:
@@ -67,7 +67,7 @@ def test_a_round_waits_for_greetings_and_for_someone_to_be_there() -> None:
     assert bench.policy.state.number == 0  # type: ignore[attr-defined]
 
 
-def test_who_has_never_answered_has_twenty_times_the_slowest_answer_of_anyone() -> None:
+def test_new_clients_have_twenty_times_the_slowest_answer() -> None:
     bench = Bench(InRounds(), 3)
     bench.work(0.0)
     assert bench.policy.wake_at() == math.inf
@@ -89,7 +89,7 @@ def second_round() -> Bench:
     return bench
 
 
-def test_who_has_answered_has_twice_what_it_or_half_of_all_have_needed() -> None:
+def test_clients_have_twice_their_longest_time_or_the_median() -> None:
     bench = second_round()
     # c0: 2 · max(1, median 3) = 6, c1: 2 · 3 = 6, c2: 2 · 5 = 10 s. The last of them counts.
     assert bench.answer("c1", 12.0) == []
@@ -135,7 +135,7 @@ def test_an_update_makes_up_for_all_that_was_given_up() -> None:
     assert bench.policy.wake_at() == 100.0
 
 
-def test_who_sits_out_takes_part_when_nobody_else_is_there() -> None:
+def test_a_back_off_ends_when_no_other_client_is_online() -> None:
     bench = second_round()
     bench.policy.state.backs_off_until["c1"] = 99  # type: ignore[attr-defined]
     bench.answer("c1", 11.0)
@@ -164,7 +164,7 @@ def test_what_comes_after_its_round_is_refused() -> None:
     assert bench.answer("c0", 18.0) == ["c1", "c2", "c0"]
 
 
-def test_a_round_does_not_wait_for_who_has_left() -> None:
+def test_a_round_does_not_wait_for_clients_that_left() -> None:
     bench = Bench(InRounds(), 3)
     bench.work(0.0)
     bench.answer("c0", 1.0)
@@ -181,7 +181,7 @@ def test_the_last_one_to_leave_ends_the_round() -> None:
     assert bench.leave("c1", 2.0) == ["c0"]
 
 
-def test_who_comes_back_while_its_round_runs_takes_part_in_it_again() -> None:
+def test_clients_that_return_during_their_round_take_part_again() -> None:
     bench = Bench(InRounds(), 3)
     bench.work(0.0)
     bench.answer("c0", 1.0)
@@ -192,7 +192,7 @@ def test_who_comes_back_while_its_round_runs_takes_part_in_it_again() -> None:
     assert bench.answer("c2", 4.0) == ["c0", "c1", "c2"]
 
 
-def test_who_was_taken_for_gone_but_answers_counts() -> None:
+def test_an_answer_of_a_client_presumed_offline_counts() -> None:
     bench = Bench(InRounds(), 2)
     bench.work(0.0)
     bench.leave("c0", 1.0)
@@ -213,7 +213,7 @@ def test_a_round_waits_for_participants_that_are_still_busy_with_something_else(
     assert bench.answer("c1", 3.0) == ["c0", "c1"]
 
 
-def test_a_round_does_not_wait_for_who_left_before_it_could_be_sent_work() -> None:
+def test_a_round_does_not_wait_for_clients_that_left_before_their_work() -> None:
     bench = Bench(InRounds(), 2)
     bench.idle.remove("c1")
     bench.work(0.0)
@@ -228,7 +228,7 @@ def test_a_share_of_the_clients_takes_part() -> None:
     assert first == sorted(first)
 
 
-def test_who_works_in_no_rounds_counts_none() -> None:
+def test_schedulers_without_rounds_count_none() -> None:
     assert EveryIdle().rounds is OnRequest().rounds is None
 
 
@@ -244,7 +244,7 @@ class Idling(FedAsync):
         return super().on_update(update)
 
 
-def test_what_a_method_reports_comes_after_the_update_that_gave_rise_to_it() -> None:
+def test_reports_of_a_method_follow_their_update() -> None:
     seen = run(Idling(), [Device(4.0)], updates=2)
     kinds = (events.UpdateApplied, events.Measured)
     assert [(type(e), e.time) for e in seen if isinstance(e, kinds)] == [
@@ -291,7 +291,7 @@ def test_a_round_waits_for_the_answers_to_what_was_asked_before_it() -> None:
     assert bench.policy.wake_at() == math.inf
 
 
-def test_nobody_is_asked_while_somebody_who_is_to_be_asked_is_being_tested() -> None:
+def test_queries_wait_for_clients_under_test() -> None:
     bench = Bench(InRounds(), 3)
     bench.idle.remove("c1")
     assert asked(bench, 5.0) == []
@@ -312,7 +312,7 @@ def test_nobody_is_asked_while_somebody_who_is_to_be_asked_is_being_tested() -> 
     assert bench.policy.wake_at() == 125.0
 
 
-def test_answers_are_waited_for_for_a_minute_and_asked_for_every_so_many_rounds() -> None:
+def test_queries_have_a_time_limit_and_an_interval() -> None:
     bench = Bench(InRounds(), 1)
     assert asked(bench, 0.0, every=2) == ["c0"]
     question(bench, "c0", 0)

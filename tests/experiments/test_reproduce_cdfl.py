@@ -12,8 +12,8 @@ TABLE1 = {
     4: "76.5 80.0 82.9 75.9 78.6 80.0 69.4",
     6: "76.8 78.8 81.8 76.0 76.1 76.9 69.7",
 }
-"""Li and Zhu, "Client-Driven Federated Learning", Table 1: accuracy in percent of CDFL before,
-after and at the clusters, of FedSoft-Async the same, and local."""
+"""Li and Zhu, "Towards Client Driven Federated Learning", Table 1: accuracy in percent of CDFL
+before, after and at the clusters, of FedSoft-Async the same, and local."""
 TABLE2 = {2: (0.5, 0.4, "3"), 3: (0.5, 0.25, "3"), 4: (0.5, 0.25, "7"), 6: (0.7, 0.2, "15")}
 """The same, Table 2: c1, c2 and A."""
 

@@ -1,4 +1,4 @@
-"""Sketches of what clients change: inner products come out, whatever the models that were sent."""
+"""Client embedding: inner products of changes from sketches, whichever models were sent."""
 
 from __future__ import annotations
 

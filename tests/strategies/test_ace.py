@@ -98,7 +98,7 @@ def test_running_statistics_are_averaged_and_never_extrapolated() -> None:
 
 
 @pytest.mark.parametrize("start", ["all", "seen"])
-def test_whether_everybody_is_waited_for_once(start: str) -> None:
+def test_the_first_step_waits_for_all_clients(start: str) -> None:
     seen = run_on(ACE(ACEParameters(start=start)), three_groups(), 40)
     applied = of(events.UpdateApplied, seen)
     first = [event.client for event in applied[:12]]

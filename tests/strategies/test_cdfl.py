@@ -292,7 +292,7 @@ def test_fedsoft_async_takes_a_share_of_nothing() -> None:
     assert soft.state.shares["c0"] == [1.0, 0.0]
 
 
-def test_fedsoft_async_keeps_each_version_that_somebody_holds_once() -> None:
+def test_fedsoft_async_keeps_each_held_version_once() -> None:
     soft = soft_async()
     assert sorted(soft.bases.vectors) == ["0/0", "1/0"]
     applied = soft.applied([upload("c0", 1.0, 0.0, shares=[0.8, 0.2])])[0]

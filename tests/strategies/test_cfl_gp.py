@@ -72,7 +72,7 @@ def test_the_criterion_may_stay_the_first() -> None:
     assert made.state.criterion == 0
 
 
-def test_groups_whose_number_nobody_knows() -> None:
+def test_an_unknown_number_of_groups_is_found() -> None:
     rng = np.random.default_rng(0)
     centres = 5.0 * np.eye(3, 6)
     profiles = np.vstack([centre + 0.1 * rng.normal(size=(4, 6)) for centre in centres])

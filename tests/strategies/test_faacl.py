@@ -177,7 +177,7 @@ def test_answers_of_no_use_are_refused(losses: Any, why: str) -> None:
     made.end(task)
 
 
-def test_who_does_not_answer_leaves_support_as_it_was() -> None:
+def test_a_client_without_an_answer_leaves_support_unchanged() -> None:
     made = bench(2)
     made.train(INIT)
     made.train(INIT)

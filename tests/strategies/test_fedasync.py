@@ -24,4 +24,5 @@ def test_a_fresh_update_may_have_a_staleness_of_one() -> None:
 
 @pytest.mark.parametrize(("rho", "settings"), [(0.0, {}), (0.05, {"proximal-mu": 0.05})])
 def test_the_proximal_term_of_clients(rho: float, settings: dict[str, float]) -> None:
-    assert FedAsync(rho=rho).request_for("c0").settings == settings
+    request = FedAsync(rho=rho).request_for("c0")
+    assert (request.client, request.settings) == ("c0", settings)

@@ -89,7 +89,7 @@ def drifted(**options: object) -> Bench:
     return made
 
 
-def test_a_new_model_is_nobody_elses_until_its_client_has_measured_again() -> None:
+def test_a_new_model_is_isolated_until_its_client_has_measured_again() -> None:
     made = drifted(ask_every=1)
     # c2 would have taken c1's model.
     assert homes(made.method) == {"c0": 0, "c1": 1, "c2": 2}
@@ -131,7 +131,7 @@ def test_scores_of_models_that_were_merged_meanwhile_are_those_of_the_merged_one
     assert homes(made.method) == {"c0": 0, "c1": 3, "c2": 3}
 
 
-def test_where_nobody_says_when_data_change_clients_measure_every_few_updates() -> None:
+def test_without_steps_clients_measure_every_few_updates() -> None:
     made = bench(ask_every=2)
     made.method.step_of = lambda client: None
     losses: list[float] = [0.1, 0.2, 0.5]

@@ -53,7 +53,7 @@ def test_responsibilities_by_hand() -> None:
     assert shares[:, 0] == pytest.approx([1 / 3, 2 / 3])
 
 
-def test_a_loss_that_is_not_finite_is_somebody_elses() -> None:
+def test_a_sample_with_an_infinite_loss_belongs_to_another_model() -> None:
     losses = np.array([[np.nan, 1.0], [1.0, np.inf]])
     shares = responsibilities(losses, np.array([0, 0]), np.array([0.5, 0.5]), np.ones((2, 1)))
     assert shares.tolist() == [[0.0, 1.0], [1.0, 0.0]]
@@ -115,7 +115,7 @@ def test_a_round_by_hand() -> None:
     assert made._next_model("c0") == 0
 
 
-def test_who_has_assigned_nothing_takes_no_part() -> None:
+def test_clients_without_responsibilities_take_no_part() -> None:
     made = made_of(3)
     made.on_answer(answer("c1", [[5, 0], [0, 5]]))
     online = list(made.progress.fleet.clients.values())

@@ -122,7 +122,7 @@ def test_in_a_small_fleet_clusters_draw_different_clients() -> None:
     assert after_a_round(soft(15), 15) > 0.0
 
 
-def test_drawing_everybody_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_drawing_all_clients_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     soft(drawn=15).check(16)
     soft().check(5)

@@ -252,7 +252,7 @@ def test_label_counts_that_cannot_be_are_refused(
     assert plain(strategy.state_dict()) == before
 
 
-def test_clients_that_say_no_label_counts_are_asked_three_times_and_hold_nobody_up() -> None:
+def test_clients_without_label_counts_are_queried_three_times_and_delay_no_other() -> None:
     strategy = FlexCFL(FlexCFLParameters(groups=3))
     # Their app knows no such work: it answers, but has no counts.
     seen = run_on(strategy, three_groups(), 120)

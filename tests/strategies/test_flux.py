@@ -126,7 +126,7 @@ def test_groups_and_a_newcomer_without_labels_by_hand() -> None:
     assert homes(made)["c5"] == of["c0"]
 
 
-def test_who_has_another_number_of_classes_is_left_out() -> None:
+def test_clients_with_another_number_of_classes_are_left_out() -> None:
     made = ready(3)
     made.on_answer(answer("c0", DESCRIPTORS, {DESCRIPTORS: np.zeros((9, 2, 1), np.float32)}))
     made.on_answer(described("c1", 0, 0))

@@ -41,7 +41,7 @@ def test_t_is_a_round_or_a_hundredth_of_an_update() -> None:
     assert own.threshold() == pytest.approx(0.979700, abs=1e-6)
 
 
-def test_t_counts_those_who_take_part_in_a_round() -> None:
+def test_t_counts_the_participants_of_a_round() -> None:
     # A quarter of 10 clients are 2: 1,000 updates come in 500 rounds, and α* ends at 1 − 0.15 e^−4.
     strategy = with_clients(ICFL(ICFLParameters(fraction=0.25)), 10)
     strategy.planned_updates, strategy.scheduling.state.number = 1000, 500

@@ -163,7 +163,7 @@ def test_a_newcomer_is_placed_by_the_same_landmarks_after_the_run_is_resumed() -
     assert homes(restored) == homes(strategy)
 
 
-def test_a_newcomer_finds_its_cluster_though_all_who_stood_for_it_have_gone() -> None:
+def test_a_newcomer_finds_its_cluster_without_its_landmarks() -> None:
     strategy = two_groups()
     for client in ("c6", "c7"):
         strategy.on_join(Client(client, 10))

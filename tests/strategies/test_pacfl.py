@@ -99,7 +99,7 @@ def _task() -> InFlight:
     return InFlight(0, "c0", 0, 0, 0, sent_at=0.0, bytes_down=0, kind=PRINCIPAL_DIRECTIONS)
 
 
-def test_who_lies_about_the_size_of_samples_is_left_out() -> None:
+def test_clients_that_lie_about_the_size_of_samples_are_left_out() -> None:
     made = with_clients(PACFL(), 3)
     made.on_answer(answer("c0", np.eye(5, 1, dtype=np.float32)))
     made.on_answer(answer("c1", column(0)))

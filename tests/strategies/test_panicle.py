@@ -71,7 +71,7 @@ def test_four_clients_of_four_kinds_are_four_clusters() -> None:
     assert len(probed(kinds).models) == 4
 
 
-def test_without_clustering_nobody_is_probed() -> None:
+def test_without_clustering_no_client_is_probed() -> None:
     strategy = fleet(2, clustering=False)
     assert strategy.request_for("c0").arrays == {}
 
@@ -168,7 +168,7 @@ def test_where_the_updates_of_many_suddenly_grow_all_are_probed() -> None:
     assert partition_of(strategy) == [["c0", "c4", "c5"], ["c1", "c2", "c3"]]
 
 
-def test_without_drift_sudden_growth_calls_nobody() -> None:
+def test_without_drift_sudden_growth_calls_no_client() -> None:
     strategy = two_groups(drift=False)
     for client in ("c0", "c3"):
         grow(strategy, client)

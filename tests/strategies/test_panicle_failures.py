@@ -84,7 +84,7 @@ def test_a_small_fleet_does_not_wait_for_ever_for_a_client_that_is_silent() -> N
     assert partition_of(strategy) == [["c0"], ["c1"], ["c2"], ["c3"]]
 
 
-def test_clusters_form_when_who_was_waited_for_has_gone() -> None:
+def test_clusters_form_when_the_last_unsettled_client_has_left() -> None:
     strategy = fleet(4)
     for client, direction in {"c0": EAST, "c1": NORTH, "c2": WEST}.items():
         probe(strategy, client, *direction)
@@ -104,7 +104,7 @@ def test_clients_with_fewer_samples_than_a_mini_batch(tmp_path: Path) -> None:
     assert summary["updates"] == 40
 
 
-def test_who_had_no_place_when_clusters_were_given_up_is_in_the_one_that_is_left() -> None:
+def test_unplaced_clients_join_the_only_cluster_left() -> None:
     strategy = fleet(9)
     kinds = {f"c{i}": EAST if i < 4 else NORTH for i in range(8)}
     for _ in range(2):

@@ -57,13 +57,13 @@ _MOST = 100_000
 
 GAP = MeasureSchema(
     "gap",
-    "largest eigengap of a cluster, and the least one that splits it",
+    "largest eigengap of a cluster",
     ("cluster", "gap", "needed"),
     value="gap",
     summary="none",
     figure="points",
 )
-"""One event per computation of a cluster's eigengaps."""
+"""One event per computation of a cluster's eigengaps, with the gap beyond which it is split."""
 SPLITS = MeasureSchema("splits", "splits", ("explanation",), summary="last", figure="none")
 """Why there are as many clusters as there are."""
 
@@ -480,7 +480,7 @@ class CASA(Method):
         self._measure(SPLITS, explanation=self._explanation())
 
     def _note_gap(self, k: int, attempt: Attempt) -> None:
-        """Report the eigengap of a cluster; the one nearest to a split explains the clusters."""
+        """Report a cluster's eigengap, and explain the clusters if it is nearest to a split."""
         self._measure(GAP, cluster=k, gap=attempt.gap, needed=attempt.needed)
         nearest = self.state.attempt
         if attempt.gap * nearest.needed > nearest.gap * attempt.needed:

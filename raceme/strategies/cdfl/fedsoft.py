@@ -242,8 +242,8 @@ def importance_of(losses: NDArray[np.float32], smoothing: float) -> Shares:
 # -----------------------------------------------------------------------------
 # FedSoft-Async: CDFL with mixtures that clients estimate themselves, with all cluster models.
 #
-# The baseline of Li and Zhu, "Client-Driven Federated Learning" (CDFL), after FedSoft (Ruan and
-# Joe-Wong, AAAI 2022). A client receives all K cluster models. α are the shares of its present
+# The baseline of Li and Zhu, "Towards Client Driven Federated Learning" (CDFL), after FedSoft (Ruan
+# and Joe-Wong, AAAI 2022). A client receives all K cluster models. α are the shares of its present
 # samples on which each has the lowest loss. It trains the mixture Σ α_k w_k with CDFL's objective,
 # and uploads the result with α. The server aggregates as in CDFL, without proxy sets.
 #

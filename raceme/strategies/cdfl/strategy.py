@@ -1,7 +1,7 @@
 """CDFL: client-driven uploads, answered with a personalized mixture of cluster models.
 
-Li and Zhu, "Client-Driven Federated Learning" (CDFL). The server has K cluster models w_k, and a
-proxy set D_k of each cluster's distribution. A client's data are a changing mixture of the
+Li and Zhu, "Towards Client Driven Federated Learning" (CDFL). The server has K cluster models w_k,
+and a proxy set D_k of each cluster's distribution. A client's data are a changing mixture of the
 distributions; at a time of its choice it uploads a model v, trained from the received model u with
 the proximal term ρ/2 ‖v − u‖². Each upload is one epoch t:
 

@@ -1,4 +1,4 @@
-"""Evidence of groups: silhouettes on an absolute scale, for fleets of any size."""
+"""Silhouette scores on an absolute scale, for fleets of any size."""
 
 import numpy as np
 import pytest

@@ -42,7 +42,7 @@ def test_members_of_a_window_work_again_and_again_until_it_ends() -> None:
         bench.answer("c1", 13.0, late)
 
 
-def test_a_window_begins_when_greetings_are_over_and_somebody_is_there() -> None:
+def test_a_window_begins_after_greetings_with_a_client_online() -> None:
     bench = Bench(InWindows(10.0, two_first), 1)
     assert bench.work(0.0, greeting=True) == []
     bench.leave("c0", 0.0)
@@ -133,7 +133,7 @@ def test_a_group_that_is_to_gather_waits_until_all_are_free_and_then_updates_onc
     assert waits.seen == [("c0", 1, 6.0), ("c1", 1, 4.0), ("c2", 1, 0.0), ("c3", 1, 0.0)]
 
 
-def test_who_is_lost_or_gone_is_not_waited_for() -> None:
+def test_a_synchronous_update_does_not_wait_for_lost_clients() -> None:
     policy = InWindows(20.0, everybody, lambda client: 0, together=True)
     bench = Bench(policy, 3)
     bench.work(0.0)
@@ -152,7 +152,7 @@ def test_who_is_lost_or_gone_is_not_waited_for() -> None:
     assert bench.work(2.0) == ["c0"]
 
 
-def test_a_budget_in_which_nobody_is_ever_done_is_hopeless(
+def test_a_budget_without_any_finished_update_is_hopeless(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     policy = InWindows(2.0, everybody)
@@ -230,6 +230,6 @@ def test_an_evaluation_at_the_end_of_every_second_window() -> None:
     assert tested == [(0.0, 0), (20.0, 4), (40.0, 8), (50.0, 10)]
 
 
-def test_windows_in_which_nobody_is_done_are_not_tested() -> None:
+def test_windows_without_updates_are_not_tested() -> None:
     seen = run(Windowed(), [Device(12.0)], updates=0, max_rounds=2, eval_rounds=1)
     assert [e.time for e in seen if isinstance(e, events.Evaluated)] == [0.0]

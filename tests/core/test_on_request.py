@@ -276,7 +276,7 @@ def test_a_client_that_asks_too_soon_waits_which_is_said_once_and_counted(
     ]
 
 
-def test_who_is_patient_is_not_made_to_wait() -> None:
+def test_a_patient_client_does_not_wait() -> None:
     bench = Bench(OnRequest(RequestParameters(least_seconds=5.0), next_request=every(5.0)), 1)
     bench.work(0.0)
     assert bench.work(5.0) == ["c0"]

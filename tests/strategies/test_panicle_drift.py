@@ -1,4 +1,4 @@
-"""What is a suddenly long update, and when those of some speak for all."""
+"""Panicle's drift detector: sudden updates of one client, and of many."""
 
 import pytest
 from probing import fleet
@@ -42,7 +42,7 @@ def test_of_few_clients_two_speak_for_all() -> None:
     assert called(startled(4, 100, 101)) == 4
 
 
-def test_who_was_probed_since_is_not_called_again() -> None:
+def test_clients_probed_since_are_not_called_again() -> None:
     strategy = startled(4, 100)
     strategy._watch("c3").probed = 100
     strategy.progress.updates = 101

@@ -1,4 +1,4 @@
-"""When clusters are split, merged, or left as they are."""
+"""Partitions of clients: when clusters are split, merged, or kept."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def test_the_overlap_of_labels() -> None:
     assert overlap(np.array([3.0, 0.0]), np.array([0.0, 1.0])) == 0.0
 
 
-def test_whoever_counts_its_labels_first_does_not_speak_for_all() -> None:
+def test_the_first_label_counts_do_not_decide_their_number() -> None:
     start = ColdStart(np.zeros(2, np.float32))
     assert start.usual_labels("liar", 3) == 3
     start.count("liar", [9, 0, 1], 10, 0.2)

@@ -1,4 +1,4 @@
-"""From the clusters that there are to the groups that there should be."""
+"""Reassignment of clients from their clusters to the groups that were found."""
 
 import numpy as np
 from hypothesis import given

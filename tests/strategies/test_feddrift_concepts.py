@@ -27,7 +27,7 @@ def test_a_model_that_does_better_on_others_data_is_not_nearer_than_zero() -> No
     assert cluster_distances(np.array([[0.5, 0.1], [0.2, 0.6]])).tolist() == [[0, 0], [0, 0]]
 
 
-def test_what_nobody_has_measured_is_infinitely_far() -> None:
+def test_an_unmeasured_distance_is_infinite() -> None:
     losses = np.array([[0.1, np.nan, 0.1], [0.1, 0.1, 0.1], [0.1, 0.1, np.nan]])
     far = np.inf
     assert cluster_distances(losses).tolist() == [[0, far, far], [far, 0, far], [far, far, 0]]
@@ -107,7 +107,7 @@ def test_mean_losses_by_hand() -> None:
     assert np.isnan(concepts.mean_losses([0, 7])[1]).all()
 
 
-def test_nobody_else_takes_an_isolated_model() -> None:
+def test_no_other_client_takes_an_isolated_model() -> None:
     concepts = Concepts(isolated={1: 2})
     concepts.take("c0", {0: {0: 0.5, 1: 0.1}}, there=[0, 1])
     assert concepts.best("c0", 0, own=0) == (0, 0.5)
