@@ -358,7 +358,9 @@ def _chosen(
             )
         cluster = numbers[0]
     if cluster not in numbers:
-        raise UserError(f"{_fate(record, cluster)} There are {', '.join(map(str, numbers))}.")
+        raise UserError(
+            f"{_why_no_model(record, cluster)} There are {', '.join(map(str, numbers))}."
+        )
     about["cluster"] = cluster
     name = name or f"cluster-{cluster}"
     if cluster not in versions:
@@ -371,7 +373,7 @@ def _chosen(
         raise UserError(f"{versions[cluster].file} cannot be read: {error}. Try again.") from None
 
 
-def _fate(record: RunRecord, cluster: int) -> str:
+def _why_no_model(record: RunRecord, cluster: int) -> str:
     """Return what became of a cluster that has no model."""
     for event in record.changes:
         if cluster in event.gone:

@@ -288,7 +288,7 @@ def _client_names(config: RunConfig) -> Sequence[str]:
     return names or numbered(config.num_clients)
 
 
-_TOLD = ("raceme", "raceme.run", "raceme.defaults")
+_LOGGERS = ("raceme", "raceme.run", "raceme.defaults")
 """Loggers whose warnings are events of the run; those of the machine have other ones."""
 
 
@@ -311,7 +311,7 @@ class RunWarnings(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Keep a warning; errors concern files and the machine."""
         text = one_line(record.getMessage())
-        if record.levelno == self.level and record.name in _TOLD and text not in self.known:
+        if record.levelno == self.level and record.name in _LOGGERS and text not in self.known:
             self.texts[text] = None
 
     def take(self, time: float) -> Iterator[Warned]:

@@ -59,7 +59,7 @@ Table = dict[str, list[Any]]
 """Columns by name, all of one length."""
 
 
-_TOLD: Mapping[type[Any], tuple[str, Mapping[str, str]]] = {
+_ROW_EVENTS: Mapping[type[Any], tuple[str, Mapping[str, str]]] = {
     events.UpdateApplied: (
         "updates",
         {
@@ -102,7 +102,7 @@ class Columns(EventHandler):
 
     def __init__(self, most_scores: int) -> None:
         self._most_scores = most_scores
-        self._told_scores = 0
+        self._sent_scores = 0
         self._evaluations = 0
         self._numbers: dict[str, dict[str, int]] = {"clients": {}, "reasons": {}, "measures": {}}
         self._summary = RunSummary()
@@ -114,13 +114,13 @@ class Columns(EventHandler):
         self._tables: defaultdict[str, Table] = defaultdict(lambda: defaultdict(list))
         self._ending: dict[str, Any] | None = None
         self._clusters: tuple[int, float | None] | None = None
-        self._on_devices, self._said_devices = False, False
+        self._on_devices, self._sent_clock = False, False
 
     def observe(self, event: Event) -> None:
         """Process an event."""
         self._summary.observe(event)
-        if type(event) in _TOLD:
-            table, columns = _TOLD[type(event)]
+        if type(event) in _ROW_EVENTS:
+            table, columns = _ROW_EVENTS[type(event)]
             told = {name: self._field(of, getattr(event, of)) for name, of in columns.items()}
             if isinstance(event, events.UpdateApplied):
                 sent, cluster = event.dispatched_at, event.cluster
@@ -134,12 +134,12 @@ class Columns(EventHandler):
 
     def on_client_joined(self, event: events.ClientJoined) -> None:
         """Send that a client is online, with its data."""
-        client, group = self._client(event.client), _told(event.group)
+        client, group = self._client(event.client), _shown(event.group)
         self._add("presence", event.time, client=client, online=1)
         self._add("greetings", event.time, client=client, examples=event.num_examples, group=group)
         if event.labels:
             self._add("labels", event.time, client=client, text=event.labels)
-        self._tell_clusters(event.time)
+        self._send_clusters(event.time)
 
     def on_client_left(self, event: events.ClientLeft) -> None:
         """Send that a client is offline."""
@@ -153,7 +153,7 @@ class Columns(EventHandler):
         for name, value in event.values.items():
             if isinstance(value, Mapping):
                 key = self._client if schema.per == "client" else int
-                values[name] = [(key(of), _told(item)) for of, item in value.items()]
+                values[name] = [(key(of), _shown(item)) for of, item in value.items()]
             else:
                 values[name] = self._field(name, value)
         self._add(f"measure_{event.name}", event.time, updates=int(event.updates), **values)
@@ -180,7 +180,7 @@ class Columns(EventHandler):
             if group != self._membership.groups.get(client):
                 self._add("groups", event.time, client=self._client(client), group=int(group))
         self._membership.observe(event)
-        self._tell_clusters(event.time)
+        self._send_clusters(event.time)
 
     def on_clusters_changed(self, event: events.ClustersChanged) -> None:
         """Send the change and the moved clients."""
@@ -207,7 +207,7 @@ class Columns(EventHandler):
                 cluster=-1 if placed.home is None else int(placed.home),
                 weights=weights if len(weights) > 1 else None,
             )
-        self._tell_clusters(event.time)
+        self._send_clusters(event.time)
 
     def on_run_ended(self, event: events.RunEnded) -> None:
         """Keep time, updates and reason of the end for browsers."""
@@ -241,9 +241,9 @@ class Columns(EventHandler):
             self._epochs = []
         if found:
             found["now"] = self.now
-        if self._on_devices and not self._said_devices:
+        if self._on_devices and not self._sent_clock:
             # Only real devices state their own times.
-            self._said_devices = True
+            self._sent_clock = True
             found["clock"] = "time"
         if "evaluations" in found:
             measure = self.measure
@@ -278,21 +278,21 @@ class Columns(EventHandler):
             return -1 if value is None else self._client(value)
         if name == "reason":
             return self._numbered("reasons", value, text=value)
-        return _seconds(value) if name == "dispatched_at" else _told(value)
+        return _seconds(value) if name == "dispatched_at" else _shown(value)
 
     def _scores(self, accuracies: Mapping[str, float]) -> str | None:
         """Return the clients' accuracies as 32-bit floats in base64, in the order of numbers."""
         self._evaluations += 1
-        stride = 1 + self._told_scores // max(1, self._most_scores)
+        stride = 1 + self._sent_scores // max(1, self._most_scores)
         if not accuracies or (self._evaluations - 1) % stride:
             return None
         numbers = [self._client(client) for client in accuracies]
         column = np.full(len(self._numbers["clients"]), np.nan, "<f4")
         column[numbers] = list(accuracies.values())
-        self._told_scores += len(column)
+        self._sent_scores += len(column)
         return base64.b64encode(column.tobytes()).decode()
 
-    def _tell_clusters(self, time: float) -> None:
+    def _send_clusters(self, time: float) -> None:
         """Send changes of the number of clusters and purity."""
         clusters = self._summary.clusters, self._summary.purity()
         if clusters != self._clusters:
@@ -303,14 +303,14 @@ class Columns(EventHandler):
 def _laid(epoch: Epoch) -> dict[str, Any]:
     """Return the places of streams for the page."""
     bands = [(int(k), _short(top), _short(height)) for k, (top, height) in epoch.bands.items()]
-    flows = [tuple(_told(value) for value in flow) for flow in epoch.flows]
+    flows = [tuple(_shown(value) for value in flow) for flow in epoch.flows]
     return {"time": _seconds(epoch.time), "bands": bands, "flows": flows}
 
 
-def _told(value: Any) -> Any:
+def _shown(value: Any) -> Any:
     """Return a measured value for the page."""
     if isinstance(value, tuple | list):
-        return [_told(item) for item in value]
+        return [_shown(item) for item in value]
     value = value.item() if hasattr(value, "item") else value
     return _short(value) if isinstance(value, float) else value
 
@@ -374,7 +374,7 @@ class FolderSource(ABC):
         if self.trouble:
             raise UserError(self.trouble)
 
-    def _tell(self, piece: Mapping[str, Any]) -> None:
+    def _send(self, piece: Mapping[str, Any]) -> None:
         if piece:
             self.pieces.append(as_json(piece))
 
@@ -421,14 +421,14 @@ class RunSource(FolderSource):
         self._positions = PositionsReader(self.folder)
         self._placed: dict[str, int] = {}
         self._flat: dict[str, Sequence[float]] = {}
-        self._snapshots, self._told_positions = 0, 0
+        self._snapshots, self._sent_positions = 0, 0
 
     def poll(self) -> bool:
         """Read new events; return whether there are more."""
         # Checked first, so that the end of a run is never missed.
         is_stopped = not has_writer(self.folder)
         try:
-            self._tell_files()
+            self._send_files()
             reading = self._follower.read()
         except UserError as error:
             self.trouble = str(error)
@@ -437,69 +437,69 @@ class RunSource(FolderSource):
         if reading.restarted:
             self.generation, self.pieces = _new_generation(), []
             self._begin()
-            self._tell_files()
+            self._send_files()
         for event in reading.events:
             self._columns.observe(event)
         is_stopped &= CONFIG in self._stamps and not reading.more
-        self._tell(self._columns.take(is_stopped))
+        self._send(self._columns.take(is_stopped))
         if reading.more != self._is_behind:
             self._is_behind = reading.more
-            self._tell({"loading": reading.more})
+            self._send({"loading": reading.more})
         if is_stopped != self._is_stopped:
             self._is_stopped = is_stopped
-            self._tell({"stopped": is_stopped})
+            self._send({"stopped": is_stopped})
         return reading.more
 
-    def _tell_files(self) -> None:
+    def _send_files(self) -> None:
         """Send new files besides the store."""
         if self._is_new(CONFIG):
             config = read_toml(self.folder / CONFIG)
             names = ("strategy", "dataset", "seed", "max-updates", "max-time", "target-accuracy")
             told = {name: config.get(name) for name in names}
-            self._tell({"run": {"name": self.folder.name, **told}})
+            self._send({"run": {"name": self.folder.name, **told}})
         if self._is_new(CONTROL):
             # A server for real devices; later their updates say so.
-            self._tell({"clock": "time"})
+            self._send({"clock": "time"})
         if self._is_new(SUMMARY):
             try:
-                self._tell({"summary": parse_json(read_text(self.folder / SUMMARY))})
+                self._send({"summary": parse_json(read_text(self.folder / SUMMARY))})
             except ReadingError as error:
                 raise UserError(f"{self.folder / SUMMARY} is damaged: {error}.") from None
         if self._is_new(ERROR):
             # The last line of a traceback has the error.
             lines = read_text(self.folder / ERROR).strip().splitlines()
-            self._tell({"failure": lines[-1] if lines else "no reason given"})
+            self._send({"failure": lines[-1] if lines else "no reason given"})
         for name, piece in ((SUMMARY, "summary"), (ERROR, "failure")):
             if name in self._stamps and not (self.folder / name).exists():
                 # The run has been resumed.
                 del self._stamps[name]
-                self._tell({piece: None})
+                self._send({piece: None})
         for snapshot in self._positions.read():
             self._snapshots += 1
-            stride = 1 + self._told_positions // self._most_positions
+            stride = 1 + self._sent_positions // self._most_positions
             if (self._snapshots - 1) % stride == 0:
-                self._tell_snapshot(snapshot, lasting=False)
+                self._send_snapshot(snapshot, lasting=False)
         if self._is_new(SIMILARITY) and not self._snapshots:
-            self._tell_similarity()
+            self._send_similarity()
         if self._is_new(WALL_TIMES):
             rows = read_wall_times(self.folder)[self._walls :]
             if rows:
                 self._walls += len(rows)
                 times, walls = (list(column) for column in zip(*rows, strict=True))
-                self._tell({"walls": {"time": times, "wall": walls}})
+                self._send({"walls": {"time": times, "wall": walls}})
 
-    def _tell_similarity(self) -> None:
+    def _send_similarity(self) -> None:
         """Send client positions from the method's final similarity."""
         found = read_similarity(self.folder)
         if found is not None and len(found.clients):
             points = steps_of(positions(found.matrix))
-            self._tell_snapshot(Snapshot(self._columns.now, found.clients, points), lasting=True)
+            self._send_snapshot(Snapshot(self._columns.now, found.clients, points), lasting=True)
 
-    def _tell_snapshot(self, snapshot: Snapshot, *, lasting: bool) -> None:
+    def _send_snapshot(self, snapshot: Snapshot, *, lasting: bool) -> None:
         """Send client positions from a time on, or for all times."""
         new = [client for client in snapshot.clients if client not in self._placed]
         self._placed |= {name: len(self._placed) + index for index, name in enumerate(new)}
-        self._told_positions += len(snapshot.clients)
+        self._sent_positions += len(snapshot.clients)
         flat = flattened(snapshot.points / SCALE, snapshot.clients, self._flat)
         self._flat.update(zip(snapshot.clients, flat.tolist(), strict=True))
         frame = {
@@ -509,7 +509,7 @@ class RunSource(FolderSource):
             "clients": [self._placed[client] for client in snapshot.clients],
             "points": base64.b64encode(steps_of(flat).tobytes()).decode(),
         }
-        self._tell({"frame": frame})
+        self._send({"frame": frame})
 
     def _is_new(self, name: str) -> bool:
         stamp = file_stamp(self.folder / name)
@@ -584,7 +584,7 @@ class ComparisonSource(FolderSource):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         title = {"title": folder.name, "name": folder.name}
-        self._tell({"run": title, "comparison": {}})
+        self._send({"run": title, "comparison": {}})
         self._runs: dict[str, _Curve] = {}
 
     def found(self) -> dict[str, Path]:
@@ -613,7 +613,7 @@ class ComparisonSource(FolderSource):
                 told[name] = news
         self.trouble = troubles[0] if troubles else ""
         if told:
-            self._tell({"comparison": told})
+            self._send({"comparison": told})
         return more
 
 

@@ -22,7 +22,22 @@ export function positionOn(run, axis, time) {
   return time / timeUnit(run.end)[0];
 }
 
-export function xLabelOf(run, axis) {
+/** Return what all charts over the axis of the board have: label, range, marks and the moment. */
+export function overAxis({ run, axis }, moment) {
+  return {
+    xLabel: xLabelOf(run, axis),
+    range: () => [0, positionOn(run, axis, run.end) || 1],
+    marks: marksOf(run, axis),
+    until: positionOn(run, axis, moment.time),
+  };
+}
+
+/** Return the range of an axis of accuracies, or of errors. */
+export function scoreRange({ isError }) {
+  return (_, low, high) => (isError ? [0, (high ?? 1) * 1.05] : [0, 1]);
+}
+
+function xLabelOf(run, axis) {
   if (axis === "updates") return "updates";
   if (axis === "wall") return "wall time (s)";
   return `${run.clock} (${timeUnit(run.end)[1]})`;
@@ -39,7 +54,7 @@ export function wallTime(run, time) {
 }
 
 /** Return the marks of drifts, splits and merges on an axis. */
-export function marksOf(run, axis) {
+function marksOf(run, axis) {
   const marks = [];
   const { drifts, changes } = run.tables;
   let last = null;

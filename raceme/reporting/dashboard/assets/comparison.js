@@ -1,5 +1,6 @@
 // The page of a comparison: all methods' curves side by side, and a table that fills in.
 
+import { scoreRange } from "./axis.js";
 import { Chart } from "./chart.js";
 import { onTheme, seriesLook } from "./colours.js";
 import { panel } from "./panel.js";
@@ -142,7 +143,7 @@ export class ComparisonBoard {
       lines: lines.length ? lines : [{ key: "", name: "nothing yet", values: [undefined, undefined] }],
       xLabel: this.axis === "updates" ? "updates" : `time of the run (${unit})`,
       yLabel: this.run.measure.label,
-      yRange: (_, low, high) => (this.run.measure.isError ? [0, (high ?? 1) * 1.05] : [0, 1]),
+      yRange: scoreRange(this.run.measure),
     });
     this.fill(listed);
   }

@@ -16,7 +16,7 @@ export class Moment {
     this.updates = new Int32Array(size);
     this.rejected = new Int32Array(size);
     this.staleness = new Float64Array(size);
-    this.heard = new Float64Array(size).fill(-1);
+    this.lastUpdate = new Float64Array(size).fill(-1);
     this.excluded = new Uint8Array(size);
     this.accuracy = null;
     this.evaluation = -1;
@@ -38,7 +38,7 @@ export class Moment {
       const client = table.client[row];
       this.updates[client] += 1;
       this.staleness[client] += table.staleness[row];
-      this.heard[client] = table.time[row];
+      this.lastUpdate[client] = table.time[row];
     });
     this.refused = this.each("rejections", (table, row) => {
       this.rejected[table.client[row]] += 1;

@@ -2,7 +2,7 @@
 
 import { Chart } from "../chart.js";
 import { clusterDash, clusterColour, isDark, named } from "../colours.js";
-import { marksOf, positionOn, xLabelOf, xOf } from "../axis.js";
+import { overAxis, scoreRange, xOf } from "../axis.js";
 import { panel } from "../panel.js";
 
 const MOST_CLUSTERS = 16;
@@ -25,17 +25,8 @@ export class AccuracyPanel {
       this.x = xOf(run, axis, table);
       this.lines = this.linesOf(run, table);
     }
-    const end = positionOn(run, axis, run.end);
-    this.chart.draw({
-      x: this.x,
-      lines: this.lines,
-      xLabel: xLabelOf(run, axis),
-      yLabel: run.measure.label,
-      range: () => [0, positionOn(run, axis, run.end) || 1],
-      yRange: (_, low, high) => (run.measure.isError ? [0, (high ?? 1) * 1.05] : [0, 1]),
-      marks: marksOf(run, axis),
-      until: moment.time >= run.end ? end : positionOn(run, axis, moment.time),
-    });
+    this.chart.draw({ x: this.x, lines: this.lines, ...overAxis(this.board, moment),
+      yLabel: run.measure.label, yRange: scoreRange(run.measure) });
   }
 
   linesOf(run, table) {

@@ -15,7 +15,7 @@ const COLUMNS = [
   { key: "updates", head: "updates" },
   { key: "rejected", head: "rejected" },
   { key: "staleness", head: "mean staleness" },
-  { key: "heard", head: "last update" },
+  { key: "lastUpdate", head: "last update" },
   { key: "accuracy", head: "accuracy" },
 ];
 
@@ -184,7 +184,7 @@ export class ClientsPanel {
   text(client, key) {
     const value = this.value(client, key);
     if (key === "state") return value;
-    if (key === "heard") return value === null ? "–" : timeText(value, this.board.run.end);
+    if (key === "lastUpdate") return value === null ? "–" : timeText(value, this.board.run.end);
     if (key === "accuracy") return number(value, 3);
     if (key === "staleness") return number(value, 1);
     return number(value);

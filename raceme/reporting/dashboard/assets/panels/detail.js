@@ -1,7 +1,7 @@
 // One client's or one cluster's own history, beside the page.
 
 import { Chart } from "../chart.js";
-import { positionOn, xLabelOf } from "../axis.js";
+import { overAxis, scoreRange, xOf } from "../axis.js";
 import { clusterColour, named } from "../colours.js";
 import { make, nameElement, number, reasonText, refill, timeText } from "../words.js";
 import { updatesOf } from "./devices.js";
@@ -166,18 +166,11 @@ export class DetailPanel {
   show(line, moment) {
     const { run, axis } = this.board;
     const table = run.tables.evaluations;
-    const x = (table.time ?? []).map((time) => positionOn(run, axis, time));
     const mean = { key: "mean", name: "mean of the clients", colour: named("muted"), width: 1.2,
       values: table.accuracy ?? [] };
-    this.chart.draw({
-      x,
-      lines: [mean, line],
-      xLabel: xLabelOf(run, axis),
-      yLabel: run.measure.label,
-      range: () => [0, Math.max(positionOn(run, axis, run.end), 1e-9)],
-      yRange: (_, low, high) => (run.measure.isError ? [0, (high ?? 1) * 1.05] : [0, 1]),
-      until: positionOn(run, axis, moment.time),
-    });
+    this.chart.draw({ x: xOf(run, axis, table), lines: [mean, line],
+      ...overAxis(this.board, moment), yLabel: run.measure.label,
+      yRange: scoreRange(run.measure) });
   }
 }
 

@@ -19,8 +19,8 @@ export class HappeningsPanel {
     const { run } = this.board;
     if (this.revision !== run.revision) {
       this.revision = run.revision;
-      this.told = told(run);
-      const shown = this.told.slice(-MOST);
+      this.events = eventsOf(run);
+      const shown = this.events.slice(-MOST);
       const lines = shown.reverse().map((one) => this.line(one, moment));
       if (!lines.length) lines.push(make("li", { class: "note" }, "Nothing yet."));
       refill(this.list, ...lines);
@@ -42,7 +42,7 @@ export class HappeningsPanel {
 }
 
 /** Return what happened, in order of time: drifts, and changes of clusters but for the first. */
-function told(run) {
+function eventsOf(run) {
   const { drifts, changes } = run.tables;
   const found = [];
   for (let row = 0; row < drifts.rows; ) {

@@ -44,7 +44,7 @@ export class MapPanel {
     const byLikeness = Boolean(frame) && this.alike.checked;
     this.groupsLabel.hidden = !moment.group.some((group) => group >= 0);
     this.note.textContent = byLikeness ? this.said(frame) :
-      "Each disc is a cluster; dots move with their clients.";
+      "Each disc is a cluster.";
     const places = byLikeness ? this.likeness(frame) : this.discs(moment);
     this.paint(places, moment);
   }

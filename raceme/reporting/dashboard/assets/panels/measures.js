@@ -1,6 +1,6 @@
 // What only the method measures: a chart of each measure, or a table where values are no numbers.
 
-import { marksOf, positionOn, xLabelOf, xOf } from "../axis.js";
+import { overAxis, xOf } from "../axis.js";
 import { Chart } from "../chart.js";
 import { clusterColour, isDark, named, seriesLook } from "../colours.js";
 import { note, panel } from "../panel.js";
@@ -64,15 +64,8 @@ export class MeasuresPanel {
       part.x = rows.map(([row]) => x[row]);
       part.lines = this.linesOf(schema, rows.map((found) => found.flatMap((row) => items[row])));
     }
-    part.chart.draw({
-      x: part.x,
-      lines: part.lines,
-      xLabel: xLabelOf(run, axis),
-      yLabel: schema.of ? `share of the ${schema.of}` : schema.unit || schema.value,
-      range: () => [0, Math.max(positionOn(run, axis, run.end), 1e-9)],
-      marks: marksOf(run, axis),
-      until: positionOn(run, axis, moment.time),
-    });
+    part.chart.draw({ x: part.x, lines: part.lines, ...overAxis(this.board, moment),
+      yLabel: schema.of ? `share of the ${schema.of}` : schema.unit || schema.value });
   }
 
   /** Return a line for each key; of very many, and of several values at a time, mean and largest. */
