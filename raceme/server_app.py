@@ -41,6 +41,15 @@ def main(grid: Grid, context: Context) -> None:
     strategy = experiment.build_strategy(config)
     if not config.device_keys and has_devices(grid):
         logging.getLogger("raceme").info(ON_TRUST)
+    nodes = len(list(grid.get_node_ids()))
+    if 0 < nodes < config.num_clients:
+        logging.getLogger("raceme").warning(
+            "clients=%d, but %d node%s here: the samples of the others are not used. Set clients, "
+            "or the number of SuperNodes.",
+            config.num_clients,
+            nodes,
+            " is" if nodes == 1 else "s are",
+        )
     with (
         StopRequest() as stop,
         RunProgress(max_updates=config.planned_updates, each_update=True) as progress,

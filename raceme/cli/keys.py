@@ -25,6 +25,7 @@ from raceme.core.config import (
     check_keys_trusted,
     check_names,
     general_keys,
+    keys_of,
     keys_to_resume,
     parse_assignment,
     read_toml,
@@ -401,7 +402,9 @@ def list_names(
         str,
         typer.Argument(metavar="[PART]", help="a list, e.g. datasets; or part of a name or a key"),
     ] = "",
-    keys: Annotated[bool, typer.Option("--keys", help="also list every key of a run")] = False,
+    keys: Annotated[
+        bool, typer.Option("--keys", help="also list every key of a run, or those with PART")
+    ] = False,
 ) -> None:
     """List the strategies, datasets, partitions, drifts, models and device profiles."""
     console = Console()
@@ -424,7 +427,13 @@ def list_names(
     found_keys: dict[str, Key] = {}
     if keys or not width:
         found_keys = {name: key for name, key in all_keys().items() if part in name}
-    if keys and found_keys:
+    elif chosen := {key: part for key, registry in _LISTS.values() if registry.is_own(part)}:
+        found_keys = {
+            name: key
+            for name, key in keys_of(chosen).items()
+            if any(part in names for names in key.readers.values())
+        }
+    if found_keys and (keys or width):
         console.print(_keys_table(found_keys))
     elif not width:
         count = len(found_keys)

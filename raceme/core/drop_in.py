@@ -171,6 +171,12 @@ def _is_computed(name: str, values: Array) -> bool:
         numbers = from_array(values)
     except InvalidModelError as error:
         raise UserError(f"initial_arrays: '{name}' cannot be used: {error}.") from None
+    if numbers.dtype.kind == "c" or not numbers.dtype.isnative:
+        what = "complex" if numbers.dtype.kind == "c" else "of another byte order"
+        raise UserError(
+            f"initial_arrays: '{name}' is {what} ({numbers.dtype}): give real numbers of this "
+            "machine, e.g. array.astype(np.float32)."
+        )
     if numbers.dtype.kind == "f":
         return bool(np.isfinite(numbers).all())
     # A counter, e.g. of batch normalisation's batches.
@@ -319,6 +325,11 @@ class ReplyAdapter:
             )
         metrics = _metrics_of(content)
         weight = weight_of(metrics, self._weight)
+        if weight is None and self._weight in metrics:
+            raise InvalidReplyError(
+                f"its weight '{self._weight}' is {metrics[self._weight]!r}, not a finite number of "
+                "at least 0"
+            )
         if weight is None:
             stated = ", ".join(map(str, metrics)) or "none"
             raise InvalidReplyError(
@@ -554,6 +565,7 @@ class Rounds:
         self._applied: list[RecordDict] = []
         self._weightless: list[RecordDict] = []
         self._answers: list[RecordDict] = []
+        self._told: set[str] = set()
         self.over = 0
         self.tests: list[int] = []
         self.trained: dict[int, MetricRecord] = {}
@@ -650,9 +662,23 @@ class Rounds:
         if not replies:
             return None
         made = (function or mean_of_replies)(replies, self._arguments.weighted_by_key)
+        if function is None and made is not None:
+            self._tell_left_out(replies, made)
         if made is not None:
             by_round[number] = made
         return made
+
+    def _tell_left_out(self, replies: list[RecordDict], made: MetricRecord) -> None:
+        """Log metrics that have no mean, once."""
+        names_ = {name for reply in replies for name in next(iter(reply.metric_records.values()))}
+        left_out = names_ - {*made, self._arguments.weighted_by_key} - self._told
+        self._told |= left_out
+        if left_out:
+            log.warning(
+                "Left out of the means, since some clients do not report it, or lists of other "
+                "lengths: %s",
+                ", ".join(sorted(left_out)),
+            )
 
 
 # -----------------------------------------------------------------------------
@@ -866,6 +892,11 @@ class FlowerGrid(GridWrapper):
         if category == MessageType.TRAIN:
             raise UserError(
                 "The ClientApp cannot train: write a function and register it with @app.train()."
+            )
+        if self.tests:
+            log.warning(
+                "The ClientApp has no function for evaluation, @app.evaluate(): clients do not "
+                "test models"
             )
         self.tests = False
 

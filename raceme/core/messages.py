@@ -76,9 +76,17 @@ def category(message: Message) -> str:
     return message.metadata.message_type.partition(".")[0]
 
 
+_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
+"""Colours of a terminal."""
+
+
 def error_line(reply: Message) -> str:
-    """Return the first line of a client's error."""
-    lines = (reply.error.reason or "")[: 10 * LONGEST_LINE].strip().splitlines()
+    """Return the first line of a client's error; of one on Ray the last, which has the cause."""
+    reason = reply.error.reason or ""
+    if "RayTaskError" in reason[:LONGEST_LINE]:
+        text = _ESCAPES.sub("", reason[-10 * LONGEST_LINE :]).strip().removesuffix("'>")
+        return printable(text.strip().splitlines()[-1])
+    lines = reason[: 10 * LONGEST_LINE].strip().splitlines()
     if not lines:
         return "no reason given"
     raised = _RAISED.fullmatch(lines[0])

@@ -349,7 +349,8 @@ class Registry(Mapping[str, Any]):
                 f"{expected}."
             )
         if not self._fits(found):
-            raise UserError(f"'{name}' is no {self.kind}: {expected}.")
+            shown = attribute if is_local(name) else name
+            raise UserError(f"'{shown}' is no {self.kind}: {expected}.")
         other = self.short(name)
         if self.prefixed and other != name and other in self and self._target(other) != target:
             raise UserError(
@@ -414,6 +415,7 @@ def _defined(kind: str, chosen: Any) -> str:
             "Define it in a module of its own, and import it from there."
         ) from error
     _local[name] = chosen
+    _USERS.add(chosen.__module__)
     return name
 
 
@@ -424,6 +426,7 @@ def _defined_as(name: str) -> ModuleType:
         if name not in _pickled:
             raise ImportError(f"a script or a notebook defines {attribute}, and has to be run")
         _local[name] = pickle.loads(_pickled[name])
+        _USERS.add(_local[name].__module__)
     module = ModuleType(_LOCAL)
     setattr(module, attribute, _local[name])
     return module

@@ -6,6 +6,7 @@ import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from logging import getLogger
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +34,8 @@ from raceme.datasets.source import (
 # Labels of .npz files: classes, or a quantity if the file has a unit.
 # -----------------------------------------------------------------------------
 
+
+log = getLogger("raceme.defaults")
 
 MOST_CLASSES = 100_000
 """Models have an output per class: larger numbers are usually mistaken labels."""
@@ -550,6 +553,8 @@ class NpzFolder(Source):
         raise UserError(f"There are no .npz files in {root}. {_EXPECTED_FOLDER}.")
 
 
+_MOST_UNUSED = 5
+"""Labels without samples in a warning."""
 _LAYOUT = 4
 """Layout number of the cache; a change of the arrays increases it."""
 
@@ -561,6 +566,20 @@ def dataset_of(where: Path, arrays: Arrays) -> Dataset:
         source.spans(arrays["sizes"].tolist()), test if test.any() else None
     )
     target = _target(arrays, users)
+    if target is None and not arrays["tokens"] and not arrays["is_stated"]:
+        counts = np.bincount(arrays["y"], minlength=int(arrays["num_classes"]))
+        if (
+            unused := np.flatnonzero(counts == 0)[:_MOST_UNUSED].tolist()
+            if len(arrays["y"])
+            else []
+        ):
+            log.warning(
+                "%s: no sample has label %s, and the model has an output for each label up to %d. "
+                "Number labels from 0 without gaps, or state num_classes.",
+                where,
+                ", ".join(map(str, unused)),
+                len(counts) - 1,
+            )
     return Dataset(
         x=arrays["x"],
         y=standardised_labels(where, np.array(arrays["y"]), target),

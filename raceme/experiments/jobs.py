@@ -28,7 +28,7 @@ from raceme.core.errors import UserError, one_line, os_errors_as_user_errors
 from raceme.core.events import Ending, Evaluated, EventHandler, UpdateApplied
 from raceme.core.files import ReadingError, parse_json, read_text
 from raceme.core.options import Value
-from raceme.core.registry import define, definitions
+from raceme.core.registry import define, definitions, users_line
 from raceme.core.signals import StopRequest
 from raceme.experiments.suites import ComparedMethod, Suite, slug
 from raceme.records.folder import (
@@ -398,7 +398,8 @@ def run_one(keys: Mapping[str, Value], send: Callable[[JobProgress], None]) -> F
         # The message suffices. Write nothing, as the folder may belong to another process.
         return Finished(one_line(error))
     except Exception as error:
-        return Finished(f"{type(error).__name__}: {one_line(error) or 'no reason given'}")
+        where = f" ({line})" if (line := users_line(error)) else ""
+        return Finished(f"{type(error).__name__}: {one_line(error) or 'no reason given'}{where}")
     if outcome.unwritten:
         # Unfinished: the next time it resumes from its last checkpoint.
         (folder / SUMMARY).unlink(missing_ok=True)

@@ -18,6 +18,7 @@ from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from functools import partial, wraps
+from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -139,6 +140,12 @@ class FlowerApp:
                 f"'{module}' in {self.folder}."
             )
         first = module.partition(".")[0]
+        if first == "flwr":
+            return UserError(
+                f"The app in {self.folder} imports '{module}', which Flower {version('flwr')} does "
+                "not have: import what has taken its place, or install the release of Flower that "
+                "the app was written for."
+            )
         if (self.folder / first).is_dir() or (self.folder / f"{first}.py").is_file():
             return UserError(
                 f"The app in {self.folder} imports '{module}', which it does not contain."

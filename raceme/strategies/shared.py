@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -288,7 +289,10 @@ def partition(weights: Matrix, parts: int, seed: int) -> NDArray[np.int64]:
     from sklearn.cluster import SpectralClustering
 
     method = SpectralClustering(n_clusters=parts, affinity="precomputed", random_state=seed)
-    return numbered(method.fit_predict(weights))
+    with warnings.catch_warnings():
+        # A fleet whose groups are unrelated is no problem here.
+        warnings.filterwarnings("ignore", "Graph is not fully connected")
+        return numbered(method.fit_predict(weights))
 
 
 def numbered(labels: NDArray[np.integer]) -> NDArray[np.int64]:

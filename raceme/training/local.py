@@ -276,7 +276,7 @@ def epoch_sizes(count: int, settings: TrainingSettings, needs_pairs: bool) -> It
     if used == 0:
         raise ValueError(
             "A network with batch normalisation needs mini-batches of at least 2 samples; "
-            f"this client has {count} samples and batch-size {size}."
+            f"this client has {count} sample{'' if count == 1 else 's'} and batch-size {size}."
         )
     steps = settings.local_steps or settings.local_epochs * -(-used // size)
     while steps > 0:

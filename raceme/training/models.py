@@ -27,7 +27,7 @@ from raceme.core.errors import UserError
 from raceme.core.events import ACCURACY, Measure
 from raceme.core.files import atomic_write, flush
 from raceme.core.messages import LARGEST_SQUARE, InvalidModelError, ModelSpec, from_array, to_array
-from raceme.core.registry import MODELS
+from raceme.core.registry import MODELS, explained
 from raceme.datasets import data_shape, with_defaults
 from raceme.datasets.source import Dataset, DataShape, Labels, Target, own_randomness
 from raceme.flower.messages import array_record
@@ -566,6 +566,10 @@ def build(
             module = builder(*sizes, **vocabulary)
             if isinstance(module, nn.Module):
                 _try_out(module.float(), input_shape, num_classes)
+        except (NameError, AttributeError, KeyError, ImportError) as error:
+            if isinstance(told := explained(error), UserError):
+                raise told from error
+            raise
         except Exception as error:
             lines = str(error).strip().splitlines()
             reason = lines[0].rstrip(".") if lines else type(error).__name__

@@ -267,6 +267,10 @@ def test_lists_and_version(raceme: Typed, tmp_path: Path, monkeypatch: pytest.Mo
     lines = [line.split()[0] for line in listed.splitlines() if line.startswith("  ")]
     assert lines[:2] == ["fedbuff", "fedbuff.k"]
     assert "datasets" not in listed
+    # A method's page has its keys.
+    page = raceme(tmp_path, "list", "fedasync").stdout
+    assert "fedasync.alpha" in page
+    assert "fedbuff.k" not in page
     nothing = raceme(tmp_path, "list", "nothing-like-it")
     assert nothing.returncode == 2
     assert nothing.stderr == (

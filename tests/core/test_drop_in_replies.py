@@ -7,7 +7,14 @@ import random
 import numpy as np
 import pytest
 from adopted import grid_of
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord
+from flwr.app import (
+    Array,
+    ArrayRecord,
+    ConfigRecord,
+    Context,
+    Message,
+    MetricRecord,
+)
 from quickstarts import initial_numpy, numpy_app
 
 from raceme.core import events
@@ -176,6 +183,45 @@ def test_a_weight_that_is_missing_is_named() -> None:
     words = r"no number 'num-examples' \(weighted_by_key\); its metrics: loss, n"
     with pytest.raises(UserError, match=words):
         CASA().start(grid_of(numpy_app(spoil)), initial_numpy())
+
+
+def test_a_negative_weight_is_said() -> None:
+    def spoil(reply: Message, context: Context) -> None:
+        reply.content["metrics"] = MetricRecord({"num-examples": -5})
+
+    with pytest.raises(UserError, match="its weight 'num-examples' is -5, not a finite number"):
+        FedAvg().start(grid_of(numpy_app(spoil), nodes=3), initial_numpy(), num_rounds=1)
+
+
+def test_metrics_of_some_clients_are_said_to_have_no_mean(caplog: pytest.LogCaptureFixture) -> None:
+    def spoil(reply: Message, context: Context) -> None:
+        more = {"f1": 0.5} if partition(context) else {"curve": [1.0]}
+        reply.content["metrics"] = MetricRecord({"num-examples": 10, "train_loss": 1.0, **more})
+
+    FedAvg().start(grid_of(numpy_app(spoil), nodes=3), initial_numpy(), num_rounds=2)
+    said = [line for line in caplog.messages if line.startswith("Left out of the means")]
+    assert len(said) == 1
+    assert said[0].endswith("lists of other lengths: curve, f1")
+
+
+def test_an_error_on_ray_is_its_last_line() -> None:
+    class RayTaskError(Exception):
+        """As Ray's, whose text is a traceback in colours."""
+
+    def spoil(reply: Message, context: Context) -> None:
+        raise RayTaskError("\x1b[36mray::run()\x1b[39m\n  File x\nValueError: too \x1b[31mhot\n")
+
+    with pytest.raises(UserError, match="error 2: ValueError: too hot"):
+        FedAvg().start(grid_of(numpy_app(spoil), nodes=3), initial_numpy(), num_rounds=1)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "said"), [("complex64", "'0' is complex"), (">f4", "'0' is of another byte order")]
+)
+def test_initial_arrays_of_another_kind_are_said(dtype: str, said: str) -> None:
+    arrays = ArrayRecord([np.ones(3, dtype), np.ones(2, np.float32)])
+    with pytest.raises(UserError, match=f"{said}.* give real numbers of this machine"):
+        FedAvg().start(grid_of(numpy_app(), nodes=2), arrays, num_rounds=1)
 
 
 def test_numbers_of_examples_come_with_the_first_reply() -> None:

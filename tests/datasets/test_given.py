@@ -73,6 +73,17 @@ def test_labels_may_be_true_and_false() -> None:
     assert sorted([*client.y_train, *client.y_test]) == [0, 0, 1, 1, 1, 1]
 
 
+def test_labels_without_samples_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    datasets.load(given([(X, Y + 1)]))
+    assert (
+        "no sample has label 0, and the model has an output for each label up to 3" in caplog.text
+    )
+    caplog.clear()
+    datasets.load(given([{"x": X, "y": Y + 1, "num_classes": 4}]))
+    datasets.load(given([(X, Y)]))
+    assert "no sample" not in caplog.text
+
+
 def test_the_fingerprint_is_of_the_content() -> None:
     assert keep([PAIR]) == keep([(torch.tensor(X), Y)])
     assert len({keep([PAIR]), keep([PAIR, PAIR]), keep([(X + 1, Y)]), keep([(X, Y[::-1])])}) == 4

@@ -43,6 +43,10 @@ def no_tensor(input_shape, num_classes):
             return x, x
     return Pair()
 
+def misspelt(input_shape, num_classes):
+    return nm.Linear(64, 10)
+
+
 def crash(input_shape, num_classes):
     raise RuntimeError("out of ideas")
 
@@ -231,6 +235,7 @@ def test_a_users_own_network_is_made_single_precision(own: str) -> None:
         ("{own}:wrong_width", r"output for 2 samples is \(2, 11\), not \(2, 10\)"),
         ("{own}:wrong_input", r"does not fit the data, inputs of shape \(1, 8, 8\) and 10 outputs"),
         ("{own}:crash", "out of ideas"),
+        ("{own}:misspelt", r"^NameError: name 'nm' is not defined \(\w+\.py, line \d+\)"),
         ("{own}:of_ids", r"scalar types: Long.*token ids need x\.long\(\)"),
         ("{own}:frozen", "has no weights to train: all are frozen"),
         ("{own}:infinite", "'mask' must hold finite real numbers.*persistent=False"),
