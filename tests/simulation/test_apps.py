@@ -6,6 +6,7 @@ import random
 import sys
 import threading
 import time
+from importlib.metadata import version
 from pathlib import Path
 from unittest.mock import patch
 
@@ -378,6 +379,12 @@ def test_a_module_that_the_app_itself_should_have(tmp_path: Path) -> None:
     folder = write_app(tmp_path, "lacks_a_module", "import lacks_a_module.task")
     message = error(folder)
     assert f"The app in {folder} imports 'lacks_a_module.task', which it does not" in message
+    assert "pip install" not in message
+
+
+def test_a_module_that_flower_no_longer_has(tmp_path: Path) -> None:
+    message = error(write_app(tmp_path, "of_another_release", "import flwr.server.gone"))
+    assert f"imports 'flwr.server.gone', which Flower {version('flwr')} does not have" in message
     assert "pip install" not in message
 
 
