@@ -1161,6 +1161,24 @@ def poisoning_late(docs: Path) -> Table:
     return Table(heads, rows)
 
 
+def fair(docs: Path) -> Table:
+    """Unequal fleets without and with a bound on influence."""
+    fleets = {
+        "slow30x5": "30 % 5 times slower",
+        "slow30x20": "30 % 20 times slower",
+        "slow70x5": "70 % 5 times slower",
+    }
+    rows = []
+    for name, title in fleets.items():
+        of = Experiment.read(docs, f"fair-{name}")
+        for method in ("casa", "fedbuff"):
+            both = (method, f"{method}-fair")
+            cells = [cell(one) for cell in (accuracy(of, 1), _times(of)) for one in both]
+            rows.append([title, f"`{method}`", *cells])
+    heads = ("devices", "<method", "accuracy %", "`fair`", "s to 0.85", "`fair`")
+    return Table(heads, rows)
+
+
 _PAPER_300 = "accuracy %, paper (300 rounds)"
 _CHARACTERS = "accuracy %, paper, FEMNIST (300 rounds)"
 _SEEDS_75 = "ours (75 rounds, seeds 0, 1, 2)"
@@ -1296,6 +1314,7 @@ TABLES: dict[str, Callable[[Path], Table]] = {
     "faacl-table-fashion": faacl_fashion,
     "c-faacl-sequential": sequential,
     "poisoning-late": poisoning_late,
+    "fair": fair,
     "panicle-regret": panicle_regret,
     "panicle-natural": panicle_natural,
     "panicle-stations": panicle_stations,
