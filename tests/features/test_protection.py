@@ -303,7 +303,9 @@ def test_every_update_is_judged_from_the_model_that_was_sent(name: str) -> None:
         elif task.kind == "train-best":
             base = several_of(content)[list(task.candidates).index(task.cluster)]
         elif task.kind == "train-mixed":
-            base = np.tensordot(update.numbers["shares"], several_of(content), axes=1)
+            # The sum of stated shares is 1 up to rounding.
+            shares = np.asarray(update.numbers["shares"], np.float64)
+            base = np.tensordot(shares / shares.sum(), several_of(content), axes=1)
         else:
             (base,) = several_of(content)
         changed.append((task.client, update.vector - base.astype(np.float32)))
