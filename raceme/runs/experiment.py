@@ -311,7 +311,7 @@ class RunWarnings(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Keep a warning; errors concern files and the machine."""
         text = one_line(record.getMessage())
-        if record.levelno == self.level and record.name in _LOGGERS and text not in self.known:
+        if record.levelno == self.level and record.name in _LOGGERS:
             self.texts[text] = None
 
     def take(self, time: float) -> Iterator[Warned]:
@@ -319,8 +319,10 @@ class RunWarnings(logging.Handler):
         while self.texts:
             text = next(iter(self.texts))
             del self.texts[text]
-            self.known.add(text)
-            yield Warned(time, text)
+            # A resumed run warns again.
+            if text not in self.known:
+                self.known.add(text)
+                yield Warned(time, text)
 
 
 _collecting: ContextVar[RunWarnings | None] = ContextVar("collecting", default=None)
