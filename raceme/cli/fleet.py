@@ -302,6 +302,8 @@ def serve(
     if options.any_device and options.certificates is None:
         raise UserError("Without --certificates every device is accepted: leave out --any-device.")
 
+    if app is None and options.run_config:
+        raise UserError("--run-config changes the run config of an app: name its folder, APP_DIR.")
     named = expanded(keys)
     if app is None and not (named.get("out") or named.get("resume")):
         raise UserError(
@@ -336,8 +338,6 @@ def serve(
         show_log(sys.stdout, lines)
         end_app_with(*serve_app(app, run_config, keys, server))
         return
-    if run_config:
-        raise UserError("--run-config changes the run config of an app: name its folder, APP_DIR.")
     keys = keys if options.any_device else with_registry(keys, folder)
     settings = prepare(keys, options.clients_min)
     if is_complete(settings):
