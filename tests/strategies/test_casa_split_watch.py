@@ -62,7 +62,7 @@ class Eager(CASA):
     """CASA that looks at the eigenvalues at every update."""
 
     def on_update(self, update: Update):  # type: ignore[no-untyped-def]
-        self._watches.clear()
+        self.state.watches.clear()
         return super().on_update(update)
 
 

@@ -440,24 +440,24 @@ class SplitWatch:
 
     Attributes
     ----------
-    members : NDArray[np.intp]
+    members : NDArray[np.int64]
         Indices of its online clients. Shape (m,).
-    position : NDArray[np.intp]
+    position : NDArray[np.int64]
         Position of each client among the members, or −1. Shape (n,).
     missing : int
         Number of unknown pairs of members.
-    degrees : NDArray[np.float64] or None
-        Row sums of the similarities; None before the first computation. Shape (m,).
+    degrees : NDArray[np.float64]
+        Row sums of the similarities; empty before the first computation. Shape (m,).
     gap : float
         Largest eigengap at the last computation.
     drift : float
         Bound on the movement of any eigenvalue since then.
     """
 
-    members: NDArray[np.intp]
-    position: NDArray[np.intp]
+    members: NDArray[np.int64]
+    position: NDArray[np.int64]
     missing: int
-    degrees: NDArray[np.float64] | None = None
+    degrees: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
     gap: float = 0.0
     drift: float = 0.0
 
@@ -476,7 +476,8 @@ class SplitWatch:
         clients : int
             Total number of clients.
         """
-        position = np.full(clients, -1, np.intp)
+        members = members.astype(np.int64)
+        position = np.full(clients, -1, np.int64)
         position[members] = np.arange(len(members))
         known = int(np.count_nonzero(computed[np.ix_(members, members)]))
         return cls(members, position, missing=(len(members) ** 2 - known) // 2)
@@ -517,7 +518,7 @@ class SplitWatch:
         inside = self.position[others] >= 0
         others, new = others[inside], new[inside]
         self.missing -= int(np.count_nonzero(~computed[i, others]))
-        if self.degrees is None or not len(others):
+        if not len(self.degrees) or not len(others):
             return
         row = affinity(similarity[i, self.members])
         change = np.zeros(len(self.members))
@@ -527,7 +528,7 @@ class SplitWatch:
 
     def bound(self) -> float:
         """Return an upper bound of the largest eigengap now; infinity if unknown."""
-        if self.degrees is None:
+        if not len(self.degrees):
             return np.inf
         return self.gap + 2.0 * self.drift + _ROUNDING
 
@@ -538,7 +539,6 @@ class SplitWatch:
         N' − N = D'^(−1/2) (S' − S) D'^(−1/2) + (F N + N F + F N F). The first part has rank 2 and
         the norm of its row; in the second only the entry f_i is not tiny, and |N| = 1.
         """
-        assert self.degrees is not None, "only after a look"
         before = self.degrees
         after = before + change
         after[i] += change.sum()

@@ -146,6 +146,8 @@ class CASAState:
         buf_i: models for comparison with each client.
     landmarks : Landmarks
         Other clients, and their assignment to landmarks.
+    watches : dict[int, SplitWatch]
+        Bounds of the eigengaps of each cluster since the last computation.
     attempt : Attempt
         The computation since the last split that was nearest to one.
     alone : int
@@ -162,6 +164,7 @@ class CASAState:
     computed: NDArray[np.bool_] = field(default_factory=lambda: np.empty((0, 0), np.bool_))
     buffers: ModelBuffers = field(default_factory=ModelBuffers)
     landmarks: Landmarks = field(default_factory=Landmarks)
+    watches: dict[int, SplitWatch] = field(default_factory=dict)
     attempt: Attempt = field(default_factory=Attempt)
     alone: int = 0
 
@@ -255,7 +258,6 @@ class CASA(Method):
         self._locate(self.state.clients)
         for client, index in self._index.items():
             self._present[index] = self.clusters.online[client]
-        self._watches: dict[int, SplitWatch] = {}
         self._encoder: Encoder = WholeModels()
         if self.parameters.sketch:
             self._encoder = Sketches(self.state.reference, self.parameters.sketch, seed=0)
@@ -271,7 +273,7 @@ class CASA(Method):
             return
         index = self._index[name]
         self._present[index] = True
-        self._watches.clear()
+        self.state.watches.clear()
         state.examples[index] = client.num_examples
 
     def _index_new(self, name: str) -> None:
@@ -296,7 +298,7 @@ class CASA(Method):
         super().on_leave(client)
         if client in self._index:
             self._present[self._index[client]] = False
-            self._watches.clear()
+            self.state.watches.clear()
 
     def on_sent(self, task: InFlight) -> None:
         """Record a client's start, in the unit of τ."""
@@ -324,10 +326,10 @@ class CASA(Method):
             yield
             return
         self._present[i] = True
-        self._watches.clear()
+        self.state.watches.clear()
         yield
         self._present[i] = False
-        self._watches.clear()
+        self.state.watches.clear()
 
     def _c_phase(self, i: int, update: Update, newcomer: bool) -> None:
         """Place a newcomer, compare, split and buffer: eqs (10) to (15), Algorithms 2 and 3."""
@@ -338,7 +340,7 @@ class CASA(Method):
         if newcomer:
             self.clusters.assign(client, self._nearest_cluster(i, code))
             self._locate([client])
-            self._watches.clear()
+            self.state.watches.clear()
         self._compare(i, code)
         if self.parameters.clustering:
             self._split_if_due(int(self._cluster[i]))
@@ -474,7 +476,7 @@ class CASA(Method):
         self.state.landmarks.share_out(self.clusters.clients(k, online_only=False), names)
         self.clusters.split(k, names, score=gap.size**gamma, threshold=alpha_c)
         self._locate(client for part in names for client in part)
-        del self._watches[k]
+        del self.state.watches[k]
         self.state.attempt = Attempt()
         self.state.alone += sum(len(part) == 1 for part in names)
         self._measure(SPLITS, explanation=self._explanation())
@@ -565,10 +567,10 @@ class CASA(Method):
 
     def _watch(self, k: int) -> SplitWatch:
         """Return the split watch of cluster k."""
-        if k not in self._watches:
+        if k not in self.state.watches:
             n = len(self.state.clients)
-            self._watches[k] = SplitWatch.over(self._members(k), self.state.computed, n)
-        return self._watches[k]
+            self.state.watches[k] = SplitWatch.over(self._members(k), self.state.computed, n)
+        return self.state.watches[k]
 
     def _size(self, k: int) -> int:
         """Return |C_k|: its online clients, landmarks or not."""
