@@ -116,7 +116,7 @@ def test_a_run_that_is_not_over_can_be_looked_at(run: OpenRun, tmp_path: Path) -
 def test_a_comparison_has_its_table_and_its_runs(folder: Path) -> None:
     opened = raceme.open(str(folder))
     assert isinstance(opened, OpenComparison)
-    assert list(opened.table.index) == ["casa", "fedasync"]
+    assert list(opened.table.index) == ["casa*", "fedasync"]
     assert list(opened.rows["method"]) == ["casa", "fedasync"]
     assert "time_to_target" in opened.rows
     assert set(opened.runs) == {("casa", 0), ("fedasync", 0)}

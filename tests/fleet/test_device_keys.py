@@ -12,7 +12,7 @@ import pytest
 from processes import ROOT, Loopback, Process, free_port, loopback, raceme, wait_until
 
 from raceme.fleet.certificates import make_certificates
-from raceme.records.folder import command
+from raceme.records.control import command
 
 TASK = r"train task \d+: done"
 

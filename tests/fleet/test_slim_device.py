@@ -69,7 +69,7 @@ def test_a_device_with_its_own_file_trains_without_the_packages_of_a_host(tmp_pa
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("command", ["run", "serve", "list --keys"])
+@pytest.mark.parametrize("command", ["run", "serve --out run", "list --keys"])
 def test_a_host_without_the_extra_is_told_in_one_line_what_to_type(command: str) -> None:
     done = python(f"{WITHOUT}\nfrom raceme.cli import main\nmain()", *command.split())
     (line,) = done.stderr.splitlines()

@@ -535,7 +535,7 @@ def test_buffers_of_batch_normalisation_travel_with_the_model() -> None:
 
 
 def test_batch_normalisation_with_single_samples_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"at least 2 samples; this client has 1 samples"):
+    with pytest.raises(ValueError, match=r"at least 2 samples; this client has 1 sample and"):
         train(Network(normalised()), random_samples(1), TrainingSettings(lr=0.1), rng())
     with pytest.raises(ValueError, match="batch-size 1"):
         train(
