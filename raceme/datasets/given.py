@@ -303,8 +303,10 @@ def keep(data: Any, columns: Columns | None = None) -> str:
         digest.update(np.ascontiguousarray(values).tobytes())
     fingerprint = digest.hexdigest()[:_FINGERPRINT]
     _remove_unused(source.cache_folder().glob(f"{_GIVEN}-*"))
-    cached(_GIVEN, (), (fingerprint,), lambda: arrays)
-    _hold(cache_entry(_GIVEN, (), (fingerprint,)))
+    for _ in range(_TRIES):
+        cached(_GIVEN, (), (fingerprint,), lambda: arrays)
+        if _hold(cache_entry(_GIVEN, (), (fingerprint,))):
+            break
     cached(_FORM, (), (fingerprint,), lambda: _form_of(arrays))
     return fingerprint
 
@@ -341,12 +343,29 @@ _held: dict[Path, int] = {}
 """Locked copies of this process, which other processes with the same data share."""
 
 
-def _hold(folder: Path) -> None:
-    """Lock a copy until the end of the process, which then removes it."""
-    if folder not in _held and folder.is_dir():
-        _held[folder] = os.open(folder, os.O_RDONLY)
-        with suppress(OSError):
-            fcntl.flock(_held[folder], fcntl.LOCK_SH)
+_TRIES = 100
+"""Attempts to lock a copy that others remove."""
+
+
+def _hold(folder: Path) -> bool:
+    """Lock a copy until the end of the process, which then removes it.
+
+    Returns whether it is there: another thread or process may remove it before it is locked.
+    """
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return False
+    with suppress(OSError):
+        # Waits until another has removed it.
+        fcntl.flock(handle, fcntl.LOCK_SH)
+        if os.path.samestat(os.fstat(handle), folder.stat()):
+            unused, _held[folder] = _held.get(folder), handle
+            if unused is not None:
+                os.close(unused)
+            return True
+    os.close(handle)
+    return False
 
 
 @atexit.register
