@@ -11,8 +11,13 @@ os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "false"
 
 # Imported here: its first import sets what the fixture below changes.
 import flwr.common.logger  # noqa: F401
+import hypothesis
 import pytest
 from forking import Commands, commands
+
+# On a busy machine an example takes longer than the 200 ms that are allowed by default.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 
 @pytest.fixture(autouse=True)

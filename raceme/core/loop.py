@@ -149,8 +149,6 @@ class Loop:
         self._held: list[events.Event] | None = None
         self._num_updates = 0
         self._ending: tuple[Ending, str] | None = None
-        # Updates that changed no model.
-        self._weightless = 0
 
     @property
     def keeps_messages(self) -> bool:
@@ -189,11 +187,11 @@ class Loop:
         ending, reason = self._ending
         updates = self._progress.updates
         log.info("The run ended after %d updates: %s", updates, reason)
-        if ending is not Ending.INTERRUPTED and 2 * self._weightless >= updates > 0:
+        if ending is not Ending.INTERRUPTED and 2 * self._progress.weightless >= updates > 0:
             _run_log.warning(
                 "%d of %d updates changed no model, as the first ones of a client do with %s: the "
                 "run is too short. Give more updates or rounds.",
-                self._weightless,
+                self._progress.weightless,
                 updates,
                 method,
             )
@@ -683,8 +681,7 @@ class Loop:
         else:
             held, self._held = self._held, None
             for update, outcome in zip(updates, outcomes, strict=True):
-                progress.count_update(update.task.client)
-                self._weightless += not outcome.weight
+                progress.count_update(update.task.client, outcome.weight)
                 model = self._method.models.get(outcome.cluster)
                 if counters is not None and outcome.weight and model is not None:
                     model.copy_from(update.vector, counters)

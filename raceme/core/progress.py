@@ -171,8 +171,9 @@ class Progress:
 
     Attributes
     ----------
-    updates, tasks, rejected : int
-        Numbers of applied updates, sent tasks and refused replies.
+    updates, weightless, tasks, rejected : int
+        Numbers of applied updates, of those of them that changed no model, of sent tasks, and of
+        refused replies.
     rejected_in_a_row : dict[str, int]
         Refused replies per client since the last valid one of any client.
     last_refusal : str
@@ -208,6 +209,7 @@ class Progress:
     """
 
     updates: int = 0
+    weightless: int = 0
     tasks: int = 0
     rejected: int = 0
     rejected_in_a_row: dict[str, int] = field(default_factory=dict)
@@ -234,9 +236,10 @@ class Progress:
         ordinary = [] if self.evaluation is None else [self.evaluation]
         return [*ordinary, *self.feature_tests.values()]
 
-    def count_update(self, client: str) -> None:
+    def count_update(self, client: str, weight: float) -> None:
         """Count an applied update of a client."""
         self.updates += 1
+        self.weightless += not weight
         self.uploads[client] = self.uploads.get(client, 0) + 1
 
     def uselessness(self) -> str:

@@ -45,7 +45,6 @@ def attack(subject: str, rng: random.Random, folder: Path) -> None:
     @settings(
         max_examples=_EXAMPLES,
         database=None,
-        deadline=None,
         suppress_health_check=_LIBERAL,
         **_PLAIN,
     )

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from raceme.core.clusters import Clusters, Model, blended
@@ -299,7 +299,6 @@ def do(clusters: Clusters, verb: str, rng: np.random.Generator) -> None:
         clusters.retire(cluster)
 
 
-@settings(deadline=None)
 @given(VERBS)
 def test_memberships_are_of_clusters_that_exist_sum_to_one_and_follow_from_the_reports(
     verbs: list[tuple[str, int]],

@@ -150,7 +150,7 @@ TEXTS = st.text(
 """What a path can be made of: no path holds a NUL."""
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.fixed_dictionaries(
         {},

@@ -89,7 +89,7 @@ def test_pack_and_unpack_are_each_others_inverse(values: np.ndarray) -> None:
     assert spec.unpack(back).tolist() == vector.tolist()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     hnp.arrays(
         st.sampled_from([np.float32, np.float64, np.int64, np.uint8]),
@@ -178,7 +178,7 @@ def test_bytes_that_are_no_plain_array_are_refused_and_never_unpickled(data: byt
         PAIR.unpack(ArrayRecord({"w": array_of(data)}))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_damaged_bytes_raise_nothing_else(data: st.DataObject) -> None:
     damaged = bytearray(npy(np.float32([1, 2])))

@@ -291,7 +291,7 @@ def contents(draw: st.DrawFn) -> RecordDict:
     return RecordDict(records)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @pytest.mark.filterwarnings("ignore::numpy.exceptions.ComplexWarning")
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning:test_rejections")
 @given(contents())

@@ -447,7 +447,7 @@ def test_a_device_that_has_only_its_own_file_can_drift_alone(tmp_path: Path) -> 
 
 
 @given(st.integers(0, 30), st.integers(0, 2**31))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_swaps_are_a_permutation_at_any_step(step: int, seed: int) -> None:
     config = config_of("swap-all", swap_chance=0.5, drift_seed=seed)
     drift = datasets._drift(

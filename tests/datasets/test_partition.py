@@ -52,7 +52,7 @@ def counts(partition: Partition, labels: np.ndarray = LABELS) -> np.ndarray:
     label_sizes=st.lists(st.integers(80, 120), min_size=10, max_size=10),
     seed=st.integers(0, 2**32 - 1),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_every_sample_goes_to_one_client_and_every_client_gets_enough(
     name: str,
     sizes: str,

@@ -189,7 +189,7 @@ def test_few_clients_and_unknown_pairs_have_positions(n: int) -> None:
 
 
 @given(angle=st.floats(0, 6.28), mirrored=st.booleans(), seed=st.integers(0, 99))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_a_turned_and_mirrored_map_is_turned_back(angle: float, mirrored: bool, seed: int) -> None:
     before = np.random.default_rng(seed).normal(size=(12, 2))
     before -= before.mean(axis=0)

@@ -78,7 +78,7 @@ arrays = st.builds(
 )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.dictionaries(names, st.dictionaries(names, arrays, max_size=4), max_size=3))
 def test_whatever_the_arrays_are_they_come_back(records: dict[str, dict[str, Array]]) -> None:
     content = RecordDict({name: ArrayRecord(record) for name, record in records.items()})

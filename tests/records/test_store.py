@@ -368,7 +368,7 @@ _EVENTS = st.one_of(
 
 
 # Each example makes a file: a few are enough.
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(events=st.lists(_EVENTS, max_size=8))
 def test_any_events_come_back(
     events: list[Event], tmp_path_factory: pytest.TempPathFactory

@@ -59,7 +59,7 @@ def test_changes_within_the_room_are_one_but_not_those_of_the_beginning() -> Non
 _CLUSTER = st.sampled_from([1, 2, 3])
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(moves=st.lists(st.tuples(st.sampled_from("abcd"), _CLUSTER, _CLUSTER), max_size=12))
 def test_what_leaves_and_comes_is_as_high_as_the_streams(
     moves: list[tuple[str, int, int]],

@@ -85,7 +85,7 @@ def same(a: Any, b: Any) -> bool:
     return a == b or (isinstance(a, float) and math.isnan(a) and math.isnan(b))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(tree=TREES, note=st.dictionaries(st.sampled_from("abc"), TEXTS))
 def test_what_is_written_is_read(
     tmp_path_factory: pytest.TempPathFactory, tree: Any, note: dict[str, str]

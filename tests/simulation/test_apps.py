@@ -856,7 +856,7 @@ def test_a_method_takes_the_place_of_a_strategy(
     # The app's own start is not called, and what it returns is the method's.
     assert capsys.readouterr().out == "RunResult\n"
     assert f"fedasync replaces {kind}." in caplog.text
-    # Nobody waits for the slow one, and messages have the app's configuration.
+    # The slow device delays no other, and messages carry the app's configuration.
     tasks = [task for task in simulated.fleet.tasks if task.kind == "train"]
     assert not any(task.failure for task in tasks)
     assert len([task for task in tasks if task.answered <= 4.0]) > 8

@@ -412,7 +412,7 @@ def play(devices: list[Device], plan: list, seed: int) -> tuple[list[Happening],
     return seen, sent
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(devices=DEVICES, plan=PLANS, seed=st.integers(0, 5))
 def test_everything_is_answered_once_in_order_of_time(
     devices: list[Device], plan: list, seed: int
@@ -428,7 +428,7 @@ def test_everything_is_answered_once_in_order_of_time(
         assert not is_lost or time in (sent_at, sent_at + ttl)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(devices=DEVICES, plan=PLANS, seed=st.integers(0, 5))
 def test_the_same_seed_is_the_same_run(devices: list[Device], plan: list, seed: int) -> None:
     assert play(devices, plan, seed)[0] == play(devices, plan, seed)[0]
@@ -544,7 +544,7 @@ def test_a_saved_queue_continues_as_if_it_had_not_been_saved(
     assert drain(restored) == drain(queue)
 
 
-# The simulator: replies that nobody wants any more.
+# The simulator: replies to tasks that are closed.
 
 
 def counting_app(state: bool) -> tuple[ClientApp, list[int]]:

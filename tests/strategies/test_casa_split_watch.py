@@ -19,7 +19,7 @@ def similarities(rng: np.random.Generator, clients: int) -> np.ndarray:
     return (unit @ unit.T).astype(np.float32)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 10_000), clients=st.integers(3, 25), size=st.floats(1e-5, 0.5))
 def test_no_eigenvalue_moves_further_than_the_bound(seed: int, clients: int, size: float) -> None:
     rng = np.random.default_rng(seed)

@@ -19,7 +19,7 @@ from clustered import (
 )
 from fleets import grid_of, pulled_app, read, write
 from flwr.app import Message
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from probing import EAST, NORTH, WEST, fleet, partition_of, probe, probed, two_groups
 
@@ -211,7 +211,6 @@ def test_a_wrong_split_is_repaired_even_if_nothing_new_is_known() -> None:
     assert partition_of(strategy) == [["c0", "c1", "c2"], ["c3", "c4", "c5"]]
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=2, max_size=14))
 def test_rearranging_gives_the_wanted_groups(pairs: list[tuple[int, int]]) -> None:
     strategy = fleet(len(pairs))

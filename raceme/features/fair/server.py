@@ -174,7 +174,6 @@ class Fair(Feature):
         """Add the weight of an update, in units of what is typical of the cluster."""
         account.weight = weight
         account.total += weight
-        self._changes += 1
         mates = self._mates(client, context) or [account]
         weights = [mate.weight for mate in mates if mate.weight] or [weight]
         unit = median(weights) / median(mate.share for mate in mates)
