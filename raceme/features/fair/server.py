@@ -26,11 +26,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from statistics import median
 
 from raceme.core.config import RunConfig
-from raceme.core.events import MeasureSchema, grouped
+from raceme.core.events import MeasureSchema
 from raceme.core.feature import Feature, FeatureContext
 from raceme.core.messages import TRAINING
 from raceme.core.requests import InFlight, Outcome, Request, Update
@@ -106,8 +105,9 @@ class Fair(Feature):
 
     def __init__(self, options: Options | None = None, config: RunConfig | None = None) -> None:
         super().__init__(options, config)
-        # Derived from the state: the active clients and V by cluster, None for all.
-        self._active: dict[int, list[Account]] = {}
+        # Derived from the state: the active clients by cluster, and the median of each cluster and
+        # of all clients (None), as far as it was asked for.
+        self._active: dict[int, dict[str, Account]] = {}
         self._medians: dict[int | None, float] = {}
         self._changes, self._looked = 0, (-1, 0, 0, 0.0)
 
@@ -136,13 +136,17 @@ class Fair(Feature):
             client = request.client
             account = self.state.accounts.get(client)
             if account is None:
-                mates = self._mates(client, context)
+                mates = self._mates(client, context).values()
                 account = Account(max((mate.level for mate in mates), default=0.0))
                 self.state.accounts[client] = account
             account.works, account.waits, account.sent_at = True, False, context.now()
             if self.options.fair == "examples":
                 account.share = float(max(1, context.examples(client)))
-            self._changes += 1
+            self._look(context)
+            if account.answers:
+                # It works, so it is active: no need to look at all others.
+                self._active.setdefault(context.clusters.main(client), {})[client] = account
+            self._medians.clear()
         return request
 
     def on_update(self, update: Update, context: FeatureContext) -> Update:
@@ -174,51 +178,60 @@ class Fair(Feature):
         """Add the weight of an update, in units of what is typical of the cluster."""
         account.weight = weight
         account.total += weight
-        mates = self._mates(client, context) or [account]
-        weights = [mate.weight for mate in mates if mate.weight] or [weight]
-        unit = median(weights) / median(mate.share for mate in mates)
+        mates = self._mates(client, context) or {client: account}
+        weights = [mate.weight for mate in mates.values() if mate.weight] or [weight]
+        unit = median(weights) / median(mate.share for mate in mates.values())
         saved = self._median(client, context) - 1.0
         account.level = max(account.level, saved if math.isfinite(saved) else 0.0)
         account.level += weight / account.share / unit
-        self._changes += 1
+        self._medians.clear()
 
-    def _mates(self, client: str, context: FeatureContext) -> list[Account]:
+    def _mates(self, client: str, context: FeatureContext) -> dict[str, Account]:
         """Return the accounts of the active clients in a client's cluster."""
         self._look(context)
-        return self._active.get(context.clusters.main(client), [])
+        return self._active.get(context.clusters.main(client), {})
 
     def _median(self, client: str, context: FeatureContext) -> float:
         """Return V: the lower one of a client's cluster and of all clients."""
         self._look(context)
-        everywhere = self._medians[None]
-        return self._medians.get(context.clusters.main(client), everywhere)
+        known, cluster = self._medians, context.clusters.main(client)
+        if None not in known:
+            everyone = [one for inside in self._active.values() for one in inside.values()]
+            known[None] = upper_median(everyone)
+        if cluster not in self._active:
+            return known[None]
+        if cluster not in known:
+            # With one cluster, its median is that of all.
+            is_only = len(self._active) == 1
+            known[cluster] = (
+                known[None] if is_only else upper_median(self._active[cluster].values())
+            )
+        return min(known[None], known[cluster])
 
     def _look(self, context: FeatureContext) -> None:
-        """Find the active clients and V of each cluster, once after each change.
+        """Find the active clients of each cluster, once after each change.
 
         A client that does not answer, or that the method leaves idle, is not waited for.
         """
-        now, accounts, clusters = context.now(), self.state.accounts, context.clusters
-        looked = (self._changes, context.updates, context.online, now)
+        now, updates, online = context.now(), context.updates, context.online
+        looked = (self._changes, updates, online, now)
         if self._looked == looked:
             return
+        accounts, clusters = self.state.accounts, context.clusters
+        present = clusters.online
         slowest = max((account.longest for account in accounts.values()), default=0.0)
-
-        def takes_part(account: Account) -> bool:
-            patience = PATIENCE * account.longest or STRANGER_PATIENCE * slowest or math.inf
+        stranger = STRANGER_PATIENCE * slowest or math.inf
+        self._active, self._looked = {}, looked
+        self._medians.clear()
+        for client, account in accounts.items():
+            if not account.answers or not present.get(client):
+                continue
             if account.works:
-                return now - account.sent_at <= patience
-            return account.waits or context.updates - account.idle_since <= context.online
-
-        active = grouped(
-            (clusters.main(client), account)
-            for client, account in accounts.items()
-            if account.answers and clusters.online.get(client) and takes_part(account)
-        )
-        whole = upper_median(chain.from_iterable(active.values()))
-        self._medians = {None: whole}
-        self._medians |= {k: min(whole, upper_median(inside)) for k, inside in active.items()}
-        self._active, self._looked = active, looked
+                takes_part = now - account.sent_at <= (PATIENCE * account.longest or stranger)
+            else:
+                takes_part = account.waits or updates - account.idle_since <= online
+            if takes_part:
+                self._active.setdefault(clusters.main(client), {})[client] = account
 
     def _report(self, context: FeatureContext) -> None:
         """Measure the largest share of a client."""
@@ -233,8 +246,8 @@ def upper_median(accounts: Iterable[Account]) -> float:
 
     Without any accounts it is infinite: no client is bounded.
     """
-    ordered = sorted((account.level, account.share) for account in accounts)
-    half, below = sum(share for _, share in ordered) / 2, 0.0
+    ordered = sorted([(account.level, account.share) for account in accounts])
+    half, below = sum([share for _, share in ordered]) / 2, 0.0
     for level, share in ordered:
         below += share
         if below > half:
