@@ -129,6 +129,7 @@ def test_data_of_ones_own_reach_worker_processes(folder: Path, raceme: Callable[
     assert summary(folder / "b")["dataset"] == "my_data:blobs"
 
 
+@pytest.mark.slow
 def test_the_attack_and_the_protection_of_the_page(
     folder: Path, raceme: Callable[..., str]
 ) -> None:
@@ -162,6 +163,7 @@ def test_a_fleet_and_a_model_of_ones_own(folder: Path, raceme: Callable[..., str
     assert summary(folder / "run")["virtual_time"] == 4.0
 
 
+@pytest.mark.slow
 def test_what_is_installed_has_names_everywhere(
     tmp_path: Path, site: Path, raceme: Callable[..., str], typed: Typed
 ) -> None:

@@ -563,6 +563,7 @@ def execute(cells: list[str], folder: Path) -> list[list[Any]]:
     return [cell.outputs for cell in notebook.cells]
 
 
+@pytest.mark.slow
 def test_a_figure_is_a_picture_and_a_typo_is_one_line(folder: Path, tmp_path: Path) -> None:
     shown = f"import raceme; raceme.open({str(folder / 'casa' / 'seed-0')!r}).plot_accuracy()"
     (picture,), (typo,) = execute([shown, "raceme.run('casa', gama=0.2)"], tmp_path)

@@ -115,6 +115,7 @@ def test_the_source_distribution_has_the_tests_and_no_results(tmp_path: Path) ->
     assert not [name for name in names if name.startswith("docs/results/")]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_commands_work_far_from_a_checkout(installed: Installed, tmp_path: Path) -> None:
     where = [installed.python, "-c", "import raceme; print(raceme.__file__)"]

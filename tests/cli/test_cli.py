@@ -326,6 +326,7 @@ def test_training_that_diverges_is_said(raceme: Typed, tmp_path: Path) -> None:
         assert json.loads((out / "summary.json").read_text())["diverged"] is diverged
 
 
+@pytest.mark.slow
 def test_a_drift_after_the_end_of_the_run_is_said(raceme: Typed, tmp_path: Path) -> None:
     run = ["run", *SMALL, "--drift", "swap-part"]
     for late, limits in ((True, []), (True, ["--max-time", "3"]), (False, [])):
@@ -336,6 +337,7 @@ def test_a_drift_after_the_end_of_the_run_is_said(raceme: Typed, tmp_path: Path)
         assert ("never happens: the run ends after 3 seconds" in done.stderr) is bool(limits)
 
 
+@pytest.mark.slow
 def test_a_drift_that_the_devices_do_not_reach_is_said_at_the_start(
     raceme: Typed, tmp_path: Path
 ) -> None:

@@ -232,6 +232,7 @@ raceme.run("fedasync", data=data, max_updates=2, workers=0, client_map=False, ou
 """
 
 
+@pytest.mark.slow
 def test_a_copy_is_removed_at_the_end_and_the_model_can_still_be_exported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

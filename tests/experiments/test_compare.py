@@ -146,6 +146,7 @@ def test_a_checkpoint_of_other_settings_is_not_used(tmp_path: Path) -> None:
     assert read_toml(job.folder / "config.toml")["lr"] == 0.1
 
 
+@pytest.mark.slow
 def test_checkpoints_that_were_asked_for_are_kept(tmp_path: Path) -> None:
     run(small_suite("fedasync", seeds=(0,)).with_settings({"checkpoint-every": 8}), tmp_path)
     assert len(list((tmp_path / "fedasync" / "seed-0" / "checkpoint").iterdir())) == 2
@@ -185,6 +186,7 @@ def test_a_folder_that_is_no_run_is_not_removed(tmp_path: Path) -> None:
     assert precious.is_file()
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_does_not_take_the_others_with_it(tmp_path: Path) -> None:
     # Nothing can be written into the folder of fedavg: it is a file.
     (tmp_path / "fedavg").write_text("")
@@ -196,6 +198,7 @@ def test_a_run_that_fails_does_not_take_the_others_with_it(tmp_path: Path) -> No
     assert any("FAILED" in line for line in main_table(comparison).lines)
 
 
+@pytest.mark.slow
 def test_a_run_without_clients_is_not_a_finished_one(tmp_path: Path) -> None:
     profile = tmp_path / "gone.toml"
     profile.write_text("[device]\nseconds-per-round = 1.0\nonline = [[0.0, 2.5]]\n")

@@ -109,6 +109,7 @@ def test_a_folder_of_something_else_is_not_used(
     prepare(suite(), Path("."))
 
 
+@pytest.mark.slow
 def test_a_comparison_that_is_told_to_stop_loses_nothing(command: Commands, tmp_path: Path) -> None:
     """SIGTERM, a hang-up and a full disk under its output: its runs still write checkpoints."""
     out = tmp_path / "out"

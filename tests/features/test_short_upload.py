@@ -144,6 +144,7 @@ def test_codes_are_made_of_what_privacy_lets_out() -> None:
         assert numbers(found)[name] == pytest.approx(values, abs=0.003 * spread)
 
 
+@pytest.mark.slow
 def test_a_run_takes_a_third_of_the_bytes_wherever_clients_work(tmp_path: Path) -> None:
     common = RunConfig(strategy="casa", clients=8, max_updates=32, eval_every=32)
     found = {}

@@ -52,6 +52,7 @@ def test_one_of_two_devices_with_one_id_is_refused_until_the_other_leaves(tmp_pa
     assert client_events(tmp_path / "out") == [("board-0", kind) for kind in kinds]
 
 
+@pytest.mark.slow
 def test_tls_and_registered_keys_keep_everybody_else_out(tmp_path: Path) -> None:
     other = tmp_path / "other"
     with loopback(tmp_path) as bed:

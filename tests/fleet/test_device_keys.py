@@ -25,6 +25,7 @@ def device(bed: Loopback, key: str, claimed: str) -> Process:
     )
 
 
+@pytest.mark.slow
 def test_a_device_has_the_id_of_its_key_and_keeps_its_place(tmp_path: Path) -> None:
     make_certificates(tmp_path / "certs", ["127.0.0.1"], ["kitchen", "garden"])
     run = ["--strategy", "fedasync", "--dataset", "digits", "--clients", "2", "--eval-every", "999"]

@@ -68,6 +68,7 @@ def is_of(line: dict[str, Any], event: str) -> bool:
     return line.get("event") == event
 
 
+@pytest.mark.slow
 def test_the_same_command_resumes_after_ctrl_c_and_after_a_kill(tmp_path: Path) -> None:
     out = tmp_path / "out"
     metrics = f"127.0.0.1:{free_port()}"
@@ -143,6 +144,7 @@ def test_the_same_command_resumes_after_ctrl_c_and_after_a_kill(tmp_path: Path) 
         assert not any("Traceback" in server.text() for server in servers)
 
 
+@pytest.mark.slow
 def test_a_port_or_a_folder_that_another_has_is_refused_in_one_line(tmp_path: Path) -> None:
     with loopback(tmp_path) as bed:
         server = start_server(bed, "--max-updates", "10")

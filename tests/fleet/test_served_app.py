@@ -30,6 +30,7 @@ def start_device(bed: Loopback, number: int, trusted: str = "raceme/numpy-quicks
     )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_an_app_with_a_method_in_the_place_of_its_strategy(tmp_path: Path) -> None:
     with loopback(tmp_path) as bed:

@@ -261,7 +261,10 @@ def memory(process_id: int) -> int:
 BOMB = 256 << 20
 
 
-@pytest.mark.parametrize("call", ["raceme.Fleet/Greet", "flwr.proto.Fleet/ActivateNode"])
+@pytest.mark.parametrize(
+    "call",
+    ["raceme.Fleet/Greet", pytest.param("flwr.proto.Fleet/ActivateNode", marks=pytest.mark.slow)],
+)
 def test_a_call_of_a_stranger_takes_no_memory(tmp_path: Path, call: str) -> None:
     certs = tmp_path / "certs"
     make_certificates(certs, ["127.0.0.1"], ["kitchen"])
@@ -380,6 +383,7 @@ def test_an_id_of_five_thousand_digits_is_none(tmp_path: Path) -> None:
         assert "200" in connection.recv(1000).decode().partition("\r\n")[0]
 
 
+@pytest.mark.slow
 def test_a_servers_files_and_paths_are_its_own(tmp_path: Path) -> None:
     certs = tmp_path / "secret-place"
     make_certificates(certs, ["127.0.0.1"], ["kitchen"])

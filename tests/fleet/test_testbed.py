@@ -125,10 +125,8 @@ def test_a_server_that_is_killed_is_gone_on_with_and_applies_no_update_twice(
     assert len(tasks) == 30
 
 
-@pytest.mark.parametrize(
-    "number",
-    [signal.SIGHUP, *(pytest.param(n, marks=SLOW) for n in (signal.SIGINT, signal.SIGTERM))],
-)
+@SLOW
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT, signal.SIGTERM])
 def test_a_signal_stops_everything_and_leaves_a_checkpoint(
     number: signal.Signals, place: Loopback, tmp_path: Path
 ) -> None:
@@ -144,6 +142,7 @@ def test_a_signal_stops_everything_and_leaves_a_checkpoint(
     assert list((out / "checkpoint").iterdir())
 
 
+@SLOW
 def test_a_killed_testbed_ends_its_processes_with_a_checkpoint(
     place: Loopback, tmp_path: Path
 ) -> None:

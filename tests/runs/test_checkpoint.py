@@ -320,7 +320,7 @@ def kill_and_resume(command: Commands, started: list[str], out: Path, seed: int)
     assert "Resuming from" in log.read_text()
 
 
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(n, marks=SLOW) for n in range(4, 20))])
+@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(n, marks=SLOW) for n in range(2, 20))])
 def test_a_killed_run_ends_bit_for_bit_as_if_nothing_had_been(
     seed: int, command: Commands, churn: str, whole: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -107,6 +107,7 @@ Mlflow(out, out.name, {"lr": 0.1}, None).close(failed=False)
 """
 
 
+@pytest.mark.slow
 def test_runs_that_begin_at_once_share_a_new_database(tmp_path: Path) -> None:
     environment = {**os.environ, "MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/mlflow.db"}
     started = [

@@ -32,6 +32,7 @@ def tasks() -> Iterator[object]:
         executor.close()
 
 
+@pytest.mark.slow
 def test_tasks_pass_all_kinds_of_records_in_order(tasks) -> None:
     check_records(tasks)
 

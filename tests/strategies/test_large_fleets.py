@@ -118,6 +118,7 @@ def test_above_it_the_groups_are_those_of_comparing_all() -> None:
     assert adjusted_rand_score(groups, sampled) == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [lambda: casa(100), panicle])
 def test_a_fleet_of_thousands_is_divided(make: type[Method]) -> None:
     # Groups of a half, three tenths and a fifth, one after the other, not in turn.
@@ -126,7 +127,10 @@ def test_a_fleet_of_thousands_is_divided(make: type[Method]) -> None:
     assert adjusted_rand_score(groups, fleet.labels()) > 0.95
 
 
-@pytest.mark.parametrize(("make", "clients"), [(lambda: casa(50), 150), (panicle, 600)])
+@pytest.mark.parametrize(
+    ("make", "clients"),
+    [(lambda: casa(50), 150), pytest.param(panicle, 600, marks=pytest.mark.slow)],
+)
 def test_newcomers_without_a_seat_go_where_they_belong(make: type[Method], clients: int) -> None:
     groups = [client % 3 for client in range(clients)]
     fleet = trained(make(), groups, 4)
