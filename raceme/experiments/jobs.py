@@ -143,19 +143,32 @@ def check(jobs: Iterable[Job]) -> None:
     UserError
         Data, model, devices or hyper-parameters of a run are invalid.
     """
-    from raceme.runs.experiment import build_strategy, check_parts
+    from raceme.runs.experiment import (
+        build_strategy,
+        check_fleet,
+        check_parts,
+        check_validation,
+        fitted,
+    )
 
-    dealt: set[tuple[int, str]] = set()
+    dealt, warned = set[tuple[int, str]](), set[str]()
     for job in jobs:
         config = job.config
         try:
-            build_strategy(config)
+            strategy = build_strategy(config)
             # Key of a run's parts, except its strategy.
             keys = config.with_values(max_updates=1, max_rounds=0, out="").to_mapping().items()
             shared = str([item for item in keys if item[0] != "strategy" and "." not in item[0]])
             if (job.seed, shared) not in dealt:
                 dealt.add((job.seed, shared))
                 check_parts(config)
+            # What it warns of is the same with every seed.
+            method = str(config.with_values(seed=0, out="").to_mapping())
+            if method not in warned:
+                warned.add(method)
+                check_fleet(config, strategy)
+            check_validation(config, strategy)
+            fitted(config, strategy)
         except UserError as error:
             raise UserError(f"{job.method.label} cannot run: {error}") from None
 

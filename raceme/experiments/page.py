@@ -66,8 +66,10 @@ def plots(
         found["accuracy"] = partial(
             comparison_figure, runs, target=comparison.target, title=suite.title
         )
-    found["time-to-target"] = lambda: times_figure(comparison)
-    found["purity"] = lambda: purity_figure(comparison)
+    if any(result.time.count for result in comparison.results):
+        found["time-to-target"] = lambda: times_figure(comparison)
+    if any(result.spread("purity").count for result in comparison.results):
+        found["purity"] = lambda: purity_figure(comparison)
     if records:
         found["staleness"] = lambda: staleness_figure(records)
     for schema in compared_measures(records.values()):

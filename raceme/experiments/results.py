@@ -28,6 +28,7 @@ from raceme.experiments.suites import (
 )
 from raceme.records.folder import COMPARISON
 from raceme.records.record import RunRecord, read_run
+from raceme.records.summary import unlearned
 from raceme.reporting.console import PlainTable
 
 
@@ -154,7 +155,10 @@ class Result:
     @property
     def warnings(self) -> list[str]:
         """What the runs warned of."""
-        texts = (text for run in self.runs for text in run.summary.get("warnings", ()))
+        texts = [text for run in self.runs for text in run.summary.get("warnings", ())]
+        if guesses := [text for run in self.runs if (text := unlearned(run.summary))]:
+            many = f" in {len(guesses)} of {len(self.runs)} runs" if len(self.runs) > 1 else ""
+            texts.append(guesses[0] + many)
         return list(dict.fromkeys(texts))
 
     @property

@@ -120,7 +120,9 @@ def lines_below(comparison: Comparison) -> tuple[str, ...]:
     if comparison.sweeps:
         swept = ", ".join(comparison.sweeps)
         lines.append(f"Swept on the first seed and shown at the most accurate point: {swept}.")
-    if any(result.time_above is not None for result in comparison.results) and not suite.scores:
+    has_times = comparison.has_published or _some_reached(comparison)
+    missed_by_some = any(result.time_above is not None for result in comparison.results)
+    if has_times and missed_by_some and not suite.scores:
         missed = "converge" if suite.timing is Timing.CONVERGENCE else "reach the target"
         lines.append(f"'>': runs that did not {missed} count with their length.")
     lines += [
@@ -129,6 +131,11 @@ def lines_below(comparison: Comparison) -> tuple[str, ...]:
         for seed, error in result.errors.items()
     ]
     return (*lines, *_warnings(comparison), *_remarks(comparison), *suite.notes)
+
+
+def _some_reached(comparison: Comparison) -> bool:
+    """Return whether some run reached the target, or converged."""
+    return any(result.time.count for result in comparison.results)
 
 
 def _has_backdoors(comparison: Comparison) -> bool:
@@ -162,7 +169,7 @@ def _remarks(comparison: Comparison) -> list[str]:
 # -----------------------------------------------------------------------------
 
 
-_KINDS = ("", "best_", "weighted_", "best_weighted_")
+_KINDS = ("", "best_", "weighted_", "best_weighted_", "worst_tenth_")
 _CSV = (
     "purity",
     "clusters",
@@ -192,7 +199,10 @@ def main_table(comparison: Comparison) -> PlainTable:
     suite, target = comparison.suite, comparison.target
     columns = [("method", _marked), *_measured(comparison), *_further(comparison)]
     rows = [tuple(cell(result) for _, cell in columns) for result in comparison.results]
-    of = f", target {comparison.measure.goal(target)}" if target is not None else ""
+    of = ""
+    if target is not None:
+        what = "target" if comparison.has_published or _some_reached(comparison) else "none reached"
+        of = f", {what} {comparison.measure.goal(target)}"
     if suite.scores:
         of = ", accuracies in %"
     if suite.timing is Timing.CONVERGENCE:
@@ -225,13 +235,18 @@ def _measured(comparison: Comparison) -> list[_Column]:
 
     if not comparison.has_published:
         time = TO_CONVERGENCE if suite.timing is Timing.CONVERGENCE else TO_TARGET
-        return [
-            (accuracy, ours),
-            (time, _time),
-            ("ratio to best", lambda result: _number(comparison.ratio(result))),
-            ("purity", _summarised("purity", 1, 2)),
-            ("updates", _updates),
-        ]
+        columns = [(accuracy, ours)]
+        if suite.score is Score.FINAL:
+            columns.append(("worst\ntenth", _worst_tenth))
+        if _some_reached(comparison):
+            columns.append((time.replace("to ", "to\n"), _time))
+            columns.append(("ratio\nto best", lambda result: _number(comparison.ratio(result))))
+        else:
+            columns.append(("virtual\ntime (s)", _summarised("virtual_time", 1, 1)))
+        if any(result.spread("purity").count for result in comparison.results):
+            columns.append(("purity", _summarised("purity", 1, 2)))
+        clusters = ("clusters", lambda result: _mean(result.spread("clusters"), 1))
+        return [*columns, clusters, ("updates", _updates)]
     # The paper may report no times.
     times, compared = comparison.has_published_times, compares_times(comparison)
     factor = f"× {suite.reference or 'reference'}"
@@ -478,17 +493,22 @@ def latex_table(comparison: Comparison, caption: str = "", label: str = "") -> s
 
 def _latex_head(head: str) -> str:
     """Return a heading in lines of their own, with its unit."""
-    unit = " (s)" if head.split("\n")[0] in ("time", TO_TARGET, TO_CONVERGENCE) else ""
+    unit = " (s)" if _is_time(head) else ""
     parts = f"{head}{unit}".replace("acc %", "accuracy\n(%)").replace("time to ", "time to\n")
     lines = [part.translate(_LATEX) for part in parts.split("\n")]
     joined = r" \\ ".join(lines)
     return joined if len(lines) == 1 else rf"\shortstack[r]{{{joined}}}"
 
 
+def _is_time(head: str) -> bool:
+    first, whole = head.partition("\n")[0], head.replace("\n", " ")
+    return first == "time" or whole in (TO_TARGET, TO_CONVERGENCE)
+
+
 def best_row(comparison: Comparison, head: str) -> int | None:
     """Return the row of a column's best value, if a paired test over the seeds says so."""
     name, measure = head.removesuffix("\nours"), comparison.measure
-    is_time = name in ("time", TO_TARGET, TO_CONVERGENCE)
+    is_time = _is_time(name)
     if name == _head(measure):
         numbers, is_lowest = (
             [_by_seed(of, lambda run: run.accuracy) for of in comparison.results],
@@ -666,6 +686,19 @@ def _time(result: Result) -> str:
         return _spread(spread, 1, 1)
     text = f"> {result.time_above:.1f}"
     return f"{text} ({spread.count} of {spread.of})" if spread.count else text
+
+
+def _worst_tenth(result: Result) -> str:
+    measures = {run.measure for run in result.runs}
+    if len(measures) != 1:
+        return UNKNOWN
+    (measure,) = measures
+    factor = 1 if measure.is_error else 100
+    return _mean(result.spread(f"worst_tenth_{measure.name}"), 2, factor)
+
+
+def _mean(spread: Spread, digits: int, factor: float = 1) -> str:
+    return UNKNOWN if spread.mean is None else f"{factor * spread.mean:.{digits}f}"
 
 
 def _updates(result: Result) -> str:

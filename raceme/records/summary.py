@@ -718,6 +718,8 @@ class RunSummary(EventHandler):
     accuracy, best_accuracy : float or None
         Mean client accuracy of the latest evaluation, and of the best one that counts; None
         before the first. Of a regression, here and below, the mean absolute error.
+    worst_tenth : float or None
+        Mean of the worst tenth of the clients in the latest evaluation.
     weighted_accuracy, best_weighted_accuracy : float or None
         The same, weighted by the clients' numbers of test examples. As in FlexCFL's paper the best
         one is of the evaluations since every client tested has had a cluster; of all, if there is
@@ -763,6 +765,7 @@ class RunSummary(EventHandler):
         self.refused_claims = 0
         self.accuracy: float | None = None
         self.best_accuracy: float | None = None
+        self.worst_tenth: float | None = None
         self.weighted_accuracy: float | None = None
         self.best_weighted_accuracy: float | None = None
         self._best_of_all: float | None = None
@@ -893,6 +896,7 @@ class RunSummary(EventHandler):
             "unit": self.measure.unit,
             name: finite(self.accuracy),
             f"best_{name}": finite(self.best_accuracy),
+            f"worst_tenth_{name}": finite(self.worst_tenth),
             f"weighted_{name}": finite(self.weighted_accuracy),
             f"best_weighted_{name}": finite(self.best_weighted_accuracy),
             **self._steps.result(name),
@@ -934,7 +938,7 @@ class RunSummary(EventHandler):
         self.clusters = int(event.clusters)
         weighted = float(event.weighted_accuracy)
         self.accuracy, self.asked, self.answered = accuracy, int(event.asked), event.answered
-        self.weighted_accuracy = weighted
+        self.weighted_accuracy, self.worst_tenth = weighted, event.worst_tenth
         if event.groups:
             self.membership.observe(event)
             self._look_at_purity()
@@ -992,6 +996,16 @@ class RunSummary(EventHandler):
             self._pure_since = None
         elif self._pure_since is None:
             self._pure_since = self.updates
+
+
+def unlearned(summary: Mapping[str, Any]) -> str:
+    """Say that a run's models are no better than a constant guess; empty if they are better."""
+    measure = events.Measure.of(summary)
+    guess, found = summary.get("constant_guess"), summary.get(measure.name)
+    if guess is None or found is None or measure.better(found, guess) != guess:
+        return ""
+    what = "mean" if measure.is_error else "most frequent class"
+    return f"no better than always predicting a client's {what}"
 
 
 def write_summary(path: Path, summary: Mapping[str, Any]) -> None:

@@ -18,7 +18,7 @@ from rich.text import Text
 from raceme.core import events
 from raceme.core.events import Event, EventHandler, change_line, home, is_news
 from raceme.records.folder import LOG
-from raceme.records.summary import RunSummary
+from raceme.records.summary import RunSummary, unlearned
 
 QUIET_SECONDS = 10.0
 """Interval of status lines without a live line."""
@@ -341,6 +341,8 @@ def _rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield measure.word, f"{plain}, mean over {over}"
     if get("diverged"):
         yield "diverged", "the loss is far above the untrained model's: lower lr"
+    if guess := unlearned(summary):
+        yield "learned", f"{guess}, {shown(summary['constant_guess'])}"
     if (honest := get(f"honest_{name}")) is not None:
         attackers = len(summary["attackers"])
         yield "honest clients", f"{shown(honest)}, mean without {attackers} attackers"

@@ -14,7 +14,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from flwr.app import ConfigRecord, Context, Message
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message
 from flwr.serverapp import Grid
 from threadpoolctl import threadpool_limits
 
@@ -218,6 +218,30 @@ def check_parts(config: RunConfig) -> None:
     models.initial_arrays(config)
 
 
+def check_validation(config: RunConfig, strategy: Method) -> None:
+    """Raise UserError if a simulated client keeps too few samples for what the method compares."""
+    if strategy.needs.validation:
+        share = config.validation_share
+        share = DEFAULT_VALIDATION_SHARE if share is None else share
+        fewest = min(datasets.fewest_training(config, k) for k in range(config.num_clients))
+        strategy.check_samples(kept_for_validation(fewest, share))
+
+
+def fitted(config: RunConfig, strategy: Method) -> tuple[ArrayRecord, ModelProbe | None]:
+    """Return the initial model and the proxy sets of a run, which fit the method.
+
+    Raises
+    ------
+    UserError
+        They do not, or the model does not exist or does not fit the data.
+    """
+    initial = models.initial_arrays(config)
+    strategy.check_model(ModelSpec.of(initial))
+    probe = probe_of(config, initial)
+    strategy.check_server(0 if probe is None else probe.sets, bool(config.pretrain))
+    return initial, probe
+
+
 def build_grid(config: RunConfig, strategy: Method | None = None) -> VirtualGrid:
     """Make the simulated fleet of a configuration: one node per client, with its device.
 
@@ -238,11 +262,8 @@ def build_grid(config: RunConfig, strategy: Method | None = None) -> VirtualGrid
     examples = [
         len(datasets.client_data(config, client).y_train) for client in range(config.num_clients)
     ]
-    if strategy is not None and strategy.needs.validation:
-        share = config.validation_share
-        share = DEFAULT_VALIDATION_SHARE if share is None else share
-        fewest = min(datasets.fewest_training(config, k) for k in range(config.num_clients))
-        strategy.check_samples(kept_for_validation(fewest, share))
+    if strategy is not None:
+        check_validation(config, strategy)
     names = datasets.client_names(config)
     labels = Path(config.labels) if config.labels else None
     Labels(labels, config.where).check_ids(_client_names(config))
@@ -568,11 +589,7 @@ def execute(
     if config.attack != NONE and not is_virtual:
         raise UserError(_NO_ATTACK)
     _warn_of_late_changes(config, strategy, grid)
-    initial = models.initial_arrays(config)
-    spec = ModelSpec.of(initial)
-    strategy.check_model(spec)
-    probe = probe_of(config, initial)
-    strategy.check_server(0 if probe is None else probe.sets, bool(config.pretrain))
+    initial, probe = fitted(config, strategy)
     identities = BoundToKeys(Path(config.device_keys), grid) if config.device_keys else None
     schedule = plan(config)
     if config.resume:
@@ -725,7 +742,9 @@ def _further_result(
         found["missed_drift"] = config.drift
     if config.attack != NONE and not _has_attacked(config, strategy, summary.time):
         found["missed_attack"] = config.attack
-    if not is_virtual:
+    if is_virtual:
+        found["constant_guess"] = datasets.constant_guess(config)
+    else:
         found["clock"] = "wall"
     return found
 

@@ -49,6 +49,22 @@ def test_every_file_is_a_client_in_the_order_of_the_numbers(tmp_path: Path) -> N
         datasets.load(folder(tmp_path, clients=3))
 
 
+def test_a_constant_guess_is_each_clients_own(tmp_path: Path) -> None:
+    held = np.array([0, 0, 0, 0, 1, 1], bool)
+    # Right in one of two, and in both.
+    write(tmp_path, "1", y=np.array([2, 2, 2, 0, 2, 1]), heldout=held)
+    write(tmp_path, "2", y=np.array([0, 1, 0, 0, 0, 0]), heldout=held)
+    assert datasets.constant_guess(datasets.with_defaults(folder(tmp_path))) == (0.5 + 1.0) / 2
+
+
+def test_the_constant_guess_of_a_quantity_is_the_mean(tmp_path: Path) -> None:
+    held = np.array([0, 0, 0, 0, 1, 1], bool)
+    # Means 2.5 and 10: errors 1.5 and 0.5, and 0 and 2.
+    write(tmp_path, "1", y=np.array([1.0, 2.0, 3.0, 4.0, 4.0, 3.0]), heldout=held, unit="m")
+    write(tmp_path, "2", y=np.array([9.0, 11.0, 10.0, 10.0, 10.0, 12.0]), heldout=held, unit="m")
+    assert datasets.constant_guess(datasets.with_defaults(folder(tmp_path))) == pytest.approx(1.0)
+
+
 def test_a_file_whose_name_is_no_clients_is_said(tmp_path: Path) -> None:
     write(tmp_path, "Anna Müller")
     write(tmp_path, "Ben\u00a0Meier")

@@ -55,7 +55,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.smoke
 def test_a_comparison_leaves_tables_plots_and_all_runs(finished: Path) -> None:
-    for name in ("accuracy.png", "time-to-target.png", "staleness.png", "purity.png"):
+    for name in ("accuracy.png", "staleness.png", "purity.png"):
         assert (finished / name).stat().st_size > 1000
     content = json.loads((finished / "compare.json").read_text())
     assert [entry["label"] for entry in content["methods"]] == list(METHODS)
@@ -172,7 +172,7 @@ def test_results_that_moved_without_their_events_are_still_results(
     assert said.count("already finished, kept") == 6
     assert "casa is not in the plots over time: its events cannot be read" in caplog.text
     assert not (out / "accuracy.png").exists()
-    assert (out / "time-to-target.png").is_file()
+    assert (out / "purity.png").is_file()
     again, _ = run(small_suite(), finished)
     assert main_table(comparison) == main_table(again)
 
@@ -280,6 +280,13 @@ def test_a_run_is_finished_if_it_did_what_it_was_to_do(
         ("title = 'x'", "No method to compare"),
         ("not toml", "not valid TOML"),
         ("[methods.casa]\n[settings]\ndataset = 'synthetic'\nmodel = 'cnn'", "casa cannot run"),
+        ("[methods.casa]\n[methods.cdfl]", "cdfl cannot run: .* give --proxy"),
+        ("[methods.cdfl.options]\nk = 4\n[settings]\nproxy = '20'\nclients = 3", "cdfl.k is 4"),
+        (
+            "[methods.casa]\n[methods.faacl]\n[settings]\nvalidation-share = 0.02",
+            "faacl cannot run: A client keeps . of its samples .* raise validation-share",
+        ),
+        ("[methods.krum.options]\nnum-malicious-nodes = 4\n[settings]\nclients = 8", "krum cannot"),
     ],
 )
 def test_what_is_wrong_with_a_suite_is_said_before_anything_starts(

@@ -13,9 +13,10 @@ from typer.testing import CliRunner
 
 from raceme.cli import app
 from raceme.experiments.compare import write
+from raceme.experiments.page import plots
 from raceme.experiments.results import Comparison, Result, Run
 from raceme.experiments.suites import ComparedMethod, Suite
-from raceme.experiments.tables import TO_TARGET, best_row, latex_table, to_latex
+from raceme.experiments.tables import TO_TARGET, best_row, latex_table, main_table, to_latex
 
 NAME = r"my_net & 50% #1 {x} ~^\ <a> $5 [α≥β]"
 
@@ -85,6 +86,38 @@ def test_a_tabular_has_units_and_no_empty_columns(found: Comparison) -> None:
     assert not text.startswith(r"\begin{table}")
 
 
+def test_where_no_run_reaches_the_target_the_length_of_the_runs_stands_there() -> None:
+    both = results(a=[0.8] * 5, b=[0.9] * 5)
+    missed = tuple(
+        replace(of, runs=tuple(run(seed, 0.8, None) for seed in SEEDS)) for of in both.results
+    )
+    for found, is_reached in ((both, True), (replace(both, results=missed), False)):
+        table = main_table(found)
+        assert ("time to\ntarget" in table.columns) is is_reached
+        assert ("virtual\ntime (s)" in table.columns) is not is_reached
+        assert ("none reached 90.0%" in table.title) is not is_reached
+        assert ("time-to-target" in plots(found, {})) is is_reached
+        # Neither run knows of groups.
+        assert "purity" not in table.columns
+        assert "purity" not in plots(found, {})
+
+
+def test_the_worst_tenth_and_what_is_not_learned_are_shown() -> None:
+    both = results(a=[0.6] * 5, b=[0.9] * 5)
+    further = {"worst_tenth_accuracy": 0.25, "clusters": 3, "constant_guess": 0.6}
+    told = tuple(
+        replace(of, runs=tuple(replace(r, summary={**r.summary, **further}) for r in of.runs))
+        for of in both.results
+    )
+    table = main_table(replace(both, results=told))
+    rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+    assert [row["worst\ntenth"] for row in rows] == ["25.00", "25.00"]
+    assert [row["clusters"] for row in rows] == ["3.0", "3.0"]
+    assert [row["method"] for row in rows] == ["a*", "b"]
+    said = "no better than always predicting a client's most frequent class in 5 of 5 runs"
+    assert f"* a: {said}" in table.lines
+
+
 def test_a_table_has_a_caption_and_a_label_of_ones_own(found: Comparison) -> None:
     text = latex_table(found)
     assert r"\caption{A\_1 \& B (2 seeds" in text
@@ -127,7 +160,7 @@ def test_a_report_and_figures_for_a_paper(found: Comparison, tmp_path: Path) -> 
     out = tmp_path
     assert write(found, out, ("pdf", "tex")) == {}
     assert (out / "compare.tex").read_text(encoding="utf-8") == to_latex(found)
-    drawn = (out / "purity.pdf").read_bytes()
+    drawn = (out / "time-to-target.pdf").read_bytes()
     assert b"/FontFile2" in drawn  # TrueType, embedded
     assert re.search(rb"/MediaBox \[ 0 0 237\.6 ", drawn)  # 3.3 in
     (out / "compare.tex").unlink()

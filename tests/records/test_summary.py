@@ -30,6 +30,7 @@ from raceme.core.events import (
     UpdateRejected,
 )
 from raceme.records.summary import RunSummary, time_to_target, write_summary
+from raceme.reporting.console import summary_rows
 from raceme.strategies.csafl import IDLE
 
 KEYS = {
@@ -190,6 +191,15 @@ TASKS = dict.fromkeys(
 """Of runs that do not test on all tasks."""
 
 
+@pytest.mark.parametrize(("guess", "is_said"), [(0.75, True), (0.7, False), (None, False)])
+def test_models_no_better_than_a_constant_guess_are_said_to_be(
+    guess: float | None, is_said: bool
+) -> None:
+    rows = dict(summary_rows({**summary_of(RUN), "constant_guess": guess}))
+    said = "no better than always predicting a client's most frequent class, 0.750"
+    assert rows.get("learned") == (said if is_said else None)
+
+
 def test_the_summary_by_hand() -> None:
     result = summary_of(RUN, target=0.7)
     assert set(result) >= KEYS
@@ -213,6 +223,7 @@ def test_the_summary_by_hand() -> None:
         "unit": None,
         "accuracy": 0.75,
         "best_accuracy": 0.9,
+        "worst_tenth_accuracy": 0.75,
         "weighted_accuracy": 0.5,
         "best_weighted_accuracy": 0.625,
         "accuracy_at_step_starts": None,
