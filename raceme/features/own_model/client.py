@@ -46,55 +46,70 @@ _HUGE_LOSS = 1e30
 def train_own_model(
     work: ClientWork, received: ArrayRecord, settings: TrainingSettings
 ) -> dict[str, float]:
-    """Train the client's own model, by the rule that the message names.
+    """Train the client's own model by the rule of the message.
 
     Parameters
     ----------
     received : ArrayRecord
-        The model that was trained just now.
+        The model that was trained just now; the trained one is in the client's network.
     settings : TrainingSettings
         As of that training. The own model is not kept near the model that it starts from.
 
     Returns
     -------
     dict[str, float]
-        Scores of both models on the kept samples, while they are compared.
+        Scores on the kept samples, as metrics of the reply: under the rule TRIED of both models
+        after their training on the other samples, under MIXED of the mixture and the received model
+        before; none otherwise.
     """
     rule, state = str(work.settings.get(RULE, MIXED)), work.state
-    if rule == SKIPPED:
-        return {}
     client = work.client if rule == ALONE else _validating(work)
     network, kept, is_first = client.network, client.validation, _OWN not in state
-    compares = rule == TRIED and kept is not None and not is_first
-    metrics = {COMMON_SCORE: evaluate(network, kept)[0]} if compares and kept else {}
+    if rule == SKIPPED:
+        if is_first and is_usable(network.weights):
+            state[_OWN] = network.write(ModelSpec.of(received))
+        return {}
+    scores = dict[str, float]()
+    if rule == TRIED and kept is not None and not is_first:
+        scores[COMMON_SCORE] = evaluate(network, kept)[0]
     spec = work.receive(received)
-    if not is_first:
-        own, share = state.array_records[_OWN], 1.0
-        if rule == MIXED and (losses := _losses_of_mixtures(client, state)) is not None:
-            share = _mean_share(network.objective.likelihoods(losses))
-        network.read(_mixtures(network.write(spec), own)(share))
-    train_locally(
-        network, client.train, replace(settings, proximal_mu=0.0), work.generator(part=1), {}
-    )
+    if not is_first and rule == MIXED and kept is not None:
+        scores[COMMON_SCORE] = evaluate(network, kept)[0]
+        _mix(client, state)
+        scores[OWN_SCORE] = evaluate(network, kept)[0]
+    elif not is_first:
+        network.read(state.array_records[_OWN])
+    settings = replace(settings, proximal_mu=0.0)
+    train_locally(network, client.train, settings, work.generator(part=1), {})
+    if rule == TRIED and kept is not None and not is_first:
+        scores[OWN_SCORE] = evaluate(network, kept)[0]
     # A training that diverged must not spoil all that follow.
     if is_usable(network.weights):
         state[_OWN] = network.write(spec)
     state[_USE] = ConfigRecord({RULE: rule})
-    return metrics | ({OWN_SCORE: evaluate(network, kept)[0]} if metrics and kept else {})
+    return scores
 
 
 def use_mixture(work: ClientWork) -> None:
     """Mix the received model with the client's own, by how well it does on validation samples.
 
-    A client that has not trained yet, or has a single sample, uses the received model.
+    A client that has not trained yet, or has a single sample, uses the received model; one that
+    trains alone its own.
     """
-    client, own = _validating(work), work.state.array_records
-    if _USE in work.state and work.state.config_records[_USE][RULE] == ALONE:
-        client.network.read(own[_OWN])
-    elif (losses := _losses_of_mixtures(client, work.state)) is not None:
-        start = client.network.write(ModelSpec.of(own[_OWN]))
+    state = work.state
+    if _USE in state and state.config_records[_USE][RULE] == ALONE:
+        work.client.network.read(state.array_records[_OWN])
+    else:
+        _mix(_validating(work), state)
+
+
+def _mix(client: LocalClient, state: RecordDict) -> None:
+    """Mix the model in the client's network with its own, if it has one to compare."""
+    if (losses := _losses_of_mixtures(client, state)) is not None:
+        own = state.array_records[_OWN]
+        start = client.network.write(ModelSpec.of(own))
         share = _mean_share(client.network.objective.likelihoods(losses))
-        client.network.read(_mixtures(start, own[_OWN])(share))
+        client.network.read(_mixtures(start, own)(share))
 
 
 def _validating(work: ClientWork) -> LocalClient:

@@ -1,27 +1,28 @@
-"""The server half: how own models are trained, decided by the evidence of a cluster's clients.
+"""The server half: how own models are trained, decided by all clients of a cluster together.
 
-One client's kept samples hardly tell whether others' models help it; those of all clients of
-a cluster do. At first each client trains its own model from itself, and the received one on the
-same samples, and reports how well both do on the samples that it keeps. If training alone is
-better, beyond chance, own models of the cluster are trained alone from then on, with all samples.
-Otherwise they are trained from their mixtures with the received model.
+The few samples that one client keeps hardly tell whether others' models help it; those of all
+clients of a cluster do. Own models are first trained from themselves, and clients report how well
+they do, and how well the received model does after a task, on samples that train neither. If own
+models are better beyond chance, clients of the cluster train them alone from then on, with all
+samples. Otherwise they train them from mixtures with the received model, as often as mixtures are
+better than the received model beyond chance, else now and then.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from flwr.app import ConfigRecord, Context
 from scipy.stats import t as student
 
 from raceme.core import messages as names
 from raceme.core.errors import UserError
 from raceme.core.feature import Feature, FeatureContext
-from raceme.core.requests import Request, Update
+from raceme.core.requests import Request, Update, Value
 from raceme.features.own_model import (
     ALONE,
     COMMON_SCORE,
@@ -39,33 +40,45 @@ from raceme.features.own_model import (
 if TYPE_CHECKING:
     from raceme.core.strategy import Needs
 
-_SURE = 0.99
-"""Probability that training alone is better, or worse, at which this is decided."""
+_SURE, _LIKELY = 0.99, 0.9
+"""Probabilities beyond which a difference counts as found, and within which as not."""
 _FEWEST = 4
-"""Clients of which at least is known how well their models do, for a decision by them."""
-_LEAST = 4.0
-"""Comparisons per client before which no cluster's clients train alone."""
-_LONGEST = 6.0
-"""Comparisons per client after which own models are trained from mixtures in any case."""
+"""Least number of clients with comparisons for a decision by them."""
+_TRIED, _LONGEST, _USED = 8.0, 12.0, 4.0
+"""Comparisons per client before a cluster trains alone, for trials at most, and of mixtures. A
+common model that starts slowly is better than own ones only after some tasks."""
+_RARELY = 4
+"""Every so many tasks an own model is trained that is of little use."""
+_NEWEST = 0.5
+"""Weight of a client's newest comparison in their mean: models change."""
 
 
 @dataclass
 class Comparison:
-    """Comparisons of a client's own model with the trained received one.
+    """A client's comparisons of its own model, or the mixture in use, with the received model.
 
     Attributes
     ----------
     cluster : int
         Cluster of the received model.
-    total : float
-        Sum of the differences of their scores, own minus received.
+    rule : str
+        Rule of the tasks.
+    better : float
+        Weighted mean of the differences of scores.
     count : int
-        Number of comparisons.
+        Number of tasks.
     """
 
     cluster: int
-    total: float = 0.0
+    rule: str
+    better: float = 0.0
     count: int = 0
+
+    def add(self, better: float) -> None:
+        """Add a difference; NaN, of a client that reports none, counts as none found."""
+        self.count += 1
+        weight = 1.0 if self.count == 1 else _NEWEST
+        self.better += weight * ((better if math.isfinite(better) else 0.0) - self.better)
 
 
 @dataclass
@@ -75,13 +88,22 @@ class OwnModelState:
     Attributes
     ----------
     comparisons : dict[str, Comparison]
-        What each client has reported in its present cluster.
+        Comparisons of each client, under the present rule of its cluster.
     rules : dict[int, str]
-        Decisions, by cluster.
+        Rule of each cluster, if not TRIED.
+    seldom : list[int]
+        Clusters of rule MIXED in which own models are of little use.
+    tasks : dict[str, int]
+        Tasks sent to each client of these.
+    asked : dict[str, str]
+        Rule of the last task sent to each client.
     """
 
     comparisons: dict[str, Comparison] = field(default_factory=dict)
     rules: dict[int, str] = field(default_factory=dict)
+    seldom: list[int] = field(default_factory=list)
+    tasks: dict[str, int] = field(default_factory=dict)
+    asked: dict[str, str] = field(default_factory=dict)
 
 
 class OwnModel(Feature):
@@ -118,6 +140,7 @@ class OwnModel(Feature):
         """Ask for the models; all samples train the model that is uploaded."""
         share = training.pop(names.VALIDATION_SHARE, names.DEFAULT_VALIDATION_SHARE)
         training[OWN_MODEL] = self._share = share
+        self._train = training
         tests |= {names.COMPLETED_BY: MIXTURE, OWN_MODEL: share}
 
     def cost(self, settings: ConfigRecord, context: Context, examples: int) -> float:
@@ -127,67 +150,68 @@ class OwnModel(Feature):
             return 0.0
         if rule == ALONE:
             return 1.0
-        # By steps, a task takes as long with fewer samples.
-        spared = 0.0 if settings.get(names.LOCAL_STEPS) else kept
-        tests = 2 if rule == TRIED else len(SHARES)
-        spared *= 2 if rule == TRIED else 1
+        tests = 2 if rule == TRIED else len(SHARES) + 2
+        # By steps, a task takes as long with fewer samples. A trial keeps them in both trainings.
+        spared = 0.0 if settings.get(names.LOCAL_STEPS) else kept * (2 if rule == TRIED else 1)
         return 1.0 - spared + kept * names.forward_cost(settings, examples, tests)
 
     def on_request(self, request: Request, context: FeatureContext) -> Request:
-        """State the rule of the client's cluster; short tasks, such as probes, train no own one."""
-        settings = dict(request.settings)
-        if names.TASK_SHARE in settings:
-            settings[RULE] = SKIPPED
-        else:
-            settings[RULE] = self.state.rules.get(context.clusters.main(request.client), TRIED)
-            if settings[RULE] == TRIED:
-                settings[names.VALIDATION_SHARE] = self._share
-        return replace(request, settings=settings)
+        """State the rule; short tasks, such as probes, train no own model."""
+        cluster = context.clusters.main(request.client)
+        rule = self.state.rules.get(cluster, TRIED)
+        if names.TASK_SHARE in request.settings:
+            rule = SKIPPED
+        elif cluster in self.state.seldom:
+            tasks = self.state.tasks[request.client] = self.state.tasks.get(request.client, 0) + 1
+            rule = rule if tasks % _RARELY == 0 else SKIPPED
+        self.state.asked[request.client] = rule
+        added: dict[str, Value] = {RULE: rule}
+        if rule == TRIED:
+            added[names.VALIDATION_SHARE] = self._share
+        return replace(request, settings={**request.settings, **added})
 
     def on_update(self, update: Update, context: FeatureContext) -> Update:
-        """Add a client's comparison, and decide for its cluster if it is clear."""
+        """Add a client's comparison, and decide for its cluster."""
+        client, cluster = update.task.client, context.clusters.main(update.task.client)
+        rule = self.state.rules.get(cluster, TRIED)
         scores = [update.metrics.get(name, math.nan) for name in (OWN_SCORE, COMMON_SCORE)]
-        cluster = context.clusters.main(update.task.client)
-        if update.task.cluster == cluster and cluster not in self.state.rules:
-            known = self.state.comparisons.get(update.task.client)
-            if known is None or known.cluster != cluster:
-                known = self.state.comparisons[update.task.client] = Comparison(cluster)
-            # Without scores, as of a device with differential privacy, nothing is known.
-            better = scores[0] - scores[1]
-            known.total += better if math.isfinite(better) else 0.0
-            known.count += 1
-            self._decide(cluster, context)
+        if update.task.cluster != cluster or rule == ALONE or self.state.asked.get(client) != rule:
+            return update
+        known = self.state.comparisons.get(client)
+        if known is None or (known.cluster, known.rule) != (cluster, rule):
+            known = self.state.comparisons[client] = Comparison(cluster, rule)
+        # Errors are better if they are smaller.
+        known.add((scores[0] - scores[1]) * (-1 if context.spec.outputs == 1 else 1))
+        self._decide(cluster, rule, context)
         return update
 
-    def _decide(self, cluster: int, context: FeatureContext) -> None:
-        """Decide for a cluster, if its clients' comparisons agree or have been enough."""
-        members = context.clusters.clients(cluster)
-        found = [self.state.comparisons.get(client) for client in members]
-        known = [one for one in found if one is not None and one.cluster == cluster]
-        chance = chance_above(np.array([one.total / one.count for one in known]))
-        import os, json
-        if os.environ.get("OWN_LOG"):
-            with open(os.environ["OWN_LOG"], "a") as f:
-                f.write(json.dumps([context.updates, cluster, len(known), round(chance, 3), round(sum(o.total for o in known)/max(1,sum(o.count for o in known)), 3)]) + "\n")
+    def _decide(self, cluster: int, rule: str, context: FeatureContext) -> None:
+        """Decide for a cluster if half of its clients or more have compared models."""
+        members, state = context.clusters.clients(cluster), self.state
+        found = [state.comparisons.get(client) for client in members]
+        known = [one for one in found if one and (one.cluster, one.rule) == (cluster, rule)]
         if 2 * len(known) < len(members):
             return
-        mean = sum(one.count for one in known) / len(known)
-        if len(known) >= _FEWEST and chance >= _SURE and mean >= _LEAST:
-            self.state.rules[cluster] = ALONE
-        elif len(known) >= _FEWEST and chance <= 1 - _SURE:
-            self.state.rules[cluster] = MIXED
-        elif sum(one.count for one in known) >= _LONGEST * len(members):
-            self.state.rules[cluster] = MIXED
+        tasks = sum(one.count for one in known) / len(known)
+        chance = chance_above_zero([one.better for one in known])
+        are_enough = len(known) >= _FEWEST
+        if rule == MIXED and are_enough and tasks >= _USED:
+            if cluster not in state.seldom and chance < _LIKELY:
+                state.seldom.append(cluster)
+            elif cluster in state.seldom and chance >= _SURE:
+                state.seldom.remove(cluster)
+        elif rule == TRIED and are_enough and tasks >= _TRIED and chance >= _SURE:
+            state.rules[cluster] = ALONE
+        elif rule == TRIED and (tasks >= _LONGEST or (are_enough and chance <= 1 - _LIKELY)):
+            state.rules[cluster] = MIXED
 
 
-def chance_above(values: np.ndarray) -> float:
-    """Return the probability that the mean of the values' distribution is above 0.
+def chance_above_zero(values: Sequence[float]) -> float:
+    """Return the probability that a distribution has a mean above 0, given values drawn from it.
 
-    By Student's t; a half if fewer than two are known, or all are 0.
+    By Student's t. A half if there are fewer than two values, or all are 0.
     """
-    if len(values) < 2 or not values.any():
+    if len(values) < 2 or not any(values):
         return 0.5
-    error = values.std(ddof=1) / math.sqrt(len(values))
-    if not error:
-        return float(values.mean() > 0)
-    return float(student.cdf(values.mean() / error, len(values) - 1))
+    mean, error = statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values))
+    return float(student.cdf(mean / error, len(values) - 1)) if error else float(mean > 0)
