@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord
 from numpy.typing import NDArray
 
 from raceme.core.messages import ModelSpec
@@ -31,7 +31,7 @@ from raceme.training.clients import LocalClient
 from raceme.training.local import evaluate
 from raceme.training.local import losses as sample_losses
 from raceme.training.local import train as train_locally
-from raceme.training.models import is_usable
+from raceme.training.models import Samples, is_usable
 from raceme.training.work import ClientWork
 
 Losses = NDArray[np.float64]
@@ -58,9 +58,9 @@ def train_own_model(
     Returns
     -------
     dict[str, float]
-        Scores on the kept samples, as metrics of the reply: under the rule TRIED of both models
-        after their training on the other samples, under MIXED of the mixture and the received model
-        before; none otherwise.
+        Scores on the kept samples, as metrics of the reply: under the rule TRIED of the own model
+        and of the received one's mixture with itself after this task, under MIXED of the mixture
+        in use and the received model before it; none otherwise.
     """
     rule, state = str(work.settings.get(RULE, MIXED)), work.state
     client = work.client if rule == ALONE else _validating(work)
@@ -69,15 +69,19 @@ def train_own_model(
         if is_first and is_usable(network.weights):
             state[_OWN] = network.write(ModelSpec.of(received))
         return {}
+    trained, spec = network.write(ModelSpec.of(received)), work.receive(received)
     scores = dict[str, float]()
-    if rule == TRIED and kept is not None and not is_first:
+    if is_first:
+        pass
+    elif rule == TRIED and kept is not None:
+        _mix(client, trained)
         scores[COMMON_SCORE] = evaluate(network, kept)[0]
-    spec = work.receive(received)
-    if not is_first and rule == MIXED and kept is not None:
+        network.read(state.array_records[_OWN])
+    elif rule == MIXED and kept is not None:
         scores[COMMON_SCORE] = evaluate(network, kept)[0]
-        _mix(client, state)
+        _mix(client, state.array_records[_OWN])
         scores[OWN_SCORE] = evaluate(network, kept)[0]
-    elif not is_first:
+    else:
         network.read(state.array_records[_OWN])
     settings = replace(settings, proximal_mu=0.0)
     train_locally(network, client.train, settings, work.generator(part=1), {})
@@ -96,18 +100,20 @@ def use_mixture(work: ClientWork) -> None:
     A client that has not trained yet, or has a single sample, uses the received model; one that
     trains alone its own.
     """
-    state = work.state
-    if _USE in state and state.config_records[_USE][RULE] == ALONE:
-        work.client.network.read(state.array_records[_OWN])
+    if _OWN not in work.state:
+        return
+    own = work.state.array_records[_OWN]
+    if _USE in work.state and work.state.config_records[_USE][RULE] == ALONE:
+        work.client.network.read(own)
     else:
-        _mix(_validating(work), state)
+        _mix(_validating(work), own)
 
 
-def _mix(client: LocalClient, state: RecordDict) -> None:
-    """Mix the model in the client's network with its own, if it has one to compare."""
-    if (losses := _losses_of_mixtures(client, state)) is not None:
-        own = state.array_records[_OWN]
+def _mix(client: LocalClient, own: ArrayRecord) -> None:
+    """Mix the model in the client's network with another, if there are samples to choose by."""
+    if client.validation is not None:
         start = client.network.write(ModelSpec.of(own))
+        losses = _losses_of_mixtures(client, client.validation, own)
         share = _mean_share(client.network.objective.likelihoods(losses))
         client.network.read(_mixtures(start, own)(share))
 
@@ -135,15 +141,12 @@ def _mixtures(start: ArrayRecord, own: ArrayRecord) -> Callable[[float], ArrayRe
     return mixture
 
 
-def _losses_of_mixtures(client: LocalClient, state: RecordDict) -> Losses | None:
-    """Return the losses under mixtures of the network's model and the client's own, if it has one.
+def _losses_of_mixtures(client: LocalClient, kept: Samples, own: ArrayRecord) -> Losses:
+    """Return the losses under mixtures of the network's model and the client's own.
 
     The network has its model again in the end.
     """
-    network, kept = client.network, client.validation
-    if _OWN not in state or kept is None:
-        return None
-    own = state.array_records[_OWN]
+    network = client.network
     start = network.write(ModelSpec.of(own))
     mixture = _mixtures(start, own)
     losses = np.empty((len(SHARES), len(kept)))

@@ -2,8 +2,8 @@
 
 The few samples that one client keeps hardly tell whether others' models help it; those of all
 clients of a cluster do. Own models are first trained from themselves, and clients report how well
-they do, and how well the received model does after a task, on samples that train neither. If own
-models are better beyond chance, clients of the cluster train them alone from then on, with all
+they do, and how well the received model does after a task, mixed with what it was, on samples that
+train neither. If own models are better beyond chance, clients of the cluster train them alone from then on, with all
 samples. Otherwise they train them from mixtures with the received model, as often as mixtures are
 better than the received model beyond chance, else now and then.
 """
@@ -150,7 +150,7 @@ class OwnModel(Feature):
             return 0.0
         if rule == ALONE:
             return 1.0
-        tests = 2 if rule == TRIED else len(SHARES) + 2
+        tests = len(SHARES) + 2
         # By steps, a task takes as long with fewer samples. A trial keeps them in both trainings.
         spared = 0.0 if settings.get(names.LOCAL_STEPS) else kept * (2 if rule == TRIED else 1)
         return 1.0 - spared + kept * names.forward_cost(settings, examples, tests)
