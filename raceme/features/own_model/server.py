@@ -3,9 +3,9 @@
 The few samples that one client keeps hardly tell whether others' models help it; those of all
 clients of a cluster do. Own models are first trained from themselves, and clients report how well
 they do, and how well the received model does after a task, mixed with what it was, on samples that
-train neither. If own models are better beyond chance, clients of the cluster train them alone from then on, with all
-samples. Otherwise they train them from mixtures with the received model, as often as mixtures are
-better than the received model beyond chance, else now and then.
+train neither. If own models are better beyond chance, clients of the cluster train them alone from
+then on, with all samples. Otherwise they train them from mixtures with the received model: with
+each task if mixtures are better than the received model, else now and then.
 """
 
 from __future__ import annotations
@@ -40,8 +40,10 @@ from raceme.features.own_model import (
 if TYPE_CHECKING:
     from raceme.core.strategy import Needs
 
-_SURE, _LIKELY = 0.99, 0.9
-"""Probabilities beyond which a difference counts as found, and within which as not."""
+_SURE, _UNLIKELY = 0.99, 0.02
+"""Probabilities that training alone is better at which a cluster trains alone, or from mixtures."""
+_LIKELY = 0.9
+"""Probability that mixtures are better below which own models are trained seldom."""
 _FEWEST = 4
 """Least number of clients with comparisons for a decision by them."""
 _TRIED, _LONGEST, _USED = 8.0, 12.0, 4.0
@@ -202,7 +204,7 @@ class OwnModel(Feature):
                 state.seldom.remove(cluster)
         elif rule == TRIED and are_enough and tasks >= _TRIED and chance >= _SURE:
             state.rules[cluster] = ALONE
-        elif rule == TRIED and (tasks >= _LONGEST or (are_enough and chance <= 1 - _LIKELY)):
+        elif rule == TRIED and (tasks >= _LONGEST or (are_enough and chance <= _UNLIKELY)):
             state.rules[cluster] = MIXED
 
 
