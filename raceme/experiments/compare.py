@@ -24,14 +24,13 @@ from raceme.experiments.jobs import (
     check,
     check_own,
     make_jobs,
-    remove_run,
     run_jobs,
     survey,
 )
 from raceme.experiments.page import plots
 from raceme.experiments.results import Comparison, best_of, gather, read_runs
 from raceme.experiments.suites import Suite, slug, words
-from raceme.records.folder import COMPARISON, make_folder, only_writer
+from raceme.records.folder import COMPARISON, make_folder, only_writer, remove_run
 from raceme.reporting.console import QUIET_SECONDS, LiveBars, shown_seconds, shown_updates
 from raceme.reporting.style import save_figure
 
@@ -303,7 +302,7 @@ def _compare(plan: SuitePlan, processes: int, console: Console, run_all: RunAll)
     with SuiteProgress(len(certain), len(done & set(certain)), console) as progress:
         lost = _say_resumed(progress, finished, half)
         for job in lost:
-            remove_run(job.folder)
+            remove_run(job.folder, ORPHAN_SECONDS, ", or choose another folder with --out")
 
         def run(jobs: Sequence[Job]) -> Mapping[Job, str]:
             return run_all([job for job in jobs if job not in done], processes, progress.report)

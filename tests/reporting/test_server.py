@@ -46,7 +46,7 @@ def client(
     folder: Path, host: str = "127.0.0.1", token: str = "", name: str | None = None
 ) -> TestClient:
     access = Access(host, token)
-    app = Dashboard(Watched(folder, False).source, access).app
+    app = Dashboard(Watched(folder, False), access).app
     headers = {"host": f"{host if name is None else name}:8321"}
     base = "http://192.0.2.7:8321"
     return TestClient(app, base_url=base, headers=headers, follow_redirects=False)

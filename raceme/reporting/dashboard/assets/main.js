@@ -49,9 +49,10 @@ function follow(name) {
     else if (run.about && run.loading) say("Loading the run …", "live");
     else if (run.crash) say(run.crash, "lost");
     else if (run.isOver) say("The run has ended.", "over");
-    else if (run.about && !run.size) say("Waiting for the first client.", "live");
     else if (run.size) say("Live", "live");
-    else say("Waiting for data.", "live");
+    else if (!run.about) say("Waiting for the run to begin: its program loads.", "live");
+    else if (run.clock === "time") say("Waiting for the first client: no device has joined yet.", "live");
+    else say("Waiting for the first client: the data are loaded, and workers start.", "live");
   };
   events.addEventListener("restart", () => {
     run.clear();
