@@ -25,7 +25,7 @@ const COLUMNS = [
   { key: "started", head: "started", text: ({ started }) =>
     (started ? new Date(1000 * started).toLocaleString([], STARTED) : "–") },
 ];
-const MEANS = ["accuracy", "worst", "time", "bytes"];
+const MEANS = [["accuracy", "accuracy"], ["worst", "worst tenth"], ["time", "time"], ["bytes", "bytes"]];
 
 export class ComparisonBoard {
   constructor(run, links = true) {
@@ -61,7 +61,7 @@ export class ComparisonBoard {
     this.meansPanel = panel("means", "Means", "wide", make("div", { class: "scroll", tabindex: "0",
       role: "region", "aria-label": "Means" }, make("table", { class: "runs means", role: "table" },
       make("thead", { role: "rowgroup" }, make("tr", { role: "row" },
-        ...["method", "runs", "accuracy", "worst tenth", "time", "bytes"].map((text, index) =>
+        ...["method", "runs", ...MEANS.map(([, head]) => head)].map((text, index) =>
           make("th", { scope: "col", role: "columnheader", class: index ? "" : "word" }, text)))),
       this.meanRows)));
     this.meansPanel.hidden = true;
@@ -232,23 +232,25 @@ export class ComparisonBoard {
     // A static page has a table of the results.
     this.meansPanel.hidden = !this.links || !groups.size;
     refill(this.meanRows, ...[...groups].map(([method, runs]) => {
-      const longest = Math.max(0, ...runs.map((one) => last(one, "time") ?? 0));
-      const finished = runs.filter(({ state }) => state === "finished").length;
-      const cells = MEANS.map((key) => {
-        const found = meanAndDeviation(runs.map((one) => (key === "bytes" ? one.bytes : last(one, key))));
+      const finished = runs.filter(({ state }) => state === "finished");
+      const counted = finished.length ? finished : runs;
+      const longest = Math.max(0, ...counted.map((one) => last(one, "time") ?? 0));
+      const cells = MEANS.map(([key]) => {
+        const found = meanAndDeviation(
+          counted.map((one) => (key === "bytes" ? one.bytes : last(one, key))));
         const text = { time: (value) => timeText(value, longest),
-          bytes: bytesText(Math.max(...runs.map(({ bytes }) => bytes ?? 0))) }[key] ??
+          bytes: bytesText(Math.max(...counted.map(({ bytes }) => bytes ?? 0))) }[key] ??
           ((value) => number(value, 3));
-        return found ? spread(found, runs.length, text) : "–";
+        return found ? spread(found, counted.length, text) : "–";
       });
       const dot = make("span", { class: "dot", "aria-hidden": "true" });
       dot.style.setProperty("--colour", this.look(runs[0]).colour);
       return make("tr", { role: "row" },
         make("th", { scope: "row", role: "rowheader", class: "word" }, dot, make("bdi", {}, method)),
-        make("td", { role: "cell", "data-head": "runs" }, finished < runs.length
-          ? `${finished} of ${runs.length} finished` : number(runs.length)),
-        ...cells.map((text, index) => make("td", { role: "cell",
-          "data-head": ["accuracy", "worst tenth", "time", "bytes"][index] }, text)));
+        make("td", { role: "cell", "data-head": "runs" }, finished.length < runs.length
+          ? `${finished.length} of ${runs.length} finished` : number(runs.length)),
+        ...cells.map((text, index) =>
+          make("td", { role: "cell", "data-head": MEANS[index][1] }, text)));
     }));
   }
 
@@ -276,7 +278,7 @@ export class ComparisonBoard {
       box.setAttribute("aria-label", `Draw ${one.label}`);
       dot.style.setProperty("--colour", this.look(one).colour);
       label.textContent = this.nameOf(one);
-      bar.max = one.planned || 1;
+      bar.max = Number(one.planned) || 1;
       bar.value = one.updates ?? 0;
       bar.hidden = one.state === "finished";
       note.setAttribute("aria-label", `Note of ${one.label}`);

@@ -50,9 +50,9 @@ function follow(name) {
     else if (run.crash) say(run.crash, "lost");
     else if (run.isOver) say("The run has ended.", "over");
     else if (run.size) say("Live", "live");
-    else if (!run.about) say("Waiting for the run to begin: its program loads.", "live");
-    else if (run.clock === "time") say("Waiting for the first client: no device has joined yet.", "live");
-    else say("Waiting for the first client: the data are loaded, and workers start.", "live");
+    else if (!run.about) say("Waiting for the run to begin: it loads its data.", "live");
+    else if (run.clock === "time") say("Waiting for the first client to join.", "live");
+    else say("Waiting for the first client: all evaluate the initial model.", "live");
   };
   events.addEventListener("restart", () => {
     run.clear();
