@@ -27,6 +27,8 @@ _HEAD = 1000
 """Number of bytes searched for the marker."""
 _POINTS = 200
 """Pixels per inch of the figures."""
+_MOST_OF_PHONE = 3
+"""Columns that fit on a phone; there, each row of a wider table is a card."""
 
 
 @dataclass(frozen=True)
@@ -193,6 +195,7 @@ def render(
         sections=shown,
         links=links,
         frozen=frozen,
+        most_of_phone=_MOST_OF_PHONE,
     )
 
 

@@ -55,11 +55,11 @@ export class ComparisonBoard {
     this.heads = make("tr", { role: "row" });
     this.body = make("tbody", { role: "rowgroup" });
     this.table = make("div", { class: "scroll", tabindex: "0", role: "region",
-      "aria-label": "Runs" }, make("table", { class: "runs", role: "table" },
+      "aria-label": "Runs" }, make("table", { class: "runs cards", role: "table" },
       make("thead", { role: "rowgroup" }, this.heads), this.body));
     this.meanRows = make("tbody", { role: "rowgroup" });
     this.meansPanel = panel("means", "Means", "wide", make("div", { class: "scroll", tabindex: "0",
-      role: "region", "aria-label": "Means" }, make("table", { class: "runs means", role: "table" },
+      role: "region", "aria-label": "Means" }, make("table", { class: "runs cards means", role: "table" },
       make("thead", { role: "rowgroup" }, make("tr", { role: "row" },
         ...["method", "runs", ...MEANS.map(([, head]) => head)].map((text, index) =>
           make("th", { scope: "col", role: "columnheader", class: index ? "" : "word" }, text)))),
@@ -261,7 +261,9 @@ export class ComparisonBoard {
       .filter((key) => new Set(listed.map(([, { settings: of }]) => of?.[key])).size > 1)
       .map((key) => ({ key: `set ${key}`, head: key, value: ({ settings: of }) => of?.[key],
         text: (one, value) => (value === undefined ? "–" : value === "" ? "none" : String(value)) }));
-    const known = COLUMNS.filter(({ ofIndex }) => isIndex || !ofIndex);
+    const isNoted = EDITS || listed.some(([, { note }]) => note);
+    const known = COLUMNS.filter(({ key, ofIndex }) =>
+      (isIndex || !ofIndex) && (isNoted || key !== "note"));
     const at = known.findIndex(({ key }) => key === "updates");
     return [...known.slice(0, at), ...settings, ...known.slice(at)];
   }
@@ -428,7 +430,8 @@ function replaceIfNew(element, children) {
   }
 }
 
-const STARTED = { day: "numeric", month: "short", hour: "2-digit", minute: "2-digit" };
+const STARTED = { day: "numeric", month: "short", hour: "2-digit", minute: "2-digit",
+  hourCycle: "h23" };
 
 /** Return values at other places of the axis, between two known ones in proportion. */
 function resampled(at, values, x) {
