@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import logging
+import re
 import reprlib
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -162,6 +163,9 @@ def show_log(stream: TextIO, formatter: logging.Formatter, level: int = logging.
 # -----------------------------------------------------------------------------
 
 
+_DIGEST = re.compile(r"\bmain-[0-9a-f]{12}:(?=\w)")
+
+
 class UserError(Exception):
     """A user's error; the message has the problem and the remedy.
 
@@ -176,7 +180,9 @@ class UserError(Exception):
     """
 
     def __init__(self, message: str, snippet: str = "") -> None:
-        super().__init__(f"{plain(message)}\n{snippet}" if snippet else plain(message))
+        # The digest of a definition in a script or notebook (registry) says nothing to its author.
+        text = _DIGEST.sub("", plain(message))
+        super().__init__(f"{text}\n{snippet}" if snippet else text)
 
     def _render_traceback_(self) -> list[str]:
         """Return the lines that IPython shows in the place of a traceback."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import raceme
 from raceme.core.errors import UserError, plain
 
 
@@ -17,6 +18,19 @@ from raceme.core.errors import UserError, plain
 def test_what_a_user_is_told_is_one_printable_line(text: str, shown: str) -> None:
     assert plain(text) == shown
     assert str(UserError(text)) == shown
+
+
+KINDS = ("strategy", "dataset", "partition", "model", "attack", "protection", "devices", "drift")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_definition_of_a_script_is_called_by_its_own_name(kind: str) -> None:
+    """A class of a script, which is of no use there."""
+    useless = type("Useless", (), {"__module__": "__main__"})
+    given = {"strategy": "fedasync", "dataset": "digits", "clients": 2, "workers": 0, kind: useless}
+    with pytest.raises(UserError, match="'Useless'") as caught:
+        raceme.run(given.pop("strategy"), **given)
+    assert "main-" not in str(caught.value)
 
 
 ROOT = Path(__file__).parents[2] / "raceme"
