@@ -70,6 +70,11 @@ def one_line(error: object) -> str:
     return " ".join(str(error).split())
 
 
+def plural(count: int, noun: str) -> str:
+    """Return a number with its noun: ``"1 client"``, ``"2 clients"``."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def quoted(text: object) -> str:
     """Return one shortened word of foreign text; texts are quoted."""
     word = printable(text, _LONGEST_QUOTE)

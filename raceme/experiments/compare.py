@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
 
-from raceme.core.errors import check_known, one_line
+from raceme.core.errors import check_known, one_line, plural
 from raceme.core.events import Measure
 from raceme.core.files import absolute, atomic_write
 from raceme.experiments import tables as table
@@ -191,7 +191,7 @@ def _ending(job: Job, news: Finished) -> str:
         text += f", target after {reached['virtual_time']:.1f} s"
     elif summary["target"] is not None:
         text += ", target not reached"
-    return f"{text} ({summary['updates']} updates, {summary['wall_time']:.0f} s)"
+    return f"{text} ({plural(summary['updates'], 'update')}, {summary['wall_time']:.0f} s)"
 
 
 # -----------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raceme.core import events
+from raceme.core.errors import plural
 from raceme.core.events import Event, EventHandler, change_line, home, is_news
 from raceme.records.folder import LOG
 from raceme.records.summary import RunSummary, unlearned
@@ -72,7 +73,7 @@ def shown_updates(done: int, planned: int) -> str:
 
     Runs that end after a round, window or time may exceed the plan, or have none.
     """
-    return f"{done} of {planned} updates" if 0 < planned >= done else f"{done} updates"
+    return f"{done} of {planned} updates" if 0 < planned >= done else plural(done, "update")
 
 
 class LiveBars(Progress):
@@ -214,7 +215,7 @@ class RunProgress(EventHandler):
         """Print a real device that comes online."""
         if self._each_update:
             labels = f"  {event.labels}" if event.labels else ""
-            self._print(f"online  {event.client}  {event.num_examples} samples{labels}")
+            self._print(f"online  {event.client}  {plural(event.num_examples, 'sample')}{labels}")
 
     def on_client_left(self, event: events.ClientLeft) -> None:
         """Print a real device that goes offline."""
@@ -234,7 +235,7 @@ class RunProgress(EventHandler):
     def on_evaluated(self, event: events.Evaluated) -> None:
         """Print an evaluation if there is no live line."""
         if self._bar is None:
-            self._print(f"evaluated at {event.updates} updates: {self._status()}")
+            self._print(f"evaluated at {plural(event.updates, 'update')}: {self._status()}")
 
     def _print(self, line: str) -> None:
         self._printed_at = self._clock()
@@ -369,7 +370,7 @@ def _rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     target, reached = get("target"), summary["time_to_target"]
     yield (
         f"time to {measure.bound(target)}" if target else "time to target",
-        f"{reached['virtual_time']:.1f} s, {reached['updates']} updates"
+        f"{reached['virtual_time']:.1f} s, {plural(reached['updates'], 'update')}"
         if reached
         else "not reached",
     )

@@ -143,11 +143,6 @@ def number(value: Any, digits: int = 3) -> str:
     return f"{value:,.{digits}f}" if isinstance(value, float) else f"{value:,}"
 
 
-def plural(count: int, noun: str) -> str:
-    """Return a number with its noun: ``"1 client"``, ``"2 clients"``."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
 def first_of(shown: int, total: int, noun: str = "") -> str:
     """Return the part of a title for a truncated table; empty if complete."""
     return f", the first {shown} of {total}{noun}" if shown < total else ""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import raceme
-from raceme.core.errors import UserError, plain
+from raceme.core.errors import UserError, plain, plural
 
 
 @pytest.mark.parametrize(
@@ -64,3 +64,11 @@ def test_a_line_that_names_a_device_has_it_as_a_field(path: Path) -> None:
         calls = lines_about_devices(path)
         without = [c.lineno for c in calls if not any(k.arg == "extra" for k in c.keywords)]
         assert without == []
+
+
+def test_one_of_something_is_no_plural() -> None:
+    assert [plural(count, "sample") for count in (0, 1, 1000)] == [
+        "0 samples",
+        "1 sample",
+        "1,000 samples",
+    ]

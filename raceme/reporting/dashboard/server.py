@@ -29,7 +29,7 @@ from starlette.responses import PlainTextResponse, RedirectResponse, Response, S
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from raceme.core.errors import UserError
+from raceme.core.errors import UserError, plural
 from raceme.flower.ports import (
     Access,
     Listener,
@@ -348,7 +348,7 @@ def _contents(folder: Path, text: str) -> str:
     """Return the files of a run on lines, the first its folder and its size."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     size = sum(path.lstat().st_size for path in files)
-    said = f"{folder.absolute()} ({len(files)} files, {size / 1e6:,.1f} MB)"
+    said = f"{folder.absolute()} ({plural(len(files), 'file')}, {size / 1e6:,.1f} MB)"
     return "\n".join([said, *saved_in(folder)])
 
 
