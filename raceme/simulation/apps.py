@@ -125,10 +125,21 @@ class FlowerApp:
         except ModuleNotFoundError as error:
             raise self.missing(error, reference) from None
         except (Exception, SystemExit) as error:
+            if isinstance(error, ImportError) and (error.name or "").partition(".")[0] == "flwr":
+                name = getattr(error, "name_from", None)  # From Python 3.12 on.
+                raise self._dropped(f"{error.name}.{name}" if name else f"{error.name}") from None
             raise UserError(
                 f"The app in {self.folder} cannot be imported: {type(error).__name__}: "
                 f"{one_line(error) or 'no reason given'} ({_place(error, self.folder)})."
             ) from None
+
+    def _dropped(self, name: str) -> UserError:
+        """Return the error for a name that the installed Flower does not have."""
+        return UserError(
+            f"The app in {self.folder} imports '{name}', which Flower {version('flwr')} does not "
+            "have: import what has taken its place, or install the release of Flower that the app "
+            "was written for."
+        )
 
     def missing(self, error: ModuleNotFoundError, reference: str = "") -> UserError:
         """Return the error for a missing module, with the command that installs it."""
@@ -141,11 +152,7 @@ class FlowerApp:
             )
         first = module.partition(".")[0]
         if first == "flwr":
-            return UserError(
-                f"The app in {self.folder} imports '{module}', which Flower {version('flwr')} does "
-                "not have: import what has taken its place, or install the release of Flower that "
-                "the app was written for."
-            )
+            return self._dropped(module)
         if (self.folder / first).is_dir() or (self.folder / f"{first}.py").is_file():
             return UserError(
                 f"The app in {self.folder} imports '{module}', which it does not contain."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import sys
 import threading
 import time
@@ -382,9 +383,14 @@ def test_a_module_that_the_app_itself_should_have(tmp_path: Path) -> None:
     assert "pip install" not in message
 
 
-def test_a_module_that_flower_no_longer_has(tmp_path: Path) -> None:
-    message = error(write_app(tmp_path, "of_another_release", "import flwr.server.gone"))
-    assert f"imports 'flwr.server.gone', which Flower {version('flwr')} does not have" in message
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [("import flwr.server.gone", "flwr.server.gone"), ("from flwr.app import Gone", "flwr.app")],
+)
+def test_what_flower_no_longer_has(tmp_path: Path, line: str, name: str) -> None:
+    message = error(write_app(tmp_path, f"of_another_release_{len(name)}", line))
+    said = rf"imports '{name}(\.Gone)?', which Flower {version('flwr')} does not have"
+    assert re.search(said, message)
     assert "pip install" not in message
 
 
