@@ -22,7 +22,7 @@ from raceme.core import events
 from raceme.core import messages as names
 from raceme.core.clients import Idle
 from raceme.core.clusters import NonFiniteModelError
-from raceme.core.errors import UserError, about, unknown_name
+from raceme.core.errors import UserError, about, plural, unknown_name
 from raceme.core.evaluation import EvaluateFn, Evaluator, Packer
 from raceme.core.events import Ending
 from raceme.core.feature import FeatureContext
@@ -186,7 +186,7 @@ class Loop:
         assert self._ending is not None, "the loop ends for a reason"
         ending, reason = self._ending
         updates = self._progress.updates
-        log.info("The run ended after %d updates: %s", updates, reason)
+        log.info("The run ended after %s: %s", plural(updates, "update"), reason)
         if ending is not Ending.INTERRUPTED and 2 * self._progress.weightless >= updates > 0:
             _run_log.warning(
                 "%d of %d updates changed no model, as the first ones of a client do with %s: the "

@@ -349,8 +349,7 @@ class Registry(Mapping[str, Any]):
                 f"{expected}."
             )
         if not self._fits(found):
-            shown = attribute if is_local(name) else name
-            raise UserError(f"'{shown}' is no {self.kind}: {expected}.")
+            raise UserError(f"'{name}' is no {self.kind}: {expected}.")
         other = self.short(name)
         if self.prefixed and other != name and other in self and self._target(other) != target:
             raise UserError(

@@ -14,6 +14,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from raceme.core.errors import plural
 from raceme.core.events import grouped
 from raceme.experiments import tables as table
 from raceme.experiments.results import Comparison, Result, read_comparison, read_runs
@@ -21,7 +22,7 @@ from raceme.experiments.suites import Scored, Timing, described
 from raceme.records.folder import COMPARISON
 from raceme.records.record import RunRecord
 from raceme.reporting.dashboard import frozen_comparison
-from raceme.reporting.page import Links, PageTable, Section, plot, plural, render, versions_table
+from raceme.reporting.page import Links, PageTable, Section, plot, render, versions_table
 from raceme.reporting.plots import (
     compared_measures,
     comparison_figure,

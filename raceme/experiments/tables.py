@@ -456,6 +456,8 @@ def to_latex(comparison: Comparison, table: PlainTable | None = None) -> str:
     heads = [_latex_head(found.columns[index]) for index in kept]
     lines = [
         "% Needs \\usepackage{booktabs,graphicx}; compare-table.tex has a caption and a label.",
+        # The indentation of a paragraph would push it out of the column.
+        r"\noindent",
         r"\resizebox{\ifdim\width>\columnwidth\columnwidth\else\width\fi}{!}{%",
         r"\footnotesize\setlength{\tabcolsep}{3pt}%",
         rf"\begin{{tabular}}{{@{{}}l{'r' * (len(heads) - 1)}@{{}}}}",

@@ -704,6 +704,10 @@ def time_to_target(
     return None
 
 
+_MOST_REASONS, _MOST_TOLD = 1000, 5
+"""Distinct reasons of rejections that are counted, and those in the summary."""
+
+
 class RunSummary(EventHandler):
     """The numbers of a run so far, an observer of it.
 
@@ -713,6 +717,8 @@ class RunSummary(EventHandler):
         Time of the latest event in seconds.
     updates, rejected : int
         Updates applied, and replies that were not used.
+    rejections : Counter[str]
+        The reasons of these.
     refused_claims : int
         How often a node stated an id that is not that of its key.
     accuracy, best_accuracy : float or None
@@ -762,6 +768,7 @@ class RunSummary(EventHandler):
         self.time = 0.0
         self.updates = 0
         self.rejected = 0
+        self.rejections: Counter[str] = Counter()
         self.refused_claims = 0
         self.accuracy: float | None = None
         self.best_accuracy: float | None = None
@@ -814,6 +821,9 @@ class RunSummary(EventHandler):
     def on_update_rejected(self, event: events.UpdateRejected) -> None:
         """Count a reply that was not used."""
         self.rejected += 1
+        # Reasons have numbers in them: a client may have one of its own for each reply.
+        if event.reason in self.rejections or len(self.rejections) < _MOST_REASONS:
+            self.rejections[event.reason] += 1
         self.device_time += float(event.time - event.dispatched_at)
 
     def on_claim_refused(self, event: events.ClaimRefused) -> None:
@@ -917,6 +927,7 @@ class RunSummary(EventHandler):
             "bytes_down": self.traffic.total("down"),
             "bytes_by_phase": {phase: dict(of) for phase, of in self.traffic.phases.items()},
             "rejected_updates": self.rejected,
+            "rejections": dict(self.rejections.most_common(_MOST_TOLD)),
             "refused_claims": self.refused_claims,
             **self.uploads.result(),
             "cluster_accuracy": None if scored is None else finite(scored.mean),

@@ -12,7 +12,7 @@ import numpy as np
 import tomli_w
 
 from raceme.core.config import CONFIG, keys_of, parse_assignment, read_toml
-from raceme.core.errors import UserError
+from raceme.core.errors import UserError, plural
 from raceme.core.events import Measure
 from raceme.core.files import ReadingError, parse_json, read_text
 from raceme.core.options import AUTO, Value, as_typed
@@ -41,7 +41,6 @@ from raceme.reporting.page import (
     first_of,
     number,
     plot,
-    plural,
     render,
     versions_table,
 )

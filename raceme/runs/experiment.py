@@ -23,7 +23,7 @@ from raceme.core import messages as names
 from raceme.core.chain import Chain, resolved
 from raceme.core.clusters import Model, blended
 from raceme.core.config import CONFIG, RunConfig, own_keys, read_toml
-from raceme.core.errors import UserError, one_line
+from raceme.core.errors import UserError, one_line, plural
 from raceme.core.events import (
     ClustersScored,
     Ending,
@@ -547,8 +547,8 @@ def _check_resumed_limit(config: RunConfig) -> None:
     # Rounds may exceed the limit, so the same limit is valid.
     if config.max_updates and config.max_updates < done and config.max_updates != before:
         raise UserError(
-            f"The run in {config.resume} has {done} updates already, more than max-updates "
-            f"{config.max_updates}: give a higher one to go on with it, e.g. "
+            f"The run in {config.resume} has {plural(done, 'update')} already, more than "
+            f"max-updates {config.max_updates}: give a higher one to go on with it, e.g. "
             f"--max-updates {2 * done}."
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
+import re
 import shlex
 import signal
 import sys
@@ -122,30 +123,36 @@ class FlowerApp:
         except compat.LoadAppError as error:
             reason = str(error).strip().splitlines()[0].rstrip(".")
             raise UserError(f"{self.folder}/pyproject.toml: {reason}.") from None
-        except ModuleNotFoundError as error:
-            raise self.missing(error, reference) from None
         except (Exception, SystemExit) as error:
+            if told := self.missing(error, reference):
+                raise told from None
             raise UserError(
                 f"The app in {self.folder} cannot be imported: {type(error).__name__}: "
                 f"{one_line(error) or 'no reason given'} ({_place(error, self.folder)})."
             ) from None
 
-    def missing(self, error: ModuleNotFoundError, reference: str = "") -> UserError:
-        """Return the error for a missing module, with the command that installs it."""
+    def missing(self, error: BaseException, reference: str = "") -> UserError | None:
+        """Return the error for a missing module, with the command that installs it.
+
+        None for an exception of another kind.
+        """
+        if not isinstance(error, ImportError):
+            return None
         module = error.name or str(error)
+        of_flower = module.partition(".")[0] == "flwr"
+        if not isinstance(error, ModuleNotFoundError):
+            # Python 3.11 has no attribute for the name that the module lacks.
+            name = re.search(r"cannot import name '(\w+)'", str(error))
+            return self._dropped(f"{module}.{name[1]}") if of_flower and name else None
         own = reference.partition(":")[0]
         if own and (own == module or own.startswith(f"{module}.")):
             return UserError(
                 f"{self.folder}/pyproject.toml names '{reference}', and there is no module "
                 f"'{module}' in {self.folder}."
             )
+        if of_flower:
+            return self._dropped(module)
         first = module.partition(".")[0]
-        if first == "flwr":
-            return UserError(
-                f"The app in {self.folder} imports '{module}', which Flower {version('flwr')} does "
-                "not have: import what has taken its place, or install the release of Flower that "
-                "the app was written for."
-            )
         if (self.folder / first).is_dir() or (self.folder / f"{first}.py").is_file():
             return UserError(
                 f"The app in {self.folder} imports '{module}', which it does not contain."
@@ -153,6 +160,14 @@ class FlowerApp:
         return UserError(
             f"The app in {self.folder} needs the module '{module}', which is not installed: "
             f"python3 -m pip install -e {self.folder} (all that its pyproject.toml asks for)"
+        )
+
+    def _dropped(self, name: str) -> UserError:
+        """Return the error for what the installed release of Flower does not have."""
+        return UserError(
+            f"The app in {self.folder} imports '{name}', which Flower {version('flwr')} does not "
+            "have: import what has taken its place, or install the release of Flower that the app "
+            "was written for."
         )
 
 
@@ -1106,13 +1121,13 @@ def call_server(app: FlowerApp, server_app: Callable[[], object]) -> tuple[AppEn
         return AppEnding.INTERRUPTED, "interrupted"
     except UserError:
         raise
-    except ModuleNotFoundError as error:
-        raise app.missing(error) from None
     except SystemExit as end:
         if end.code in (None, 0):
             return AppEnding.RETURNED, ""
         return AppEnding.FAILED, f"the ServerApp ended the process with {end.code!r}"
     except Exception as error:
+        if told := app.missing(error):
+            raise told from None
         _show(error, app.folder)
         said = f"the ServerApp raised {type(error).__name__}: {one_line(error)}"
         return AppEnding.FAILED, said

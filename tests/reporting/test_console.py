@@ -33,6 +33,7 @@ from raceme.reporting.console import (
     data_line,
     print_summary,
     shown_seconds,
+    summary_rows,
     update_line,
 )
 
@@ -103,6 +104,7 @@ def test_piped_there_is_a_line_for_each_evaluation_and_split() -> None:
     assert not controls(text)
     assert without_rate(text) == [
         "evaluated at 0 updates: t = 0.0 s · accuracy 0.100 (best 0.100) · 1 cluster",
+        "rejected  pi-4: the update [weights] is not finite (further ones: run.log)",
         "cluster 2 → clusters 3 (2), 4 (1) at update 7",
         "evaluated at 7 updates: t = 5.0 s · accuracy 0.625 (best 0.625) · 2 clusters · 1 rejected",
         "evaluated at 8 updates: t = 6.0 s · accuracy 0.500 (1 of 3 clients, best 0.625) · "
@@ -116,6 +118,19 @@ def test_piped_lines_are_not_broken_or_cut() -> None:
 
 def test_piped_a_run_without_evaluations_prints_nothing() -> None:
     assert shown([UPDATE, RunEnded(1.0, 1, "interrupted", Ending.INTERRUPTED)]) == ""
+
+
+def test_the_most_frequent_reason_of_rejections_is_in_the_summary() -> None:
+    said = ["late", "late", "damaged"]
+    rejected = [UpdateRejected(float(at), "pi-4", why, 0.0) for at, why in enumerate(said, 1)]
+    rows = dict(summary_rows(summary_of([*rejected, *RUN], wall_time=2.0)))
+    assert rows["updates"] == "7 (4 rejected, 2 of them: late; see run.log)"
+
+
+def test_an_update_that_changes_no_model_says_so() -> None:
+    line = shown([replace(UPDATE, weight=0.0)], each_update=True)
+    assert "weight 0 (no model changes)  loss" in line
+    assert "no model" not in shown([UPDATE], each_update=True)
 
 
 def test_each_update_has_its_line() -> None:
@@ -343,7 +358,7 @@ def test_the_summary_of_a_run() -> None:
         "clusters": "2",
         "purity": "1.000",
         "clients": "1",
-        "updates": "7 (1 rejected, why: run.log)",
+        "updates": "7 (1 rejected: the update [weights] is not finite; see run.log)",
         "virtual time": "6.0 s",
         "wall time": "2.0 s (4 updates/s)",
         "traffic": "900 B up, 1.5 kB down",

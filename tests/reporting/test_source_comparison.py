@@ -9,8 +9,8 @@ import pytest
 
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
-from raceme.core.events import Evaluated, RunEnded
-from raceme.records.folder import begin, only_writer
+from raceme.core.events import Evaluated, RunEnded, UpdateApplied
+from raceme.records.folder import begin, only_writer, remove_run, write_note
 from raceme.records.store import RunStore
 from raceme.reporting.dashboard.source import (
     ComparisonSource,
@@ -33,7 +33,10 @@ def told(source: ComparisonSource) -> dict[str, dict]:
     found: dict[str, dict] = {}
     for piece in source.pieces:
         for name, news in json.loads(piece)["comparison"].items():
-            found.setdefault(name, {}).update(news)
+            if news is None:
+                del found[name]
+            else:
+                found.setdefault(name, {}).update(news)
     return found
 
 
@@ -107,3 +110,57 @@ def test_a_run_without_a_process_has_stopped(tmp_path: Path) -> None:
     }
     with only_writer(tmp_path / "b"):
         assert told(ComparisonSource(tmp_path))["b"]["state"] == "running"
+
+
+def configured(folder: Path, **keys: object) -> None:
+    begun(folder, 0.5)
+    lines = (f"{name} = {json.dumps(value)}\n" for name, value in keys.items())
+    (folder / "config.toml").write_text("".join(lines))
+
+
+def test_an_index_tells_the_settings_in_which_runs_on_one_dataset_differ(tmp_path: Path) -> None:
+    configured(tmp_path / "a", strategy="casa", dataset="digits", seed=0, lr=0.1, clients=8)
+    source = ComparisonSource(tmp_path)
+    assert told(source)["a"]["settings"] == {}
+    configured(tmp_path / "b", strategy="fedasync", dataset="digits", seed=1, lr=0.2, clients=8)
+    # Its number of clients is the dataset's.
+    configured(tmp_path / "c", strategy="casa", dataset="mnist", seed=0, lr=0.2, clients=100)
+    settings = {name: run["settings"] for name, run in told(source).items()}
+    assert settings == {"a": {"lr": 0.1}, "b": {"lr": 0.2}, "c": {"lr": 0.2}}
+    # A key of a method's own: between the runs that have it. JSON has no infinity.
+    configured(tmp_path / "d", strategy="casa", dataset="har", **{"casa.gamma": 0.5})
+    configured(tmp_path / "e", strategy="casa", dataset="har", **{"casa.gamma": 1})
+    text = (tmp_path / "e" / "config.toml").read_text()
+    (tmp_path / "e" / "config.toml").write_text(text.replace("gamma = 1", "gamma = inf"))
+    found = told(source)
+    assert found["d"]["settings"] == {"casa.gamma": 0.5}
+    assert found["e"]["settings"] == {"casa.gamma": "inf"}
+    assert "casa.gamma" not in found["a"]["settings"]
+
+
+def test_a_run_that_is_deleted_is_forgotten(tmp_path: Path) -> None:
+    for name in "ab":
+        begun(tmp_path / name, 0.5)
+    source = ComparisonSource(tmp_path)
+    assert set(told(source)) == {"a", "b"}
+    remove_run(tmp_path / "a")
+    assert set(told(source)) == {"b"}
+
+
+def test_a_note_is_told_when_it_changes(tmp_path: Path) -> None:
+    begun(tmp_path / "a", 0.5)
+    source = ComparisonSource(tmp_path)
+    assert told(source)["a"]["note"] == ""
+    write_note(tmp_path / "a", "the one\nfor the talk")
+    assert told(source)["a"]["note"] == "the one for the talk"
+    write_note(tmp_path / "a", " ")
+    assert told(source)["a"]["note"] == ""
+    assert not (tmp_path / "a" / "note.txt").exists()
+
+
+def test_a_comparison_tells_the_bytes_of_its_updates(tmp_path: Path) -> None:
+    with RunStore(tmp_path / "casa" / "seed-0") as store:
+        store.observe(UpdateApplied(1, 1.0, "a", 0, 0, 0, 0.5, 0.5, 1.0, 100, 25))
+        store.observe(Evaluated(3.0, 1, 0.5, 0.5, 1, {"a": (0, 0.5, 0.5)}, 1))
+    (run,) = told(ComparisonSource(tmp_path)).values()
+    assert run["bytes"] == 125

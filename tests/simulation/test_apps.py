@@ -382,9 +382,16 @@ def test_a_module_that_the_app_itself_should_have(tmp_path: Path) -> None:
     assert "pip install" not in message
 
 
-def test_a_module_that_flower_no_longer_has(tmp_path: Path) -> None:
-    message = error(write_app(tmp_path, "of_another_release", "import flwr.server.gone"))
-    assert f"imports 'flwr.server.gone', which Flower {version('flwr')} does not have" in message
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("import flwr.server.gone", "flwr.server.gone"),
+        ("from flwr.app import Gone", "flwr.app.Gone"),
+    ],
+)
+def test_what_flower_no_longer_has(tmp_path: Path, line: str, name: str) -> None:
+    message = error(write_app(tmp_path, f"of_another_release_{len(name)}", line))
+    assert f"imports '{name}', which Flower {version('flwr')} does not have" in message
     assert "pip install" not in message
 
 

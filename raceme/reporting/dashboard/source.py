@@ -9,6 +9,7 @@ import secrets
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -32,11 +33,13 @@ from raceme.records.folder import (
     COMPARISON,
     CONTROL,
     ERROR,
+    NOTE,
     SIMILARITY,
     STORE,
     SUMMARY,
     WALL_TIMES,
     has_writer,
+    read_note,
 )
 from raceme.records.record import History, read_wall_times
 from raceme.records.similarity import read_similarity
@@ -565,17 +568,19 @@ class Watched:
     """
 
     def __init__(self, folder: Path, comparison: bool) -> None:
-        self._folder = folder
         self._top = ComparisonSource(folder) if comparison else RunSource(folder)
 
     def source(self, name: str) -> FolderSource | None:
         """Return the source of a comparison's run by name, or of all runs without a name."""
         if not name:
             return self._top
+        folder = self.run(name)
+        return None if folder is None else RunSource(folder)
+
+    def run(self, name: str) -> Path | None:
+        """Return the folder of one of several runs by name."""
         # Names are those found in the folder, which excludes other paths.
-        if isinstance(self._top, ComparisonSource) and name in self._top.found():
-            return RunSource(self._folder / name)
-        return None
+        return self._top.found().get(name) if isinstance(self._top, ComparisonSource) else None
 
 
 class ComparisonSource(FolderSource):
@@ -586,6 +591,8 @@ class ComparisonSource(FolderSource):
         title = {"title": folder.name, "name": folder.name}
         self._send({"run": title, "comparison": {}})
         self._runs: dict[str, _Curve] = {}
+        self._begun: list[str] = []
+        self._differing: list[str] = []
 
     def found(self) -> dict[str, Path]:
         """Return the folders of runs that there are now, by name."""
@@ -599,16 +606,25 @@ class ComparisonSource(FolderSource):
 
     def poll(self) -> bool:
         """Read what has come to all runs; return whether there is more already."""
-        more, troubles, told = False, [], {}
-        for name, path in self.found().items():
+        more, troubles, told = False, [], dict[str, Any]()
+        found = self.found()
+        for name in [name for name in self._runs if name not in found]:
+            # Deleted: a browser forgets it.
+            del self._runs[name]
+            told[name] = None
+        for name, path in found.items():
             if name not in self._runs:
                 self._runs[name] = _Curve(path, name)
-            run = self._runs[name]
             try:
-                more |= run.poll()
+                more |= self._runs[name].poll()
             except UserError as error:
                 troubles.append(str(error))
-            news = run.take()
+        begun = [name for name, run in self._runs.items() if run.config]
+        if begun != self._begun:
+            self._begun = begun
+            self._differing = differing_settings([self._runs[name].config for name in begun])
+        for name, run in self._runs.items():
+            news = run.take(self._differing)
             if news:
                 told[name] = news
         self.trouble = troubles[0] if troubles else ""
@@ -617,7 +633,31 @@ class ComparisonSource(FolderSource):
         return more
 
 
-_CURVE = (events.UpdateApplied, events.Evaluated, events.ClustersChanged, events.RunEnded)
+_COLUMNS = ("strategy", "dataset", "seed")
+"""Settings that always have a column."""
+
+
+def differing_settings(configs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the keys whose values differ among runs on one dataset.
+
+    Many defaults are the dataset's: that they differ between two datasets says nothing. A key of a
+    method's own differs if the runs that have it do.
+    """
+    values: defaultdict[tuple[str, Any], set[str]] = defaultdict(set)
+    for config in configs:
+        for key, value in config.items():
+            values[key, config.get("dataset")].add(repr(value))
+    found = {key: None for (key, _), held in values.items() if len(held) > 1}
+    return [key for key in found if key not in _COLUMNS]
+
+
+_CURVE = (
+    events.UpdateApplied,
+    events.AnswerTaken,
+    events.Evaluated,
+    events.ClustersChanged,
+    events.RunEnded,
+)
 
 
 class _Curve(EventHandler):
@@ -627,6 +667,9 @@ class _Curve(EventHandler):
         self._folder, self._name = folder, name
         self._follower = StoreFollower(folder)
         self._has_writer = True
+        self._noted: Stamp | None = None
+        self._note = ""
+        self.config: Mapping[str, Any] = {}
         self._begin()
 
     def _begin(self) -> None:
@@ -639,9 +682,13 @@ class _Curve(EventHandler):
     def poll(self) -> bool:
         """Read new events; return whether there are more."""
         self._has_writer = has_writer(self._folder)
+        stamp = file_stamp(self._folder / NOTE)
+        if stamp != self._noted:
+            self._noted, self._note = stamp, read_note(self._folder)
         reading = self._follower.read()
         if reading.restarted:
             self._begin()
+        self._read_config()
         for event in reading.events:
             # Measures and uploads are for the run's own page.
             if type(event) in _CURVE:
@@ -659,15 +706,24 @@ class _Curve(EventHandler):
         ):
             self._points[name].append(value if value == value else None)
 
-    def take(self) -> Mapping[str, Any]:
-        """Return what is new, ready for JSON; nothing if nothing is."""
-        summary = self._summary
+    def take(self, settings: Sequence[str]) -> Mapping[str, Any]:
+        """Return what is new, ready for JSON; nothing if nothing is.
+
+        Parameters
+        ----------
+        settings : Sequence[str]
+            Keys that are told, if the run has them.
+        """
+        summary, config = self._summary, self.config
         state = {
-            **self._about(),
+            **self._known,
+            "settings": {key: _setting(config[key]) for key in settings if key in config},
             "state": self._word(),
             "updates": summary.updates,
             "clusters": summary.clusters,
             "best": finite(summary.best_accuracy),
+            "bytes": summary.traffic.total("down") + summary.traffic.total("up"),
+            "note": self._note,
         }
         told = {name: value for name, value in state.items() if self._last.get(name) != value}
         self._last = state
@@ -677,20 +733,21 @@ class _Curve(EventHandler):
             self._anew, told["anew"] = False, True
         return told
 
-    def _about(self) -> dict[str, Any]:
-        """Return metadata from the run's path and configuration."""
+    def _read_config(self) -> None:
+        """Read the configuration once there is one, and the rest of the run's path."""
         if self._known.get("started"):
-            return self._known
-        try:
-            config: Mapping[str, Any] = read_toml(self._folder / CONFIG)
+            return
+        started = 0.0
+        with suppress(UserError, OSError):
+            self.config = read_toml(self._folder / CONFIG)
             started = (self._folder / CONFIG).stat().st_mtime
-        except (UserError, OSError):
-            config, started = {}, 0.0
+        config = self.config
         above, _, seed = self._name.rpartition("/seed-")
         case, _, method = above.rpartition("/")
         self._known = {
             "case": case,
             "method": method or config.get("strategy", ""),
+            "strategy": config.get("strategy"),
             "dataset": config.get("dataset"),
             "label": f"{method}, seed {seed}" if method else self._name,
             "seed": config.get("seed"),
@@ -698,7 +755,6 @@ class _Curve(EventHandler):
             "started": round(started),
             "planned": config.get("max-updates"),
         }
-        return self._known
 
     def _word(self) -> str:
         if (self._folder / ERROR).is_file():
@@ -708,3 +764,8 @@ class _Curve(EventHandler):
         if self._summary.ending is not None:
             return "ended"
         return "running" if self._has_writer or not self._known.get("started") else "stopped"
+
+
+def _setting(value: Any) -> Any:
+    """Return a setting for JSON, which has no infinity."""
+    return value if isinstance(value, bool | int | str) or math.isfinite(value) else str(value)

@@ -28,7 +28,7 @@ from scipy.stats import wilcoxon
 from raceme.core import messages as names
 from raceme.core.clients import Client
 from raceme.core.clusters import Clusters, Model
-from raceme.core.errors import UserError, about
+from raceme.core.errors import UserError, about, plural
 from raceme.core.events import Measured, MeasureSchema
 from raceme.core.messages import Vector, forward_cost, kept_for_validation
 from raceme.core.options import option
@@ -359,8 +359,8 @@ def compared(answer: Answer, alpha: float) -> dict[int, NDArray[np.float64]]:
     measured, needed = losses_of(answer, len(asked)), fewest_samples(alpha)
     if measured.shape[1] < needed:
         raise InvalidReplyError(
-            f"it has {measured.shape[1]} samples for validation, and a test at level {alpha:g} "
-            f"needs {needed}"
+            f"it has {plural(measured.shape[1], 'sample')} for validation, and a test at "
+            f"level {alpha:g} needs {needed}"
         )
     return dict(zip(asked, measured, strict=True))
 
@@ -401,10 +401,10 @@ class FindsSupport(Method):
         kept = kept_for_validation(client.num_examples, validation_share(self))
         if client.num_examples and kept < needed:
             log.warning(
-                "%s keeps %d samples for validation, and a test at level %g needs %d: no other "
+                "%s keeps %s for validation, and a test at level %g needs %d: no other "
                 "model can support its cluster. Raise validation-share or alpha.",
                 client.client_id,
-                kept,
+                plural(kept, "sample"),
                 self.parameters.alpha,
                 needed,
                 extra=about(client.client_id),
