@@ -310,7 +310,6 @@ class RunConfig(TrainingOptions, Limits):
         "", "only clients with these labels take part: room=kitchen|garden or id=attic (empty: all)"
     )
     track: str = option("", "trackers, separated by commas: tensorboard, mlflow, wandb")
-    trace: bool = option(False, "also write every event as a JSON line to trace.jsonl")
     client_models: bool = option(False, "also write the model of each client at the end")
     resume: str = option("", "folder of a run to resume from its last checkpoint", path=True)
     trust: str = option(

@@ -34,7 +34,6 @@ STORE = "run.sqlite"
 SUMMARY = "summary.json"
 TENSORBOARD = "tensorboard"
 """Folder of TensorBoard's files."""
-TRACE = "trace.jsonl"
 WANDB = "wandb"
 """Folder of Weights & Biases' files."""
 WANDB_RUN = "wandb-run.txt"
@@ -57,7 +56,6 @@ _FILES = {
     SIMILARITY,
     STORE,
     SUMMARY,
-    TRACE,
     WANDB_RUN,
     WALL_TIMES,
     "accuracy.png",

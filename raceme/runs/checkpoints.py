@@ -319,7 +319,6 @@ CONDITIONS = (
     "data-file",
     "data-root",
     "download",
-    "trace",
     "track",
     "trust",
     "workers",

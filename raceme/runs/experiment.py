@@ -47,7 +47,6 @@ from raceme.records.folder import (
     LOG,
     STORE,
     SUMMARY,
-    TRACE,
     begin,
     failure_recorded,
     forget_end,
@@ -57,7 +56,7 @@ from raceme.records.folder import (
     only_writer,
     resumed_folder,
 )
-from raceme.records.record import TraceFile, WallTimes
+from raceme.records.record import WallTimes
 from raceme.records.store import RunStore, each_event
 from raceme.records.summary import RunSummary, VerdictSummary
 from raceme.runs.checkpoints import Checkpointer, CheckpointFolder, restore, resuming
@@ -81,7 +80,7 @@ from raceme.simulation.devices import (
     training_cost,
 )
 from raceme.simulation.executor import load
-from raceme.simulation.virtual_grid import VirtualGrid, communication_of, nodes_of
+from raceme.simulation.virtual_grid import VirtualGrid, nodes_of
 from raceme.training import models
 from raceme.training.clients import ModelProbe, probe_of, starts_of
 from raceme.training.local import LARGEST_SHIFT
@@ -596,7 +595,6 @@ def execute(
         _check_resumed_limit(config)
     out = resumed_folder(config) if config.resume else new_folder(config.out, config.short_name)
     starts: Sequence[Vector] = ()
-    trace: TraceFile | None = None
     with ExitStack() as opened:
         warned = opened.enter_context(warnings_of_run())
         # A grid with a clock of its own has a single process, unlike Flower's.
@@ -626,10 +624,6 @@ def execute(
             if restored:
                 forget_end(config, out)
             listening: list[Observer] = [store.observe, summary.observe, verdicts]
-            if config.trace:
-                events = restored.events if restored else 0
-                trace = opened.enter_context(TraceFile(out, communication_of(grid), events))
-                listening.append(trace.observe)
             updates = strategy.progress.updates if restored else None
             trackers = opened.enter_context(TrackerObserver(config, out, updates, summary))
             listening += [trackers, *observers]
@@ -702,11 +696,7 @@ def execute(
         unwritten = _write_artefacts(out, config, strategy, result, is_virtual)
         trackers.end(result, out)
     unwritten |= trackers.failures
-    failures = {
-        TRACE: trace.failure if trace else "",
-        STORE: store.failure,
-        "checkpoint": checkpointer.failure,
-    }
+    failures = {STORE: store.failure, "checkpoint": checkpointer.failure}
     unwritten |= {name: failure for name, failure in failures.items() if failure}
     ending = summary.ending
     return RunOutcome(

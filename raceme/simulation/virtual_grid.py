@@ -10,13 +10,11 @@ from typing import Any
 
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.serverapp import Grid
 
 from raceme.core.options import Value
 from raceme.core.timeline import Exchange, ExchangeObserver, Switched
 from raceme.flower import messages as flower
 from raceme.flower.grid import PatientGrid
-from raceme.records.record import Communication
 from raceme.simulation.devices import (
     AWAY,
     IS_OFFLINE,
@@ -697,21 +695,6 @@ class VirtualGrid(PatientGrid):
 
 
 _FIRST_NODE_ID = 1000
-
-
-def communication_of(grid: Grid) -> Communication | None:
-    """Return the transfer times of a simulated fleet; None for any other grid.
-
-    The function maps a client's id and the bytes down and up to seconds.
-    """
-    if not isinstance(grid, VirtualGrid):
-        return None
-    devices = {node.client_id: node.device for node in grid.nodes}
-
-    def communication(client: str, bytes_down: int, bytes_up: int) -> float:
-        return devices[client].communication(bytes_down, bytes_up) if client in devices else 0.0
-
-    return communication
 
 
 def nodes_of(

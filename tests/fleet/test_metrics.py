@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 import shutil
 import ssl
@@ -36,7 +37,7 @@ from raceme.core.events import (
     Verdict,
 )
 from raceme.fleet.certificates import make_certificates, make_token
-from raceme.fleet.serve import MOST_DEVICES, REASONS, Metrics, StatusPort, label_of
+from raceme.fleet.serve import MOST_DEVICES, REASONS, Metrics, StatusPort, fields_of, label_of
 from raceme.flower.link_state import LinkState
 from raceme.flower.messages import NODE_UNAVAILABLE
 
@@ -231,6 +232,16 @@ def test_series_of_devices_have_their_labels() -> None:
     assert {len(one) for one in found.values()} == {17}
     labels["hall"] = {}
     assert 'label_room="a \\"b\\""' in metrics.page().decode()
+
+
+def test_the_log_has_an_event_as_json_without_values_per_client() -> None:
+    rejected = UpdateRejected(3.0, "a", "late", 1.0)
+    assert fields_of(rejected) == {
+        **{"time": 3.0, "client": "a", "reason": "late", "dispatched_at": 1.0},
+    }
+    evaluated = fields_of(Evaluated(1.0, 1, 0.5, math.nan, 1, {"a": (0, 0.5, 1.0)}, 1))
+    assert (evaluated["measure"], evaluated["loss"]) == ("accuracy", None)
+    assert "per_client" not in evaluated
 
 
 def test_the_second_port_answers() -> None:

@@ -406,6 +406,6 @@ def test_traffic_has_units_that_suit(count: int, expected: str) -> None:
 
 
 def test_what_results_lack_is_said() -> None:
-    text = printed(summary_of(RUN, wall_time=4.2), Path("out"), ["run.sqlite", "trace.jsonl"])
-    assert "Results without run.sqlite, trace.jsonl: out" in text
+    text = printed(summary_of(RUN, wall_time=4.2), Path("out"), ["run.sqlite", "checkpoint"])
+    assert "Results without run.sqlite, checkpoint: out" in text
     assert "plots and models" not in text
