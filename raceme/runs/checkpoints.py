@@ -300,7 +300,7 @@ class CheckpointFolder:
 # -----------------------------------------------------------------------------
 
 
-STATE = 20
+STATE = 21
 """Format number of the state. It is raised when the content or meaning of the state of a strategy,
 policy or grid changes, and older checkpoints are then refused."""
 
