@@ -18,11 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raceme.core import events
-from raceme.core.events import Event, EventHandler, Membership, Placement, grouped, home
+from raceme.core.events import Event, EventHandler, Placement, grouped, home
 from raceme.core.files import atomic_write
 from raceme.records.folder import WALL_TIMES
 from raceme.records.store import each_event
-from raceme.records.summary import Floats, Uploads
+from raceme.records.summary import Floats, RunSummary
 
 Integers = NDArray[np.int64]
 Texts = NDArray[np.str_]
@@ -174,8 +174,8 @@ class RunRecord:
     ----------
     clients : tuple of ClientRecord
         Clients in order of joining.
-    groups : dict[str, int or None]
-        True group by client id; under drift that of the last evaluation.
+    summary : RunSummary
+        Numbers of the whole run: its end, groups and sizes, scores of uploads, tests of tasks.
     updates, answers, rejections, evaluations, client_evaluations
         Columns, in the order of events.
     changes : tuple of ClustersChanged
@@ -186,26 +186,14 @@ class RunRecord:
         Drifts of clients' data.
     measured : dict[str, tuple of Measured]
         The method's own measures, by name.
-    uploads : Uploads
-        Scores of uploads and estimates of mixtures.
     cluster_scores : tuple of ClustersScored
         All tests of the clusters' models on the server.
-    task_tests : tuple of TasksTested
-        All tests on the data of every step so far.
     judged : tuple of UpdateJudged
         Verdicts on updates other than acceptance.
-    end : float
-        End of the run in seconds; the time of the last event if killed.
-    reason : str or None
-        Reason of the end; None if killed.
-    ending : Ending or None
-        Kind of end; None if killed.
-    measure : Measure
-        Measure of the evaluations.
     """
 
     clients: tuple[ClientRecord, ...]
-    groups: dict[str, int | None]
+    summary: RunSummary
     updates: Updates
     answers: Answers
     rejections: Rejections
@@ -215,44 +203,31 @@ class RunRecord:
     placements: tuple[Placement, ...]
     data_changes: tuple[events.DataChanged, ...]
     measured: dict[str, tuple[events.Measured, ...]]
-    uploads: Uploads
     cluster_scores: tuple[events.ClustersScored, ...]
-    task_tests: tuple[events.TasksTested, ...]
     judged: tuple[events.UpdateJudged, ...]
-    end: float
-    reason: str | None
-    ending: events.Ending | None
-    measure: events.Measure = events.ACCURACY
 
     @classmethod
     def of(cls, observed: Iterable[Event]) -> RunRecord:
         """Convert events in order to columns."""
-        membership = Membership()
-        uploads = Uploads(membership)
-        clients = _Clients()
+        summary, clients = RunSummary(), _Clients()
         placements: list[Placement] = []
         columns = {kind: _Columns(columns) for kind, columns in _IN_COLUMNS.items()}
         tests = _Columns(ClientEvaluations)
         of: defaultdict[type[Any], list[Any]] = defaultdict(list)
-        latest, measure = 0.0, events.ACCURACY
         for event in observed:
             if type(event) in columns:
                 columns[type(event)].add(event)
             else:
                 of[type(event)].append(event)
             if isinstance(event, events.Evaluated):
-                measure = event.measure
                 for test in _tests(len(columns[events.Evaluated]) - 1, event):
                     tests.add(test)
-            latest = max(latest, float(event.time))
-            placements += membership.observe(event)
-            uploads.observe(event)
+            placements += summary.observe(event)
             clients(event)
         measured = grouped((event.name, event) for event in of[events.Measured])
-        ended = of[events.RunEnded]
         return cls(
             clients=clients.result(),
-            groups=membership.groups,
+            summary=summary,
             updates=columns[events.UpdateApplied].arrays(),
             answers=columns[events.AnswerTaken].arrays(),
             rejections=columns[events.UpdateRejected].arrays(),
@@ -262,16 +237,19 @@ class RunRecord:
             placements=tuple(placements),
             data_changes=tuple(of[events.DataChanged]),
             measured={name: tuple(found) for name, found in measured.items()},
-            uploads=uploads,
             cluster_scores=tuple(of[events.ClustersScored]),
-            task_tests=tuple(of[events.TasksTested]),
             judged=tuple(of[events.UpdateJudged]),
-            # Tasks may have timed out after the end.
-            end=max((float(event.time) for event in ended), default=latest),
-            reason=ended[-1].reason if ended else None,
-            ending=ended[-1].ending if ended else None,
-            measure=measure,
         )
+
+    @property
+    def end(self) -> float:
+        """End of the run in seconds; the time of the last event if it was killed."""
+        return self.summary.time
+
+    @property
+    def measure(self) -> events.Measure:
+        """Measure of the evaluations."""
+        return self.summary.measure
 
     @property
     def drawn_measures(self) -> list[events.MeasureSchema]:

@@ -702,7 +702,7 @@ _GAP = 0.18
 
 def why_no_mixtures(record: RunRecord) -> str:
     """Return why a run's mixtures and estimates are not comparable, or an empty text."""
-    missing = record.uploads.unmatched()
+    missing = record.summary.uploads.unmatched()
     if not missing:
         return ""
     names = ", ".join(map(str, missing))
@@ -717,12 +717,12 @@ def mixtures_figure(record: RunRecord) -> Figure:
     few distributions, with its mixture at each of its uploads: true above, estimated below (figure
     5 of "Towards Client Driven Federated Learning").
     """
-    found = record.uploads.divergences()
+    found = record.summary.uploads.divergences()
     if not found:
         figure, axes = one_axes(7.2, 3.0, "Mixtures of data, true and estimated")
         say_empty(axes, why_no_mixtures(record) or "no mixtures, or no estimates of them")
         return figure
-    of = record.uploads.matched()
+    of = record.summary.uploads.matched()
     chosen = _examples([row for row, _ in found])
     figure = new_figure(7.2, 2.6 + 1.15 * len(chosen))
     heights = [2.2, *[1.0] * len(chosen)]
@@ -744,7 +744,7 @@ def _draw_divergences(axes: Axes, record: RunRecord, found: Sequence[tuple[Uploa
     values = [value for _, value in found]
     seqs = [row.seq for row, _ in found]
     draw_dots(axes, seqs, values, series_colour(0), ms=3.5, alpha=0.35, label="an upload")
-    if means := record.uploads.curve("divergence"):
+    if means := record.summary.uploads.curve("divergence"):
         axes.plot(*zip(*means, strict=True), color=INK, marker="o", ms=3.5, label="mean by session")
     highest = max([float(np.percentile(values, _FAR)), *(mean for _, mean in means)])
     axes.set_ylim(0.0, 1.1 * highest or 1.0)
@@ -935,7 +935,7 @@ def tasks_figure(record: RunRecord) -> Figure:
     A column of the map is the end of a step. The framed cell is the task trained in the step;
     former tasks are below it, the next, untrained one above it.
     """
-    tasks = TaskAccuracies(record.task_tests)
+    tasks = record.summary.tasks
     if not tasks.count:
         figure, axes = one_axes(7.2, 4.0, "Tasks, one after another")
         say_empty(axes, "no tests on former tasks")
@@ -1076,7 +1076,7 @@ def has_scores(record: RunRecord) -> bool:
 
 def _has_uploads(record: RunRecord) -> bool:
     """Return whether a run has scores of uploads (`score-uploads`)."""
-    return any(row.before is not None for row in record.uploads.rows)
+    return any(row.before is not None for row in record.summary.uploads.rows)
 
 
 @style()
@@ -1095,7 +1095,7 @@ def uploads_figure(record: RunRecord) -> Figure:
         return figure
     shown = _draw_cluster_scores(axes, record)
     for quantity, (label, colour) in _QUANTITIES.items():
-        shown += _draw_quantity(axes, record.uploads, quantity, label, colour)
+        shown += _draw_quantity(axes, record.summary.uploads, quantity, label, colour)
     # Limits follow the curves, as single uploads may be outliers.
     margin = _MARGIN * (max(shown) if record.measure.is_error else 1.0)
     highest = np.inf if record.measure.is_error else 1.0
@@ -1255,7 +1255,8 @@ def _label_clusters(axes: Axes, record: RunRecord, final: Bands) -> None:
 
 def _draw_groups(axes: Axes, record: RunRecord, final: Bands) -> None:
     """Show the true groups as a strip beside the final clusters."""
-    known = {client: group for client, group in record.groups.items() if group is not None}
+    groups = record.summary.membership.groups
+    known = {client: group for client, group in groups.items() if group is not None}
     memberships = record.memberships()
     place = {cluster: top for cluster, (top, _) in final.items()}
     shown = sorted(memberships.keys() & known.keys(), key=lambda client: (known[client], client))

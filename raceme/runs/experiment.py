@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
@@ -58,7 +58,7 @@ from raceme.records.folder import (
 )
 from raceme.records.record import WallTimes
 from raceme.records.store import RunStore, each_event
-from raceme.records.summary import RunSummary, VerdictSummary
+from raceme.records.summary import RunSummary
 from raceme.runs.checkpoints import Checkpointer, CheckpointFolder, restore, resuming
 from raceme.runs.trackers import TrackerObserver, chosen
 from raceme.simulation import executor_for, prepare, training_seconds
@@ -607,7 +607,7 @@ def execute(
         checkpoints = CheckpointFolder(out)
         restored = restore(checkpoints, config, strategy, grid) if config.resume else None
         started = time.perf_counter() - (restored.wall_time if restored else 0.0)
-        summary, verdicts = RunSummary(), VerdictSummary(_attackers(config))
+        summary = RunSummary(_attackers(config))
 
         def wall_time() -> float:
             return time.perf_counter() - started
@@ -623,14 +623,13 @@ def execute(
         with store, threadpool_limits(1):
             if restored:
                 forget_end(config, out)
-            listening: list[Observer] = [store.observe, summary.observe, verdicts]
+            listening: list[Callable[[Event], object]] = [store.observe, summary.observe]
             updates = strategy.progress.updates if restored else None
             trackers = opened.enter_context(TrackerObserver(config, out, updates, summary))
             listening += [trackers, *observers]
             if restored:
                 for event in each_event(out):
                     summary.observe(event)
-                    verdicts(event)
                     trackers.recall(event)
                 warned.known.update(summary.warnings)
             after = None
@@ -690,7 +689,6 @@ def execute(
                 wall_time=wall_time(),
                 target=config.target_accuracy,
             ),
-            **verdicts.result(config.target_accuracy),
             **_further_result(config, strategy, summary, checkpointer.code, is_virtual),
         }
         unwritten = _write_artefacts(out, config, strategy, result, is_virtual)

@@ -18,7 +18,7 @@ import numpy as np
 from raceme.core import events
 from raceme.core.config import CONFIG, read_toml
 from raceme.core.errors import UserError
-from raceme.core.events import Event, EventHandler, Membership
+from raceme.core.events import Event, EventHandler, Placement
 from raceme.core.files import ReadingError, Stamp, check_folder, file_stamp, parse_json, read_text
 from raceme.features.client_map.positions import (
     SCALE,
@@ -106,8 +106,8 @@ class Columns(EventHandler):
         self._evaluations = 0
         self._numbers: dict[str, dict[str, int]] = {"clients": {}, "reasons": {}, "measures": {}}
         self._summary = RunSummary()
-        # Separate from the summary's, which does not record moved clients.
-        self._membership = Membership()
+        self._moved: list[Placement] = []
+        self._groups: dict[str, int | None] = {}
         self._history = History()
         self._streams = Streams(lambda time: time / _MOST_EPOCHS)
         self._epochs: list[Epoch] = []
@@ -118,7 +118,7 @@ class Columns(EventHandler):
 
     def observe(self, event: Event) -> None:
         """Process an event."""
-        self._summary.observe(event)
+        self._moved = self._summary.observe(event)
         if type(event) in _ROW_EVENTS:
             table, columns = _ROW_EVENTS[type(event)]
             told = {name: self._field(of, getattr(event, of)) for name, of in columns.items()}
@@ -135,6 +135,7 @@ class Columns(EventHandler):
     def on_client_joined(self, event: events.ClientJoined) -> None:
         """Send that a client is online, with its data."""
         client, group = self._client(event.client), _shown(event.group)
+        self._groups[event.client] = event.group
         self._add("presence", event.time, client=client, online=1)
         self._add("greetings", event.time, client=client, examples=event.num_examples, group=group)
         if event.labels:
@@ -177,14 +178,13 @@ class Columns(EventHandler):
             scores=self._scores({name: score[1] for name, score in scores.items()}),
         )
         for client, group in event.groups.items():
-            if group != self._membership.groups.get(client):
+            if group != self._groups.get(client):
+                self._groups[client] = group
                 self._add("groups", event.time, client=self._client(client), group=int(group))
-        self._membership.observe(event)
         self._send_clusters(event.time)
 
     def on_clusters_changed(self, event: events.ClustersChanged) -> None:
         """Send the change and the moved clients."""
-        placements = self._membership.observe(event)
         self._add(
             "changes",
             event.time,
@@ -192,11 +192,11 @@ class Columns(EventHandler):
             kind=event.change.value,
             gone=list(map(int, event.gone)),
             made=list(map(int, event.made)),
-            moved=len(placements),
+            moved=len(self._moved),
             score=_short(event.score),
             threshold=_short(event.threshold),
         )
-        for placed in placements:
+        for placed in self._moved:
             self._history.observe(placed)
             self._epochs += self._streams.observe(placed)
             weights = {str(k): _short(weight) for k, weight in placed.weights.items()}
