@@ -9,11 +9,9 @@ from itertools import groupby, pairwise
 from typing import Any, Literal
 
 import numpy as np
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import FixedLocator, Locator, MaxNLocator, PercentFormatter
 from numpy.typing import NDArray
@@ -24,9 +22,7 @@ from raceme.core.events import (
     ClusterChange,
     ClustersChanged,
     Measure,
-    Measured,
     MeasureSchema,
-    Membership,
     grouped,
 )
 from raceme.records.record import ClientEvaluations, History, Integers, RunRecord
@@ -579,8 +575,6 @@ def measure_figure(record: RunRecord, schema: MeasureSchema, *, clock: str = CLO
     """
     if schema.figure == "shares":
         return shares_figure({"": record}, schema)
-    if schema.figure == "graph":
-        return graph_figure(record, schema, clock=clock)
     return curves_figure(record, schema, clock=clock)
 
 
@@ -803,118 +797,6 @@ def _mixture_legend(figure: Figure, of: Mapping[int, int], distributions: int) -
         name += f" (cluster {cluster})" if cluster != distribution else ""
         handles.append(Patch(color=cluster_colour(cluster), label=name))
     figure.legend(handles=handles, loc="outside lower center", ncols=min(distributions, 4))
-
-
-# -----------------------------------------------------------------------------
-# A measure of each cluster that names other clusters, as a graph.
-# -----------------------------------------------------------------------------
-
-
-_MOST_NODES = 24
-"""More clusters than this cannot be told apart: those with the most clients are drawn."""
-_MOST_ARROWS_IN_FULL = 30
-"""More arrows than this are drawn thin."""
-_AREAS = 150.0, 450.0
-"""Area of a node without clients in square points, and what the most clients add."""
-
-
-@style()
-def graph_figure(record: RunRecord, schema: MeasureSchema, *, clock: str = CLOCK) -> Figure:
-    """Draw a measure of clusters as a graph at the end, and its size over time.
-
-    A node is a cluster in its colour; its area grows with the number of its clients. An arrow leads
-    to a cluster from each of those that its value names.
-
-    Parameters
-    ----------
-    schema : MeasureSchema
-        The measure: per cluster the others that it names.
-    clock : str
-        Label of the time axis.
-    """
-    if schema.name not in record.measured:
-        figure, axes = one_axes(7.2, 4.0, schema.heading)
-        say_empty(axes, "not measured")
-        return figure
-    figure = new_figure(7.2, 4.0)
-    left, right = figure.subplots(1, 2, width_ratios=[1.55, 1.0])
-    handles = _draw_graph(left, record, schema)
-    _draw_counts(right, record, schema, clock)
-    figure.legend(handles=handles, loc="outside lower left", ncols=min(len(handles), 4))
-    return figure
-
-
-def counts_over_time(
-    record: RunRecord, schema: MeasureSchema
-) -> tuple[list[float], list[int], list[int]]:
-    """Return times, and the number of clusters and of arrows from each of them on.
-
-    Clusters are those that an event has named; see :func:`graph_figure` for the arrows.
-    """
-    membership = Membership()
-    changes: list[ClustersChanged | Measured] = [*record.changes, *record.measured[schema.name]]
-    counts: dict[float, tuple[int, int]] = {}
-    arrows = 0
-    for event in sorted(changes, key=lambda event: event.time):
-        if isinstance(event, Measured):
-            arrows = sum(map(len, event.value.values()))
-        else:
-            membership.observe(event)
-        counts[float(event.time)] = len(membership.existing), arrows
-    clusters, many = ([pair[place] for pair in counts.values()] for place in (0, 1))
-    return list(counts), clusters, many
-
-
-def _draw_graph(axes: Axes, record: RunRecord, schema: MeasureSchema) -> list[Artist]:
-    """Draw clusters on a circle, and arrows; return the legend's entries."""
-    sources = record.measured[schema.name][-1].value
-    sizes = Counter(record.assignment().values())
-    named = {k for cluster, of in sources.items() for k in (cluster, *of)}
-    clusters = sorted(sizes.keys() | named)
-    nodes = sorted(sorted(clusters, key=lambda k: -sizes[k])[:_MOST_NODES])
-    angles = np.pi / 2 - 2 * np.pi * np.arange(len(nodes)) / len(nodes)
-    places = dict(zip(nodes, zip(np.cos(angles), np.sin(angles), strict=True), strict=True))
-    pairs = [(k, s) for k, of_k in sources.items() for s in of_k if k in places and s in places]
-    of = f" ({len(nodes)} of {len(clusters)} clusters)" if len(nodes) < len(clusters) else ""
-    axes.set_title(f"{schema.heading} at the end{of if pairs else ': none'}")
-    axes.set_aspect("equal", adjustable="datalim")
-    axes.axis("off")
-    axes.margins(0.35)
-    width = 1.5 if len(pairs) <= _MOST_ARROWS_IN_FULL else 0.7
-    for target, source in pairs:
-        arrow = {"arrowstyle": "-|>", "connectionstyle": "arc3,rad=0.16", "lw": width}
-        arrow |= {"color": cluster_colour(source), "shrinkA": 12.0, "shrinkB": 12.0}
-        axes.annotate("", places[target], places[source], arrowprops=arrow)
-    most = max(sizes.values(), default=1)
-    for cluster, (x, y) in places.items():
-        size, colour = sizes[cluster], cluster_colour(cluster)
-        # A cluster without clients keeps its model; it is an outline.
-        face, area = colour if size else "white", _AREAS[0] + _AREAS[1] * size / most
-        axes.scatter(x, y, s=area, facecolor=face, edgecolor=colour, zorder=3)
-        ink = "white" if size else colour
-        centred: dict[str, Any] = {"ha": "center", "va": "center"}
-        axes.text(x, y, str(cluster), color=ink, fontweight="bold", zorder=4, **centred)
-        words = f"{size} client{'' if size == 1 else 's'}"
-        axes.text(1.35 * x, 1.28 * y, words, fontsize=7.5, color=MUTED, **centred)
-    look = {"color": INK, "lw": 1.2, "marker": ">", "ms": 4}
-    return [Line2D([], [], label=f"from the {schema.value} of a cluster", **look)]  # type: ignore[arg-type]
-
-
-def _draw_counts(axes: Axes, record: RunRecord, schema: MeasureSchema, clock: str) -> None:
-    """Draw the numbers of clusters and arrows over time."""
-    times, clusters, arrows = counts_over_time(record, schema)
-    seconds = time_axis(axes, record.end, clock)
-    at = [time / seconds for time in [*times, max(record.end, times[-1])]]
-    for values, colour, dashes, label in (
-        (clusters, INK, "-", "clusters"),
-        (arrows, cluster_colour(6), (0, (4.5, 1.6)), schema.value),
-    ):
-        axes.step(at, [*values, values[-1]], where="post", color=colour, ls=dashes, label=label)
-    axes.set_title("Counts over time")
-    axes.set_ylim(0, max(*clusters, *arrows, 1) * 1.15)
-    axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
-    axes.grid(axis="y")
-    axes.legend(loc="upper right")
 
 
 # -----------------------------------------------------------------------------

@@ -287,8 +287,6 @@ _SECTIONS = {
 }
 """Title of each figure's section, and its note."""
 _MEASURES = {
-    "graph": "An arrow leads to a cluster from each of its {value}. The area of a node grows with "
-    "its number of clients.",
     "shares": "Share of cases in which the {value} exceed a share of the {of}.",
 }
 """Kinds of measures that the dashboard shows in another way, and what the figure shows."""

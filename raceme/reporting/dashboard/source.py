@@ -25,21 +25,18 @@ from raceme.features.client_map.positions import (
     PositionsReader,
     Snapshot,
     flattened,
-    positions,
     steps_of,
 )
 from raceme.records.folder import (
     COMPARISON,
     CONTROL,
     ERROR,
-    SIMILARITY,
     STORE,
     SUMMARY,
     WALL_TIMES,
     has_writer,
 )
 from raceme.records.record import History, read_wall_times
-from raceme.records.similarity import read_similarity
 from raceme.records.store import StoreFollower, plain
 from raceme.records.summary import RunSummary, finite
 from raceme.reporting.streams import Epoch, Streams
@@ -478,9 +475,7 @@ class RunSource(FolderSource):
             self._snapshots += 1
             stride = 1 + self._sent_positions // self._most_positions
             if (self._snapshots - 1) % stride == 0:
-                self._send_snapshot(snapshot, lasting=False)
-        if self._is_new(SIMILARITY) and not self._snapshots:
-            self._send_similarity()
+                self._send_snapshot(snapshot)
         if self._is_new(WALL_TIMES):
             rows = read_wall_times(self.folder)[self._walls :]
             if rows:
@@ -488,15 +483,8 @@ class RunSource(FolderSource):
                 times, walls = (list(column) for column in zip(*rows, strict=True))
                 self._send({"walls": {"time": times, "wall": walls}})
 
-    def _send_similarity(self) -> None:
-        """Send client positions from the method's final similarity."""
-        found = read_similarity(self.folder)
-        if found is not None and len(found.clients):
-            points = steps_of(positions(found.matrix))
-            self._send_snapshot(Snapshot(self._columns.now, found.clients, points), lasting=True)
-
-    def _send_snapshot(self, snapshot: Snapshot, *, lasting: bool) -> None:
-        """Send client positions from a time on, or for all times."""
+    def _send_snapshot(self, snapshot: Snapshot) -> None:
+        """Send client positions from a time on."""
         new = [client for client in snapshot.clients if client not in self._placed]
         self._placed |= {name: len(self._placed) + index for index, name in enumerate(new)}
         self._sent_positions += len(snapshot.clients)
@@ -504,7 +492,6 @@ class RunSource(FolderSource):
         self._flat.update(zip(snapshot.clients, flat.tolist(), strict=True))
         frame = {
             "time": snapshot.time,
-            "lasting": lasting,
             "new": new,
             "clients": [self._placed[client] for client in snapshot.clients],
             "points": base64.b64encode(steps_of(flat).tobytes()).decode(),

@@ -442,7 +442,7 @@ SUPPORTERS = MeasureSchema(
     ("supporters",),
     per="cluster",
     summary="column",
-    figure="graph",
+    figure="none",
 )
 """Supporters of each supported cluster, ascending."""
 
