@@ -86,10 +86,10 @@ _GROUPS = {
     "pretrain-epochs",
     "Fleet": "concurrency task-timeout device vectorised device-keys labels where",
     "Method": "model lr batch-size local-epochs local-steps optimizer momentum weight-decay "
-    "weight-decay-on augment batch-norm own-model attack",
+    "weight-decay-on augment batch-norm attack",
     "Limits": "max-rounds max-compute stop-at-target eval-every eval-rounds eval-steps "
-    "eval-clients eval-tasks",
-    "Output": "checkpoint-every checkpoint-seconds track client-map client-models",
+    "eval-clients",
+    "Output": "checkpoint-every checkpoint-seconds track client-models",
 }
 _OWN_HELP = {
     (

@@ -19,7 +19,7 @@ from raceme.core.config import CONFIG, TRUST, RunConfig, write_toml
 from raceme.core.errors import PlainFormatter, UserError, one_line, os_errors_as_user_errors
 from raceme.core.files import absolute, atomic_write
 from raceme.core.options import Value
-from raceme.features.client_map import POSITIONS
+from raceme.core.registry import FEATURES
 
 log = logging.getLogger("raceme.folder")
 
@@ -51,7 +51,7 @@ _FILES = {
     ERROR,
     LOG,
     MLFLOW,
-    POSITIONS,
+    *FEATURES.files(),
     REPORT,
     SIMILARITY,
     STORE,

@@ -71,11 +71,6 @@ def positions_of_rows(rows: NDArray[np.floating]) -> Points:
     return _scaled(_widened(points[:, ::-1]))
 
 
-def evenly_spread(count: int, most: int) -> NDArray[np.int64]:
-    """Return at most `most` of `count` indices, evenly spread, first and last included."""
-    return np.linspace(0, count - 1, min(count, most)).round().astype(np.int64)
-
-
 def _widened(points: Points) -> Points:
     missing = DIMENSIONS - points.shape[1]
     return np.hstack([points, np.zeros((len(points), missing))]) if missing else points
