@@ -468,7 +468,7 @@ class VirtualGrid(PatientGrid):
         """Advance the clock; replies that arrive meanwhile are kept."""
         queue, end = self._queue, self._queue.now + seconds
         while queue and queue.next_time() <= end:
-            self._happen(*queue.pop())
+            self._process(*queue.pop())
         queue.advance(end)
 
     def unanswered(self) -> list[Exchange]:
@@ -582,7 +582,7 @@ class VirtualGrid(PatientGrid):
         hopeless = not stop_on_switch and not any(self._is_coming(key) for key in message_ids)
         while queue and not hopeless and queue.next_time() <= deadline:
             kind, key = queue.pop()
-            self._happen(kind, key)
+            self._process(kind, key)
             if kind == _SWITCH and stop_on_switch:
                 return []
             if key in self._arrived and key in message_ids:
@@ -591,7 +591,7 @@ class VirtualGrid(PatientGrid):
             queue.advance(deadline)
         return []
 
-    def _happen(self, kind: int, key: str | int) -> None:
+    def _process(self, kind: int, key: str | int) -> None:
         """Process an event; keep its reply."""
         if kind == _SWITCH:
             assert isinstance(key, int)

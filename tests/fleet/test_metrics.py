@@ -66,7 +66,7 @@ def metrics_of(names: Mapping[int, str], state: LinkState | None = None) -> tupl
     return Metrics(state or LinkState(APP), lambda: names, lambda: 3, clock), clock
 
 
-def told(*events: Event) -> dict[tuple[str, str], float]:
+def samples_after(*events: Event) -> dict[tuple[str, str], float]:
     metrics, _ = metrics_of({})
     for event in events:
         metrics(event)
@@ -78,7 +78,7 @@ def applied(staleness: int) -> UpdateApplied:
 
 
 def test_updates_and_their_staleness_are_counted() -> None:
-    found = told(applied(0), applied(3), applied(3), applied(2000))
+    found = samples_after(applied(0), applied(3), applied(3), applied(2000))
     assert found["raceme_clusters", ""] == 3
     assert found["raceme_updates_total", ""] == 4
     assert found["raceme_staleness_bucket", "0.0"] == 1
@@ -89,16 +89,16 @@ def test_updates_and_their_staleness_are_counted() -> None:
 
 
 def test_bytes_are_those_of_updates_and_answers() -> None:
-    found = told(applied(0), applied(1), AnswerTaken(1.0, "a", "probe", "train", 100, 7))
+    found = samples_after(applied(0), applied(1), AnswerTaken(1.0, "a", "probe", "train", 100, 7))
     assert found["raceme_bytes_total", "down"] == 108
     assert found["raceme_bytes_total", "up"] == 15
     assert found["process_resident_memory_bytes", ""] > 1e6
 
 
 def test_quality_is_that_of_the_latest_evaluation() -> None:
-    assert not [name for name, _ in told() if name in ("raceme_accuracy", "raceme_loss")]
+    assert not [name for name, _ in samples_after() if name in ("raceme_accuracy", "raceme_loss")]
     tested = {"a": (0, 0.9, 0.3), "b": (0, 0.7, 0.5), "c": (4, 0.2, 1.0)}
-    found = told(
+    found = samples_after(
         Evaluated(1.0, 10, 0.1, 2.0, 1, {"a": (0, 0.1, 2.0)}),
         Evaluated(2.0, 20, 0.6, 0.6, 2, tested),
     )
@@ -114,7 +114,7 @@ def test_quality_is_that_of_the_latest_evaluation() -> None:
 
 def test_of_an_error_the_largest_is_the_worst() -> None:
     tested = {"a": (0, 3.0, 0.3), "b": (0, 9.0, 0.5)}
-    found = told(Evaluated(1.0, 10, 6.0, 0.4, 1, tested, measure=Measure("µg/m³")))
+    found = samples_after(Evaluated(1.0, 10, 6.0, 0.4, 1, tested, measure=Measure("µg/m³")))
     assert found["raceme_mae", ""] == 6
     assert found["raceme_worst_tenth_mae", ""] == 9
     assert ("raceme_accuracy", "") not in found
@@ -123,7 +123,7 @@ def test_of_an_error_the_largest_is_the_worst() -> None:
 def test_rejections_are_counted_by_reasons_of_ours_whatever_a_device_says() -> None:
     hostile = 'no"}\n# EOF\nraceme_updates_total 99 '
     judged = UpdateJudged(1.0, "a", Verdict.REFUSED, 9.0, 1.0, "9 times as long as others")
-    found = told(
+    found = samples_after(
         UpdateRejected(1.0, "a", f"error {int(NODE_UNAVAILABLE)}: the node went offline", 0.5),
         UpdateRejected(1.0, "a", f"error 2: {hostile}", 0.5),
         UpdateRejected(1.0, "a", hostile, 0.5),

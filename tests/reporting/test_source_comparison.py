@@ -27,7 +27,7 @@ def begun(folder: Path, accuracy: float, ends: bool = False) -> None:
             store.observe(RunEnded(4.0, 9, "9 updates were applied"))
 
 
-def told(source: ComparisonSource) -> dict[str, dict]:
+def news_of(source: ComparisonSource) -> dict[str, dict]:
     while source.poll():
         pass
     found: dict[str, dict] = {}
@@ -39,7 +39,7 @@ def told(source: ComparisonSource) -> dict[str, dict]:
 
 def test_a_comparison_has_no_cases(tmp_path: Path) -> None:
     begun(tmp_path / "casa" / "seed-0", 0.5, ends=True)
-    (run,) = told(ComparisonSource(tmp_path)).values()
+    (run,) = news_of(ComparisonSource(tmp_path)).values()
     assert (run["case"], run["method"], run["label"]) == ("", "casa", "casa, seed 0")
     assert run["state"] == "ended"
     assert run["points"]["accuracy"] == [0.5]
@@ -48,9 +48,9 @@ def test_a_comparison_has_no_cases(tmp_path: Path) -> None:
 def test_a_suite_of_cases_tells_whose_each_run_is(tmp_path: Path) -> None:
     source = ComparisonSource(tmp_path)
     begun(tmp_path / "digits" / "casa" / "seed-0", 0.25)
-    assert told(source)["digits/casa/seed-0"]["case"] == "digits"
+    assert news_of(source)["digits/casa/seed-0"]["case"] == "digits"
     begun(tmp_path / "har" / "casa" / "seed-0", 0.75)
-    runs = told(source)
+    runs = news_of(source)
     assert {name: run["case"] for name, run in runs.items()} == {
         "digits/casa/seed-0": "digits",
         "har/casa/seed-0": "har",
@@ -83,7 +83,7 @@ def test_a_folder_of_runs_and_comparisons_is_an_index(tmp_path: Path) -> None:
     check_watchable(tmp_path)
     assert is_comparison(tmp_path)
     assert not is_comparison(tmp_path / "one"), "a run is no index of what is in it"
-    runs = told(ComparisonSource(tmp_path))
+    runs = news_of(ComparisonSource(tmp_path))
     found = {name: (run["case"], run["method"], run["label"]) for name, run in runs.items()}
     assert found == {
         "one": ("", "casa", "one"),
@@ -101,9 +101,9 @@ def test_a_run_without_a_process_has_stopped(tmp_path: Path) -> None:
     begin(tmp_path / "b", RunConfig.from_mapping({"max-updates": 9}))
     begun(tmp_path / "b", 0.5)
     # Without its configuration, a run has not begun.
-    assert {name: run["state"] for name, run in told(ComparisonSource(tmp_path)).items()} == {
+    assert {name: run["state"] for name, run in news_of(ComparisonSource(tmp_path)).items()} == {
         "a": "running",
         "b": "stopped",
     }
     with only_writer(tmp_path / "b"):
-        assert told(ComparisonSource(tmp_path))["b"]["state"] == "running"
+        assert news_of(ComparisonSource(tmp_path))["b"]["state"] == "running"
