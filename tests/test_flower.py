@@ -108,7 +108,7 @@ def check_mixtures(record: RunRecord) -> None:
     clients = {f"client-{number}" for number in range(4)}
     assert set(record.updates.client) == clients
     assert {change.client for change in record.data_changes} == clients
-    assert record.ending is Ending.LIMIT
+    assert record.summary.ending is Ending.LIMIT
     assert not len(record.rejections.client)
     memberships = record.memberships()
     assert set(memberships) == clients

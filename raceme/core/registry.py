@@ -772,6 +772,11 @@ class _Features(Registry):
         """Return the prefix of the option keys of a name."""
         return "" if self.is_own(name) else super().prefix(name)
 
+    def files(self) -> set[str]:
+        """Return the names of the files that the package's features write into a run's folder."""
+        packages = (self._targets[name].rpartition(".")[0] for name in filter(self.is_own, self))
+        return {file for of in packages for file in getattr(import_module(of), "FILES", ())}
+
     def check(self, name: str) -> None:
         """Check without importing that a name is that of a user's own feature.
 

@@ -20,7 +20,7 @@ from raceme.core.config import CONFIG, TRUST, RunConfig, write_toml
 from raceme.core.errors import PlainFormatter, UserError, one_line, os_errors_as_user_errors
 from raceme.core.files import ReadingError, absolute, atomic_write, read_text
 from raceme.core.options import Value
-from raceme.features.client_map import POSITIONS
+from raceme.core.registry import FEATURES
 
 log = logging.getLogger("raceme.folder")
 
@@ -37,7 +37,6 @@ STORE = "run.sqlite"
 SUMMARY = "summary.json"
 TENSORBOARD = "tensorboard"
 """Folder of TensorBoard's files."""
-TRACE = "trace.jsonl"
 WANDB = "wandb"
 """Folder of Weights & Biases' files."""
 WANDB_RUN = "wandb-run.txt"
@@ -56,12 +55,11 @@ _FILES = {
     LOG,
     MLFLOW,
     NOTE,
-    POSITIONS,
+    *FEATURES.files(),
     REPORT,
     SIMILARITY,
     STORE,
     SUMMARY,
-    TRACE,
     WANDB_RUN,
     WALL_TIMES,
     "accuracy.png",

@@ -179,7 +179,7 @@ class RunProgress(EventHandler):
     def observe(self, event: Event) -> None:
         """Process an event and show the progress."""
         if isinstance(event, events.ClustersChanged):
-            self._tell_moves(event)
+            self._print_moves(event)
         self._summary.observe(event)
         self._pace.reached(self._summary.updates)
         self(event)
@@ -196,7 +196,7 @@ class RunProgress(EventHandler):
         if is_news(event):
             self._print(change_line(event))
 
-    def _tell_moves(self, event: events.ClustersChanged) -> None:
+    def _print_moves(self, event: events.ClustersChanged) -> None:
         """Print real devices that move, before the summary has their new clusters."""
         if not self._each_update or event.change is not events.ClusterChange.MOVE:
             return

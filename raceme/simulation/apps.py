@@ -802,7 +802,7 @@ class CostLearningExecutor:
             # Keys and shares are exchanged, and nothing is trained.
             return Workload(bytes_down=size, bytes_up=bytes_up, scale=0.0, examples=0)
         if self._per_sample[node] and self._examples is None and node not in self._stated:
-            self._do_early(message, context)
+            self._compute_early(message, context)
             if node not in self._stated:
                 return self._without_examples(message)
         count = self._stated.get(node, 0) if self._examples is None else self._examples
@@ -850,7 +850,7 @@ class CostLearningExecutor:
         """Close the executor that does the work."""
         self._executor.close()
 
-    def _do_early(self, message: Message, context: Context) -> None:
+    def _compute_early(self, message: Message, context: Context) -> None:
         """Compute a message's reply ahead of time on a copy of its client's state."""
         before, early = pack(context.state), copy(context)
         early.state = unpack(before)
@@ -1229,7 +1229,7 @@ def _summary(simulated: Simulated, accounts: list[exchanges.ClientAccount]) -> d
         "replies": sum(task.answered < math.inf for task in fleet.tasks),
         "failures": sum(task.failure is not None for task in fleet.tasks),
         "first_failure": _first_failure(fleet),
-        "trains_in_vain": _trains_in_vain(fleet),
+        "all_training_failed": _all_training_failed(fleet),
         "bytes_down": sum(task.bytes_down for task in fleet.tasks),
         "bytes_up": sum(task.bytes_up for task in fleet.tasks),
         "busy_seconds": busy,
@@ -1288,7 +1288,7 @@ def _command(simulated: Simulated) -> str:
     return shlex.join(words)
 
 
-def _trains_in_vain(fleet: exchanges.FleetRecord) -> bool:
+def _all_training_failed(fleet: exchanges.FleetRecord) -> bool:
     """Return whether all training messages failed."""
     tasks = [task for task in fleet.tasks if task.kind.startswith(MessageType.TRAIN)]
     failed = [task for task in tasks if task.failure is not None]

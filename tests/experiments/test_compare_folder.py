@@ -71,11 +71,10 @@ def test_a_run_with_something_of_somebody_in_it_is_not_removed(half: Path, tmp_p
     assert not half.exists()
 
 
-def test_a_run_with_a_trace_and_trackers_is_removed_whole(half: Path) -> None:
+def test_a_run_with_trackers_is_removed_whole(half: Path) -> None:
     for name in ("tensorboard", "wandb/offline-run-1"):
         (half / name).mkdir(parents=True)
     for name in (
-        "trace.jsonl",
         "mlflow-run.txt",
         "tensorboard/events.out.tfevents.1.here",
         "wandb-run.txt",

@@ -19,14 +19,13 @@ import numpy as np
 from raceme.core import events
 from raceme.core.config import CONFIG, read_toml
 from raceme.core.errors import UserError
-from raceme.core.events import Event, EventHandler, Membership
+from raceme.core.events import Event, EventHandler, Placement
 from raceme.core.files import ReadingError, Stamp, check_folder, file_stamp, parse_json, read_text
 from raceme.features.client_map.positions import (
     SCALE,
     PositionsReader,
     Snapshot,
     flattened,
-    positions,
     steps_of,
 )
 from raceme.records.folder import (
@@ -34,7 +33,6 @@ from raceme.records.folder import (
     CONTROL,
     ERROR,
     NOTE,
-    SIMILARITY,
     STORE,
     SUMMARY,
     WALL_TIMES,
@@ -42,7 +40,6 @@ from raceme.records.folder import (
     read_note,
 )
 from raceme.records.record import History, read_wall_times
-from raceme.records.similarity import read_similarity
 from raceme.records.store import StoreFollower, plain
 from raceme.records.summary import RunSummary, finite
 from raceme.reporting.streams import Epoch, Streams
@@ -109,8 +106,8 @@ class Columns(EventHandler):
         self._evaluations = 0
         self._numbers: dict[str, dict[str, int]] = {"clients": {}, "reasons": {}, "measures": {}}
         self._summary = RunSummary()
-        # Separate from the summary's, which does not record moved clients.
-        self._membership = Membership()
+        self._moved: list[Placement] = []
+        self._groups: dict[str, int | None] = {}
         self._history = History()
         self._streams = Streams(lambda time: time / _MOST_EPOCHS)
         self._epochs: list[Epoch] = []
@@ -121,7 +118,7 @@ class Columns(EventHandler):
 
     def observe(self, event: Event) -> None:
         """Process an event."""
-        self._summary.observe(event)
+        self._moved = self._summary.observe(event)
         if type(event) in _ROW_EVENTS:
             table, columns = _ROW_EVENTS[type(event)]
             told = {name: self._field(of, getattr(event, of)) for name, of in columns.items()}
@@ -138,6 +135,7 @@ class Columns(EventHandler):
     def on_client_joined(self, event: events.ClientJoined) -> None:
         """Send that a client is online, with its data."""
         client, group = self._client(event.client), _shown(event.group)
+        self._groups[event.client] = event.group
         self._add("presence", event.time, client=client, online=1)
         self._add("greetings", event.time, client=client, examples=event.num_examples, group=group)
         if event.labels:
@@ -180,14 +178,13 @@ class Columns(EventHandler):
             scores=self._scores({name: score[1] for name, score in scores.items()}),
         )
         for client, group in event.groups.items():
-            if group != self._membership.groups.get(client):
+            if group != self._groups.get(client):
+                self._groups[client] = group
                 self._add("groups", event.time, client=self._client(client), group=int(group))
-        self._membership.observe(event)
         self._send_clusters(event.time)
 
     def on_clusters_changed(self, event: events.ClustersChanged) -> None:
         """Send the change and the moved clients."""
-        placements = self._membership.observe(event)
         self._add(
             "changes",
             event.time,
@@ -195,11 +192,11 @@ class Columns(EventHandler):
             kind=event.change.value,
             gone=list(map(int, event.gone)),
             made=list(map(int, event.made)),
-            moved=len(placements),
+            moved=len(self._moved),
             score=_short(event.score),
             threshold=_short(event.threshold),
         )
-        for placed in placements:
+        for placed in self._moved:
             self._history.observe(placed)
             self._epochs += self._streams.observe(placed)
             weights = {str(k): _short(weight) for k, weight in placed.weights.items()}
@@ -481,9 +478,7 @@ class RunSource(FolderSource):
             self._snapshots += 1
             stride = 1 + self._sent_positions // self._most_positions
             if (self._snapshots - 1) % stride == 0:
-                self._send_snapshot(snapshot, lasting=False)
-        if self._is_new(SIMILARITY) and not self._snapshots:
-            self._send_similarity()
+                self._send_snapshot(snapshot)
         if self._is_new(WALL_TIMES):
             rows = read_wall_times(self.folder)[self._walls :]
             if rows:
@@ -491,15 +486,8 @@ class RunSource(FolderSource):
                 times, walls = (list(column) for column in zip(*rows, strict=True))
                 self._send({"walls": {"time": times, "wall": walls}})
 
-    def _send_similarity(self) -> None:
-        """Send client positions from the method's final similarity."""
-        found = read_similarity(self.folder)
-        if found is not None and len(found.clients):
-            points = steps_of(positions(found.matrix))
-            self._send_snapshot(Snapshot(self._columns.now, found.clients, points), lasting=True)
-
-    def _send_snapshot(self, snapshot: Snapshot, *, lasting: bool) -> None:
-        """Send client positions from a time on, or for all times."""
+    def _send_snapshot(self, snapshot: Snapshot) -> None:
+        """Send client positions from a time on."""
         new = [client for client in snapshot.clients if client not in self._placed]
         self._placed |= {name: len(self._placed) + index for index, name in enumerate(new)}
         self._sent_positions += len(snapshot.clients)
@@ -507,7 +495,6 @@ class RunSource(FolderSource):
         self._flat.update(zip(snapshot.clients, flat.tolist(), strict=True))
         frame = {
             "time": snapshot.time,
-            "lasting": lasting,
             "new": new,
             "clients": [self._placed[client] for client in snapshot.clients],
             "points": base64.b64encode(steps_of(flat).tobytes()).decode(),
