@@ -84,7 +84,7 @@ NEW_KEYS: frozenset[str] = frozenset(
     | {"cfl.gamma-max", "cfl-async.gamma-max"}
 )
 """Keys that the committed file does not have: left out of configurations."""
-REMOVED_KEYS: dict[str, Any] = {"never-across": "", "together": ""}
+REMOVED_KEYS: dict[str, Any] = {"never-across": "", "together": "", "trace": False}
 """Keys that only the committed file has, with their defaults: added to keys and configurations."""
 REMOVED_OF_SUITES: dict[str, Any] = {"shows_forgetting": False}
 """Values of a suite that only the committed file has."""

@@ -144,7 +144,7 @@ def draw(records: Mapping[str, RunRecord], units: Mapping[str, float], path: Pat
 
 
 def _draw_tasks(axes: Axes, record: RunRecord, begin: float, unit: float) -> None:
-    names = sorted(record.groups)
+    names = sorted(record.summary.membership.groups)
     updates = record.updates
     boxes, colours = [], []
     for client, start, stop, cluster in zip(

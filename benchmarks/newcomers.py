@@ -67,14 +67,14 @@ def judged(record: RunRecord, late: set[str]) -> tuple[int, int]:
     began = record.splits[0].time
     placed = [one for one in record.placements if one.time >= began and one.weights]
     times = Counter(one.client for one in placed)
-    right = 0
+    right, groups = 0, record.summary.membership.groups
     for client in late:
         first = next(one for one in placed if one.client == client)
         answered = record.updates.time[record.updates.client == client]
         peers = Counter(
             cluster
             for other, cluster in record.assignment(first.time).items()
-            if other not in late and record.groups[other] == record.groups[client]
+            if other not in late and groups[other] == groups[client]
         )
         at_once = first.time == answered[0]
         right += at_once and set(first.weights) == {peers.most_common(1)[0][0]}

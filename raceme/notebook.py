@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from raceme.core.config import CONFIG, read_toml
-from raceme.core.errors import UserError
+from raceme.core.errors import UserError, plural
 from raceme.core.events import grouped
 from raceme.core.installation import install_line
 from raceme.core.options import Value
@@ -66,7 +66,7 @@ class OpenRun:
         self.config: Mapping[str, Value] = read_toml(folder / CONFIG)
 
     def __repr__(self) -> str:
-        return f"<{self.title}: {len(self.record.updates.seq):,} updates, {self.folder}>"
+        return f"<{self.title}: {plural(len(self.record.updates.seq), 'update')}, {self.folder}>"
 
     def _repr_html_(self) -> str:
         if not self._is_over:
@@ -273,7 +273,8 @@ class OpenComparison:
         self.results: Comparison = read_comparison(folder)
 
     def __repr__(self) -> str:
-        return f"<{self.results.suite.title}: {len(self.results.results)} methods, {self.folder}>"
+        methods = plural(len(self.results.results), "method")
+        return f"<{self.results.suite.title}: {methods}, {self.folder}>"
 
     def _repr_html_(self) -> str:
         text = main_table(self.results)

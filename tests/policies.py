@@ -9,7 +9,7 @@ from raceme.core import events
 from raceme.core.clients import Client, Fleet, Idle
 from raceme.core.messages import TRAIN
 from raceme.core.requests import InFlight, Update
-from raceme.core.scheduling import Scheduler, SelectionContext
+from raceme.core.scheduling import InRounds, Scheduler, SelectionContext
 from raceme.core.strategy import Method
 from raceme.simulation import Device
 from raceme.strategies import Plan
@@ -36,7 +36,11 @@ class Bench:
         chosen = self.policy.choose(self.moment(now, greeting))
         for client in chosen:
             name = client.client_id
-            self.tasks[name] = InFlight(self.number, name, 0, 0, 0, now, bytes_down=0, kind=kind)
+            several = isinstance(self.policy, InRounds) and self.policy.next_model(name)
+            model = int(several or 0)
+            self.tasks[name] = InFlight(
+                self.number, name, model, 0, 0, now, bytes_down=0, kind=kind
+            )
             self.number += 1
             self.policy.sent(self.tasks[name], now)
             self.idle.remove(name)

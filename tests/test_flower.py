@@ -59,14 +59,14 @@ def test_casa_on_ray_with_four_supernodes(tmp_path: Path) -> None:
     with loopback(tmp_path) as place:
         # What `flwr run .` starts by itself stays alive afterwards; this one stops with the test.
         place.superlink("--insecure", "--simulation")
-        # Nobody waits for the last client to be greeted: it joins while the others are at work.
-        keys = f'max-updates=12 clients=4 out="{out}"'
+        # Clients join while others are at work: there are enough updates for all to join.
+        keys = f'max-updates=40 clients=4 out="{out}"'
         fleet = "num-supernodes=4 client-resources-num-cpus=1"
         run = place.flwr(
             "run", str(ROOT), "--stream", "--federation-config", fleet, "--run-config", keys
         )
         run.wait(240)
-        check_run(run.text(), out, updates=12, clients=4)
+        check_run(run.text(), out, updates=40, clients=4)
 
 
 @pytest.mark.slow
@@ -108,7 +108,7 @@ def check_mixtures(record: RunRecord) -> None:
     clients = {f"client-{number}" for number in range(4)}
     assert set(record.updates.client) == clients
     assert {change.client for change in record.data_changes} == clients
-    assert record.ending is Ending.LIMIT
+    assert record.summary.ending is Ending.LIMIT
     assert not len(record.rejections.client)
     memberships = record.memberships()
     assert set(memberships) == clients

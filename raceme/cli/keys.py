@@ -41,7 +41,7 @@ _SET = Annotated[
         "--set",
         metavar="KEY=VALUE",
         help="any key of `raceme list --keys`; --groups 0.5,0.5 is short for --set groups=0.5,0.5, "
-        "--trace for --set trace=true",
+        "--augment for --set augment=true",
     ),
 ]
 
@@ -86,10 +86,10 @@ _GROUPS = {
     "pretrain-epochs",
     "Fleet": "concurrency task-timeout device vectorised device-keys labels where",
     "Method": "model lr batch-size local-epochs local-steps optimizer momentum weight-decay "
-    "weight-decay-on augment batch-norm own-model attack",
+    "weight-decay-on augment batch-norm attack",
     "Limits": "max-rounds max-compute stop-at-target eval-every eval-rounds eval-steps "
-    "eval-clients eval-tasks",
-    "Output": "checkpoint-every checkpoint-seconds track trace client-map client-models",
+    "eval-clients",
+    "Output": "checkpoint-every checkpoint-seconds track client-models",
 }
 _OWN_HELP = {
     (
@@ -167,7 +167,7 @@ def as_assignments(arguments: Sequence[str], named: Iterable[str]) -> list[str]:
         name, equals, value = argument.partition("=")
         if argument == "--":
             return [*turned, *arguments[position - 1 :]]
-        # --no-trace is short for --trace=false.
+        # --no-augment is short for --augment=false.
         if (switch := name.replace("--no-", "--", 1)) != name and switch in switches:
             name, equals, value = switch, "=", "false"
         is_switch = name in switches

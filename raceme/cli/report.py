@@ -216,18 +216,22 @@ def watch(
     options: WatchArguments,
 ) -> None:
     """Show a run, a comparison, or all runs of a folder in the browser. Press Ctrl-C to stop."""
+    from raceme.flower.ports import is_loopback, new_token
     from raceme.reporting.dashboard.server import address_of, bind, qr_code, serve
     from raceme.reporting.dashboard.source import Watched, check_watchable, is_comparison
 
     check_watchable(folder)
     access = _access(options.certificates, options.host)
+    several = is_comparison(folder)
+    # Others see a page on this machine too: to change something takes the printed address.
+    edits = new_token() if several and is_loopback(options.host) and not access.token else ""
     with bind(options.host, options.port) as listening:
-        address = address_of(listening, access)
+        address = address_of(listening, access, edits)
         shown = _shown(address, options.certificates, sys.stdout)
         print(f"{folder}: {shown}  (press Ctrl-C to stop)", flush=True)
         _print_code(qr_code(address), sys.stdout)
         with suppress(KeyboardInterrupt):
-            serve(listening, Watched(folder, is_comparison(folder)), access, _never)
+            serve(listening, Watched(folder, several), access, _never, edits)
 
 
 def _access(certificates: Path | None, host: str) -> Access:

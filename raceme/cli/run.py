@@ -196,7 +196,7 @@ def simulate(
     if unwritten:
         print(f"raceme: {', '.join(unwritten)} could not be written.", file=sys.stderr)
     end_app_with(simulated.ending, simulated.reason)
-    if summary["trains_in_vain"]:
+    if summary["all_training_failed"]:
         first = summary["first_failure"]
         print(f"raceme: all training failed. The first failure: {first}", file=sys.stderr)
         raise typer.Exit(1)

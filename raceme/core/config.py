@@ -225,8 +225,10 @@ class RunConfig(TrainingOptions, Limits):
 
     strategy: str = option("casa", "method; see `raceme list`", names=STRATEGIES)
     dataset: str = option("digits", "dataset; see `raceme list`", names=DATASETS)
-    data_root: str = option("", "folder with the files of the datasets", path=True)
-    download: bool = option(False, "fetch missing files into data-root")
+    data_root: str = option(
+        "", "folder with the files of the datasets", path=True, affects_results=False
+    )
+    download: bool = option(False, "fetch missing files into data-root", affects_results=False)
     model: str | None = option(None, "network; see `raceme list`, or module:function")
     clients: int | None = option(
         None, "number of clients (auto: the dataset's default)", low=1, high=10**6
@@ -288,19 +290,23 @@ class RunConfig(TrainingOptions, Limits):
     workers: str = option(
         "auto",
         "worker processes (auto: one per core, 0: none), or ray, ray://HEAD:PORT; same results",
+        affects_results=False,
     )
     device: str = option("cpu", "processor for training", among=("cpu", "cuda"))
     vectorised: bool = option(
         False, "train clients in stacked batches on the CPU too (always on cuda)"
     )
     seed: int = option(0, "random seed", low=0)
-    checkpoint_every: int = option(0, "updates between two checkpoints (0: off)", low=0)
+    checkpoint_every: int = option(
+        0, "updates between two checkpoints (0: off)", low=0, affects_results=False
+    )
     checkpoint_seconds: float | None = option(
         None,
         "wall-clock time between two checkpoints (0: off; auto: 2 % of the time on real devices, "
         "60 s in comparisons, off in a run on virtual time)",
         unit=SECONDS,
         low=0,
+        affects_results=False,
     )
     device_keys: str = option(
         "", "file that binds device ids to keys, on the server (empty: ids are trusted)", path=True
@@ -309,14 +315,18 @@ class RunConfig(TrainingOptions, Limits):
     where: str = option(
         "", "only clients with these labels take part: room=kitchen|garden or id=attic (empty: all)"
     )
-    track: str = option("", "trackers, separated by commas: tensorboard, mlflow, wandb")
-    trace: bool = option(False, "also write every event as a JSON line to trace.jsonl")
-    client_models: bool = option(False, "also write the model of each client at the end")
+    track: str = option(
+        "", "trackers, separated by commas: tensorboard, mlflow, wandb", affects_results=False
+    )
+    client_models: bool = option(
+        False, "also write the model of each client at the end", affects_results=False
+    )
     resume: str = option("", "folder of a run to resume from its last checkpoint", path=True)
     trust: str = option(
         "",
         "folder or file whose names of own code (module:name) may be imported, e.g. that of resume",
         path=True,
+        affects_results=False,
     )
     out: str = option(
         "", "folder for the results (empty: runs/<date>-<time>-<strategy>-<dataset>)", path=True

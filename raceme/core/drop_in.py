@@ -565,7 +565,7 @@ class Rounds:
         self._applied: list[RecordDict] = []
         self._weightless: list[RecordDict] = []
         self._answers: list[RecordDict] = []
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self.over = 0
         self.tests: list[int] = []
         self.trained: dict[int, MetricRecord] = {}
@@ -663,16 +663,16 @@ class Rounds:
             return None
         made = (function or mean_of_replies)(replies, self._arguments.weighted_by_key)
         if function is None and made is not None:
-            self._tell_left_out(replies, made)
+            self._report_left_out(replies, made)
         if made is not None:
             by_round[number] = made
         return made
 
-    def _tell_left_out(self, replies: list[RecordDict], made: MetricRecord) -> None:
+    def _report_left_out(self, replies: list[RecordDict], made: MetricRecord) -> None:
         """Log metrics that have no mean, once."""
         names_ = {name for reply in replies for name in next(iter(reply.metric_records.values()))}
-        left_out = names_ - {*made, self._arguments.weighted_by_key} - self._told
-        self._told |= left_out
+        left_out = names_ - {*made, self._arguments.weighted_by_key} - self._reported
+        self._reported |= left_out
         if left_out:
             log.warning(
                 "Left out of the means, since some clients do not report it, or lists of other "

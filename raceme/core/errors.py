@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import logging
+import re
 import reprlib
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -67,6 +68,11 @@ def printable(text: object, longest: int = LONGEST_LINE) -> str:
 def one_line(error: object) -> str:
     """Return the message of an exception as one line."""
     return " ".join(str(error).split())
+
+
+def plural(count: int, noun: str) -> str:
+    """Return a number with its noun: ``"1 client"``, ``"2 clients"``."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def quoted(text: object) -> str:
@@ -162,6 +168,9 @@ def show_log(stream: TextIO, formatter: logging.Formatter, level: int = logging.
 # -----------------------------------------------------------------------------
 
 
+_DIGEST = re.compile(r"\bmain-[0-9a-f]{12}:(?=\w)")
+
+
 class UserError(Exception):
     """A user's error; the message has the problem and the remedy.
 
@@ -176,7 +185,9 @@ class UserError(Exception):
     """
 
     def __init__(self, message: str, snippet: str = "") -> None:
-        super().__init__(f"{plain(message)}\n{snippet}" if snippet else plain(message))
+        # The digest of a definition in a script or notebook (registry) says nothing to its author.
+        text = _DIGEST.sub("", plain(message))
+        super().__init__(f"{text}\n{snippet}" if snippet else text)
 
     def _render_traceback_(self) -> list[str]:
         """Return the lines that IPython shows in the place of a traceback."""

@@ -666,9 +666,8 @@ class MeasureSchema:
         ``"shares"`` is the mean share and how often it is large, as keys named after the measure;
         ``"none"`` leaves it out of the summary.
     figure : str
-        Figure: values over time as ``"line"``, ``"steps"`` or ``"points"``, distribution of
-        ``"shares"``, or a final ``"graph"`` of clusters with an arrow from each cluster in the
-        value of another; ``"none"`` for no figure.
+        Figure: values over time as ``"line"``, ``"steps"`` or ``"points"``, or distribution of
+        ``"shares"``; ``"none"`` for no figure.
 
     Raises
     ------
@@ -702,7 +701,7 @@ class MeasureSchema:
         for value, allowed in (
             (self.per, ("", "client", "cluster")),
             (self.summary, ("last", "mean", "max", "column", "shares", "none")),
-            (self.figure, ("line", "steps", "points", "shares", "graph", "none")),
+            (self.figure, ("line", "steps", "points", "shares", "none")),
         ):
             if value not in allowed:
                 raise ValueError(f"{self.name}: expected one of {allowed}, not {value!r}.")
@@ -710,8 +709,6 @@ class MeasureSchema:
             raise ValueError(f"{self.name} has no column {self.of}.")
         if "shares" in (self.summary, self.figure) and not self.of:
             raise ValueError(f"{self.name}: shares need `of`, the column with the whole.")
-        if self.figure == "graph" and self.per != "cluster":
-            raise ValueError(f"{self.name}: a graph needs values per cluster.")
 
     def check(self, values: Mapping[str, Any]) -> None:
         """Check the values of an event beside the summarised one.
@@ -748,7 +745,7 @@ class MeasureSchema:
     @property
     def file(self) -> str:
         """Name of the figure's file, without its suffix."""
-        return self.name if self.figure in ("shares", "graph") else f"measure-{self.name}"
+        return self.name if self.figure == "shares" else f"measure-{self.name}"
 
 
 @dataclass(frozen=True, eq=False)

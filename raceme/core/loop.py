@@ -22,7 +22,7 @@ from raceme.core import events
 from raceme.core import messages as names
 from raceme.core.clients import Idle
 from raceme.core.clusters import NonFiniteModelError
-from raceme.core.errors import UserError, about, unknown_name
+from raceme.core.errors import UserError, about, plural, unknown_name
 from raceme.core.evaluation import EvaluateFn, Evaluator, Packer
 from raceme.core.events import Ending
 from raceme.core.feature import FeatureContext
@@ -40,6 +40,7 @@ from raceme.core.requests import (
 )
 from raceme.core.scheduling import SelectionContext
 from raceme.core.timeline import Foreseeing, Registering, push, timeline_of
+from raceme.flower.messages import CLIENT_APP_RAISED_EXCEPTION
 
 if TYPE_CHECKING:
     from raceme.core.strategy import Method
@@ -186,7 +187,7 @@ class Loop:
         assert self._ending is not None, "the loop ends for a reason"
         ending, reason = self._ending
         updates = self._progress.updates
-        log.info("The run ended after %d updates: %s", updates, reason)
+        log.info("The run ended after %s: %s", plural(updates, "update"), reason)
         if ending is not Ending.INTERRUPTED and 2 * self._progress.weightless >= updates > 0:
             _run_log.warning(
                 "%d of %d updates changed no model, as the first ones of a client do with %s: the "
@@ -276,7 +277,11 @@ class Loop:
         if self._ending is None:
             # Checked before limits, which would hide the reason.
             rounds = self._method.scheduling.rounds
-            if hopeless := self._method.scheduling.hopeless() or progress.uselessness():
+            hopeless = self._method.scheduling.hopeless() or progress.uselessness()
+            if not hopeless and self._clock.is_virtual:
+                # A real fleet may be incomplete, and its errors be mended meanwhile.
+                hopeless = progress.common_error()
+            if hopeless:
                 self._ending = Ending.USELESS_REPLIES, hopeless
             elif limit := self._plan.limit(progress.updates, self._num_updates, self.now(), rounds):
                 self._ending = Ending.LIMIT, limit
@@ -621,6 +626,10 @@ class Loop:
                 self._accept(features.update(update))
         except (InvalidReplyError, NonFiniteModelError) as error:
             away = isinstance(error, InvalidReplyError) and error.is_away
+            if reply.has_error() and reply.error.code == CLIENT_APP_RAISED_EXCEPTION:
+                self._progress.raised[task.client] = str(error)
+            else:
+                self._progress.raised.pop(task.client, None)
             self._refuse(task, str(error), is_away=away)
 
     def _ignore(self, reply: Message) -> None:

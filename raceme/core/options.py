@@ -94,6 +94,7 @@ def option(
     several: bool = False,
     path: bool = False,
     formerly: str = "",
+    affects_results: bool = True,
 ) -> Any:
     """Declare an option: its default, its one-line meaning, its unit and its range.
 
@@ -122,10 +123,12 @@ def option(
         The value is a path, which a run makes absolute.
     formerly : str
         The attribute's name in the release before, which is still accepted, with a warning.
+    affects_results : bool
+        Of general options only: whether a resumed or compared run needs the same value.
     """
     rules = {"low": low, "above": above, "high": high, "below": below, "among": among}
     about = {"help": help, "unit": unit, "names": names, "unless": unless, "path": path}
-    further = {"several": several, "formerly": formerly}
+    further = {"several": several, "formerly": formerly, "affects_results": affects_results}
     return field(default=default, metadata=rules | about | further)
 
 

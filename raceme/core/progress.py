@@ -165,6 +165,10 @@ def weighted_accuracy(scores: Collection[ClientScore]) -> float:
 # -----------------------------------------------------------------------------
 
 
+_SAME_ERRORS = 3
+"""Errors of each client after which one that all raise ends a simulation."""
+
+
 @dataclass
 class Progress:
     """Counters and state of the run so far.
@@ -178,6 +182,8 @@ class Progress:
         Refused replies per client since the last valid one of any client.
     last_refusal : str
         Client and reason of the last refused reply.
+    raised : dict[str, str]
+        Error that each client's app raised, for clients whose last reply was one.
     checked_at, last_online_at : float
         Times of the last check of online nodes, and of the last online client.
     greeted_at : float
@@ -214,6 +220,7 @@ class Progress:
     rejected: int = 0
     rejected_in_a_row: dict[str, int] = field(default_factory=dict)
     last_refusal: str = ""
+    raised: dict[str, str] = field(default_factory=dict)
     checked_at: float = 0.0
     last_online_at: float = 0.0
     greeted_at: float = -math.inf
@@ -255,6 +262,19 @@ class Progress:
         if rejected < limit or 2 * counted <= limit:
             return ""
         return f"the last {rejected} replies were unusable; the last one: {self.last_refusal}"
+
+    def common_error(self) -> str:
+        """Return the reason if all clients only raise the same error, else an empty text.
+
+        That is an error of the code or the data of all, which further tries would repeat.
+        """
+        counts, found = self.rejected_in_a_row, set(self.raised.values())
+        clients = self.fleet.clients.keys()
+        if self.updates or len(found) != 1 or self.raised.keys() != clients:
+            return ""
+        if min(counts.get(client, 0) for client in clients) < _SAME_ERRORS:
+            return ""
+        return f"every client raised the same error {_SAME_ERRORS} times: {found.pop()}"
 
 
 # -----------------------------------------------------------------------------

@@ -349,8 +349,7 @@ class Registry(Mapping[str, Any]):
                 f"{expected}."
             )
         if not self._fits(found):
-            shown = attribute if is_local(name) else name
-            raise UserError(f"'{shown}' is no {self.kind}: {expected}.")
+            raise UserError(f"'{name}' is no {self.kind}: {expected}.")
         other = self.short(name)
         if self.prefixed and other != name and other in self and self._target(other) != target:
             raise UserError(
@@ -772,6 +771,11 @@ class _Features(Registry):
     def prefix(self, name: str) -> str:
         """Return the prefix of the option keys of a name."""
         return "" if self.is_own(name) else super().prefix(name)
+
+    def files(self) -> set[str]:
+        """Return the names of the files that the package's features write into a run's folder."""
+        packages = (self._targets[name].rpartition(".")[0] for name in filter(self.is_own, self))
+        return {file for of in packages for file in getattr(import_module(of), "FILES", ())}
 
     def check(self, name: str) -> None:
         """Check without importing that a name is that of a user's own feature.

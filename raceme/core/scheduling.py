@@ -405,6 +405,8 @@ class RoundState:
         First round in which a client that timed out may take part again.
     picked : dict[str, bool]
         Clients that took part in any round, for sampling in turn.
+    begun : dict[str, dict[int, bool]]
+        Models that each participant trains or has trained, if it may train several.
     asking : OpenQueries
         Open queries before the next round.
     """
@@ -420,6 +422,7 @@ class RoundState:
     timeouts: dict[str, int] = field(default_factory=dict)
     backs_off_until: dict[str, int] = field(default_factory=dict)
     picked: dict[str, bool] = field(default_factory=dict)
+    begun: dict[str, dict[int, bool]] = field(default_factory=dict)
     asking: OpenQueries = field(default_factory=OpenQueries)
 
 
@@ -447,8 +450,9 @@ class InRounds(Scheduler):
         Whether a prepared client, given by its id, works again in the same round.
     sampling : str
         How :meth:`pick` draws clients: ``"random"`` or ``"in-turn"``.
-    again : Callable, optional
-        Whether a client that answered, given by its id, has more work in the same round.
+    models : Callable, optional
+        Returns the models that a participant, given by its id, trains one after another in a round,
+        for methods whose clients train several; see :meth:`next_model`.
     queries : Callable, optional
         Returns the queries before the next round; None if it may begin.
     """
@@ -465,13 +469,13 @@ class InRounds(Scheduler):
         prepares: Callable[[Update], bool] = lambda update: False,
         returns: Callable[[str], bool] = lambda client: False,
         sampling: str = RANDOM,
-        again: Callable[[str], bool] = lambda client: False,
+        models: Callable[[str], Iterable[int]] | None = None,
         queries: Callable[[SelectionContext], Sequence[Request] | None] = lambda moment: None,
     ) -> None:
         self._fraction, self._sampling = fraction, sampling
         self._participants = participants or self._share
-        self._prepares, self._returns, self._again = prepares, returns, again
-        self._queries = queries
+        self._prepares, self._returns = prepares, returns
+        self._models, self._queries = models, queries
         self.state = RoundState()
 
     def queries(self, moment: SelectionContext) -> Sequence[Request] | None:
@@ -556,6 +560,7 @@ class InRounds(Scheduler):
             return
         state.number += 1
         state.running = True
+        state.begun = {}
         chosen = self._participants(online, moment.rng)
         state.unsent = {client.client_id: True for client in chosen}
 
@@ -575,6 +580,14 @@ class InRounds(Scheduler):
             return
         state.away.pop(task.client, None)
         state.open[task.client], state.sent_at[task.client] = task.number, now
+        if self._models is not None and task.kind in TRAINING:
+            state.begun.setdefault(task.client, {})[task.cluster] = True
+
+    def next_model(self, client: str) -> int | None:
+        """Return the first of a client's models that it has not begun to train in this round."""
+        begun = self.state.begun.get(client, {})
+        models = () if self._models is None else self._models(client)
+        return next((model for model in models if model not in begun), None)
 
     def accept(self, update: Update, now: float) -> Sequence[Update]:
         """Keep an update until the end of the round; then return all updates."""
@@ -592,7 +605,7 @@ class InRounds(Scheduler):
                 state.unsent[client] = True
             return [update, *self._released()]
         state.updates.append(update)
-        if self._again(client):
+        if self.next_model(client) is not None:
             state.unsent[client] = True
         return self._released()
 

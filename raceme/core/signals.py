@@ -61,7 +61,7 @@ class StopSignal:
 # -----------------------------------------------------------------------------
 
 
-def heeds_hang_up() -> bool:
+def ends_at_hang_up() -> bool:
     """Return whether SIGHUP ends this process, which ``nohup`` prevents."""
     return signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
 
@@ -128,7 +128,7 @@ class StopRequest:
         return self._reason
 
     def __enter__(self) -> StopRequest:
-        numbers = [n for n in self._numbers if n is not signal.SIGHUP or heeds_hang_up()]
+        numbers = [n for n in self._numbers if n is not signal.SIGHUP or ends_at_hang_up()]
         self._handlers.enter_context(handled_by(self._on_signal, *numbers))
         return self
 
@@ -153,7 +153,7 @@ def interrupted_by_signals() -> Iterator[None]:
     The end of a session sends both in quick succession: the second must not disturb the orderly
     end. A later SIGTERM ends at once.
     """
-    numbers = [signal.SIGTERM, *([signal.SIGHUP] if heeds_hang_up() else [])]
+    numbers = [signal.SIGTERM, *([signal.SIGHUP] if ends_at_hang_up() else [])]
     first: float | None = None
 
     def interrupt(number: int, _frame: FrameType | None) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raceme.core.config import RunConfig
-from raceme.core.errors import UserError
+from raceme.core.errors import UserError, plural
 from raceme.core.options import option
 from raceme.core.registry import DRIFTS
 from raceme.datasets.dealt import Dealt
@@ -853,8 +853,9 @@ class Concepts(Drift):
             fewest, client = min((len(self.dealt.indices(c)[0]), c) for c in self.dealt.present)
             if fewest < steps:
                 raise UserError(
-                    f"Client {client} has {fewest} training samples, too few for a new one at each "
-                    f"of {steps} steps: take concept-samples same, fewer clients or concept-steps."
+                    f"Client {client} has {plural(fewest, 'training sample')}, too few for a new "
+                    f"one at each of {steps} steps: take concept-samples same, fewer clients or "
+                    "concept-steps."
                 )
 
     def data(self, client: int, step: int) -> ClientData:
@@ -1153,7 +1154,7 @@ class ScenarioStream(Drift):
                     steps, samples = self._share(own, concepts, concept)
                     if self._kept(len(samples) // len(steps), concept) < least:
                         raise UserError(
-                            f"Client {client} has {len(samples)} {kind} samples for "
+                            f"Client {client} has {plural(len(samples), f'{kind} sample')} for "
                             f"{len(steps)} steps of scenario {self.options.scenario}, concept "
                             f"{concept}, too few for {least} at each: take fewer clients or "
                             "stream-steps, or a larger scenario-little."

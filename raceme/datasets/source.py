@@ -34,7 +34,7 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from raceme.core.config import RunConfig
-from raceme.core.errors import UserError, os_errors_as_user_errors
+from raceme.core.errors import UserError, os_errors_as_user_errors, plural
 from raceme.core.files import ReadingError, check_regular, check_room
 from raceme.core.options import option
 from raceme.core.registry import explained
@@ -340,7 +340,7 @@ def _misfit(dataset: Dataset) -> str:
     if not (isinstance(x, np.ndarray) and isinstance(y, np.ndarray)):
         return f"x and y must be numpy arrays, got {type(x).__name__} and {type(y).__name__}"
     if len(x) != len(y):
-        return f"x has {len(x)} samples and y {len(y)}"
+        return f"x has {plural(len(x), 'sample')} and y {len(y)}"
     if dataset.num_classes:
         if y.dtype != np.int64:
             return f"y must have dtype int64 where there are classes, got {y.dtype}"

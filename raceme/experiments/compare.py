@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
 
-from raceme.core.errors import check_known, one_line
+from raceme.core.errors import check_known, one_line, plural
 from raceme.core.events import Measure
 from raceme.core.files import absolute, atomic_write
 from raceme.experiments import tables as table
@@ -24,14 +24,13 @@ from raceme.experiments.jobs import (
     check,
     check_own,
     make_jobs,
-    remove_run,
     run_jobs,
     survey,
 )
 from raceme.experiments.page import plots
 from raceme.experiments.results import Comparison, best_of, gather, read_runs
 from raceme.experiments.suites import Suite, slug, words
-from raceme.records.folder import COMPARISON, make_folder, only_writer
+from raceme.records.folder import COMPARISON, make_folder, only_writer, remove_run
 from raceme.reporting.console import QUIET_SECONDS, LiveBars, shown_seconds, shown_updates
 from raceme.reporting.style import save_figure
 
@@ -192,7 +191,7 @@ def _ending(job: Job, news: Finished) -> str:
         text += f", target after {reached['virtual_time']:.1f} s"
     elif summary["target"] is not None:
         text += ", target not reached"
-    return f"{text} ({summary['updates']} updates, {summary['wall_time']:.0f} s)"
+    return f"{text} ({plural(summary['updates'], 'update')}, {summary['wall_time']:.0f} s)"
 
 
 # -----------------------------------------------------------------------------
@@ -303,7 +302,7 @@ def _compare(plan: SuitePlan, processes: int, console: Console, run_all: RunAll)
     with SuiteProgress(len(certain), len(done & set(certain)), console) as progress:
         lost = _say_resumed(progress, finished, half)
         for job in lost:
-            remove_run(job.folder)
+            remove_run(job.folder, ORPHAN_SECONDS, ", or choose another folder with --out")
 
         def run(jobs: Sequence[Job]) -> Mapping[Job, str]:
             return run_all([job for job in jobs if job not in done], processes, progress.report)

@@ -39,8 +39,6 @@ from raceme.records.folder import (
     STORE,
     SUMMARY,
     failure_recorded,
-    foreign,
-    only_writer,
 )
 from raceme.runs.checkpoints import CONDITIONS, can_resume
 
@@ -266,27 +264,6 @@ def check_own(out: Path, methods: set[str]) -> None:
             f"{out} holds {strange[0]}, which belongs to no comparison: choose a new folder with "
             "--out."
         )
-
-
-def remove_run(folder: Path) -> None:
-    """Remove the artefacts of a killed run once no process writes to it.
-
-    Raises
-    ------
-    UserError
-        It has a foreign file, a process still writes to it, or it cannot be removed.
-    """
-    with (
-        only_writer(folder, ORPHAN_SECONDS),
-        os_errors_as_user_errors(f"{folder} cannot be removed"),
-    ):
-        strange = folder.name if folder.is_symlink() else foreign(folder)
-        if strange:
-            raise UserError(
-                f"{folder} is not removed, because {strange} in it belongs to no run: move that, "
-                "or choose another folder with --out."
-            )
-        shutil.rmtree(folder)
 
 
 def _is_ours(entry: Path) -> bool:

@@ -14,6 +14,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from raceme.core.errors import plural
 from raceme.core.events import grouped
 from raceme.experiments import tables as table
 from raceme.experiments.results import Comparison, Result, read_comparison, read_runs
@@ -21,7 +22,7 @@ from raceme.experiments.suites import Scored, Timing, described
 from raceme.records.folder import COMPARISON
 from raceme.records.record import RunRecord
 from raceme.reporting.dashboard import frozen_comparison
-from raceme.reporting.page import Links, PageTable, Section, plot, plural, render, versions_table
+from raceme.reporting.page import Links, PageTable, Section, plot, render, versions_table
 from raceme.reporting.plots import (
     compared_measures,
     comparison_figure,
@@ -219,7 +220,7 @@ def divergences_figure(records: Mapping[str, RunRecord]) -> Figure:
     """Draw the divergence of estimated from true mixtures per session, of several runs."""
     title, label = "Estimated mixtures against the true ones", "KL(true ‖ estimated)"
     figure, axes = one_axes(7.2, 3.2, title, y=label)
-    _draw(axes, {name: run.uploads.curve("divergence") for name, run in records.items()})
+    _draw(axes, {name: run.summary.uploads.curve("divergence") for name, run in records.items()})
     axes.set_ylim(bottom=0)
     _legend(figure, [axes], records)
     return figure
@@ -229,7 +230,7 @@ def score_curve(record: RunRecord, measure: Scored) -> Curve:
     """Return a score over a run."""
     if measure is Scored.CLUSTER:
         return [(event.updates, event.mean) for event in record.cluster_scores]
-    return record.uploads.curve(str(measure))
+    return record.summary.uploads.curve(str(measure))
 
 
 def _draw(axes: Axes, curves: Mapping[str, Curve]) -> None:

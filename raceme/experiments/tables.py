@@ -120,7 +120,7 @@ def lines_below(comparison: Comparison) -> tuple[str, ...]:
     if comparison.sweeps:
         swept = ", ".join(comparison.sweeps)
         lines.append(f"Swept on the first seed and shown at the most accurate point: {swept}.")
-    has_times = comparison.has_published or _some_reached(comparison)
+    has_times = comparison.has_published or _any_target_reached(comparison)
     missed_by_some = any(result.time_above is not None for result in comparison.results)
     if has_times and missed_by_some and not suite.scores:
         missed = "converge" if suite.timing is Timing.CONVERGENCE else "reach the target"
@@ -133,7 +133,7 @@ def lines_below(comparison: Comparison) -> tuple[str, ...]:
     return (*lines, *_warnings(comparison), *_remarks(comparison), *suite.notes)
 
 
-def _some_reached(comparison: Comparison) -> bool:
+def _any_target_reached(comparison: Comparison) -> bool:
     """Return whether some run reached the target, or converged."""
     return any(result.time.count for result in comparison.results)
 
@@ -201,7 +201,11 @@ def main_table(comparison: Comparison) -> PlainTable:
     rows = [tuple(cell(result) for _, cell in columns) for result in comparison.results]
     of = ""
     if target is not None:
-        what = "target" if comparison.has_published or _some_reached(comparison) else "none reached"
+        what = (
+            "target"
+            if comparison.has_published or _any_target_reached(comparison)
+            else "none reached"
+        )
         of = f", {what} {comparison.measure.goal(target)}"
     if suite.scores:
         of = ", accuracies in %"
@@ -238,7 +242,7 @@ def _measured(comparison: Comparison) -> list[_Column]:
         columns = [(accuracy, ours)]
         if suite.score is Score.FINAL:
             columns.append(("worst\ntenth", _worst_tenth))
-        if _some_reached(comparison):
+        if _any_target_reached(comparison):
             columns.append((time.replace("to ", "to\n"), _time))
             columns.append(("ratio\nto best", lambda result: _number(comparison.ratio(result))))
         else:
@@ -456,6 +460,8 @@ def to_latex(comparison: Comparison, table: PlainTable | None = None) -> str:
     heads = [_latex_head(found.columns[index]) for index in kept]
     lines = [
         "% Needs \\usepackage{booktabs,graphicx}; compare-table.tex has a caption and a label.",
+        # The indentation of a paragraph would push it out of the column.
+        r"\noindent",
         r"\resizebox{\ifdim\width>\columnwidth\columnwidth\else\width\fi}{!}{%",
         r"\footnotesize\setlength{\tabcolsep}{3pt}%",
         rf"\begin{{tabular}}{{@{{}}l{'r' * (len(heads) - 1)}@{{}}}}",

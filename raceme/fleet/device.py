@@ -27,7 +27,7 @@ from cryptography import x509
 
 from raceme.core.errors import UserError, os_errors_as_user_errors, printable
 from raceme.core.options import Value
-from raceme.core.signals import StopSignal, heeds_hang_up
+from raceme.core.signals import StopSignal, ends_at_hang_up
 from raceme.datasets.npz import CLIENT, DATA_FILE
 from raceme.datasets.npz import read as read_data
 from raceme.fleet.tasks import DEVICE_ID, Apps, Interrupter, Invitations, Tasks, Trust, When
@@ -614,7 +614,7 @@ def run_device(options: DeviceOptions) -> None:
         stop.set()
         interrupter.stop()
 
-    numbers = [signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if heeds_hang_up() else [])]
+    numbers = [signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if ends_at_hang_up() else [])]
     for number in numbers:
         signal.signal(number, on_signal)
     with closing(apps):

@@ -15,7 +15,7 @@ from queue import Queue
 
 import httpx
 
-from raceme.core.errors import one_line
+from raceme.core.errors import one_line, plural
 from raceme.core.events import Evaluated, EventHandler, RunEnded
 
 log = logging.getLogger("raceme.serve")
@@ -119,7 +119,9 @@ class Notices(EventHandler):
 
     def on_run_ended(self, event: RunEnded) -> None:
         """Say that the run has ended."""
-        self._send("run-ended", f"the run ended after {event.updates} updates: {event.reason}")
+        self._send(
+            "run-ended", f"the run ended after {plural(event.updates, 'update')}: {event.reason}"
+        )
 
     def stopped(self, reason: str) -> None:
         """Say that the server has stopped with an error."""

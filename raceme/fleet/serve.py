@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -41,6 +41,8 @@ from raceme.core.events import (
     Evaluated,
     Event,
     EventHandler,
+    Measure,
+    Measured,
     Observer,
     RunEnded,
     UpdateApplied,
@@ -80,8 +82,7 @@ from raceme.flower.messages import (
 from raceme.flower.ports import bearer, http_server, is_loopback, listen, most_connections
 from raceme.records.control import ControlSocket, served_here
 from raceme.records.folder import CHECKPOINTS, STORE, SUMMARY, new_folder, recorded
-from raceme.records.record import line_of
-from raceme.records.store import each_event
+from raceme.records.store import each_event, plain
 from raceme.records.summary import finite
 from raceme.records.versions import Stage, VersionStore
 from raceme.runs import experiment
@@ -503,6 +504,8 @@ class StatusPort:
 
 
 _KEPT_REQUESTS = 10_000
+_PER_CLIENT = ("per_client", "steps", "groups")
+"""Fields of evaluations that are left to `run.sqlite`, to keep lines short."""
 
 
 class EventLog:
@@ -531,22 +534,35 @@ class EventLog:
             self._sent[task.client, task.sent_at] = task.number
             if len(self._sent) > _KEPT_REQUESTS:
                 del self._sent[next(iter(self._sent))]
-            fields = {"device": task.client, "cluster": task.cluster, "request": task.number}
-            self._write("Requested", {"kind": task.kind, **fields})
+            values = {"device": task.client, "cluster": task.cluster, "request": task.number}
+            self._write("Requested", {"kind": task.kind, **values})
         return False
 
     def observe(self, event: Event) -> None:
         """Log an event."""
-        fields = line_of(event)
-        name, fields["run_seconds"] = fields.pop("event"), fields.pop("time")
-        if "client" in fields:
-            fields["device"] = fields.pop("client")
+        values = fields_of(event)
+        values["run_seconds"] = values.pop("time")
+        if "client" in values:
+            values["device"] = values.pop("client")
         if isinstance(event, UpdateApplied | UpdateRejected):
-            fields["request"] = self._sent.pop((event.client, event.dispatched_at), None)
-        self._write(name, fields)
+            values["request"] = self._sent.pop((event.client, event.dispatched_at), None)
+        self._write(type(event).__name__, values)
 
-    def _write(self, name: str, fields: Mapping[str, object]) -> None:
-        log.info("%s", name, extra={"fields": {"event": name, **fields}})
+    def _write(self, name: str, values: Mapping[str, object]) -> None:
+        log.info("%s", name, extra={"fields": {"event": name, **values}})
+
+
+def fields_of(event: Event) -> dict[str, Any]:
+    """Return the fields of an event as JSON has them, without those with a value per client."""
+    if isinstance(event, Measured):
+        found = {"time": event.time, "updates": event.updates, "name": event.name, **event.values}
+        return {name: plain(value) for name, value in found.items()}
+    values = {item.name: getattr(event, item.name) for item in fields(event)}
+    return {
+        name: value.name if isinstance(value, Measure) else plain(value)
+        for name, value in values.items()
+        if name not in _PER_CLIENT
+    }
 
 
 # -----------------------------------------------------------------------------

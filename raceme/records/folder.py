@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import shutil
 import time
 import traceback
 from collections.abc import Iterator
@@ -17,9 +18,9 @@ from numpy.typing import NDArray
 
 from raceme.core.config import CONFIG, TRUST, RunConfig, write_toml
 from raceme.core.errors import PlainFormatter, UserError, one_line, os_errors_as_user_errors
-from raceme.core.files import absolute, atomic_write
+from raceme.core.files import ReadingError, absolute, atomic_write, read_text
 from raceme.core.options import Value
-from raceme.features.client_map import POSITIONS
+from raceme.core.registry import FEATURES
 
 log = logging.getLogger("raceme.folder")
 
@@ -28,13 +29,14 @@ COMPARISON = "compare.json"
 LOG = "run.log"
 MLFLOW = "mlflow-run.txt"
 """Id of the MLflow run, for resumption."""
+NOTE = "note.txt"
+"""What a person has written about the run."""
 REPORT = "report.html"
 SIMILARITY = "similarity.npz"
 STORE = "run.sqlite"
 SUMMARY = "summary.json"
 TENSORBOARD = "tensorboard"
 """Folder of TensorBoard's files."""
-TRACE = "trace.jsonl"
 WANDB = "wandb"
 """Folder of Weights & Biases' files."""
 WANDB_RUN = "wandb-run.txt"
@@ -52,12 +54,12 @@ _FILES = {
     ERROR,
     LOG,
     MLFLOW,
-    POSITIONS,
+    NOTE,
+    *FEATURES.files(),
     REPORT,
     SIMILARITY,
     STORE,
     SUMMARY,
-    TRACE,
     WANDB_RUN,
     WALL_TIMES,
     "accuracy.png",
@@ -290,6 +292,62 @@ def saved_in(out: Path) -> list[str]:
             elif not _is_partial(path):
                 names.append(path.name)
     return names
+
+
+LONGEST_NOTE = 500
+"""Letters of a note."""
+
+
+def read_note(run: Path) -> str:
+    """Return the note of a run on one line; empty if there is none that can be read."""
+    try:
+        text = read_text(run / NOTE, 1 << 16)
+    except ReadingError:
+        return ""
+    return one_line(text)[:LONGEST_NOTE]
+
+
+def write_note(run: Path, text: str) -> None:
+    """Keep a note beside the files of a run; an empty one is removed.
+
+    Raises
+    ------
+    UserError
+        It cannot be written.
+    """
+    with os_errors_as_user_errors(f"The note of {run} cannot be written"):
+        if not text.strip():
+            (run / NOTE).unlink(missing_ok=True)
+            return
+        with atomic_write(run / NOTE) as file:
+            file.write_text(one_line(text)[:LONGEST_NOTE] + "\n", encoding="utf-8")
+
+
+def remove_run(run: Path, patience: float = 0.0, instead: str = "") -> None:
+    """Remove the folder of a run to which no process writes.
+
+    Parameters
+    ----------
+    run : Path
+        The folder.
+    patience : float
+        Seconds to wait for a process that still writes to it.
+    instead : str
+        What else a person may do if it holds a foreign file, as the end of a sentence.
+
+    Raises
+    ------
+    UserError
+        It has a foreign file, a process still writes to it, or it cannot be removed.
+    """
+    with only_writer(run, patience), os_errors_as_user_errors(f"{run} cannot be removed"):
+        strange = run.name if run.is_symlink() else foreign(run)
+        if strange:
+            raise UserError(
+                f"{run} is not removed, because {strange} in it belongs to no run: move that"
+                f"{instead}."
+            )
+        shutil.rmtree(run)
 
 
 class _LogFile(logging.FileHandler):

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import math
 from array import array
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, fields
+from contextlib import suppress
+from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from sys import intern
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from raceme.core import events
-from raceme.core.errors import os_errors_as_user_errors
-from raceme.core.events import Event, EventHandler, Membership, Placement, grouped, home
+from raceme.core.events import Event, EventHandler, Placement, grouped, home
 from raceme.core.files import atomic_write
-from raceme.records.folder import TRACE, WALL_TIMES
-from raceme.records.store import each_event, plain
-from raceme.records.summary import Floats, Uploads
+from raceme.records.folder import WALL_TIMES
+from raceme.records.store import each_event
+from raceme.records.summary import Floats, RunSummary
 
 Integers = NDArray[np.int64]
 Texts = NDArray[np.str_]
@@ -177,8 +174,8 @@ class RunRecord:
     ----------
     clients : tuple of ClientRecord
         Clients in order of joining.
-    groups : dict[str, int or None]
-        True group by client id; under drift that of the last evaluation.
+    summary : RunSummary
+        Numbers of the whole run: its end, groups and sizes, scores of uploads, tests of tasks.
     updates, answers, rejections, evaluations, client_evaluations
         Columns, in the order of events.
     changes : tuple of ClustersChanged
@@ -189,26 +186,14 @@ class RunRecord:
         Drifts of clients' data.
     measured : dict[str, tuple of Measured]
         The method's own measures, by name.
-    uploads : Uploads
-        Scores of uploads and estimates of mixtures.
     cluster_scores : tuple of ClustersScored
         All tests of the clusters' models on the server.
-    task_tests : tuple of TasksTested
-        All tests on the data of every step so far.
     judged : tuple of UpdateJudged
         Verdicts on updates other than acceptance.
-    end : float
-        End of the run in seconds; the time of the last event if killed.
-    reason : str or None
-        Reason of the end; None if killed.
-    ending : Ending or None
-        Kind of end; None if killed.
-    measure : Measure
-        Measure of the evaluations.
     """
 
     clients: tuple[ClientRecord, ...]
-    groups: dict[str, int | None]
+    summary: RunSummary
     updates: Updates
     answers: Answers
     rejections: Rejections
@@ -218,44 +203,31 @@ class RunRecord:
     placements: tuple[Placement, ...]
     data_changes: tuple[events.DataChanged, ...]
     measured: dict[str, tuple[events.Measured, ...]]
-    uploads: Uploads
     cluster_scores: tuple[events.ClustersScored, ...]
-    task_tests: tuple[events.TasksTested, ...]
     judged: tuple[events.UpdateJudged, ...]
-    end: float
-    reason: str | None
-    ending: events.Ending | None
-    measure: events.Measure = events.ACCURACY
 
     @classmethod
     def of(cls, observed: Iterable[Event]) -> RunRecord:
         """Convert events in order to columns."""
-        membership = Membership()
-        uploads = Uploads(membership)
-        clients = _Clients()
+        summary, clients = RunSummary(), _Clients()
         placements: list[Placement] = []
         columns = {kind: _Columns(columns) for kind, columns in _IN_COLUMNS.items()}
         tests = _Columns(ClientEvaluations)
         of: defaultdict[type[Any], list[Any]] = defaultdict(list)
-        latest, measure = 0.0, events.ACCURACY
         for event in observed:
             if type(event) in columns:
                 columns[type(event)].add(event)
             else:
                 of[type(event)].append(event)
             if isinstance(event, events.Evaluated):
-                measure = event.measure
                 for test in _tests(len(columns[events.Evaluated]) - 1, event):
                     tests.add(test)
-            latest = max(latest, float(event.time))
-            placements += membership.observe(event)
-            uploads.observe(event)
+            placements += summary.observe(event)
             clients(event)
         measured = grouped((event.name, event) for event in of[events.Measured])
-        ended = of[events.RunEnded]
         return cls(
             clients=clients.result(),
-            groups=membership.groups,
+            summary=summary,
             updates=columns[events.UpdateApplied].arrays(),
             answers=columns[events.AnswerTaken].arrays(),
             rejections=columns[events.UpdateRejected].arrays(),
@@ -265,16 +237,19 @@ class RunRecord:
             placements=tuple(placements),
             data_changes=tuple(of[events.DataChanged]),
             measured={name: tuple(found) for name, found in measured.items()},
-            uploads=uploads,
             cluster_scores=tuple(of[events.ClustersScored]),
-            task_tests=tuple(of[events.TasksTested]),
             judged=tuple(of[events.UpdateJudged]),
-            # Tasks may have timed out after the end.
-            end=max((float(event.time) for event in ended), default=latest),
-            reason=ended[-1].reason if ended else None,
-            ending=ended[-1].ending if ended else None,
-            measure=measure,
         )
+
+    @property
+    def end(self) -> float:
+        """End of the run in seconds; the time of the last event if it was killed."""
+        return self.summary.time
+
+    @property
+    def measure(self) -> events.Measure:
+        """Measure of the evaluations."""
+        return self.summary.measure
 
     @property
     def drawn_measures(self) -> list[events.MeasureSchema]:
@@ -400,142 +375,6 @@ class _Clients(EventHandler):
             ClientRecord(name, join.time, join.num_examples, join.group, tuple(self._online[name]))
             for name, join in self._first.items()
         )
-
-
-# -----------------------------------------------------------------------------
-# A run's events as JSON lines, for other programs: the file ``trace.jsonl`` of ``trace=true``.
-# -----------------------------------------------------------------------------
-
-
-Communication = Callable[[str, int, int], float]
-"""Maps client id, bytes down and bytes up to transfer seconds."""
-
-_LONG = ("per_client", "steps", "groups")
-"""Per-client fields, left to `run.sqlite` to keep lines short."""
-
-log = logging.getLogger("raceme")
-
-
-class TraceFile(AbstractContextManager["TraceFile"]):
-    """Writes a line per event, as observer and context manager.
-
-    A full disk does not end the run: the file ends, and `failure` has the reason.
-
-    Parameters
-    ----------
-    folder : Path
-        Folder of the run, in which the file is written.
-    communication : Callable, optional
-        Transfer times on virtual time. Real devices state their compute time; the rest of a task is
-        communication.
-    after : int
-        Number of events at a resumption; later lines are dropped.
-
-    Raises
-    ------
-    UserError
-        The file cannot be written.
-    """
-
-    def __init__(
-        self, folder: Path, communication: Communication | None = None, after: int = 0
-    ) -> None:
-        self.failure = ""
-        self._communication, self._number = communication, after
-        path = folder / TRACE
-        with os_errors_as_user_errors(f"Cannot write {path}"):
-            if after and path.is_file():
-                _cut(path, after)
-            # By lines: a run that is killed and resumed continues after its checkpoint's events.
-            self._file: TextIO = path.open("a" if after else "w", 1, encoding="utf-8")
-
-    def __exit__(self, *error: object) -> None:
-        try:
-            self._file.close()
-        except OSError as failed:
-            self._fail(failed)
-
-    def observe(self, event: Event) -> None:
-        """Write the line of an event."""
-        self._number += 1
-        if self.failure:
-            return
-        line = {"number": self._number, **line_of(event, self._communication)}
-        try:
-            self._file.write(f"{json.dumps(line, ensure_ascii=True)}\n")
-        except OSError as error:
-            self._fail(error)
-
-    def _fail(self, error: OSError) -> None:
-        # Closing fails again if a line is left.
-        if not self.failure:
-            self.failure = error.strerror or str(error)
-            log.error("%s is no longer written: %s", TRACE, self.failure)
-
-
-def line_of(event: Event, communication: Communication | None = None) -> dict[str, Any]:
-    """Return an event's line.
-
-    Parameters
-    ----------
-    communication : Callable, optional
-        Transfer times, if known in advance.
-
-    Returns
-    -------
-    dict[str, Any]
-        The event's kind and fields; non-finite numbers are null. For updates also ``start`` and
-        ``done`` in seconds of the run, and the seconds of ``compute`` and ``communication`` between
-        them, if known.
-    """
-    line: dict[str, Any] = {"event": type(event).__name__}
-    if isinstance(event, events.Measured):
-        values = {"time": event.time, "updates": event.updates, "name": event.name, **event.values}
-        return line | {name: plain(value) for name, value in values.items()}
-    for item in fields(event):
-        if item.name not in _LONG:
-            value = getattr(event, item.name)
-            line[item.name] = value.name if isinstance(value, events.Measure) else plain(value)
-    if isinstance(event, events.UpdateApplied):
-        compute, transfer = _spent(event, communication)
-        line |= {
-            "start": plain(event.dispatched_at),
-            "done": plain(event.time),
-            "compute": compute,
-            "communication": transfer,
-        }
-    return line
-
-
-def _spent(
-    event: events.UpdateApplied, communication: Communication | None
-) -> tuple[float | None, float | None]:
-    """Return the compute and communication seconds of a task; None if unknown."""
-    whole = event.time - event.dispatched_at
-    if event.started_at is not None and event.finished_at is not None:
-        compute = min(max(event.finished_at - event.started_at, 0.0), whole)
-        return compute, whole - compute
-    if communication is None:
-        return None, None
-    transfer = min(communication(event.client, event.bytes_down, event.bytes_up), whole)
-    return whole - transfer, transfer
-
-
-def _cut(path: Path, after: int) -> None:
-    """Keep the lines up to an event, without a partial last line."""
-    with (
-        path.open(encoding="utf-8") as lines,
-        atomic_write(path) as kept,
-        kept.open("w", encoding="utf-8") as file,
-    ):
-        for line in lines:
-            try:
-                number = json.loads(line)["number"]
-            except (ValueError, KeyError, TypeError):
-                break
-            if number > after:
-                break
-            file.write(line)
 
 
 # -----------------------------------------------------------------------------

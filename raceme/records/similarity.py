@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from raceme.core.errors import UserError
 from raceme.core.files import atomic_write
 from raceme.datasets.source import read_arrays
-from raceme.features.client_map.positions import evenly_spread
 from raceme.records.folder import SIMILARITY
 
 MOST_CLIENTS = 1000
@@ -55,6 +54,11 @@ class Similarity:
                 similarity=self.matrix,
                 of=np.int64(self.of),
             )
+
+
+def evenly_spread(count: int, most: int) -> NDArray[np.int64]:
+    """Return at most `most` of `count` indices, evenly spread, first and last included."""
+    return np.linspace(0, count - 1, min(count, most)).round().astype(np.int64)
 
 
 def read_similarity(folder: Path) -> Similarity | None:

@@ -24,6 +24,7 @@ from raceme.core.events import (
     EventHandler,
     Measure,
     Membership,
+    Placement,
     Verdict,
     grouped,
     home,
@@ -137,8 +138,8 @@ LONG = (30, 50)
 """Percentages above which shares are counted."""
 
 
-class Measures:
-    """Summarises methods' measures, as an observer of `Measured`."""
+class Measures(EventHandler):
+    """Summarises methods' measures, as an observer of the run."""
 
     def __init__(self) -> None:
         self._last: dict[str, events.Measured] = {}
@@ -146,7 +147,7 @@ class Measures:
             lambda: defaultdict(list)
         )
 
-    def observe(self, event: events.Measured) -> None:
+    def on_measured(self, event: events.Measured) -> None:
         """Process a measurement."""
         self._last[event.name] = event
         if event.schema.summary in ("mean", "max", "shares"):
@@ -203,8 +204,8 @@ def _shares_of(name: str, shares: Sequence[float]) -> dict[str, float]:
 # -----------------------------------------------------------------------------
 
 
-class Traffic:
-    """The traffic of updates and answers, as an observer of these.
+class Traffic(EventHandler):
+    """The traffic of updates and answers, as an observer of the run.
 
     Attributes
     ----------
@@ -216,12 +217,14 @@ class Traffic:
     def __init__(self) -> None:
         self.phases: dict[str, dict[str, int]] = {}
 
-    def observe(self, event: events.UpdateApplied | events.AnswerTaken) -> None:
+    def on_update_applied(self, event: events.UpdateApplied | events.AnswerTaken) -> None:
         """Add the bytes and the message of a request to its phase."""
         phase = self.phases.setdefault(event.phase, {"down": 0, "up": 0, "messages": 0})
         phase["down"] += int(event.bytes_down)
         phase["up"] += int(event.bytes_up)
         phase["messages"] += 1
+
+    on_answer_taken = on_update_applied
 
     def total(self, way: str) -> int:
         """Return the bytes of all phases, ``"down"`` or ``"up"``."""
@@ -242,8 +245,8 @@ class Traffic:
 Floats = NDArray[np.float64]
 
 
-class TaskAccuracies:
-    """The matrix R of a run and derived measures, as an observer of tests on all steps.
+class TaskAccuracies(EventHandler):
+    """The matrix R of a run and derived measures, as an observer of the run.
 
     Repeated tests of a client on a step, e.g. at the end of an extended run, replace earlier ones.
 
@@ -259,9 +262,9 @@ class TaskAccuracies:
         self._scores: defaultdict[int, dict[str, dict[int, events.TaskScore]]] = defaultdict(dict)
         self._clusters: dict[int, int] = {}
         for event in tests:
-            self.observe(event)
+            self(event)
 
-    def observe(self, event: events.TasksTested) -> None:
+    def on_tasks_tested(self, event: events.TasksTested) -> None:
         """Process tests."""
         self.measure = event.measure
         self._clusters[event.step] = event.clusters
@@ -704,8 +707,17 @@ def time_to_target(
     return None
 
 
+_MOST_REASONS, _MOST_TOLD = 1000, 5
+"""Distinct reasons of rejections that are counted, and those in the summary."""
+
+
 class RunSummary(EventHandler):
     """The numbers of a run so far, an observer of it.
+
+    Parameters
+    ----------
+    attackers : Collection[str]
+        Clients that attack, where that is known.
 
     Attributes
     ----------
@@ -713,6 +725,8 @@ class RunSummary(EventHandler):
         Time of the latest event in seconds.
     updates, rejected : int
         Updates applied, and replies that were not used.
+    rejections : Counter[str]
+        The reasons of these.
     refused_claims : int
         How often a node stated an id that is not that of its key.
     accuracy, best_accuracy : float or None
@@ -746,6 +760,8 @@ class RunSummary(EventHandler):
         How accurate models are on the data of each step, after each step.
     measures : Measures
         What only the method measures.
+    verdicts : VerdictSummary
+        Verdicts on updates, and the accuracy of honest clients.
     compute : float
         Time at work of all clients on applied updates, with transfers, in seconds.
     passes : int or None
@@ -758,10 +774,11 @@ class RunSummary(EventHandler):
         The kind of end; None before it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, attackers: Collection[str] = ()) -> None:
         self.time = 0.0
         self.updates = 0
         self.rejected = 0
+        self.rejections: Counter[str] = Counter()
         self.refused_claims = 0
         self.accuracy: float | None = None
         self.best_accuracy: float | None = None
@@ -782,6 +799,7 @@ class RunSummary(EventHandler):
         self.cluster_scores: events.ClustersScored | None = None
         self.tasks = TaskAccuracies()
         self.measures = Measures()
+        self.verdicts = VerdictSummary(attackers)
         self.passes: int | None = None
         self.compute = 0.0
         self.has_drifted = False
@@ -792,45 +810,38 @@ class RunSummary(EventHandler):
         self._pure_since: int | None = None
         self._steps = StepAccuracies()
 
-    def observe(self, event: Event) -> None:
-        """Process an event."""
+    def observe(self, event: Event) -> list[Placement]:
+        """Process an event; return the clients whose clusters or weights changed."""
         self.time = max(self.time, float(event.time))
-        self(event)
+        placements = self(event)
         self.uploads.observe(event)
+        for part in (self.traffic, self.tasks, self.measures, self.verdicts):
+            part(event)
+        return placements or []
 
     def on_update_applied(self, event: events.UpdateApplied) -> None:
-        """Count an update, with its traffic and its work."""
+        """Count an update and its work."""
         self.updates = int(event.seq)
         self.device_time += float(event.time - event.dispatched_at)
-        self.traffic.observe(event)
         self.compute += event.time - event.dispatched_at
         if event.passes is not None:
             self.passes = (self.passes or 0) + event.passes
 
-    def on_answer_taken(self, event: events.AnswerTaken) -> None:
-        """Count the traffic of an answer."""
-        self.traffic.observe(event)
-
     def on_update_rejected(self, event: events.UpdateRejected) -> None:
         """Count a reply that was not used."""
         self.rejected += 1
+        # Reasons have numbers in them: a client may have one of its own for each reply.
+        if event.reason in self.rejections or len(self.rejections) < _MOST_REASONS:
+            self.rejections[event.reason] += 1
         self.device_time += float(event.time - event.dispatched_at)
 
     def on_claim_refused(self, event: events.ClaimRefused) -> None:
         """Count a claim to an id of another key."""
         self.refused_claims += 1
 
-    def on_measured(self, event: events.Measured) -> None:
-        """Take note of a measure of the method."""
-        self.measures.observe(event)
-
     def on_clusters_scored(self, event: events.ClustersScored) -> None:
         """Keep the latest test of the clusters' models."""
         self.cluster_scores = event
-
-    def on_tasks_tested(self, event: events.TasksTested) -> None:
-        """Take note of a test on all steps of the data."""
-        self.tasks.observe(event)
 
     def on_data_changed(self, event: events.DataChanged) -> None:
         """Take note that clients' data have moved on at all."""
@@ -917,12 +928,14 @@ class RunSummary(EventHandler):
             "bytes_down": self.traffic.total("down"),
             "bytes_by_phase": {phase: dict(of) for phase, of in self.traffic.phases.items()},
             "rejected_updates": self.rejected,
+            "rejections": dict(self.rejections.most_common(_MOST_TOLD)),
             "refused_claims": self.refused_claims,
             **self.uploads.result(),
             "cluster_accuracy": None if scored is None else finite(scored.mean),
             "cluster_accuracies": {str(k): finite(a) for k, a in of_clusters.items()} or None,
             "sample_passes": self.passes,
             **self.measures.result(),
+            **self.verdicts.result(target),
             **({"warnings": self.warnings} if self.warnings else {}),
             "versions": {
                 "raceme": raceme.__version__,
@@ -976,7 +989,7 @@ class RunSummary(EventHandler):
         self.membership.observe(event)
         self._look_at_purity()
 
-    def on_clusters_changed(self, event: events.ClustersChanged) -> None:
+    def on_clusters_changed(self, event: events.ClustersChanged) -> list[Placement]:
         """Count moves, and the clusters that there are now."""
         before = self.membership.weights
         if event.change is events.ClusterChange.MOVE:
@@ -985,11 +998,12 @@ class RunSummary(EventHandler):
                 home(before.get(client, {})) != home(weights)
                 for client, weights in event.memberships.items()
             )
-        self.membership.observe(event)
+        placements = self.membership.observe(event)
         # An evaluation counts clusters too that no event has named, e.g. without members.
         changed = self.clusters + len(event.made) - len(event.gone)
         self.clusters = max(changed, len(self.membership.existing))
         self._look_at_purity()
+        return placements
 
     def _look_at_purity(self) -> None:
         if self.purity() != 1.0:
@@ -1056,11 +1070,13 @@ class VerdictSummary(EventHandler):
 
     def on_evaluated(self, event: events.Evaluated) -> None:
         """Take the mean over the clients that do not attack."""
+        if not self.attackers:
+            return
         scores = [
             score for name, (_, score, _) in event.per_client.items() if name not in self.attackers
         ]
         self._last, self._measure = fmean(scores) if scores else None, event.measure
-        if self.attackers and event.counts and scores:
+        if event.counts and scores:
             found = events.Evaluated(
                 event.time, event.updates, fmean(scores), math.nan, event.clusters
             )
@@ -1095,7 +1111,7 @@ class VerdictSummary(EventHandler):
                 for client, counts in sorted(self._counts.items())
             }
             found["excluded_clients"] = sorted(self._excluded)
-        if self.attackers and self._last is not None:
+        if self._last is not None:
             found["attackers"] = sorted(self.attackers)
             found[f"honest_{self._measure.name}"] = finite(self._last)
             found["honest_time_to_target"] = time_to_target(self._honest, target)

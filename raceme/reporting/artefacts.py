@@ -134,8 +134,8 @@ def figures_of(
         figures["similarity"] = partial(draw_similarity, record, similarity)
     for name, draw, has_data in (
         ("uploads", uploads_figure, has_scores(record)),
-        ("mixtures", mixtures_figure, bool(record.uploads.divergences())),
-        ("tasks", tasks_figure, bool(record.task_tests)),
+        ("mixtures", mixtures_figure, bool(record.summary.uploads.divergences())),
+        ("tasks", tasks_figure, bool(record.summary.tasks.count)),
     ):
         if has_data:
             figures[name] = partial(draw, record)

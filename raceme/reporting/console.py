@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raceme.core import events
+from raceme.core.errors import plural, shortened
 from raceme.core.events import Event, EventHandler, change_line, home, is_news
 from raceme.records.folder import LOG
 from raceme.records.summary import RunSummary, unlearned
@@ -72,7 +73,7 @@ def shown_updates(done: int, planned: int) -> str:
 
     Runs that end after a round, window or time may exceed the plan, or have none.
     """
-    return f"{done} of {planned} updates" if 0 < planned >= done else f"{done} updates"
+    return f"{done} of {planned} updates" if 0 < planned >= done else plural(done, "update")
 
 
 class LiveBars(Progress):
@@ -178,7 +179,7 @@ class RunProgress(EventHandler):
     def observe(self, event: Event) -> None:
         """Process an event and show the progress."""
         if isinstance(event, events.ClustersChanged):
-            self._tell_moves(event)
+            self._print_moves(event)
         self._summary.observe(event)
         self._pace.reached(self._summary.updates)
         self(event)
@@ -195,7 +196,7 @@ class RunProgress(EventHandler):
         if is_news(event):
             self._print(change_line(event))
 
-    def _tell_moves(self, event: events.ClustersChanged) -> None:
+    def _print_moves(self, event: events.ClustersChanged) -> None:
         """Print real devices that move, before the summary has their new clusters."""
         if not self._each_update or event.change is not events.ClusterChange.MOVE:
             return
@@ -214,7 +215,7 @@ class RunProgress(EventHandler):
         """Print a real device that comes online."""
         if self._each_update:
             labels = f"  {event.labels}" if event.labels else ""
-            self._print(f"online  {event.client}  {event.num_examples} samples{labels}")
+            self._print(f"online  {event.client}  {plural(event.num_examples, 'sample')}{labels}")
 
     def on_client_left(self, event: events.ClientLeft) -> None:
         """Print a real device that goes offline."""
@@ -222,9 +223,11 @@ class RunProgress(EventHandler):
             self._print(f"offline  {event.client}")
 
     def on_update_rejected(self, event: events.UpdateRejected) -> None:
-        """Print a reply of a real device that was not used."""
+        """Print a reply that was not used; in a simulation the first."""
         if self._each_update:
             self._print(f"rejected  {event.client}: {event.reason}")
+        elif self._summary.rejected == 1:
+            self._print(f"rejected  {event.client}: {event.reason} (further ones: {LOG})")
 
     def on_update_applied(self, event: events.UpdateApplied) -> None:
         """Print an update of a real device."""
@@ -234,7 +237,7 @@ class RunProgress(EventHandler):
     def on_evaluated(self, event: events.Evaluated) -> None:
         """Print an evaluation if there is no live line."""
         if self._bar is None:
-            self._print(f"evaluated at {event.updates} updates: {self._status()}")
+            self._print(f"evaluated at {plural(event.updates, 'update')}: {self._status()}")
 
     def _print(self, line: str) -> None:
         self._printed_at = self._clock()
@@ -279,10 +282,12 @@ def data_line(event: events.DataChanged) -> str:
 
 def update_line(event: events.UpdateApplied) -> str:
     """Describe an update in one line."""
+    # As a probe's, or one that waits in a buffer.
+    idle = "" if event.weight else " (no model changes)"
     return (
         f"update {event.seq:>4}  {event.client}  cluster {event.cluster}  "
-        f"staleness {event.staleness}  weight {event.weight:.3g}  loss {event.train_loss:.3f}  "
-        f"took {event.time - event.dispatched_at:.1f} s"
+        f"staleness {event.staleness}  weight {event.weight:.3g}{idle}  "
+        f"loss {event.train_loss:.3f}  took {event.time - event.dispatched_at:.1f} s"
     )
 
 
@@ -369,7 +374,7 @@ def _rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     target, reached = get("target"), summary["time_to_target"]
     yield (
         f"time to {measure.bound(target)}" if target else "time to target",
-        f"{reached['virtual_time']:.1f} s, {reached['updates']} updates"
+        f"{reached['virtual_time']:.1f} s, {plural(reached['updates'], 'update')}"
         if reached
         else "not reached",
     )
@@ -379,8 +384,11 @@ def _rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "clients moved", f"{times}, without splits and merges"
     yield "purity", _number(summary["purity"])
     yield "clients", str(summary["clients"])
-    why = f", why: {LOG}" if summary["rejected_updates"] else ""
-    yield "updates", f"{summary['updates']} ({summary['rejected_updates']} rejected{why})"
+    rejected, why = summary["rejected_updates"], ""
+    for reason, count in list((get("rejections") or {}).items())[:1]:
+        most = "" if count == rejected else f", {count} of them"
+        why = f"{most}: {shortened(reason)}; see {LOG}"
+    yield "updates", f"{summary['updates']} ({rejected} rejected{why})"
     if drift := get("missed_drift"):
         yield "drift", f"{drift} never happened: the run ended before drift-at"
     if attack := get("missed_attack"):

@@ -27,6 +27,8 @@ _HEAD = 1000
 """Number of bytes searched for the marker."""
 _POINTS = 200
 """Pixels per inch of the figures."""
+_MOST_OF_PHONE = 3
+"""Columns that fit on a phone; there, each row of a wider table is a card."""
 
 
 @dataclass(frozen=True)
@@ -141,11 +143,6 @@ def number(value: Any, digits: int = 3) -> str:
     return f"{value:,.{digits}f}" if isinstance(value, float) else f"{value:,}"
 
 
-def plural(count: int, noun: str) -> str:
-    """Return a number with its noun: ``"1 client"``, ``"2 clients"``."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
 def first_of(shown: int, total: int, noun: str = "") -> str:
     """Return the part of a title for a truncated table; empty if complete."""
     return f", the first {shown} of {total}{noun}" if shown < total else ""
@@ -193,6 +190,7 @@ def render(
         sections=shown,
         links=links,
         frozen=frozen,
+        most_of_phone=_MOST_OF_PHONE,
     )
 
 

@@ -9,11 +9,9 @@ from itertools import groupby, pairwise
 from typing import Any, Literal
 
 import numpy as np
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import FixedLocator, Locator, MaxNLocator, PercentFormatter
 from numpy.typing import NDArray
@@ -24,9 +22,7 @@ from raceme.core.events import (
     ClusterChange,
     ClustersChanged,
     Measure,
-    Measured,
     MeasureSchema,
-    Membership,
     grouped,
 )
 from raceme.records.record import ClientEvaluations, History, Integers, RunRecord
@@ -579,8 +575,6 @@ def measure_figure(record: RunRecord, schema: MeasureSchema, *, clock: str = CLO
     """
     if schema.figure == "shares":
         return shares_figure({"": record}, schema)
-    if schema.figure == "graph":
-        return graph_figure(record, schema, clock=clock)
     return curves_figure(record, schema, clock=clock)
 
 
@@ -702,7 +696,7 @@ _GAP = 0.18
 
 def why_no_mixtures(record: RunRecord) -> str:
     """Return why a run's mixtures and estimates are not comparable, or an empty text."""
-    missing = record.uploads.unmatched()
+    missing = record.summary.uploads.unmatched()
     if not missing:
         return ""
     names = ", ".join(map(str, missing))
@@ -717,12 +711,12 @@ def mixtures_figure(record: RunRecord) -> Figure:
     few distributions, with its mixture at each of its uploads: true above, estimated below (figure
     5 of "Towards Client Driven Federated Learning").
     """
-    found = record.uploads.divergences()
+    found = record.summary.uploads.divergences()
     if not found:
         figure, axes = one_axes(7.2, 3.0, "Mixtures of data, true and estimated")
         say_empty(axes, why_no_mixtures(record) or "no mixtures, or no estimates of them")
         return figure
-    of = record.uploads.matched()
+    of = record.summary.uploads.matched()
     chosen = _examples([row for row, _ in found])
     figure = new_figure(7.2, 2.6 + 1.15 * len(chosen))
     heights = [2.2, *[1.0] * len(chosen)]
@@ -744,7 +738,7 @@ def _draw_divergences(axes: Axes, record: RunRecord, found: Sequence[tuple[Uploa
     values = [value for _, value in found]
     seqs = [row.seq for row, _ in found]
     draw_dots(axes, seqs, values, series_colour(0), ms=3.5, alpha=0.35, label="an upload")
-    if means := record.uploads.curve("divergence"):
+    if means := record.summary.uploads.curve("divergence"):
         axes.plot(*zip(*means, strict=True), color=INK, marker="o", ms=3.5, label="mean by session")
     highest = max([float(np.percentile(values, _FAR)), *(mean for _, mean in means)])
     axes.set_ylim(0.0, 1.1 * highest or 1.0)
@@ -806,118 +800,6 @@ def _mixture_legend(figure: Figure, of: Mapping[int, int], distributions: int) -
 
 
 # -----------------------------------------------------------------------------
-# A measure of each cluster that names other clusters, as a graph.
-# -----------------------------------------------------------------------------
-
-
-_MOST_NODES = 24
-"""More clusters than this cannot be told apart: those with the most clients are drawn."""
-_MOST_ARROWS_IN_FULL = 30
-"""More arrows than this are drawn thin."""
-_AREAS = 150.0, 450.0
-"""Area of a node without clients in square points, and what the most clients add."""
-
-
-@style()
-def graph_figure(record: RunRecord, schema: MeasureSchema, *, clock: str = CLOCK) -> Figure:
-    """Draw a measure of clusters as a graph at the end, and its size over time.
-
-    A node is a cluster in its colour; its area grows with the number of its clients. An arrow leads
-    to a cluster from each of those that its value names.
-
-    Parameters
-    ----------
-    schema : MeasureSchema
-        The measure: per cluster the others that it names.
-    clock : str
-        Label of the time axis.
-    """
-    if schema.name not in record.measured:
-        figure, axes = one_axes(7.2, 4.0, schema.heading)
-        say_empty(axes, "not measured")
-        return figure
-    figure = new_figure(7.2, 4.0)
-    left, right = figure.subplots(1, 2, width_ratios=[1.55, 1.0])
-    handles = _draw_graph(left, record, schema)
-    _draw_counts(right, record, schema, clock)
-    figure.legend(handles=handles, loc="outside lower left", ncols=min(len(handles), 4))
-    return figure
-
-
-def counts_over_time(
-    record: RunRecord, schema: MeasureSchema
-) -> tuple[list[float], list[int], list[int]]:
-    """Return times, and the number of clusters and of arrows from each of them on.
-
-    Clusters are those that an event has named; see :func:`graph_figure` for the arrows.
-    """
-    membership = Membership()
-    changes: list[ClustersChanged | Measured] = [*record.changes, *record.measured[schema.name]]
-    counts: dict[float, tuple[int, int]] = {}
-    arrows = 0
-    for event in sorted(changes, key=lambda event: event.time):
-        if isinstance(event, Measured):
-            arrows = sum(map(len, event.value.values()))
-        else:
-            membership.observe(event)
-        counts[float(event.time)] = len(membership.existing), arrows
-    clusters, many = ([pair[place] for pair in counts.values()] for place in (0, 1))
-    return list(counts), clusters, many
-
-
-def _draw_graph(axes: Axes, record: RunRecord, schema: MeasureSchema) -> list[Artist]:
-    """Draw clusters on a circle, and arrows; return the legend's entries."""
-    sources = record.measured[schema.name][-1].value
-    sizes = Counter(record.assignment().values())
-    named = {k for cluster, of in sources.items() for k in (cluster, *of)}
-    clusters = sorted(sizes.keys() | named)
-    nodes = sorted(sorted(clusters, key=lambda k: -sizes[k])[:_MOST_NODES])
-    angles = np.pi / 2 - 2 * np.pi * np.arange(len(nodes)) / len(nodes)
-    places = dict(zip(nodes, zip(np.cos(angles), np.sin(angles), strict=True), strict=True))
-    pairs = [(k, s) for k, of_k in sources.items() for s in of_k if k in places and s in places]
-    of = f" ({len(nodes)} of {len(clusters)} clusters)" if len(nodes) < len(clusters) else ""
-    axes.set_title(f"{schema.heading} at the end{of if pairs else ': none'}")
-    axes.set_aspect("equal", adjustable="datalim")
-    axes.axis("off")
-    axes.margins(0.35)
-    width = 1.5 if len(pairs) <= _MOST_ARROWS_IN_FULL else 0.7
-    for target, source in pairs:
-        arrow = {"arrowstyle": "-|>", "connectionstyle": "arc3,rad=0.16", "lw": width}
-        arrow |= {"color": cluster_colour(source), "shrinkA": 12.0, "shrinkB": 12.0}
-        axes.annotate("", places[target], places[source], arrowprops=arrow)
-    most = max(sizes.values(), default=1)
-    for cluster, (x, y) in places.items():
-        size, colour = sizes[cluster], cluster_colour(cluster)
-        # A cluster without clients keeps its model; it is an outline.
-        face, area = colour if size else "white", _AREAS[0] + _AREAS[1] * size / most
-        axes.scatter(x, y, s=area, facecolor=face, edgecolor=colour, zorder=3)
-        ink = "white" if size else colour
-        centred: dict[str, Any] = {"ha": "center", "va": "center"}
-        axes.text(x, y, str(cluster), color=ink, fontweight="bold", zorder=4, **centred)
-        words = f"{size} client{'' if size == 1 else 's'}"
-        axes.text(1.35 * x, 1.28 * y, words, fontsize=7.5, color=MUTED, **centred)
-    look = {"color": INK, "lw": 1.2, "marker": ">", "ms": 4}
-    return [Line2D([], [], label=f"from the {schema.value} of a cluster", **look)]  # type: ignore[arg-type]
-
-
-def _draw_counts(axes: Axes, record: RunRecord, schema: MeasureSchema, clock: str) -> None:
-    """Draw the numbers of clusters and arrows over time."""
-    times, clusters, arrows = counts_over_time(record, schema)
-    seconds = time_axis(axes, record.end, clock)
-    at = [time / seconds for time in [*times, max(record.end, times[-1])]]
-    for values, colour, dashes, label in (
-        (clusters, INK, "-", "clusters"),
-        (arrows, cluster_colour(6), (0, (4.5, 1.6)), schema.value),
-    ):
-        axes.step(at, [*values, values[-1]], where="post", color=colour, ls=dashes, label=label)
-    axes.set_title("Counts over time")
-    axes.set_ylim(0, max(*clusters, *arrows, 1) * 1.15)
-    axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
-    axes.grid(axis="y")
-    axes.legend(loc="upper right")
-
-
-# -----------------------------------------------------------------------------
 # Learning and forgetting: accuracy on each task after each step of the data.
 # -----------------------------------------------------------------------------
 
@@ -935,7 +817,7 @@ def tasks_figure(record: RunRecord) -> Figure:
     A column of the map is the end of a step. The framed cell is the task trained in the step;
     former tasks are below it, the next, untrained one above it.
     """
-    tasks = TaskAccuracies(record.task_tests)
+    tasks = record.summary.tasks
     if not tasks.count:
         figure, axes = one_axes(7.2, 4.0, "Tasks, one after another")
         say_empty(axes, "no tests on former tasks")
@@ -1076,7 +958,7 @@ def has_scores(record: RunRecord) -> bool:
 
 def _has_uploads(record: RunRecord) -> bool:
     """Return whether a run has scores of uploads (`score-uploads`)."""
-    return any(row.before is not None for row in record.uploads.rows)
+    return any(row.before is not None for row in record.summary.uploads.rows)
 
 
 @style()
@@ -1095,7 +977,7 @@ def uploads_figure(record: RunRecord) -> Figure:
         return figure
     shown = _draw_cluster_scores(axes, record)
     for quantity, (label, colour) in _QUANTITIES.items():
-        shown += _draw_quantity(axes, record.uploads, quantity, label, colour)
+        shown += _draw_quantity(axes, record.summary.uploads, quantity, label, colour)
     # Limits follow the curves, as single uploads may be outliers.
     margin = _MARGIN * (max(shown) if record.measure.is_error else 1.0)
     highest = np.inf if record.measure.is_error else 1.0
@@ -1255,7 +1137,8 @@ def _label_clusters(axes: Axes, record: RunRecord, final: Bands) -> None:
 
 def _draw_groups(axes: Axes, record: RunRecord, final: Bands) -> None:
     """Show the true groups as a strip beside the final clusters."""
-    known = {client: group for client, group in record.groups.items() if group is not None}
+    groups = record.summary.membership.groups
+    known = {client: group for client, group in groups.items() if group is not None}
     memberships = record.memberships()
     place = {cluster: top for cluster, (top, _) in final.items()}
     shown = sorted(memberships.keys() & known.keys(), key=lambda client: (known[client], client))

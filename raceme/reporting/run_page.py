@@ -12,11 +12,10 @@ import numpy as np
 import tomli_w
 
 from raceme.core.config import CONFIG, keys_of, parse_assignment, read_toml
-from raceme.core.errors import UserError
+from raceme.core.errors import UserError, plural
 from raceme.core.events import Measure
 from raceme.core.files import ReadingError, parse_json, read_text
 from raceme.core.options import AUTO, Value, as_typed
-from raceme.features.client_map.positions import evenly_spread
 from raceme.records.folder import (
     CHECKPOINTS,
     CONTROL,
@@ -28,7 +27,7 @@ from raceme.records.folder import (
     has_writer,
 )
 from raceme.records.record import Flags, RunRecord, read_run
-from raceme.records.similarity import read_similarity
+from raceme.records.similarity import evenly_spread, read_similarity
 from raceme.records.summary import Floats
 from raceme.reporting.artefacts import figures_of
 from raceme.reporting.console import summary_rows
@@ -41,7 +40,6 @@ from raceme.reporting.page import (
     first_of,
     number,
     plot,
-    plural,
     render,
     versions_table,
 )
@@ -287,8 +285,6 @@ _SECTIONS = {
 }
 """Title of each figure's section, and its note."""
 _MEASURES = {
-    "graph": "An arrow leads to a cluster from each of its {value}. The area of a node grows with "
-    "its number of clients.",
     "shares": "Share of cases in which the {value} exceed a share of the {of}.",
 }
 """Kinds of measures that the dashboard shows in another way, and what the figure shows."""

@@ -26,7 +26,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from raceme.core.events import ClusterChange, ClustersChanged, DataChanged
 from raceme.core.files import atomic_write
-from raceme.features.client_map.positions import evenly_spread
+from raceme.records.similarity import evenly_spread
 from raceme.records.summary import Floats
 
 INK = "#22272e"

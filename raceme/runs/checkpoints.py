@@ -24,6 +24,7 @@ from raceme.core.config import (
     RunConfig,
     check_trusted,
     code_of,
+    general_keys,
     imported_by,
     keys_of,
     read_toml,
@@ -300,7 +301,7 @@ class CheckpointFolder:
 # -----------------------------------------------------------------------------
 
 
-STATE = 20
+STATE = 21
 """Format number of the state. It is raised when the content or meaning of the state of a strategy,
 policy or grid changes, and older checkpoints are then refused."""
 
@@ -312,17 +313,8 @@ _PARTS: Mapping[str, tuple[type, ...]] = {
     "wall-time": (int, float),
 }
 CONDITIONS = (
-    "checkpoint-every",
-    "checkpoint-seconds",
-    "client-map",
-    "client-models",
     "data-file",
-    "data-root",
-    "download",
-    "trace",
-    "track",
-    "trust",
-    "workers",
+    *(key for key, item in general_keys().items() if not item.metadata["affects_results"]),
 )
 """Keys that do not change results. Locations of data are among them, so that a run can move to
 another machine."""

@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
@@ -23,7 +23,7 @@ from raceme.core import messages as names
 from raceme.core.chain import Chain, resolved
 from raceme.core.clusters import Model, blended
 from raceme.core.config import CONFIG, RunConfig, own_keys, read_toml
-from raceme.core.errors import UserError, one_line
+from raceme.core.errors import UserError, one_line, plural
 from raceme.core.events import (
     ClustersScored,
     Ending,
@@ -47,7 +47,6 @@ from raceme.records.folder import (
     LOG,
     STORE,
     SUMMARY,
-    TRACE,
     begin,
     failure_recorded,
     forget_end,
@@ -57,9 +56,9 @@ from raceme.records.folder import (
     only_writer,
     resumed_folder,
 )
-from raceme.records.record import TraceFile, WallTimes
+from raceme.records.record import WallTimes
 from raceme.records.store import RunStore, each_event
-from raceme.records.summary import RunSummary, VerdictSummary
+from raceme.records.summary import RunSummary
 from raceme.runs.checkpoints import Checkpointer, CheckpointFolder, restore, resuming
 from raceme.runs.trackers import TrackerObserver, chosen
 from raceme.simulation import executor_for, prepare, training_seconds
@@ -81,7 +80,7 @@ from raceme.simulation.devices import (
     training_cost,
 )
 from raceme.simulation.executor import load
-from raceme.simulation.virtual_grid import VirtualGrid, communication_of, nodes_of
+from raceme.simulation.virtual_grid import VirtualGrid, nodes_of
 from raceme.training import models
 from raceme.training.clients import ModelProbe, probe_of, starts_of
 from raceme.training.local import LARGEST_SHIFT
@@ -547,8 +546,8 @@ def _check_resumed_limit(config: RunConfig) -> None:
     # Rounds may exceed the limit, so the same limit is valid.
     if config.max_updates and config.max_updates < done and config.max_updates != before:
         raise UserError(
-            f"The run in {config.resume} has {done} updates already, more than max-updates "
-            f"{config.max_updates}: give a higher one to go on with it, e.g. "
+            f"The run in {config.resume} has {plural(done, 'update')} already, more than "
+            f"max-updates {config.max_updates}: give a higher one to go on with it, e.g. "
             f"--max-updates {2 * done}."
         )
 
@@ -596,7 +595,6 @@ def execute(
         _check_resumed_limit(config)
     out = resumed_folder(config) if config.resume else new_folder(config.out, config.short_name)
     starts: Sequence[Vector] = ()
-    trace: TraceFile | None = None
     with ExitStack() as opened:
         warned = opened.enter_context(warnings_of_run())
         # A grid with a clock of its own has a single process, unlike Flower's.
@@ -609,7 +607,7 @@ def execute(
         checkpoints = CheckpointFolder(out)
         restored = restore(checkpoints, config, strategy, grid) if config.resume else None
         started = time.perf_counter() - (restored.wall_time if restored else 0.0)
-        summary, verdicts = RunSummary(), VerdictSummary(_attackers(config))
+        summary = RunSummary(_attackers(config))
 
         def wall_time() -> float:
             return time.perf_counter() - started
@@ -625,18 +623,13 @@ def execute(
         with store, threadpool_limits(1):
             if restored:
                 forget_end(config, out)
-            listening: list[Observer] = [store.observe, summary.observe, verdicts]
-            if config.trace:
-                events = restored.events if restored else 0
-                trace = opened.enter_context(TraceFile(out, communication_of(grid), events))
-                listening.append(trace.observe)
+            listening: list[Callable[[Event], object]] = [store.observe, summary.observe]
             updates = strategy.progress.updates if restored else None
             trackers = opened.enter_context(TrackerObserver(config, out, updates, summary))
             listening += [trackers, *observers]
             if restored:
                 for event in each_event(out):
                     summary.observe(event)
-                    verdicts(event)
                     trackers.recall(event)
                 warned.known.update(summary.warnings)
             after = None
@@ -696,17 +689,12 @@ def execute(
                 wall_time=wall_time(),
                 target=config.target_accuracy,
             ),
-            **verdicts.result(config.target_accuracy),
             **_further_result(config, strategy, summary, checkpointer.code, is_virtual),
         }
         unwritten = _write_artefacts(out, config, strategy, result, is_virtual)
         trackers.end(result, out)
     unwritten |= trackers.failures
-    failures = {
-        TRACE: trace.failure if trace else "",
-        STORE: store.failure,
-        "checkpoint": checkpointer.failure,
-    }
+    failures = {STORE: store.failure, "checkpoint": checkpointer.failure}
     unwritten |= {name: failure for name, failure in failures.items() if failure}
     ending = summary.ending
     return RunOutcome(

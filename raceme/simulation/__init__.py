@@ -12,7 +12,7 @@ from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
 from raceme.simulation.devices import Device, fleet
 from raceme.simulation.executor import Executor, InProcess, Pool, load, prepare_processes
-from raceme.simulation.virtual_grid import Node, VirtualGrid, communication_of, nodes_of
+from raceme.simulation.virtual_grid import Node, VirtualGrid, nodes_of
 
 # -----------------------------------------------------------------------------
 # Choice of the executor: one process, several, a Ray cluster, or all clients stacked.
@@ -173,7 +173,6 @@ __all__ = [
     "Node",
     "Pool",
     "VirtualGrid",
-    "communication_of",
     "cores",
     "executor_for",
     "fleet",

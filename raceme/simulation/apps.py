@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
+import re
 import shlex
 import signal
 import sys
@@ -18,7 +19,6 @@ from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from functools import partial, wraps
-from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -41,6 +41,7 @@ from raceme.core.signals import handled_by
 from raceme.core.strategy import Method
 from raceme.datasets.source import own_randomness, seed_process, without_operators
 from raceme.flower import app as compat
+from raceme.flower import installed_flower
 from raceme.records import exchanges
 from raceme.records.folder import MESSAGES, STORE, SUMMARY, new_folder
 from raceme.records.record import read_run
@@ -122,30 +123,36 @@ class FlowerApp:
         except compat.LoadAppError as error:
             reason = str(error).strip().splitlines()[0].rstrip(".")
             raise UserError(f"{self.folder}/pyproject.toml: {reason}.") from None
-        except ModuleNotFoundError as error:
-            raise self.missing(error, reference) from None
         except (Exception, SystemExit) as error:
+            if told := self.missing(error, reference):
+                raise told from None
             raise UserError(
                 f"The app in {self.folder} cannot be imported: {type(error).__name__}: "
                 f"{one_line(error) or 'no reason given'} ({_place(error, self.folder)})."
             ) from None
 
-    def missing(self, error: ModuleNotFoundError, reference: str = "") -> UserError:
-        """Return the error for a missing module, with the command that installs it."""
+    def missing(self, error: BaseException, reference: str = "") -> UserError | None:
+        """Return the error for a missing module, with the command that installs it.
+
+        None for an exception of another kind.
+        """
+        if not isinstance(error, ImportError):
+            return None
         module = error.name or str(error)
+        of_flower = module.partition(".")[0] == "flwr"
+        if not isinstance(error, ModuleNotFoundError):
+            # Python 3.11 has no attribute for the name that the module lacks.
+            name = re.search(r"cannot import name '(\w+)'", str(error))
+            return self._dropped(f"{module}.{name[1]}") if of_flower and name else None
         own = reference.partition(":")[0]
         if own and (own == module or own.startswith(f"{module}.")):
             return UserError(
                 f"{self.folder}/pyproject.toml names '{reference}', and there is no module "
                 f"'{module}' in {self.folder}."
             )
+        if of_flower:
+            return self._dropped(module)
         first = module.partition(".")[0]
-        if first == "flwr":
-            return UserError(
-                f"The app in {self.folder} imports '{module}', which Flower {version('flwr')} does "
-                "not have: import what has taken its place, or install the release of Flower that "
-                "the app was written for."
-            )
         if (self.folder / first).is_dir() or (self.folder / f"{first}.py").is_file():
             return UserError(
                 f"The app in {self.folder} imports '{module}', which it does not contain."
@@ -153,6 +160,14 @@ class FlowerApp:
         return UserError(
             f"The app in {self.folder} needs the module '{module}', which is not installed: "
             f"python3 -m pip install -e {self.folder} (all that its pyproject.toml asks for)"
+        )
+
+    def _dropped(self, name: str) -> UserError:
+        """Return the error for what the installed release of Flower does not have."""
+        return UserError(
+            f"The app in {self.folder} imports '{name}', which Flower {installed_flower()[1]} does not "
+            "have: import what has taken its place, or install the release of Flower that the app "
+            "was written for."
         )
 
 
@@ -787,7 +802,7 @@ class CostLearningExecutor:
             # Keys and shares are exchanged, and nothing is trained.
             return Workload(bytes_down=size, bytes_up=bytes_up, scale=0.0, examples=0)
         if self._per_sample[node] and self._examples is None and node not in self._stated:
-            self._do_early(message, context)
+            self._compute_early(message, context)
             if node not in self._stated:
                 return self._without_examples(message)
         count = self._stated.get(node, 0) if self._examples is None else self._examples
@@ -835,7 +850,7 @@ class CostLearningExecutor:
         """Close the executor that does the work."""
         self._executor.close()
 
-    def _do_early(self, message: Message, context: Context) -> None:
+    def _compute_early(self, message: Message, context: Context) -> None:
         """Compute a message's reply ahead of time on a copy of its client's state."""
         before, early = pack(context.state), copy(context)
         early.state = unpack(before)
@@ -1106,13 +1121,13 @@ def call_server(app: FlowerApp, server_app: Callable[[], object]) -> tuple[AppEn
         return AppEnding.INTERRUPTED, "interrupted"
     except UserError:
         raise
-    except ModuleNotFoundError as error:
-        raise app.missing(error) from None
     except SystemExit as end:
         if end.code in (None, 0):
             return AppEnding.RETURNED, ""
         return AppEnding.FAILED, f"the ServerApp ended the process with {end.code!r}"
     except Exception as error:
+        if told := app.missing(error):
+            raise told from None
         _show(error, app.folder)
         said = f"the ServerApp raised {type(error).__name__}: {one_line(error)}"
         return AppEnding.FAILED, said
@@ -1214,7 +1229,7 @@ def _summary(simulated: Simulated, accounts: list[exchanges.ClientAccount]) -> d
         "replies": sum(task.answered < math.inf for task in fleet.tasks),
         "failures": sum(task.failure is not None for task in fleet.tasks),
         "first_failure": _first_failure(fleet),
-        "trains_in_vain": _trains_in_vain(fleet),
+        "all_training_failed": _all_training_failed(fleet),
         "bytes_down": sum(task.bytes_down for task in fleet.tasks),
         "bytes_up": sum(task.bytes_up for task in fleet.tasks),
         "busy_seconds": busy,
@@ -1273,7 +1288,7 @@ def _command(simulated: Simulated) -> str:
     return shlex.join(words)
 
 
-def _trains_in_vain(fleet: exchanges.FleetRecord) -> bool:
+def _all_training_failed(fleet: exchanges.FleetRecord) -> bool:
     """Return whether all training messages failed."""
     tasks = [task for task in fleet.tasks if task.kind.startswith(MessageType.TRAIN)]
     failed = [task for task in tasks if task.failure is not None]

@@ -225,10 +225,6 @@ class Device:
         """Return the mean of :meth:`duration`, in seconds."""
         return self._seconds(load, 1.0, 1.0)
 
-    def communication(self, bytes_down: int, bytes_up: int) -> float:
-        """Return the transfer time of a task in seconds."""
-        return self._seconds(Workload(0.0, bytes_down, bytes_up, scale=0.0), 0.0, 0.0)
-
     def _seconds(self, load: Workload, drawn: float, jitter: float) -> float:
         """Return the time of a task, given a standard exponential number and a factor."""
         examples = load.examples or 0

@@ -780,9 +780,9 @@ class Pool:
                     if worker.connection.poll():
                         self._take(worker, worker.connection.recv())
                     elif not worker.process.is_alive():
-                        self._lose(worker)
+                        self._replace(worker)
                 except (EOFError, OSError):
-                    self._lose(worker)
+                    self._replace(worker)
             events = self._selector.select(0)
 
     def _take(self, worker: _Worker, received: Response | str | None) -> None:
@@ -804,7 +804,7 @@ class Pool:
             state = None if received.state is None else unpack(received.state)
             self._results[job.message_id] = job.reply(received, data), state
 
-    def _lose(self, worker: _Worker) -> None:
+    def _replace(self, worker: _Worker) -> None:
         """Replace a worker that died, and queue its tasks again."""
         self._selector.unregister(worker.connection)
         self._selector.unregister(worker.process.sentinel)

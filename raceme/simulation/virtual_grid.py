@@ -10,13 +10,11 @@ from typing import Any
 
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.serverapp import Grid
 
 from raceme.core.options import Value
 from raceme.core.timeline import Exchange, ExchangeObserver, Switched
 from raceme.flower import messages as flower
 from raceme.flower.grid import PatientGrid
-from raceme.records.record import Communication
 from raceme.simulation.devices import (
     AWAY,
     IS_OFFLINE,
@@ -470,7 +468,7 @@ class VirtualGrid(PatientGrid):
         """Advance the clock; replies that arrive meanwhile are kept."""
         queue, end = self._queue, self._queue.now + seconds
         while queue and queue.next_time() <= end:
-            self._happen(*queue.pop())
+            self._process(*queue.pop())
         queue.advance(end)
 
     def unanswered(self) -> list[Exchange]:
@@ -584,7 +582,7 @@ class VirtualGrid(PatientGrid):
         hopeless = not stop_on_switch and not any(self._is_coming(key) for key in message_ids)
         while queue and not hopeless and queue.next_time() <= deadline:
             kind, key = queue.pop()
-            self._happen(kind, key)
+            self._process(kind, key)
             if kind == _SWITCH and stop_on_switch:
                 return []
             if key in self._arrived and key in message_ids:
@@ -593,7 +591,7 @@ class VirtualGrid(PatientGrid):
             queue.advance(deadline)
         return []
 
-    def _happen(self, kind: int, key: str | int) -> None:
+    def _process(self, kind: int, key: str | int) -> None:
         """Process an event; keep its reply."""
         if kind == _SWITCH:
             assert isinstance(key, int)
@@ -697,21 +695,6 @@ class VirtualGrid(PatientGrid):
 
 
 _FIRST_NODE_ID = 1000
-
-
-def communication_of(grid: Grid) -> Communication | None:
-    """Return the transfer times of a simulated fleet; None for any other grid.
-
-    The function maps a client's id and the bytes down and up to seconds.
-    """
-    if not isinstance(grid, VirtualGrid):
-        return None
-    devices = {node.client_id: node.device for node in grid.nodes}
-
-    def communication(client: str, bytes_down: int, bytes_up: int) -> float:
-        return devices[client].communication(bytes_down, bytes_up) if client in devices else 0.0
-
-    return communication
 
 
 def nodes_of(

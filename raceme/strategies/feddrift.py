@@ -328,14 +328,11 @@ class ConceptState:
     ----------
     concepts : Concepts
         Assignment of data to models.
-    begun : dict[str, dict[int, bool]]
-        Models that each client has trained in this round, or in this pass through its models.
     trained : dict[str, int]
         Rounds with training, or updates, of each client since its last query.
     """
 
     concepts: Concepts = field(default_factory=Concepts)
-    begun: dict[str, dict[int, bool]] = field(default_factory=dict)
     trained: dict[str, int] = field(default_factory=dict)
 
 
@@ -376,13 +373,15 @@ class FollowsConcepts(Method):
         return self.state.concepts.to_score(client, now, self.parameters.memory, newest)
 
     def on_sent(self, task: InFlight) -> None:
-        """Record the steps of a query, or the model that a client trains."""
-        state = self.state
+        """Record the steps of a query."""
         if task.kind == names.SCORES:
-            state.trained[task.client] = 0
-            state.concepts.asked[task.client] = self._scored_steps(task.client, task.step)
-        else:
-            state.begun.setdefault(task.client, {})[task.cluster] = True
+            self.state.trained[task.client] = 0
+            self.state.concepts.asked[task.client] = self._scored_steps(task.client, task.step)
+
+    def _models_of(self, client: str) -> list[int]:
+        """Return the models that a client trains, that of its latest data first."""
+        now = self.step_of(client) or 0
+        return list(self.state.concepts.by_model(client, now, self.parameters.memory))
 
     def on_closed(self, task: InFlight) -> None:
         """Remove a query that is over."""
@@ -557,12 +556,26 @@ class FedDriftAsyncParameters(ConceptParameters, MixingParameters):
     )
 
 
+@dataclass
+class FedDriftAsyncState(ConceptState):
+    """State of FedDrift-Async besides its models.
+
+    Attributes
+    ----------
+    begun : dict[str, dict[int, bool]]
+        Models that each client has trained in this pass through its models.
+    """
+
+    begun: dict[str, dict[int, bool]] = field(default_factory=dict)
+
+
 class FedDriftAsync(FollowsConcepts):
     """FedDrift at every arrival (FedDrift-Async, our own)."""
 
     parameters_type = FedDriftAsyncParameters
-    state_type = ConceptState
+    state_type = FedDriftAsyncState
     parameters: FedDriftAsyncParameters
+    state: FedDriftAsyncState
 
     def request_for(self, client: str) -> Request:
         """Return a query for a client with new data, else training of the next of its models."""
@@ -579,16 +592,17 @@ class FedDriftAsync(FollowsConcepts):
 
     def _next_model(self, client: str) -> int | None:
         """Return the next of a client's models, in turn."""
-        begun, now = self.state.begun.get(client, {}), self.step_of(client) or 0
-        own = list(self.state.concepts.by_model(client, now, self.parameters.memory))
+        begun, own = self.state.begun.get(client, {}), self._models_of(client)
         return next((model for model in own if model not in begun), own[0] if own else None)
 
     def on_sent(self, task: InFlight) -> None:
         """Record a training; a repeated model starts a new pass through the client's models."""
-        begun = self.state.begun.get(task.client, {})
-        if task.kind != names.SCORES and task.cluster in begun:
-            begun.clear()
         super().on_sent(task)
+        if task.kind != names.SCORES:
+            begun = self.state.begun.setdefault(task.client, {})
+            if task.cluster in begun:
+                begun.clear()
+            begun[task.cluster] = True
 
     def on_answer(self, answer: Answer) -> None:
         """Assign the client's data, found a model if they have drifted, and merge similar ones."""
@@ -676,7 +690,7 @@ class FedDrift(FollowsConcepts):
         return InRounds(
             self.parameters.fraction,
             sampling=self.parameters.sampling,
-            again=lambda client: self._next_model(client) is not None,
+            models=self._models_of,
             queries=self._queries,
         )
 
@@ -731,18 +745,10 @@ class FedDrift(FollowsConcepts):
 
     def request_for(self, client: str) -> Request:
         """Return training of the next of a client's models."""
-        model = self._next_model(client)
-        return self._training(client, model)
-
-    def _next_model(self, client: str) -> int | None:
-        """Return the first of a client's models that it has not trained in this round."""
-        begun, now = self.state.begun.get(client, {}), self.step_of(client) or 0
-        own = self.state.concepts.by_model(client, now, self.parameters.memory)
-        return next((model for model in own if model not in begun), None)
+        return self._training(client, self.scheduling.next_model(client))
 
     def aggregate(self, updates: Sequence[Update]) -> Outcomes:
         """Average the updates of each model, weighted by the numbers of samples."""
-        self.state.begun = {}
         for client in dict.fromkeys(update.task.client for update in updates):
             self.state.trained[client] = self.state.trained.get(client, 0) + 1
         return average_by_cluster(self.clusters, updates, home=lambda update: update.task.cluster)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout as left_out
 from torch.nn.functional import pad
 
+from raceme.core.errors import plural
 from raceme.core.messages import ANCHOR, MASK
 from raceme.core.training_settings import TrainingSettings
 from raceme.training.models import Network, Samples
@@ -276,7 +277,7 @@ def epoch_sizes(count: int, settings: TrainingSettings, needs_pairs: bool) -> It
     if used == 0:
         raise ValueError(
             "A network with batch normalisation needs mini-batches of at least 2 samples; "
-            f"this client has {count} sample{'' if count == 1 else 's'} and batch-size {size}."
+            f"this client has {plural(count, 'sample')} and batch-size {size}."
         )
     steps = settings.local_steps or settings.local_epochs * -(-used // size)
     while steps > 0:

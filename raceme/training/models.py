@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -27,7 +28,7 @@ from raceme.core.errors import UserError
 from raceme.core.events import ACCURACY, Measure
 from raceme.core.files import atomic_write, flush
 from raceme.core.messages import LARGEST_SQUARE, InvalidModelError, ModelSpec, from_array, to_array
-from raceme.core.registry import MODELS, explained
+from raceme.core.registry import MODELS, explained, users_line
 from raceme.datasets import data_shape, with_defaults
 from raceme.datasets.source import Dataset, DataShape, Labels, Target, own_randomness
 from raceme.flower.messages import array_record
@@ -566,19 +567,13 @@ def build(
             module = builder(*sizes, **vocabulary)
             if isinstance(module, nn.Module):
                 _try_out(module.float(), input_shape, num_classes)
-        except (NameError, AttributeError, KeyError, ImportError) as error:
-            if isinstance(told := explained(error), UserError):
-                raise told from error
-            raise
         except Exception as error:
-            lines = str(error).strip().splitlines()
-            reason = lines[0].rstrip(".") if lines else type(error).__name__
-            own = "Inputs and weights are float32: token ids need x.long()."
-            raise UserError(
-                f"Model '{name}' does not fit the data, inputs of shape {input_shape} and "
-                f"{num_classes} outputs: {reason}. "
-                + (own if ":" in name else "mlp and mclr fit any inputs.")
-            ) from error
+            told = explained(error)
+            # torch's errors of shapes and kinds of values are of these types.
+            may_be_shape = isinstance(error, RuntimeError | ValueError)
+            if isinstance(told, UserError) and told is not error and not may_be_shape:
+                raise told from error
+            raise _misfit(name, input_shape, num_classes, error) from error
     if not isinstance(module, nn.Module):
         raise UserError(
             f"Model '{name}' must return a torch.nn.Module, got {type(module).__name__}."
@@ -592,6 +587,28 @@ def build(
                 "register such a buffer with persistent=False."
             )
     return module
+
+
+_OF_TOKENS = re.compile(r"\b(indices|Long|Int|dtype)\b")
+"""Words of torch's messages about quantities where token ids are expected."""
+
+
+def _misfit(
+    name: str, input_shape: tuple[int, ...], num_classes: int, error: Exception
+) -> UserError:
+    """Return the error for a network that failed on two inputs of zeros."""
+    lines = str(error).strip().splitlines()
+    reason = lines[0].rstrip(".") if lines else type(error).__name__
+    where = f" ({line})" if (line := users_line(error)) else ""
+    if isinstance(error, NotImplementedError):
+        return UserError(f"Model '{name}' cannot be used: {reason}{where}.")
+    hint = "" if ":" in name else " mlp and mclr fit any inputs."
+    if ":" in name and _OF_TOKENS.search(reason):
+        hint = " Inputs and weights are float32: token ids need x.long()."
+    return UserError(
+        f"Model '{name}' does not fit the data, inputs of shape {input_shape} and {num_classes} "
+        f"outputs: {reason}{where}.{hint}"
+    )
 
 
 def _try_out(module: nn.Module, input_shape: tuple[int, ...], num_classes: int) -> None:

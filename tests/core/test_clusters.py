@@ -275,7 +275,7 @@ VERBS = st.lists(
 )
 
 
-def do(clusters: Clusters, verb: str, rng: np.random.Generator) -> None:
+def change_by(clusters: Clusters, verb: str, rng: np.random.Generator) -> None:
     """Do something that may be done."""
     clients, models = [f"c{index}" for index in range(6)], list(clusters.models)
     client, cluster = str(rng.choice(clients)), int(rng.choice(models))
@@ -309,7 +309,7 @@ def test_memberships_are_of_clusters_that_exist_sum_to_one_and_follow_from_the_r
     existing, ever = {0}, {0}
     for verb, seed in verbs:
         before = len(seen)
-        do(clusters, verb, np.random.default_rng(seed))
+        change_by(clusters, verb, np.random.default_rng(seed))
         assert len(seen) <= before + 1
         for change in seen[before:]:
             assert not ever & set(change.made)

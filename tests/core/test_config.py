@@ -490,9 +490,15 @@ def test_options_that_cannot_be_read_are_one_line(
         (["--al"], ["--al"]),
         (["--al", "--out", "a"], ["--al", "--out", "a"]),
         (["--", "--groups", "a"], ["--", "--groups", "a"]),
-        (["--trace", "casa", "--augment"], ["--trace=true", "casa", "--set", "augment=true"]),
-        (["--own-model", "auto", "--trace", "false"], ["--set", "own-model=auto", "--trace=false"]),
-        (["--no-trace", "--trace=true"], ["--trace=false", "--trace=true"]),
+        (
+            ["--vectorised", "casa", "--augment"],
+            ["--vectorised=true", "casa", "--set", "augment=true"],
+        ),
+        (
+            ["--own-model", "auto", "--vectorised", "false"],
+            ["--set", "own-model=auto", "--vectorised=false"],
+        ),
+        (["--no-vectorised", "--vectorised=true"], ["--vectorised=false", "--vectorised=true"]),
         (["--apfl.adaptive"], ["--set", "apfl.adaptive=true"]),
         (["--apfl.adaptive", "--out", "a"], ["--set", "apfl.adaptive=true", "--out", "a"]),
         (["--attack-probes"], ["--set", "attack-probes=true"]),
@@ -503,12 +509,12 @@ def test_options_that_cannot_be_read_are_one_line(
         (["--where=", "casa"], ["--set", "where=", "casa"]),
         (["--labels", ""], ["--set", "labels="]),
         (["--casa.gamma", ""], ["--set", "casa.gamma="]),
-        (["--trace", "", "casa"], ["--trace=", "casa"]),
+        (["--vectorised", "", "casa"], ["--vectorised=", "casa"]),
         (["--label", "", "--lr", "-1"], ["--set", "label=", "--set", "lr=-1"]),
     ],
 )
 def test_options_that_a_command_does_not_name_are_keys(typed: list[str], turned: list[str]) -> None:
-    assert as_assignments(typed, ["--out", "--trace"]) == turned
+    assert as_assignments(typed, ["--out", "--vectorised"]) == turned
 
 
 @pytest.mark.parametrize(
@@ -519,13 +525,13 @@ def test_options_that_a_command_does_not_name_are_keys(typed: list[str], turned:
         (["--labels", "--augment"], "--labels"),
         (["--groups"], "--groups"),
         # Also one of the command's own options.
-        (["--out", "--trace"], "--out"),
+        (["--out", "--vectorised"], "--out"),
         (["--out"], "--out"),
     ],
 )
 def test_a_key_without_a_value_is_told_to_need_one(typed: list[str], name: str) -> None:
     with pytest.raises(UserError, match=rf"^{name} needs a value.*`raceme list {name[2:]} --keys`"):
-        as_assignments(typed, ["--out", "--trace"])
+        as_assignments(typed, ["--out", "--vectorised"])
 
 
 def test_an_accuracy_of_one_may_be_the_target() -> None:

@@ -315,7 +315,7 @@ def test_messages_say_what_flowers_own_strategies_say() -> None:
 
     grid.push_messages = noted  # type: ignore[assignment, method-assign]
     app_config = ConfigRecord({"lr": 0.1})
-    with pytest.raises(UserError, match="None of 12 replies could be used"):
+    with pytest.raises(UserError, match="None of 6 replies could be used"):
         # The app reads "arrays": under another name it raises.
         CASA(arrayrecord_key="weights", configrecord_key="settings").start(
             grid, initial_numpy(), num_rounds=1, train_config=app_config

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+import re
 
 import numpy as np
 import pytest
@@ -222,6 +224,16 @@ def test_initial_arrays_of_another_kind_are_said(dtype: str, said: str) -> None:
     arrays = ArrayRecord([np.ones(3, dtype), np.ones(2, np.float32)])
     with pytest.raises(UserError, match=f"{said}.* give real numbers of this machine"):
         FedAvg().start(grid_of(numpy_app(), nodes=2), arrays, num_rounds=1)
+
+
+@pytest.mark.parametrize("weight", [-5, -0.5, math.nan, math.inf])
+def test_a_weight_that_is_none_is_said(weight: float) -> None:
+    def spoil(reply: Message, context: Context) -> None:
+        reply.content["metrics"] = MetricRecord({"num-examples": weight, "train_loss": 1.0})
+
+    said = f"its weight 'num-examples' is {weight!r}, not a finite number of at least 0"
+    with pytest.raises(UserError, match=re.escape(said)):
+        FedAvg().start(grid_of(numpy_app(spoil), nodes=2), initial_numpy(), num_rounds=1)
 
 
 def test_numbers_of_examples_come_with_the_first_reply() -> None:

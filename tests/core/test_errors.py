@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from raceme.core.errors import UserError, plain
+import raceme
+from raceme.core.errors import UserError, plain, plural
 
 
 @pytest.mark.parametrize(
@@ -17,6 +18,19 @@ from raceme.core.errors import UserError, plain
 def test_what_a_user_is_told_is_one_printable_line(text: str, shown: str) -> None:
     assert plain(text) == shown
     assert str(UserError(text)) == shown
+
+
+KINDS = ("strategy", "dataset", "partition", "model", "attack", "protection", "devices", "drift")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_definition_of_a_script_is_called_by_its_own_name(kind: str) -> None:
+    """A class of a script, which is of no use there."""
+    useless = type("Useless", (), {"__module__": "__main__"})
+    given = {"strategy": "fedasync", "dataset": "digits", "clients": 2, "workers": 0, kind: useless}
+    with pytest.raises(UserError, match="'Useless'") as caught:
+        raceme.run(given.pop("strategy"), **given)
+    assert "main-" not in str(caught.value)
 
 
 ROOT = Path(__file__).parents[2] / "raceme"
@@ -50,3 +64,11 @@ def test_a_line_that_names_a_device_has_it_as_a_field(path: Path) -> None:
         calls = lines_about_devices(path)
         without = [c.lineno for c in calls if not any(k.arg == "extra" for k in c.keywords)]
         assert without == []
+
+
+def test_one_of_something_is_no_plural() -> None:
+    assert [plural(count, "sample") for count in (0, 1, 1000)] == [
+        "0 samples",
+        "1 sample",
+        "1,000 samples",
+    ]

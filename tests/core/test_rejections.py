@@ -160,11 +160,21 @@ def test_a_client_that_has_failed_for_weeks_does_not_end_the_run() -> None:
     assert strategy.progress.updates == 200
 
 
-def test_a_fleet_of_which_nothing_is_valid_ends_the_run_and_says_why() -> None:
+def test_an_error_that_all_clients_raise_ends_a_simulation_and_is_its_reason() -> None:
     seen = run(half(), grid_of(pulled_app(change=fails), devices(1.0, 1.0)))
+    assert len(of(events.UpdateRejected, seen)) == 6
+    assert seen[-1].reason.startswith("every client raised the same error 3 times: error 2")
+    assert seen[-1].reason.endswith("OSError: the disk is full")
+
+
+def test_a_fleet_of_which_nothing_is_valid_ends_the_run_and_says_why() -> None:
+    def fails_in_its_own_way(reply: Message, index: int) -> Message:
+        raise OSError(f"disk {index} is full")
+
+    seen = run(half(), grid_of(pulled_app(change=fails_in_its_own_way), devices(1.0, 1.0)))
     assert seen[-1].updates == 0
     assert seen[-1].reason.startswith("the last 100 replies were unusable; the last one: c")
-    assert seen[-1].reason.endswith("the disk is full")
+    assert seen[-1].reason.endswith("is full")
 
 
 def test_a_lost_task_is_given_up_at_its_timeout_and_the_client_gets_work_again() -> None:

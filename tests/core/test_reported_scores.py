@@ -64,7 +64,7 @@ def test_after_is_of_the_model_that_was_sent_on_the_data_of_the_upload_before(
     method = Mirror(seed=0)
     method.features = Chain.of(own)
     execute(own, method, build_grid(own))
-    rows = read_run(tmp_path / "own").uploads.rows
+    rows = read_run(tmp_path / "own").summary.uploads.rows
     known = [row for row in rows if row.after is not None]
     assert len(known) == len(rows) - 6
     assert all(row.after == row.before for row in known)

@@ -30,20 +30,16 @@ def test_a_round_is_over_when_all_are_back() -> None:
     assert bench.work(3.0) == ["c0", "c1", "c2"]
 
 
-def test_clients_with_more_work_work_again_in_the_same_round() -> None:
-    left = {"c0": 2, "c1": 0}
-
-    def again(client: str) -> bool:
-        left[client] -= 1
-        return left[client] >= 0
-
-    bench = Bench(InRounds(again=again), 2)
+def test_clients_with_several_models_train_them_all_in_the_same_round() -> None:
+    models = {"c0": (0, 1, 2), "c1": (0,)}
+    bench = Bench(InRounds(models=models.__getitem__), 2)
     assert bench.work(0.0) == ["c0", "c1"]
     assert bench.answer("c1", 1.0) == []
     assert bench.answer("c0", 1.0) == []
     assert bench.work(1.0) == ["c0"]
     assert bench.answer("c0", 2.0) == []
     assert bench.work(2.0) == ["c0"]
+    assert bench.tasks["c0"].cluster == 2
     # All that it brought is acted on together with the others'.
     assert bench.answer("c0", 3.0) == ["c1", "c0", "c0", "c0"]
     assert bench.work(3.0) == ["c0", "c1"]

@@ -16,9 +16,8 @@ from rich.console import Console
 
 from raceme.core.errors import UserError
 from raceme.experiments.compare import compare, prepare
-from raceme.experiments.jobs import remove_run
 from raceme.experiments.suites import Suite, of_names
-from raceme.records.folder import only_writer
+from raceme.records.folder import only_writer, remove_run
 
 SETTINGS = {"clients": 3, "groups": "0.5,0.5", "workers": "0", "max-updates": 3}
 
@@ -50,8 +49,7 @@ def test_a_second_comparison_neither_runs_nor_removes_anything(half: Path) -> No
 def test_a_run_that_goes_on_without_its_comparison_is_waited_for(
     half: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("compare", "jobs"):
-        monkeypatch.setattr(f"raceme.experiments.{module}.ORPHAN_SECONDS", 0.1)
+    monkeypatch.setattr("raceme.experiments.compare.ORPHAN_SECONDS", 0.1)
     with only_writer(half), pytest.raises(UserError, match=r"still writing to .*seed-0"):
         compare(prepare(suite(), half.parent.parent), 1, Console(file=io.StringIO()))
     # It may have been started again since it was waited for.
@@ -73,11 +71,10 @@ def test_a_run_with_something_of_somebody_in_it_is_not_removed(half: Path, tmp_p
     assert not half.exists()
 
 
-def test_a_run_with_a_trace_and_trackers_is_removed_whole(half: Path) -> None:
+def test_a_run_with_trackers_is_removed_whole(half: Path) -> None:
     for name in ("tensorboard", "wandb/offline-run-1"):
         (half / name).mkdir(parents=True)
     for name in (
-        "trace.jsonl",
         "mlflow-run.txt",
         "tensorboard/events.out.tfevents.1.here",
         "wandb-run.txt",

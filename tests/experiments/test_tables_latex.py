@@ -145,14 +145,15 @@ def compiler() -> list[str] | None:
 
 
 @pytest.mark.skipif(compiler() is None, reason="LaTeX with booktabs is not installed")
-def test_the_table_compiles(found: Comparison, tmp_path: Path) -> None:
+def test_the_table_compiles_and_fits_a_column(found: Comparison, tmp_path: Path) -> None:
     (tmp_path / "paper.tex").write_text(
         "\\documentclass[twocolumn]{article}\n\\usepackage{booktabs,graphicx}\n\\begin{document}\n"
-        f"{latex_table(found)}\\end{{document}}\n"
+        f"Words.\n\n{to_latex(found)}\n\n{latex_table(found)}\\end{{document}}\n"
     )
     command = [*(compiler() or []), "paper.tex"]
     made = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert made.returncode == 0, made.stdout[-2000:]
+    assert "Overfull" not in made.stdout + made.stderr
     assert (tmp_path / "paper.pdf").stat().st_size > 1000
 
 

@@ -206,9 +206,9 @@ def check_the_clusters(record: RunRecord) -> None:
     for client, cluster in record.assignment().items():
         together.setdefault(cluster, set()).add(client)
     groups: dict[int | None, set[str]] = {}
-    for client, group in record.groups.items():
+    for client, group in record.summary.membership.groups.items():
         groups.setdefault(group, set()).add(client)
-    assert len(record.groups) == CLIENTS
+    assert len(record.summary.membership.groups) == CLIENTS
     assert sorted(together.values(), key=sorted) == sorted(groups.values(), key=sorted)
 
 
@@ -280,7 +280,7 @@ def test_everything_dies_once_and_nothing_is_lost_or_counted_twice(tmp_path: Pat
         assert network.cuts > 0
     record = read_run(out)
     told.end(record, network)
-    assert record.reason == f"{last + FURTHER} updates were applied"
+    assert record.summary.reason == f"{last + FURTHER} updates were applied"
     check_the_store(out)
     check_the_clusters(record)
     assert (f"client-{KILLED}", "returned") in client_events(out)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 import shutil
 import ssl
@@ -36,7 +37,7 @@ from raceme.core.events import (
     Verdict,
 )
 from raceme.fleet.certificates import make_certificates, make_token
-from raceme.fleet.serve import MOST_DEVICES, REASONS, Metrics, StatusPort, label_of
+from raceme.fleet.serve import MOST_DEVICES, REASONS, Metrics, StatusPort, fields_of, label_of
 from raceme.flower.link_state import LinkState
 from raceme.flower.messages import NODE_UNAVAILABLE
 
@@ -65,7 +66,7 @@ def metrics_of(names: Mapping[int, str], state: LinkState | None = None) -> tupl
     return Metrics(state or LinkState(APP), lambda: names, lambda: 3, clock), clock
 
 
-def told(*events: Event) -> dict[tuple[str, str], float]:
+def samples_after(*events: Event) -> dict[tuple[str, str], float]:
     metrics, _ = metrics_of({})
     for event in events:
         metrics(event)
@@ -77,7 +78,7 @@ def applied(staleness: int) -> UpdateApplied:
 
 
 def test_updates_and_their_staleness_are_counted() -> None:
-    found = told(applied(0), applied(3), applied(3), applied(2000))
+    found = samples_after(applied(0), applied(3), applied(3), applied(2000))
     assert found["raceme_clusters", ""] == 3
     assert found["raceme_updates_total", ""] == 4
     assert found["raceme_staleness_bucket", "0.0"] == 1
@@ -88,16 +89,16 @@ def test_updates_and_their_staleness_are_counted() -> None:
 
 
 def test_bytes_are_those_of_updates_and_answers() -> None:
-    found = told(applied(0), applied(1), AnswerTaken(1.0, "a", "probe", "train", 100, 7))
+    found = samples_after(applied(0), applied(1), AnswerTaken(1.0, "a", "probe", "train", 100, 7))
     assert found["raceme_bytes_total", "down"] == 108
     assert found["raceme_bytes_total", "up"] == 15
     assert found["process_resident_memory_bytes", ""] > 1e6
 
 
 def test_quality_is_that_of_the_latest_evaluation() -> None:
-    assert not [name for name, _ in told() if name in ("raceme_accuracy", "raceme_loss")]
+    assert not [name for name, _ in samples_after() if name in ("raceme_accuracy", "raceme_loss")]
     tested = {"a": (0, 0.9, 0.3), "b": (0, 0.7, 0.5), "c": (4, 0.2, 1.0)}
-    found = told(
+    found = samples_after(
         Evaluated(1.0, 10, 0.1, 2.0, 1, {"a": (0, 0.1, 2.0)}),
         Evaluated(2.0, 20, 0.6, 0.6, 2, tested),
     )
@@ -113,7 +114,7 @@ def test_quality_is_that_of_the_latest_evaluation() -> None:
 
 def test_of_an_error_the_largest_is_the_worst() -> None:
     tested = {"a": (0, 3.0, 0.3), "b": (0, 9.0, 0.5)}
-    found = told(Evaluated(1.0, 10, 6.0, 0.4, 1, tested, measure=Measure("µg/m³")))
+    found = samples_after(Evaluated(1.0, 10, 6.0, 0.4, 1, tested, measure=Measure("µg/m³")))
     assert found["raceme_mae", ""] == 6
     assert found["raceme_worst_tenth_mae", ""] == 9
     assert ("raceme_accuracy", "") not in found
@@ -122,7 +123,7 @@ def test_of_an_error_the_largest_is_the_worst() -> None:
 def test_rejections_are_counted_by_reasons_of_ours_whatever_a_device_says() -> None:
     hostile = 'no"}\n# EOF\nraceme_updates_total 99 '
     judged = UpdateJudged(1.0, "a", Verdict.REFUSED, 9.0, 1.0, "9 times as long as others")
-    found = told(
+    found = samples_after(
         UpdateRejected(1.0, "a", f"error {int(NODE_UNAVAILABLE)}: the node went offline", 0.5),
         UpdateRejected(1.0, "a", f"error 2: {hostile}", 0.5),
         UpdateRejected(1.0, "a", hostile, 0.5),
@@ -231,6 +232,16 @@ def test_series_of_devices_have_their_labels() -> None:
     assert {len(one) for one in found.values()} == {17}
     labels["hall"] = {}
     assert 'label_room="a \\"b\\""' in metrics.page().decode()
+
+
+def test_the_log_has_an_event_as_json_without_values_per_client() -> None:
+    rejected = UpdateRejected(3.0, "a", "late", 1.0)
+    assert fields_of(rejected) == {
+        **{"time": 3.0, "client": "a", "reason": "late", "dispatched_at": 1.0},
+    }
+    evaluated = fields_of(Evaluated(1.0, 1, 0.5, math.nan, 1, {"a": (0, 0.5, 1.0)}, 1))
+    assert (evaluated["measure"], evaluated["loss"]) == ("accuracy", None)
+    assert "per_client" not in evaluated
 
 
 def test_the_second_port_answers() -> None:

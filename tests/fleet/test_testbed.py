@@ -114,7 +114,7 @@ def test_a_server_that_is_killed_is_gone_on_with_and_applies_no_update_twice(
     assert "Resuming from" in again.text()
     record = read_run(out)
     assert list(record.updates.seq) == list(range(1, 31))
-    assert sorted(record.groups) == ["client-0", "client-1"]
+    assert sorted(record.summary.membership.groups) == ["client-0", "client-1"]
     times = list(record.updates.time)
     assert times == sorted(times)
     # Of one client no two updates answer the same task.

@@ -247,6 +247,7 @@ def test_the_summary_by_hand() -> None:
         "bytes_down": 400,
         "bytes_by_phase": {"train": {"down": 400, "up": 40, "messages": 4}},
         "rejected_updates": 1,
+        "rejections": {"not finite": 1},
         "refused_claims": 0,
         "accuracy_before": None,
         "accuracy_after": None,

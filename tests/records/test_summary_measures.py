@@ -23,7 +23,6 @@ from raceme.experiments.results import Comparison, Result, Run
 from raceme.experiments.suites import load_suite
 from raceme.experiments.tables import to_csv
 from raceme.records.folder import saved_in
-from raceme.records.record import line_of
 from raceme.records.store import RunStore, StoreFollower, read_events
 from raceme.reporting.artefacts import write_all
 from raceme.reporting.console import summary_rows
@@ -103,16 +102,13 @@ def test_the_summary_has_a_line(seen: list[Event]) -> None:
     assert rows["updates of a cluster"] == "3 to 3"
 
 
-def test_the_dashboard_and_the_trace_have_columns(seen: list[Event]) -> None:
+def test_the_dashboard_has_columns(seen: list[Event]) -> None:
     columns = Columns(1000)
     for event in seen:
         columns.observe(event)
     told = columns.take()
     assert told["measure_gap"]["gap"] == [0.5, 1.0, 1.5]
     assert told["measure_load"]["load"] == [[(0, 1)], [(0, 2)], [(0, 3)]]
-    first = next(event for event in seen if isinstance(event, Measured))
-    line = line_of(first)
-    assert (line["event"], line["name"], line["gap"]) == ("Measured", "gap", 0.5)
 
 
 def test_figures_are_drawn_and_shown_on_the_page(seen: list[Event], tmp_path: Path) -> None:

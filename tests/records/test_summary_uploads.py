@@ -47,7 +47,7 @@ def weights(**clients: dict[int, float]) -> ClustersChanged:
 
 
 def of(*events: Event) -> Uploads:
-    return RunRecord.of(events).uploads
+    return RunRecord.of(events).summary.uploads
 
 
 def test_divergence_by_hand() -> None:

@@ -45,7 +45,7 @@ def test_of_errors_lower_is_better_and_the_margin_is_a_share() -> None:
     assert not is_no_worse([(math.inf, 5.0)], 0.02, of_errors=True)
 
 
-def made(*scores: float, stage: Stage = Stage.FORMER) -> list[Version]:
+def versions_of(*scores: float, stage: Stage = Stage.FORMER) -> list[Version]:
     return [Version(0, number, number, stage, s) for number, s in enumerate(scores, start=1)]
 
 
@@ -63,13 +63,16 @@ def made(*scores: float, stage: Stage = Stage.FORMER) -> list[Version]:
 def test_the_last_ones_and_the_best_are_kept(
     scores: tuple[float, ...], of_errors: bool, numbers: list[int]
 ) -> None:
-    assert [version.number for version in kept(made(*scores), 2, of_errors)] == numbers
+    assert [version.number for version in kept(versions_of(*scores), 2, of_errors)] == numbers
 
 
 def test_the_one_in_use_and_a_new_one_are_kept() -> None:
-    versions = [*made(0.1, stage=Stage.IN_USE), *made(0.2, 0.3, 0.4, 0.5)[1:]]
+    versions = [*versions_of(0.1, stage=Stage.IN_USE), *versions_of(0.2, 0.3, 0.4, 0.5)[1:]]
     assert [version.number for version in kept(versions, 1)] == [1, 4]
-    assert [version.number for version in kept(made(0.1, 0.2, stage=Stage.TRIAL), 1)] == [1, 2]
+    assert [version.number for version in kept(versions_of(0.1, 0.2, stage=Stage.TRIAL), 1)] == [
+        1,
+        2,
+    ]
 
 
 def files(run: Path) -> set[str]:

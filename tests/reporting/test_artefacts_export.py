@@ -116,7 +116,7 @@ def test_bytes_are_normalised_in_the_model(tmp_path: Path) -> None:
         run.export(labels=["a", "b"], out=tmp_path / "other")
 
 
-def said(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+def output_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     """Return the one line that a mistaken command ends with."""
     sys.argv = ["raceme", "export", *map(str, arguments)]
     with pytest.raises(SystemExit) as ended:
@@ -136,29 +136,35 @@ def test_mistakes_are_one_line(
     opened = OpenRun(run)
     gone = [cluster for event in opened.record.changes for cluster in event.gone]
     left = sorted(opened.models)
-    assert f"Cluster {gone[0]} is gone (" in said(capsys, run, "--cluster", gone[0])
-    assert f"There is no cluster 77. There are {', '.join(map(str, left))}." in said(
+    assert f"Cluster {gone[0]} is gone (" in output_of(capsys, run, "--cluster", gone[0])
+    assert f"There is no cluster 77. There are {', '.join(map(str, left))}." in output_of(
         capsys, run, "--cluster", 77
     )
-    assert "choose one with --cluster, or a device with --device" in said(capsys, run)
-    assert "Did you mean 'client-3'?" in said(capsys, run, "--device", "clinet-3")
+    assert "choose one with --cluster, or a device with --device" in output_of(capsys, run)
+    assert "Did you mean 'client-3'?" in output_of(capsys, run, "--device", "clinet-3")
     for former in ("torchscript", "pt"):
-        line = said(capsys, run, "--format", former, "--cluster", left[0])
+        line = output_of(capsys, run, "--format", former, "--cluster", left[0])
         assert f"Unknown format '{former}'" in line
-    assert "Did you mean 'onnx'?" in said(capsys, run, "--format", "onxx", "--cluster", left[0])
-    assert "give one of them" in said(capsys, run, "--cluster", left[0], "--device", "client-0")
+    assert "Did you mean 'onnx'?" in output_of(
+        capsys, run, "--format", "onxx", "--cluster", left[0]
+    )
+    assert "give one of them" in output_of(
+        capsys, run, "--cluster", left[0], "--device", "client-0"
+    )
     monkeypatch.setitem(sys.modules, "onnxscript", None)
-    assert install_line("export") in said(capsys, run, "--cluster", left[0], "--format", "onnx")
+    assert install_line("export") in output_of(
+        capsys, run, "--cluster", left[0], "--format", "onnx"
+    )
     for file in (run / "clusters").iterdir():
         file.write_bytes(b"x")
-    assert ".safetensors cannot be read: " in said(capsys, run, "--cluster", left[0])
+    assert ".safetensors cannot be read: " in output_of(capsys, run, "--cluster", left[0])
     with pytest.raises(UserError, match=r"cannot be read: .* resumed from a checkpoint writes it"):
         opened.model(left[0])
     for file in (run / "clusters").iterdir():
         file.unlink()
-    assert "has no models" in said(capsys, run)
+    assert "has no models" in output_of(capsys, run)
     assert not (run / "export").exists()
-    assert "is not the folder of a run" in said(capsys, tmp_path)
+    assert "is not the folder of a run" in output_of(capsys, tmp_path)
 
 
 def test_a_model_that_differs_is_not_written(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 from processes import free_port, loopback, raceme, wait_until
 
+from raceme.core.config import RunConfig
 from raceme.core.events import (
     ClientJoined,
     ClientLeft,
@@ -30,6 +32,7 @@ from raceme.core.events import (
     Verdict,
     VersionDecided,
 )
+from raceme.records.folder import begin
 from raceme.records.store import RunStore
 from raceme.reporting.dashboard.server import watching
 
@@ -38,6 +41,10 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="no Chromium with its driver"),
 ]
+NAMES = (
+    "return [...document.querySelectorAll('#panel-runs tbody th bdi')].map((b) => b.textContent)"
+)
+"""The runs in the table of several, in its order."""
 HOSTILE = "\u202e<img src=x onerror=alert(1)>\u2066\u202d" + "<b>" * 33
 """128 letters: a client may call itself so."""
 
@@ -67,6 +74,13 @@ class Browser:
     def resize(self, width: int, height: int, scale: float = 1.0) -> None:
         shape = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": False}
         self.command("Emulation.setDeviceMetricsOverride", **shape)
+
+    def cut(self) -> list[str]:
+        """Return the parts of the page of which the window shows a part only."""
+        return self.run(
+            "return [document.documentElement, ...document.querySelectorAll('.scroll, figure')]"
+            ".filter((one) => one.scrollWidth > one.clientWidth).map((one) => one.ariaLabel)"
+        )
 
     def tile(self, name: str) -> str:
         return str(self.run(f"return document.querySelector('[data-tile={name}]').textContent"))
@@ -168,6 +182,8 @@ def test_a_phone_and_a_large_zoom_show_all_of_it(
             replayed.run("arguments[0].scrollIntoView()", panel)
             assert panel.size["width"] <= width
             assert panel.size["height"] > 60
+    if width == 390:
+        replayed.until(lambda: replayed.cut() == [])
     small = replayed.run(
         "return [...document.querySelectorAll('#dashboard button, #dashboard select')]"
         ".filter((one) => one.offsetParent && one.getBoundingClientRect().height < 23)"
@@ -355,7 +371,7 @@ def test_a_run_that_is_killed_is_not_live(browser: Browser, tmp_path: Path) -> N
         subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as run,
     ):
         status = "return document.querySelector('.status').textContent"
-        state = "return document.querySelector('.runs tbody td')?.textContent"
+        state = "return document.querySelector('.runs td[data-head=state]')?.textContent"
         try:
             browser.open(page.address)
             browser.until(lambda: browser.run(status) == "Live" and browser.tile("updates") != "0")
@@ -438,10 +454,9 @@ def test_an_index_lists_filters_and_compares_runs(
     with watching(tmp_path, "127.0.0.1", 0, comparison=True) as beside:
         browser.open(beside.address)
         browser.until(lambda: "4/4 runs finished" in browser.describe())
-        names = "return [...document.querySelectorAll('.runs tbody bdi')].map((b) => b.textContent)"
         # Two comparisons may have runs of the same name.
         ordered = ["new", "old", "cmp / casa, seed 0", "cmp / casa, seed 1"]
-        browser.until(lambda: browser.run(names) == ordered)
+        browser.until(lambda: browser.run(NAMES) == ordered)
         legend = "return [...document.querySelectorAll('.legend bdi')].map((b) => b.textContent)"
         # A method is one entry of the legend.
         browser.until(lambda: browser.run(legend) == ["casa"])
@@ -450,17 +465,17 @@ def test_an_index_lists_filters_and_compares_runs(
         browser.driver.find_element("css selector", "[aria-label='Draw old']").click()
         browser.until(lambda: browser.run(lines) == 3)
         browser.resize(390, 800)
-        accuracy = browser.driver.find_element("css selector", ".runs tbody td:nth-of-type(3)")
+        accuracy = browser.driver.find_element("css selector", "#panel-runs td[data-head=accuracy]")
         browser.until(lambda: 0 < accuracy.rect["x"] + accuracy.rect["width"] < 390)
         browser.resize(1300, 900)
         browser.driver.find_element("css selector", "input[type=search]").send_keys("cmp")
-        browser.until(lambda: browser.run(names) == ordered[2:])
+        browser.until(lambda: browser.run(NAMES) == ordered[2:])
         pick = "const s = document.querySelector('[aria-label=Lines]'); s.value = 'mean';"
         browser.run(f"{pick} s.dispatchEvent(new Event('change'))")
         browser.until(lambda: browser.run(legend) == ["casa (2 runs)"])
         bands = "return raceme.board.chart.plot.bands.length"
         assert browser.run(bands) == 1
-        browser.run("document.querySelector('.runs a').click()")
+        browser.run("document.querySelector('#panel-runs a').click()")
         browser.until(lambda: "The run has ended" in browser.describe())
 
 
@@ -695,6 +710,8 @@ def test_a_report_works_from_a_file(browser: Browser, finished: Path, tmp_path: 
     browser.until(lambda: 60 < int(browser.tile("updates")) < 180)
     # What the dashboard does not show follows it.
     assert browser.run("return document.querySelectorAll('main figure').length") == 1
+    browser.resize(390, 844)
+    browser.until(lambda: browser.cut() == [])
 
 
 GAP = MeasureSchema("gap", "distance to the start", ("client", "gap"), unit="m")
@@ -742,3 +759,83 @@ def test_measures_of_a_method_have_charts_and_tables(browser: Browser, tmp_path:
 
 def test_a_method_without_measures_has_no_panel_of_them(replayed: Browser) -> None:
     assert replayed.run("return document.getElementById('panel-measures').hidden") is True
+
+
+def run_of(folder: Path, method: str, accuracy: float, **keys: Any) -> None:
+    """Write a finished run of 20 updates."""
+    folder.mkdir(parents=True)
+    begin(folder, RunConfig.from_mapping({"strategy": method, "dataset": "digits", **keys}))
+    with RunStore(folder) as store:
+        store.observe(UpdateApplied(1, 1.0, "a", 0, 0, 0, 0.5, 0.5, 1.0, 500_000, 500_000))
+        scores = {"a": (0, accuracy / 2, 0.5), "b": (0, accuracy * 1.5, 0.5)}
+        store.observe(Evaluated(2.0, 20, accuracy, 0.5, 1, scores))
+        store.observe(RunEnded(2.0, 20, "reached max-updates"))
+    (folder / "summary.json").write_text("{}")
+
+
+@pytest.fixture
+def index(browser: Browser, tmp_path: Path) -> Iterator[Browser]:
+    run_of(tmp_path / "first", "casa", 0.5, lr=0.02, seed=7)
+    run_of(tmp_path / "second", "casa", 0.75, lr=0.1)
+    for seed, accuracy in ((1, 0.5), (2, 0.75)):
+        run = tmp_path / "cmp" / "fedasync" / f"seed-{seed}"
+        run_of(run, "fedasync", accuracy, lr=0.05, seed=seed)
+    command = [sys.executable, "-m", "raceme", "watch", str(tmp_path), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        browser.open(process.stdout.readline().split()[1])
+        browser.until(lambda: len(browser.run(NAMES)) == 4)
+        yield browser
+        process.send_signal(signal.SIGINT)
+
+
+def test_an_index_has_what_differs_and_sorts_by_it(index: Browser) -> None:
+    heads = "return [...document.querySelectorAll('#panel-runs thead th')].map((h) => h.innerText)"
+    assert "lr" in index.until(lambda: index.run(heads))
+    assert "batch-size" not in index.run(heads)
+    press = "document.querySelector(`#panel-runs [data-key='${arguments[0]}']`).click()"
+    for key, first in (("set lr", "first"), ("set lr", "second"), ("seed", "second")):
+        index.run(press, key)
+        index.until(lambda first=first: index.run(NAMES)[0] == first)
+    means = index.run("return document.querySelector('.means tbody').innerText").split("\t")
+    assert means == [
+        "cmp / fedasync",
+        "2",
+        "0.625 ± 0.177",
+        "0.313 ± 0.088",
+        "2.00 ± 0.00 s",
+        "1.0 ± 0.0 MB",
+    ]
+
+
+def test_a_note_is_kept_and_a_run_is_deleted(index: Browser, tmp_path: Path) -> None:
+    note = index.driver.find_element("css selector", "[aria-label='Note of second']")
+    note.send_keys("too large a step\n")
+    kept = tmp_path / "second" / "note.txt"
+    index.until(lambda: kept.exists() and kept.read_text() == "too large a step\n")
+    assert "edit=" not in index.run("return location.href")
+    press = "document.querySelector(arguments[0]).click()"
+    dialog = "return document.querySelector('dialog')?.innerText ?? ''"
+    for answer, names in ((".ask .options button", 4), (".ask .danger", 3)):
+        index.run(press, "[aria-label='Delete second']")
+        index.until(lambda: "note.txt" in index.run(dialog))
+        assert str(tmp_path / "second") in index.run(dialog)
+        index.run(press, answer)
+        index.until(lambda: index.run(dialog) == "")
+        index.until(lambda names=names: len(index.run(NAMES)) == names)
+    assert not (tmp_path / "second").exists()
+    hidden = "return document.querySelector(\"[aria-label='Delete fedasync, seed 1']\").hidden"
+    assert index.run(hidden), "a comparison would miss it"
+    # The same page, opened without the secret of the printed address.
+    index.run("sessionStorage.clear()")
+    index.open(index.run("return location.href"))
+    index.until(lambda: len(index.run(NAMES)) == 3)
+    assert index.run("return document.querySelector('.written')") is None, "there is no note"
+    assert index.run("return document.querySelector('.runs .small').hidden")
+
+
+def test_a_phone_shows_all_of_an_index(index: Browser) -> None:
+    index.resize(390, 844)
+    index.until(lambda: index.cut() == [])
+    head = "getComputedStyle(document.querySelector('td[data-head=accuracy]'), '::before').content"
+    assert index.run(f"return {head}") == '"accuracy"', "values have no heads above them"

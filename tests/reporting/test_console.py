@@ -33,6 +33,7 @@ from raceme.reporting.console import (
     data_line,
     print_summary,
     shown_seconds,
+    summary_rows,
     update_line,
 )
 
@@ -103,6 +104,7 @@ def test_piped_there_is_a_line_for_each_evaluation_and_split() -> None:
     assert not controls(text)
     assert without_rate(text) == [
         "evaluated at 0 updates: t = 0.0 s · accuracy 0.100 (best 0.100) · 1 cluster",
+        "rejected  pi-4: the update [weights] is not finite (further ones: run.log)",
         "cluster 2 → clusters 3 (2), 4 (1) at update 7",
         "evaluated at 7 updates: t = 5.0 s · accuracy 0.625 (best 0.625) · 2 clusters · 1 rejected",
         "evaluated at 8 updates: t = 6.0 s · accuracy 0.500 (1 of 3 clients, best 0.625) · "
@@ -116,6 +118,19 @@ def test_piped_lines_are_not_broken_or_cut() -> None:
 
 def test_piped_a_run_without_evaluations_prints_nothing() -> None:
     assert shown([UPDATE, RunEnded(1.0, 1, "interrupted", Ending.INTERRUPTED)]) == ""
+
+
+def test_the_most_frequent_reason_of_rejections_is_in_the_summary() -> None:
+    said = ["late", "late", "damaged"]
+    rejected = [UpdateRejected(float(at), "pi-4", why, 0.0) for at, why in enumerate(said, 1)]
+    rows = dict(summary_rows(summary_of([*rejected, *RUN], wall_time=2.0)))
+    assert rows["updates"] == "7 (4 rejected, 2 of them: late; see run.log)"
+
+
+def test_an_update_that_changes_no_model_says_so() -> None:
+    line = shown([replace(UPDATE, weight=0.0)], each_update=True)
+    assert "weight 0 (no model changes)  loss" in line
+    assert "no model" not in shown([UPDATE], each_update=True)
 
 
 def test_each_update_has_its_line() -> None:
@@ -149,7 +164,7 @@ def test_on_a_terminal_updates_have_lines_above_the_bar() -> None:
     assert "7/500 t = 6.0 s" in plain.strip().splitlines()[-1]
 
 
-def told(*moments: tuple[float, Event], terminal: bool = False) -> str:
+def console_after(*moments: tuple[float, Event], terminal: bool = False) -> str:
     """Return what is printed for events at moments of real time, in seconds."""
     out, now = StringIO(), 0.0
     console = Console(file=out, force_terminal=terminal, width=100, _environ={"TERM": "xterm"})
@@ -166,7 +181,7 @@ def applied(seq: int) -> UpdateApplied:
 
 def test_piped_ten_quiet_seconds_have_a_line() -> None:
     # 21 updates in 21 s: the other 79 take 79 s.
-    text = told(*((float(seq), applied(seq)) for seq in range(1, 22)))
+    text = console_after(*((float(seq), applied(seq)) for seq in range(1, 22)))
     assert text.splitlines() == [
         "10 of 100 updates: t = 10.0 s · 0 clusters · 1/s · 90 s left",
         "20 of 100 updates: t = 20.0 s · 0 clusters · 1/s · 80 s left",
@@ -174,7 +189,7 @@ def test_piped_ten_quiet_seconds_have_a_line() -> None:
 
 
 def test_a_line_that_is_printed_anyway_counts() -> None:
-    lines = told(
+    lines = console_after(
         (6.0, applied(6)), (7.0, Evaluated(7.0, 7, 0.5, 1.0, 1)), (16.5, applied(16))
     ).splitlines()
     assert [line.split(" updates")[0] for line in lines] == ["evaluated at 7"]
@@ -182,7 +197,7 @@ def test_a_line_that_is_printed_anyway_counts() -> None:
 
 def test_of_a_resumed_run_only_what_it_did_itself_says_how_long_the_rest_takes() -> None:
     # Ten updates in 10 s from the 60th on: 30 are left.
-    text = told(*((float(second), applied(60 + second)) for second in range(1, 11)))
+    text = console_after(*((float(second), applied(60 + second)) for second in range(1, 11)))
     assert text.splitlines() == ["70 of 100 updates: t = 70.0 s · 0 clusters · 1/s · 30 s left"]
 
 
@@ -195,16 +210,16 @@ def test_of_a_resumed_run_a_split_may_leave_out_whom_it_was_never_told_of() -> N
 
 def test_more_updates_than_expected_are_not_so_many_of_fewer() -> None:
     # Of a run in rounds only about so many are known.
-    assert told((10.0, applied(130))).splitlines() == [
+    assert console_after((10.0, applied(130))).splitlines() == [
         "130 updates: t = 130.0 s · 0 clusters · 0/s"
     ]
-    assert "130/130 t = 130.0 s" in told((10.0, applied(130)), terminal=True)
+    assert "130/130 t = 130.0 s" in console_after((10.0, applied(130)), terminal=True)
 
 
 def test_the_bar_says_how_long_it_will_take() -> None:
-    text = told((1.0, applied(1)), (25.0, applied(25)), terminal=True)
+    text = console_after((1.0, applied(1)), (25.0, applied(25)), terminal=True)
     assert "25/100 t = 25.0 s · 0 clusters · 75 s left" in text
-    assert "left" not in told((25.0, applied(100)), terminal=True)
+    assert "left" not in console_after((25.0, applied(100)), terminal=True)
     # The last line is of a run that is interrupted, too.
     assert text.rindex("25/100") > text.rindex("left")
 
@@ -343,7 +358,7 @@ def test_the_summary_of_a_run() -> None:
         "clusters": "2",
         "purity": "1.000",
         "clients": "1",
-        "updates": "7 (1 rejected, why: run.log)",
+        "updates": "7 (1 rejected: the update [weights] is not finite; see run.log)",
         "virtual time": "6.0 s",
         "wall time": "2.0 s (4 updates/s)",
         "traffic": "900 B up, 1.5 kB down",
@@ -406,6 +421,6 @@ def test_traffic_has_units_that_suit(count: int, expected: str) -> None:
 
 
 def test_what_results_lack_is_said() -> None:
-    text = printed(summary_of(RUN, wall_time=4.2), Path("out"), ["run.sqlite", "trace.jsonl"])
-    assert "Results without run.sqlite, trace.jsonl: out" in text
+    text = printed(summary_of(RUN, wall_time=4.2), Path("out"), ["run.sqlite", "checkpoint"])
+    assert "Results without run.sqlite, checkpoint: out" in text
     assert "plots and models" not in text

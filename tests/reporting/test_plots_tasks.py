@@ -166,7 +166,7 @@ def test_a_run_on_the_digits(tmp_path: Path) -> None:
     # An evaluation at the same moment, of the same models, is on the data of the next step.
     evaluated = [event.accuracy for event in found if isinstance(event, Evaluated)]
     assert evaluated[1:4] == pytest.approx(list(np.diagonal(matrix, 1)))
-    tasks = TaskAccuracies(read_run(tmp_path).task_tests)
+    tasks = read_run(tmp_path).summary.tasks
     assert np.array_equal(tasks.matrix(), matrix, equal_nan=True)
     assert (tmp_path / "tasks.png").is_file()
     page = run_page(tmp_path, "")

@@ -15,6 +15,7 @@ from starlette.testclient import TestClient
 
 from raceme.core.events import ClientJoined, UpdateApplied
 from raceme.flower.ports import Access
+from raceme.records.folder import only_writer
 from raceme.records.store import RunStore
 from raceme.reporting import dashboard as page
 from raceme.reporting.dashboard.server import COOKIE, Dashboard, address_of, bind, qr_code, serve
@@ -46,7 +47,7 @@ def client(
     folder: Path, host: str = "127.0.0.1", token: str = "", name: str | None = None
 ) -> TestClient:
     access = Access(host, token)
-    app = Dashboard(Watched(folder, False).source, access).app
+    app = Dashboard(Watched(folder, False), access).app
     headers = {"host": f"{host if name is None else name}:8321"}
     base = "http://192.0.2.7:8321"
     return TestClient(app, base_url=base, headers=headers, follow_redirects=False)
@@ -255,3 +256,70 @@ def test_damage_is_told_and_mended(address: str, tmp_path: Path) -> None:
             break
     assert "is not a run store" in data["text"]
     stream.close()
+
+
+SECRET = "of-the-printed-address"
+
+
+def editor(folder: Path, edits: str = SECRET) -> TestClient:
+    app = Dashboard(Watched(folder, True), LOCAL, edits).app
+    headers = {"origin": "http://127.0.0.1:8321", "raceme-edits": SECRET}
+    return TestClient(app, base_url="http://127.0.0.1:8321", headers=headers)
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    for name in ("one", "two", "cmp/casa/seed-0"):
+        with RunStore(tmp_path / "runs" / name) as store:
+            store.observe(ClientJoined(0.0, "a", 0, 12, None))
+    return tmp_path / "runs"
+
+
+def test_a_page_of_several_runs_writes_notes_and_deletes(runs: Path) -> None:
+    browser = editor(runs)
+    assert browser.post("/note?run=one", content="x\ny").text == "x y"
+    assert (runs / "one" / "note.txt").read_text() == "x y\n"
+    assert browser.post("/note?run=one", content="x" * 5000).status_code == 400
+    listed = browser.post("/contents?run=one").text.splitlines()
+    assert listed[0].startswith(f"{runs / 'one'} (2 files")
+    assert listed[1:] == ["note.txt", "run.sqlite"]
+    assert browser.post("/delete?run=one").status_code == 200
+    assert sorted(path.name for path in runs.iterdir()) == ["cmp", "two"]
+
+
+def test_what_is_not_deleted_is_said(runs: Path) -> None:
+    browser = editor(runs)
+    (runs / "two" / "analysis.ipynb").write_text("{}")
+    for name, status, said in (
+        ("two", 409, "analysis.ipynb in it belongs to no run"),
+        ("cmp/casa/seed-0", 409, "part of a comparison"),
+        ("../other", 404, "no such run"),
+        ("", 404, "no such run"),
+    ):
+        answer = browser.post("/delete", params={"run": name})
+        assert (answer.status_code, said in answer.text) == (status, True), answer.text
+    with only_writer(runs / "one"):
+        assert "still writing" in browser.post("/delete?run=one").text
+    assert (runs / "one").is_dir()
+    assert (runs / "two").is_dir()
+
+
+@pytest.mark.parametrize("edit", ["note", "contents", "delete"])
+def test_only_the_page_at_the_printed_address_edits(runs: Path, edit: str) -> None:
+    browser = editor(runs)
+    for strange in (
+        {"origin": "http://elsewhere.example"},
+        {"origin": "null"},
+        {"origin": "https://127.0.0.1:8321"},
+        {"raceme-edits": SECRET[:-1]},
+        {"raceme-edits": ""},
+    ):
+        assert browser.post(f"/{edit}?run=one", headers=strange).status_code == 403, strange
+    del browser.headers["origin"]
+    assert browser.post(f"/{edit}?run=one").status_code == 403
+    assert browser.get(f"/{edit}?run=one").status_code == 405
+    # A page that only shows has no secret, and an empty one is none.
+    assert editor(runs, "").post(f"/{edit}?run=one").status_code == 403
+    shown = editor(runs, "").post(f"/{edit}?run=one", headers={"raceme-edits": ""})
+    assert shown.status_code == 403
+    assert (runs / "one" / "run.sqlite").exists()

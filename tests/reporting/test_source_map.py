@@ -11,7 +11,6 @@ import numpy as np
 from raceme.core.events import ClientJoined
 from raceme.features.client_map.positions import PositionsFile
 from raceme.records.folder import CONTROL, STORE
-from raceme.records.similarity import Similarity
 from raceme.records.store import RunStore
 from raceme.reporting.dashboard.source import RunSource
 
@@ -47,7 +46,7 @@ def test_snapshots_are_told_as_they_come(tmp_path: Path) -> None:
     assert [frame["time"] for frame in frames(source)] == [1.0]
     file.write(2.0, NAMES, POINTS)
     first, second = frames(source)
-    assert (first["new"], first["clients"], first["lasting"]) == (["a", "b"], [0, 1], False)
+    assert (first["new"], first["clients"]) == (["a", "b"], [0, 1])
     assert points_of(first) == [[2000, 0], [-2000, 1000]]
     assert (second["new"], second["clients"]) == (["c"], [0, 1, 2])
 
@@ -70,12 +69,3 @@ def test_a_run_that_begins_anew_tells_its_own(tmp_path: Path) -> None:
         (tmp_path / "positions.jsonl").unlink(missing_ok=True)
         PositionsFile(tmp_path).write(1.0, [name, *NAMES[1:]], POINTS)
         assert [frame["new"] for frame in frames(source)] == [[name, "b", "c"]]
-
-
-def test_without_snapshots_the_method_has_the_last_word(tmp_path: Path) -> None:
-    matrix = np.array([[1.0, 0.9, 0.1], [0.9, 1.0, 0.1], [0.1, 0.1, 1.0]], np.float32)
-    Similarity(tuple(NAMES), matrix, 3).save(tmp_path)
-    (frame,) = frames(RunSource(tmp_path))
-    assert (frame["new"], frame["lasting"]) == (NAMES, True)
-    PositionsFile(tmp_path).write(1.0, NAMES, POINTS)
-    assert [frame["lasting"] for frame in frames(RunSource(tmp_path))] == [False]

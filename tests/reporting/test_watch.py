@@ -52,7 +52,7 @@ def started(*arguments: str | Path) -> tuple[subprocess.Popen[str], str]:
     return process, found[0]
 
 
-def told(address: str, last: str) -> list[dict]:
+def pieces_of(address: str, last: str) -> list[dict]:
     """Return the pieces of a run until one has a table."""
     parts = urlsplit(address)
     connection = HTTPConnection(parts.netloc, timeout=60)
@@ -70,7 +70,7 @@ def told(address: str, last: str) -> list[dict]:
 def test_a_run_is_watched_until_ctrl_c(run: Path) -> None:
     process, address = started("watch", run, "--port", "0")
     assert urlsplit(address).hostname == "127.0.0.1"
-    assert told(address, "clients")[-1]["clients"] == {"name": ["a"]}
+    assert pieces_of(address, "clients")[-1]["clients"] == {"name": ["a"]}
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=30)
     assert process.returncode == 0
@@ -118,7 +118,7 @@ def test_with_the_fleets_certificates_the_page_speaks_https(run: Path, tmp_path:
     assert (process.returncode, output) == (0, "")
 
 
-def said(*arguments: str | Path) -> str:
+def output_of(*arguments: str | Path) -> str:
     with pytest.raises(UserError) as raised:
         CliRunner().invoke(app, [*map(str, arguments)], catch_exceptions=False)
     assert "\n" not in str(raised.value)
@@ -132,21 +132,21 @@ def test_bad_input_is_one_clear_line(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         taken_port = f"Cannot listen on 127.0.0.1:{port}: the port is in use. Choose another with"
-        assert f"{taken_port} --port " in said("watch", run, "--port", port)
+        assert f"{taken_port} --port " in output_of("watch", run, "--port", port)
         where = f"127.0.0.1:{port}"
         out = tmp_path / "new"
-        line = said("run", "--watch", "--watch-address", where, "--out", out)
+        line = output_of("run", "--watch", "--watch-address", where, "--out", out)
         assert f"{taken_port} --watch-address " in line
         assert not out.exists()
-    assert "does not exist" in said("watch", tmp_path / "nothing")
+    assert "does not exist" in output_of("watch", tmp_path / "nothing")
     (tmp_path / "empty").mkdir()
-    assert "holds no run" in said("watch", tmp_path / "empty")
+    assert "holds no run" in output_of("watch", tmp_path / "empty")
     (tmp_path / "file").write_text("x")
-    assert "is not a folder" in said("watch", tmp_path / "file")
-    assert "no address of this machine" in said("watch", run, "--host", "no.such.host.invalid")
+    assert "is not a folder" in output_of("watch", tmp_path / "file")
+    assert "no address of this machine" in output_of("watch", run, "--host", "no.such.host.invalid")
     for address in ("8321", ":8321", "localhost:", "localhost:99999", "localhost:x"):
-        assert "is not an address" in said("run", "--watch", "--watch-address", address)
-    assert "add --watch" in said("run", "--watch-address", "127.0.0.1:0")
+        assert "is not an address" in output_of("run", "--watch", "--watch-address", address)
+    assert "add --watch" in output_of("run", "--watch-address", "127.0.0.1:0")
     assert not list((tmp_path / "runs").iterdir())
 
 
@@ -156,7 +156,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict],
     out = tmp_path_factory.mktemp("watched") / "run"
     keys = ("--clients", "6", "--max-updates", "30", "--set", "workers=0", "--out", out)
     process, address = started("run", "--watch", "--watch-address", "127.0.0.1:0", *keys)
-    pieces = told(address, "ended")
+    pieces = pieces_of(address, "ended")
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 0, output
     return out, pieces, address

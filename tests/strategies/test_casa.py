@@ -150,7 +150,6 @@ def test_the_weight_of_an_update_is_that_of_its_own_cluster() -> None:
         assert strategy.applied([late])[0].weight == pytest.approx(weight, abs=1e-6)
 
 
-@pytest.mark.filterwarnings("ignore:Graph is not fully connected")
 @pytest.mark.parametrize(
     ("missing_pairs", "parts"),
     [

@@ -91,16 +91,19 @@ def test_a_round_by_hand() -> None:
     made = made_of(3)
     for client in ("c0", "c1", "c2"):
         made.on_answer(answer(client, [[5, 0], [0, 5]]))
-    works = [made.request_for("c0")]
-    made.on_sent(InFlight(0, "c0", 0, 0, 0, 0.0, 0, kind=TRAIN_WEIGHTED))
-    works.append(made.request_for("c0"))
+    made.scheduling.state.running = True
+    works = []
+    for number in range(2):
+        works.append(made.request_for("c0"))
+        made.scheduling.work_again("c0")
+        task = InFlight(number, "c0", works[-1].models[0], 0, 0, 0.0, 0, kind=TRAIN_WEIGHTED)
+        made.scheduling.sent(task, 0.0)
     assert [(work.kind, work.models) for work in works] == [
         (TRAIN_WEIGHTED, (0,)),
         (TRAIN_WEIGHTED, (1,)),
     ]
     assert [work.settings[WEIGHTED_BY] for work in works] == [0, 1]
-    made.on_sent(InFlight(0, "c0", 1, 0, 0, 0.0, 0, kind=TRAIN_WEIGHTED))
-    assert made._next_model("c0") is None
+    assert made.scheduling.next_model("c0") is None
     updates = [
         trained("c0", 0, 10, 1, 0),
         trained("c1", 0, 30, 5, 0),
@@ -112,7 +115,6 @@ def test_a_round_by_hand() -> None:
     assert made.models[0].vector.tolist() == [4, 0]
     assert made.models[1].vector.tolist() == [3, 3]
     assert [what.weight for what in applied] == [0.25, 0.75, 0.5, 0.5]
-    assert made._next_model("c0") == 0
 
 
 def test_clients_without_responsibilities_take_no_part() -> None:

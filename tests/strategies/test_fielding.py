@@ -16,7 +16,7 @@ from raceme.strategies import Fielding, FieldingParameters
 from raceme.strategies.fielding import best_clusters, moved_too_far, nearest_centre
 
 
-def tell(method: Fielding, client: str, *counts: int) -> None:
+def take_counts(method: Fielding, client: str, *counts: int) -> None:
     task = InFlight(0, client, 0, 0, 0, sent_at=0.0, bytes_down=0, kind=LABEL_COUNTS)
     numbers = {LABEL_COUNTS: np.array(counts)}
     method.on_answer(Answer(task, sum(counts), {}, numbers))
@@ -54,7 +54,7 @@ def four_clients(**options: float) -> Fielding:
     method = with_clients(Fielding(FieldingParameters(**options)), 4)
     method.progress.fleet.clients |= {f"c{i}": Client(f"c{i}", num_examples=10) for i in range(4)}
     for client, counts in enumerate([(10, 0), (9, 1), (0, 10), (1, 9)]):
-        tell(method, f"c{client}", *counts)
+        take_counts(method, f"c{client}", *counts)
     method._place()
     round_of(method, (1, 0), (1, 0), (0, 1), (0, 1))
     return method
@@ -64,14 +64,14 @@ def test_a_drifted_client_moves_alone() -> None:
     method = four_clients(reach=9.0)
     assert homes(method) == {"c0": 0, "c1": 0, "c2": 1, "c3": 1}
     first, second = method.clusters.main("c0"), method.clusters.main("c2")
-    tell(method, "c1", 0, 10)
+    take_counts(method, "c1", 0, 10)
     method._place()
     assert [method.clusters.main(f"c{i}") for i in range(4)] == [first, second, second, second]
     # The models are as they were.
     assert method.models[first].vector.tolist() == [1.0, 0.0]
     # A tenth of the samples has come and a tenth gone: with 0.3 no drift.
     settled = four_clients(tolerance=0.3)
-    tell(settled, "c0", 9, 1)
+    take_counts(settled, "c0", 9, 1)
     settled._place()
     assert not settled.state.cold
 
@@ -79,8 +79,8 @@ def test_a_drifted_client_moves_alone() -> None:
 def test_all_are_clustered_again_from_the_means_of_former_models() -> None:
     method = four_clients(reach=0.1)
     # Now c0 and c2, c1 and c3 are alike: each new cluster has one client of each former one.
-    tell(method, "c1", 0, 10)
-    tell(method, "c2", 10, 0)
+    take_counts(method, "c1", 0, 10)
+    take_counts(method, "c2", 10, 0)
     method._place()
     main = method.clusters.main
     assert main("c0") == main("c2") != main("c1") == main("c3")

@@ -100,6 +100,13 @@ def test_as_many_parts_as_clients_are_one_each_without_a_warning() -> None:
         assert partition(matrix, parts=4, seed=0).tolist() == [0, 1, 2, 3]
 
 
+def test_groups_without_any_similarity_are_divided_without_a_warning() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        labels = partition(blocks([2, 3], inside=0.9, across=0.0), parts=2, seed=0)
+    assert labels.tolist() == [0, 0, 1, 1, 1]
+
+
 def test_negative_similarity_is_no_edge() -> None:
     assert affinity(np.array([[1.0, -0.5], [-0.5, 1.0]])).tolist() == [[1.0, 0.0], [0.0, 1.0]]
 

@@ -247,6 +247,42 @@ def test_what_is_no_network_for_the_data_is_said(own: str, name: str, message: s
     assert "\n" not in str(caught.value)
 
 
+OWN_ERRORS = {
+    "nm.ReLU()": "NameError: name 'nm'",
+    "nn.Linear(64, 10, foo=3)": "TypeError: .*unexpected keyword argument 'foo'",
+    "nn.Linear(64, 10).weigth": "AttributeError: .*'weigth'",
+    "1 // 0": "ZeroDivisionError: ",
+    "{}['width']": "KeyError: 'width'",
+    "[][7]": "IndexError: list index out of range",
+}
+
+
+@pytest.mark.parametrize("in_forward", [False, True])
+@pytest.mark.parametrize("mistake", OWN_ERRORS)
+def test_a_mistake_in_a_users_network_is_no_misfit(
+    mistake: str, in_forward: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = f"mistaken_{list(OWN_ERRORS).index(mistake)}_{int(in_forward)}"
+    made, used = ("nn.Linear(64, 10)", mistake) if in_forward else (mistake, "x")
+    (tmp_path / f"{module}.py").write_text(
+        "from torch import nn\n\n\nclass Net(nn.Module):\n    def __init__(self):\n"
+        f"        super().__init__()\n        self.one = {made}\n\n"
+        f"    def forward(self, x):\n        return self.one({used})\n\n\n"
+        "def build(input_shape, num_classes):\n    return Net()\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    line = 10 if in_forward else 7
+    where = rf" \({module}\.py, line {line}\)\. Correct it there"
+    with pytest.raises(UserError, match=OWN_ERRORS[mistake] + ".*" + where) as caught:
+        models.build(f"{module}:build", (64,), 10)
+    assert "token" not in str(caught.value)
+
+
+def test_the_hint_at_tokens_is_for_tokens(own: str) -> None:
+    with pytest.raises(UserError, match=r"multiplied \(2x64 and 63x10\)\.$"):
+        models.build(f"{own}:wrong_input", (1, 8, 8), 10)
+
+
 def test_buffers_may_be_masks_and_may_be_assigned_in_training(own: str) -> None:
     network = models.Network(models.build(f"{own}:masked", (64,), 10))
     record = models.initial_arrays(RunConfig(model=f"{own}:masked"), DataShape((64,), 10))

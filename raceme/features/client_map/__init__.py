@@ -8,10 +8,14 @@ from raceme.core.options import option
 
 POSITIONS = "positions.jsonl"
 """The file with the positions, in the folder of a run."""
+FILES = (POSITIONS,)
+"""What the feature writes there."""
 
 
 @dataclass(frozen=True)
 class Options:
     """Switches the map on."""
 
-    client_map: bool = option(True, "record the positions of clients for the map of `raceme watch`")
+    client_map: bool = option(
+        True, "record the positions of clients for the map of `raceme watch`", affects_results=False
+    )

@@ -25,9 +25,10 @@ from raceme.features.client_map import POSITIONS
 # -----------------------------------------------------------------------------
 # Clients as points, close for similar models.
 #
-# Classical multidimensional scaling (Torgerson 1952) of the distances √(2 (1 − similarity)) into
-# four dimensions, turned and mirrored so that it lies as the one before (orthogonal Procrustes):
-# a map stays steady. Four groups that are all as different fit into no plane, so that for the
+# Principal components of the clients' unit vectors in four dimensions, turned and mirrored so that
+# they lie as those before (orthogonal Procrustes): a map stays steady. This is classical
+# multidimensional scaling (Torgerson 1952) of the distances √(2 (1 − cosine)). Four groups that are
+# all as different fit into no plane, so that for the
 # screen it is laid flat as a whole, with distances as nearly as can be (SMACOF: de Leeuw 1977).
 # -----------------------------------------------------------------------------
 
@@ -37,38 +38,12 @@ DIMENSIONS = 4
 _MOST_FLATTENED = 400
 """Maximum number of clients flattened; more are shown by their first two dimensions."""
 _TURNS = 60
-_SHOWN = 200
-"""Maximum number of landmarks, by which further clients are placed."""
-
-
-def positions(similarity: NDArray[np.floating]) -> Points:
-    """Return a position for each client.
-
-    Parameters
-    ----------
-    similarity : ndarray
-        Cosines; NaN for unknown pairs, which get the mean distance. Shape (n, n).
-
-    Returns
-    -------
-    ndarray
-        Centred, with a mean square distance from the centre of 1, unless all are the same. Shape
-        (n, 4).
-    """
-    known = np.asarray(similarity, np.float64)
-    known = np.where(np.isfinite(known), known, known.T)
-    finite = np.isfinite(known)
-    mean = float(known[finite].mean()) if finite.any() else 1.0
-    squares = np.maximum(2.0 * (1.0 - np.where(finite, known, mean)), 0.0)
-    squares = (squares + squares.T) / 2
-    np.fill_diagonal(squares, 0.0)
-    return _scaled(_torgerson(squares))
 
 
 def positions_of_rows(rows: NDArray[np.floating]) -> Points:
     """Return a position for each client by principal components of its vector.
 
-    Equal to :func:`positions` of the rows' cosines, computed from the smaller Gram matrix.
+    They are computed from the smaller Gram matrix.
 
     Parameters
     ----------
@@ -78,7 +53,8 @@ def positions_of_rows(rows: NDArray[np.floating]) -> Points:
     Returns
     -------
     ndarray
-        As :func:`positions`. Shape (n, 4).
+        Centred, with a mean square distance from the centre of 1, unless all are the same. Shape
+        (n, 4).
     """
     known = np.asarray(rows, np.float64)
     # Overflowed models have no position and must not affect others.
@@ -93,31 +69,6 @@ def positions_of_rows(rows: NDArray[np.floating]) -> Points:
         _, directions = np.linalg.eigh(centred.T @ centred)
         points = centred @ directions[:, -DIMENSIONS:]
     return _scaled(_widened(points[:, ::-1]))
-
-
-def _torgerson(squares: Points) -> Points:
-    """Return the principal axes of squared distances, of landmarks if many.
-
-    Every client is placed by its distances to the landmarks (de Silva and Tenenbaum 2004).
-    """
-    n = len(squares)
-    chosen = evenly_spread(n, _SHOWN)
-    inner = squares[np.ix_(chosen, chosen)]
-    means = inner.mean(axis=0) if len(inner) else np.zeros(0)
-    centred = -0.5 * (inner - means[:, None] - means[None, :] + (means.mean() if n else 0.0))
-    values, vectors = np.linalg.eigh(centred)
-    top = values[-DIMENSIONS:][::-1]
-    # Degenerate distances have axes of zero length.
-    lengths = np.where(top > 1e-9 * max(top.max(initial=0.0), 1e-9), top, np.inf)
-    directions = vectors[:, -DIMENSIONS:][:, ::-1]
-    points = -0.5 * (squares[:, chosen] - means) @ (directions / np.sqrt(lengths))
-    points = _widened(points)
-    return np.asarray(points - points.mean(axis=0) if n else points)
-
-
-def evenly_spread(count: int, most: int) -> NDArray[np.int64]:
-    """Return at most `most` of `count` indices, evenly spread, first and last included."""
-    return np.linspace(0, count - 1, min(count, most)).round().astype(np.int64)
 
 
 def _widened(points: Points) -> Points:

@@ -7,12 +7,13 @@ import errno
 import io
 import json
 import os
+import secrets
 import signal
 import socket
 import ssl
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from http.cookies import CookieError, SimpleCookie
@@ -28,7 +29,7 @@ from starlette.responses import PlainTextResponse, RedirectResponse, Response, S
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from raceme.core.errors import UserError
+from raceme.core.errors import UserError, plural
 from raceme.flower.ports import (
     Access,
     Listener,
@@ -39,6 +40,7 @@ from raceme.flower.ports import (
     new_token,
     read_body,
 )
+from raceme.records.folder import read_note, remove_run, saved_in, write_note
 from raceme.reporting.dashboard import ASSETS, live_page, read_asset
 from raceme.reporting.dashboard.source import FolderSource, Watched
 
@@ -209,15 +211,17 @@ class Dashboard:
 
     Parameters
     ----------
-    sources : Callable
-        Takes the name of a run in a comparison, empty for the folder itself, and returns its
-        source; None if there is no such run.
+    watched : Watched
+        What the page shows.
     access : Access
         Names and the token that requests must have.
+    edits : str
+        Secret of the address at which notes are written and runs deleted; empty if the page only
+        shows. Whoever else uses this machine may look at a page without a token.
     """
 
-    def __init__(self, sources: Callable[[str], FolderSource | None], access: Access) -> None:
-        self._sources = sources
+    def __init__(self, watched: Watched, access: Access, edits: str = "") -> None:
+        self._watched, self._access, self._edits = watched, access, edits
         self._feeds: dict[str, Feed] = {}
         self._closing = False
         self.app = Starlette(
@@ -225,6 +229,7 @@ class Dashboard:
                 Route("/", self._page),
                 Route("/events", self._events),
                 Route("/assets/{name:path}", self._asset),
+                *(Route(f"/{name}", self._edit, methods=["POST"]) for name in _EDITS),
             ],
             middleware=[Middleware(AccessMiddleware, access=access)],
         )
@@ -247,6 +252,39 @@ class Dashboard:
             return PlainTextResponse("There is no such file.\n", 404)
         return Response(read_asset(name), media_type=ASSETS[name])
 
+    async def _edit(self, request: Request) -> Response:
+        """Write a run's note, list the files of a run, or delete it."""
+        name = request.query_params.get("run", "")
+        folder, edit = self._watched.run(name), request.url.path.strip("/")
+        if not self._may_edit(request):
+            return PlainTextResponse("Open the address that `raceme watch` printed.\n", 403)
+        if folder is None:
+            return PlainTextResponse("There is no such run.\n", 404)
+        if edit == "delete" and "/" in name:
+            said = "It is part of a comparison, which would miss it: delete the folder of that.\n"
+            return PlainTextResponse(said, 409)
+        body = await read_body(request.stream(), _LONGEST_EDIT)
+        if body is None:
+            return PlainTextResponse("This is too long for a note.\n", 400)
+        text = body.decode("utf-8", "replace")
+        try:
+            said = await asyncio.to_thread(_EDITS[edit], folder, text)
+        except UserError as error:
+            return PlainTextResponse(f"{error}\n", 409)
+        return PlainTextResponse(said)
+
+    def _may_edit(self, request: Request) -> bool:
+        """Return whether a request is that of a page which was opened at the printed address.
+
+        A page of another site may send requests here: browsers say its origin, and it does not
+        know the secret.
+        """
+        scheme = "https" if self._access.is_secure else "http"
+        own = f"{scheme}://{request.headers.get('host', '')}"
+        given = request.headers.get("raceme-edits", "").encode()
+        is_known = secrets.compare_digest(given, self._edits.encode())
+        return bool(self._edits) and is_known and request.headers.get("origin") == own
+
     async def _events(self, request: Request) -> Response:
         name = request.query_params.get("run", "")
         feed = self._feed(name)
@@ -259,7 +297,7 @@ class Dashboard:
 
     def _feed(self, name: str) -> Feed | None:
         if name not in self._feeds:
-            source = self._sources(name)
+            source = self._watched.source(name)
             if source is None:
                 return None
             self._feeds[name] = Feed(source)
@@ -296,6 +334,35 @@ class Dashboard:
                     silent = 0.0
                     yield ": \n\n"
             yield _event("closed", "{}", generation, sent)
+
+
+_LONGEST_EDIT = 4096
+
+
+def _note(folder: Path, text: str) -> str:
+    write_note(folder, text)
+    return read_note(folder)
+
+
+def _contents(folder: Path, text: str) -> str:
+    """Return the files of a run on lines, the first its folder and its size."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    size = sum(path.lstat().st_size for path in files)
+    said = f"{folder.absolute()} ({plural(len(files), 'file')}, {size / 1e6:,.1f} MB)"
+    return "\n".join([said, *saved_in(folder)])
+
+
+def _delete(folder: Path, text: str) -> str:
+    remove_run(folder)
+    return ""
+
+
+_EDITS: Mapping[str, Callable[[Path, str], str]] = {
+    "note": _note,
+    "contents": _contents,
+    "delete": _delete,
+}
+"""What a page may change, and what it asks before it does."""
 
 
 def _seen(text: str) -> tuple[int, int]:
@@ -350,17 +417,20 @@ def bind(host: str, port: int, option: str = "--port") -> socket.socket:
         raise UserError(f"Cannot listen on {host}:{port}: {error.strerror}.") from None
 
 
-def address_of(listening: socket.socket, access: Access) -> str:
+def address_of(listening: socket.socket, access: Access, edits: str = "") -> str:
     """Return the address of the page, for a person to open.
 
-    The token is behind a ``#``: a browser sends that to no server, so that no log has it.
+    The token, or the secret of a page that edits, is behind a ``#``: a browser sends that to no
+    server, so that no log has it.
     """
     host, port = listening.getsockname()[:2]
     if host in ("0.0.0.0", "::"):
         host = next((name for name in access.names if "*" not in name), _own_address())
     shown = f"[{host}]" if ":" in host else host
     address = f"{'https' if access.is_secure else 'http'}://{shown}:{port}/"
-    return address + (f"#token={access.token}" if access.token else "")
+    if access.token:
+        return f"{address}#token={access.token}"
+    return address + (f"#edit={edits}" if edits else "")
 
 
 def _own_address() -> str:
@@ -395,6 +465,7 @@ def serve(
     watched: Watched,
     access: Access,
     until: Callable[[], Coroutine[Any, Any, None]],
+    edits: str = "",
 ) -> None:
     """Serve the page.
 
@@ -408,8 +479,10 @@ def serve(
         Names and the token that requests must have, and the certificate for HTTPS.
     until : Callable
         Returns when it is to end.
+    edits : str
+        Secret with which the page writes notes and deletes runs.
     """
-    dashboard = Dashboard(watched.source, access)
+    dashboard = Dashboard(watched, access, edits)
     asyncio.run(_serve(dashboard, listening, access.tls(), until))
 
 

@@ -9,6 +9,7 @@ import secrets
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -18,28 +19,27 @@ import numpy as np
 from raceme.core import events
 from raceme.core.config import CONFIG, read_toml
 from raceme.core.errors import UserError
-from raceme.core.events import Event, EventHandler, Membership
+from raceme.core.events import Event, EventHandler, Placement
 from raceme.core.files import ReadingError, Stamp, check_folder, file_stamp, parse_json, read_text
 from raceme.features.client_map.positions import (
     SCALE,
     PositionsReader,
     Snapshot,
     flattened,
-    positions,
     steps_of,
 )
 from raceme.records.folder import (
     COMPARISON,
     CONTROL,
     ERROR,
-    SIMILARITY,
+    NOTE,
     STORE,
     SUMMARY,
     WALL_TIMES,
     has_writer,
+    read_note,
 )
 from raceme.records.record import History, read_wall_times
-from raceme.records.similarity import read_similarity
 from raceme.records.store import StoreFollower, plain
 from raceme.records.summary import RunSummary, finite
 from raceme.reporting.streams import Epoch, Streams
@@ -106,8 +106,8 @@ class Columns(EventHandler):
         self._evaluations = 0
         self._numbers: dict[str, dict[str, int]] = {"clients": {}, "reasons": {}, "measures": {}}
         self._summary = RunSummary()
-        # Separate from the summary's, which does not record moved clients.
-        self._membership = Membership()
+        self._moved: list[Placement] = []
+        self._groups: dict[str, int | None] = {}
         self._history = History()
         self._streams = Streams(lambda time: time / _MOST_EPOCHS)
         self._epochs: list[Epoch] = []
@@ -118,7 +118,7 @@ class Columns(EventHandler):
 
     def observe(self, event: Event) -> None:
         """Process an event."""
-        self._summary.observe(event)
+        self._moved = self._summary.observe(event)
         if type(event) in _ROW_EVENTS:
             table, columns = _ROW_EVENTS[type(event)]
             told = {name: self._field(of, getattr(event, of)) for name, of in columns.items()}
@@ -135,6 +135,7 @@ class Columns(EventHandler):
     def on_client_joined(self, event: events.ClientJoined) -> None:
         """Send that a client is online, with its data."""
         client, group = self._client(event.client), _shown(event.group)
+        self._groups[event.client] = event.group
         self._add("presence", event.time, client=client, online=1)
         self._add("greetings", event.time, client=client, examples=event.num_examples, group=group)
         if event.labels:
@@ -177,14 +178,13 @@ class Columns(EventHandler):
             scores=self._scores({name: score[1] for name, score in scores.items()}),
         )
         for client, group in event.groups.items():
-            if group != self._membership.groups.get(client):
+            if group != self._groups.get(client):
+                self._groups[client] = group
                 self._add("groups", event.time, client=self._client(client), group=int(group))
-        self._membership.observe(event)
         self._send_clusters(event.time)
 
     def on_clusters_changed(self, event: events.ClustersChanged) -> None:
         """Send the change and the moved clients."""
-        placements = self._membership.observe(event)
         self._add(
             "changes",
             event.time,
@@ -192,11 +192,11 @@ class Columns(EventHandler):
             kind=event.change.value,
             gone=list(map(int, event.gone)),
             made=list(map(int, event.made)),
-            moved=len(placements),
+            moved=len(self._moved),
             score=_short(event.score),
             threshold=_short(event.threshold),
         )
-        for placed in placements:
+        for placed in self._moved:
             self._history.observe(placed)
             self._epochs += self._streams.observe(placed)
             weights = {str(k): _short(weight) for k, weight in placed.weights.items()}
@@ -478,9 +478,7 @@ class RunSource(FolderSource):
             self._snapshots += 1
             stride = 1 + self._sent_positions // self._most_positions
             if (self._snapshots - 1) % stride == 0:
-                self._send_snapshot(snapshot, lasting=False)
-        if self._is_new(SIMILARITY) and not self._snapshots:
-            self._send_similarity()
+                self._send_snapshot(snapshot)
         if self._is_new(WALL_TIMES):
             rows = read_wall_times(self.folder)[self._walls :]
             if rows:
@@ -488,15 +486,8 @@ class RunSource(FolderSource):
                 times, walls = (list(column) for column in zip(*rows, strict=True))
                 self._send({"walls": {"time": times, "wall": walls}})
 
-    def _send_similarity(self) -> None:
-        """Send client positions from the method's final similarity."""
-        found = read_similarity(self.folder)
-        if found is not None and len(found.clients):
-            points = steps_of(positions(found.matrix))
-            self._send_snapshot(Snapshot(self._columns.now, found.clients, points), lasting=True)
-
-    def _send_snapshot(self, snapshot: Snapshot, *, lasting: bool) -> None:
-        """Send client positions from a time on, or for all times."""
+    def _send_snapshot(self, snapshot: Snapshot) -> None:
+        """Send client positions from a time on."""
         new = [client for client in snapshot.clients if client not in self._placed]
         self._placed |= {name: len(self._placed) + index for index, name in enumerate(new)}
         self._sent_positions += len(snapshot.clients)
@@ -504,7 +495,6 @@ class RunSource(FolderSource):
         self._flat.update(zip(snapshot.clients, flat.tolist(), strict=True))
         frame = {
             "time": snapshot.time,
-            "lasting": lasting,
             "new": new,
             "clients": [self._placed[client] for client in snapshot.clients],
             "points": base64.b64encode(steps_of(flat).tobytes()).decode(),
@@ -565,17 +555,19 @@ class Watched:
     """
 
     def __init__(self, folder: Path, comparison: bool) -> None:
-        self._folder = folder
         self._top = ComparisonSource(folder) if comparison else RunSource(folder)
 
     def source(self, name: str) -> FolderSource | None:
         """Return the source of a comparison's run by name, or of all runs without a name."""
         if not name:
             return self._top
+        folder = self.run(name)
+        return None if folder is None else RunSource(folder)
+
+    def run(self, name: str) -> Path | None:
+        """Return the folder of one of several runs by name."""
         # Names are those found in the folder, which excludes other paths.
-        if isinstance(self._top, ComparisonSource) and name in self._top.found():
-            return RunSource(self._folder / name)
-        return None
+        return self._top.found().get(name) if isinstance(self._top, ComparisonSource) else None
 
 
 class ComparisonSource(FolderSource):
@@ -586,6 +578,8 @@ class ComparisonSource(FolderSource):
         title = {"title": folder.name, "name": folder.name}
         self._send({"run": title, "comparison": {}})
         self._runs: dict[str, _Curve] = {}
+        self._begun: list[str] = []
+        self._differing: list[str] = []
 
     def found(self) -> dict[str, Path]:
         """Return the folders of runs that there are now, by name."""
@@ -599,16 +593,25 @@ class ComparisonSource(FolderSource):
 
     def poll(self) -> bool:
         """Read what has come to all runs; return whether there is more already."""
-        more, troubles, told = False, [], {}
-        for name, path in self.found().items():
+        more, troubles, told = False, [], dict[str, Any]()
+        found = self.found()
+        for name in [name for name in self._runs if name not in found]:
+            # Deleted: a browser forgets it.
+            del self._runs[name]
+            told[name] = None
+        for name, path in found.items():
             if name not in self._runs:
                 self._runs[name] = _Curve(path, name)
-            run = self._runs[name]
             try:
-                more |= run.poll()
+                more |= self._runs[name].poll()
             except UserError as error:
                 troubles.append(str(error))
-            news = run.take()
+        begun = [name for name, run in self._runs.items() if run.config]
+        if begun != self._begun:
+            self._begun = begun
+            self._differing = differing_settings([self._runs[name].config for name in begun])
+        for name, run in self._runs.items():
+            news = run.take(self._differing)
             if news:
                 told[name] = news
         self.trouble = troubles[0] if troubles else ""
@@ -617,7 +620,31 @@ class ComparisonSource(FolderSource):
         return more
 
 
-_CURVE = (events.UpdateApplied, events.Evaluated, events.ClustersChanged, events.RunEnded)
+_COLUMNS = ("strategy", "dataset", "seed")
+"""Settings that always have a column."""
+
+
+def differing_settings(configs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the keys whose values differ among runs on one dataset.
+
+    Many defaults are the dataset's: that they differ between two datasets says nothing. A key of a
+    method's own differs if the runs that have it do.
+    """
+    values: defaultdict[tuple[str, Any], set[str]] = defaultdict(set)
+    for config in configs:
+        for key, value in config.items():
+            values[key, config.get("dataset")].add(repr(value))
+    found = {key: None for (key, _), held in values.items() if len(held) > 1}
+    return [key for key in found if key not in _COLUMNS]
+
+
+_CURVE = (
+    events.UpdateApplied,
+    events.AnswerTaken,
+    events.Evaluated,
+    events.ClustersChanged,
+    events.RunEnded,
+)
 
 
 class _Curve(EventHandler):
@@ -627,6 +654,9 @@ class _Curve(EventHandler):
         self._folder, self._name = folder, name
         self._follower = StoreFollower(folder)
         self._has_writer = True
+        self._noted: Stamp | None = None
+        self._note = ""
+        self.config: Mapping[str, Any] = {}
         self._begin()
 
     def _begin(self) -> None:
@@ -639,9 +669,13 @@ class _Curve(EventHandler):
     def poll(self) -> bool:
         """Read new events; return whether there are more."""
         self._has_writer = has_writer(self._folder)
+        stamp = file_stamp(self._folder / NOTE)
+        if stamp != self._noted:
+            self._noted, self._note = stamp, read_note(self._folder)
         reading = self._follower.read()
         if reading.restarted:
             self._begin()
+        self._read_config()
         for event in reading.events:
             # Measures and uploads are for the run's own page.
             if type(event) in _CURVE:
@@ -659,15 +693,24 @@ class _Curve(EventHandler):
         ):
             self._points[name].append(value if value == value else None)
 
-    def take(self) -> Mapping[str, Any]:
-        """Return what is new, ready for JSON; nothing if nothing is."""
-        summary = self._summary
+    def take(self, settings: Sequence[str]) -> Mapping[str, Any]:
+        """Return what is new, ready for JSON; nothing if nothing is.
+
+        Parameters
+        ----------
+        settings : Sequence[str]
+            Keys that are told, if the run has them.
+        """
+        summary, config = self._summary, self.config
         state = {
-            **self._about(),
+            **self._known,
+            "settings": {key: _setting(config[key]) for key in settings if key in config},
             "state": self._word(),
             "updates": summary.updates,
             "clusters": summary.clusters,
             "best": finite(summary.best_accuracy),
+            "bytes": summary.traffic.total("down") + summary.traffic.total("up"),
+            "note": self._note,
         }
         told = {name: value for name, value in state.items() if self._last.get(name) != value}
         self._last = state
@@ -677,20 +720,21 @@ class _Curve(EventHandler):
             self._anew, told["anew"] = False, True
         return told
 
-    def _about(self) -> dict[str, Any]:
-        """Return metadata from the run's path and configuration."""
+    def _read_config(self) -> None:
+        """Read the configuration once there is one, and the rest of the run's path."""
         if self._known.get("started"):
-            return self._known
-        try:
-            config: Mapping[str, Any] = read_toml(self._folder / CONFIG)
+            return
+        started = 0.0
+        with suppress(UserError, OSError):
+            self.config = read_toml(self._folder / CONFIG)
             started = (self._folder / CONFIG).stat().st_mtime
-        except (UserError, OSError):
-            config, started = {}, 0.0
+        config = self.config
         above, _, seed = self._name.rpartition("/seed-")
         case, _, method = above.rpartition("/")
         self._known = {
             "case": case,
             "method": method or config.get("strategy", ""),
+            "strategy": config.get("strategy"),
             "dataset": config.get("dataset"),
             "label": f"{method}, seed {seed}" if method else self._name,
             "seed": config.get("seed"),
@@ -698,7 +742,6 @@ class _Curve(EventHandler):
             "started": round(started),
             "planned": config.get("max-updates"),
         }
-        return self._known
 
     def _word(self) -> str:
         if (self._folder / ERROR).is_file():
@@ -708,3 +751,8 @@ class _Curve(EventHandler):
         if self._summary.ending is not None:
             return "ended"
         return "running" if self._has_writer or not self._known.get("started") else "stopped"
+
+
+def _setting(value: Any) -> Any:
+    """Return a setting for JSON, which has no infinity."""
+    return value if isinstance(value, bool | int | str) or math.isfinite(value) else str(value)

@@ -400,7 +400,7 @@ class CFAACL(FAACL):
         request = state.requests.get(client)
         if request is None or (answer.task.kind == keys.LEND) != (state.stage == LENDING):
             raise InvalidReplyError("it came after the search")
-        self._forget_what_is_lost(client, request, answer.numbers.keys())
+        self._drop_lost_steps(client, request, answer.numbers.keys())
         if state.stage == LENDING:
             state.lent[client] = dict(answer.numbers)
             return
@@ -410,10 +410,8 @@ class CFAACL(FAACL):
             if name in answer.numbers
         }
 
-    def _forget_what_is_lost(
-        self, client: str, request: ConceptRequest, there: Iterable[str]
-    ) -> None:
-        """Note that a client remembers steps no more: it was set up anew, say."""
+    def _drop_lost_steps(self, client: str, request: ConceptRequest, there: Iterable[str]) -> None:
+        """Drop the steps that a client no longer remembers, e.g. after a new installation."""
         known = set(there)
         for step in request.steps:
             name = numbered(keys.MEMORY, step)

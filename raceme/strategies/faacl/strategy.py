@@ -28,7 +28,7 @@ from scipy.stats import wilcoxon
 from raceme.core import messages as names
 from raceme.core.clients import Client
 from raceme.core.clusters import Clusters, Model
-from raceme.core.errors import UserError, about
+from raceme.core.errors import UserError, about, plural
 from raceme.core.events import Measured, MeasureSchema
 from raceme.core.messages import Vector, forward_cost, kept_for_validation
 from raceme.core.options import option
@@ -359,8 +359,8 @@ def compared(answer: Answer, alpha: float) -> dict[int, NDArray[np.float64]]:
     measured, needed = losses_of(answer, len(asked)), fewest_samples(alpha)
     if measured.shape[1] < needed:
         raise InvalidReplyError(
-            f"it has {measured.shape[1]} samples for validation, and a test at level {alpha:g} "
-            f"needs {needed}"
+            f"it has {plural(measured.shape[1], 'sample')} for validation, and a test at "
+            f"level {alpha:g} needs {needed}"
         )
     return dict(zip(asked, measured, strict=True))
 
@@ -401,10 +401,10 @@ class FindsSupport(Method):
         kept = kept_for_validation(client.num_examples, validation_share(self))
         if client.num_examples and kept < needed:
             log.warning(
-                "%s keeps %d samples for validation, and a test at level %g needs %d: no other "
+                "%s keeps %s for validation, and a test at level %g needs %d: no other "
                 "model can support its cluster. Raise validation-share or alpha.",
                 client.client_id,
-                kept,
+                plural(kept, "sample"),
                 self.parameters.alpha,
                 needed,
                 extra=about(client.client_id),
@@ -442,7 +442,7 @@ SUPPORTERS = MeasureSchema(
     ("supporters",),
     per="cluster",
     summary="column",
-    figure="graph",
+    figure="none",
 )
 """Supporters of each supported cluster, ascending."""
 
@@ -474,15 +474,12 @@ class FAACLState(SupportState):
         Whether clusters are compared before the next round.
     has_settled : bool
         Whether the clusters were final once; from then on all clients train in every round.
-    begun : dict[str, dict[int, bool]]
-        Models that each client trains or has trained in this round.
     losses : dict[str, dict[int, NDArray]]
         Losses of the present models, by client and cluster.
     """
 
     is_due: bool = False
     has_settled: bool = False
-    begun: dict[str, dict[int, bool]] = field(default_factory=dict)
     losses: dict[str, dict[int, NDArray[np.float64]]] = field(default_factory=dict)
 
 
@@ -500,7 +497,7 @@ class FAACL(FindsSupport):
         return InRounds(
             participants=self._participants,
             sampling=self.parameters.sampling,
-            again=lambda client: self._next_model(client) is not None,
+            models=self._models_of,
             queries=self._queries,
         )
 
@@ -528,28 +525,20 @@ class FAACL(FindsSupport):
 
     def _training(self, client: str) -> Request:
         """Return the training of a client's next model in this round."""
-        model = self._next_model(client)
+        model = self.scheduling.next_model(client)
         return Request(client, models=None if model is None else (model,))
 
-    def on_sent(self, task: InFlight) -> None:
-        """Record the model that a client trains."""
-        if task.kind in names.TRAINING:
-            self.state.begun.setdefault(task.client, {})[task.cluster] = True
-
-    def _next_model(self, client: str) -> int | None:
-        """Return a client's next model in this round; None if there is none."""
-        state, begun = self.state, self.state.begun.get(client, {})
-        if client in state.cold:
-            return None
-        own = state.supported.trained_by(self.clusters.main(client))
-        return next((model for model in own if model not in begun), None)
+    def _models_of(self, client: str) -> Sequence[int]:
+        """Return the models that a client trains in a round; a cold one only makes its first."""
+        if client in self.state.cold:
+            return ()
+        return self.state.supported.trained_by(self.clusters.main(client))
 
     def aggregate(self, updates: Sequence[Update]) -> Outcomes:
         """Add new clients; average the updates of each model."""
         state = self.state
         new = [update for update in updates if self._is_new(update)]
         others = [update for update in updates if not self._is_new(update)]
-        state.begun = {}
         state.is_due = bool(others) and not state.supported.is_settled
         averaged = average_by_cluster(self.clusters, others, home=lambda u: u.task.cluster)
         return {**averaged, **self._take_new(new)}

@@ -33,7 +33,6 @@ from raceme.core.messages import COMPUTE_SCALE, Vector, forward_cost, to_array
 from raceme.core.options import option
 from raceme.core.requests import (
     Answer,
-    InFlight,
     InvalidReplyError,
     Outcomes,
     Request,
@@ -71,13 +70,10 @@ class FedRCState:
         Shape (K, classes).
     assigned : dict[str, bool]
         Clients that have stated them since the last round.
-    begun : dict[str, dict[int, bool]]
-        Models that each participant trains or has trained in this round.
     """
 
     masses: dict[str, NDArray[np.float64]] = field(default_factory=dict)
     assigned: dict[str, bool] = field(default_factory=dict)
-    begun: dict[str, dict[int, bool]] = field(default_factory=dict)
 
 
 class FedRC(Method):
@@ -99,7 +95,7 @@ class FedRC(Method):
         return InRounds(
             participants=self._participants,
             sampling=self.parameters.sampling,
-            again=lambda client: self._next_model(client) is not None,
+            models=lambda client: self.models,
             queries=self._queries,
         )
 
@@ -167,7 +163,6 @@ class FedRC(Method):
 
     def _participants(self, online: Sequence[Client], rng: np.random.Generator) -> Sequence[Client]:
         """Select from the clients with responsibilities; from all if there are none."""
-        self.state.begun = {}
         able = [client for client in online if client.client_id in self.state.assigned]
         return self.scheduling.pick(
             able or online, self.parameters.participants(len(able or online)), rng
@@ -175,25 +170,16 @@ class FedRC(Method):
 
     def request_for(self, client: str) -> Request:
         """Return the weighted training of a client's next model."""
-        model = self._next_model(client)
+        model = self.scheduling.next_model(client)
         if model is None or client not in self.state.assigned:
             # Without responsibilities a client cannot train; it takes part in the next round.
             return self._assign(client)
         settings = {WEIGHTED_BY: list(self.models).index(model)}
         return Request(client, TRAIN_WEIGHTED, models=(model,), settings=settings)
 
-    def _next_model(self, client: str) -> int | None:
-        begun = self.state.begun.get(client, {})
-        return next((model for model in self.models if model not in begun), None)
-
-    def on_sent(self, task: InFlight) -> None:
-        """Record the model that a client trains."""
-        if task.kind == TRAIN_WEIGHTED:
-            self.state.begun.setdefault(task.client, {})[task.cluster] = True
-
     def aggregate(self, updates: Sequence[Update]) -> Outcomes:
         """Average each model over its clients: θ_k ← Σ n_i θ_ik / Σ n_i."""
-        self.state.begun, self.state.assigned = {}, {}
+        self.state.assigned = {}
         return average_by_cluster(self.clusters, updates, home=lambda update: update.task.cluster)
 
 

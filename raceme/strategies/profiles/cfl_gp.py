@@ -83,7 +83,7 @@ class CFLGPState(QueryState):
         m: criterion model of this clustering round.
     clustered : int
         Number of the last clustering round, from 0; −1 before the first.
-    heard : dict[str, bool]
+    answered : dict[str, bool]
         Clients with a gradient in this clustering round.
     coordinates : NDArray[np.int64]
         Weights stored in profiles; empty for all.
@@ -92,7 +92,7 @@ class CFLGPState(QueryState):
     profiles: dict[str, dict[int, Vector]] = field(default_factory=dict)
     criterion: int = 0
     clustered: int = -1
-    heard: dict[str, bool] = field(default_factory=dict)
+    answered: dict[str, bool] = field(default_factory=dict)
     coordinates: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
 
 
@@ -158,7 +158,7 @@ class CFLGP(QueriesFirst):
 
     def _is_to_answer(self, client: str) -> bool:
         state = self.state
-        return not state.heard.get(client, False) and self._has_tries(client)
+        return not state.answered.get(client, False) and self._has_tries(client)
 
     def _question(self, client: str) -> Request:
         """Return the computation of a client's gradient at the criterion model."""
@@ -194,13 +194,13 @@ class CFLGP(QueriesFirst):
         blocks[criterion] = new.astype(np.float32)
         if not rounds.running and answer.task.version == self.models[answer.task.cluster].version:
             # The criterion model has not changed since the query.
-            state.heard[client] = criterion == state.criterion
+            state.answered[client] = criterion == state.criterion
         state.asked.pop(client, None)
 
     def _cluster(self, number: int) -> None:
         """Cluster the profiles, reassign clients, and choose the next criterion model."""
         state, options = self.state, self.parameters
-        state.clustered, state.heard = number, {}
+        state.clustered, state.answered = number, {}
         clients = list(state.profiles)
         if not clients:
             return

@@ -81,7 +81,7 @@ class FLUXState(QueryState):
         ``"newcomers"``.
     scored : int
         Number of rounds before the last scores.
-    heard : dict[str, bool]
+    answered : dict[str, bool]
         Clients that have answered in this phase.
     correct : dict[str, float]
         Accuracy of each client in this phase.
@@ -101,7 +101,7 @@ class FLUXState(QueryState):
 
     phase: str = "scores"
     scored: int = 0
-    heard: dict[str, bool] = field(default_factory=dict)
+    answered: dict[str, bool] = field(default_factory=dict)
     correct: dict[str, float] = field(default_factory=dict)
     accuracies: list[float] = field(default_factory=list)
     most: float = 0.0
@@ -155,7 +155,7 @@ class FLUX(QueriesFirst):
         state = self.state
         if state.phase == "newcomers" and self.clusters.is_placed(client):
             return False
-        return client not in state.heard and self._has_tries(client)
+        return client not in state.answered and self._has_tries(client)
 
     def _question(self, client: str) -> Request:
         """Return a query for the accuracy, the largest latent feature, or the descriptors."""
@@ -195,12 +195,12 @@ class FLUX(QueriesFirst):
             if not -names.LARGEST <= most <= names.LARGEST:
                 raise InvalidReplyError(f"it must state a finite '{LATENT_MOST}'")
             if in_time:
-                state.most = max(state.most, most) if state.heard else most
+                state.most = max(state.most, most) if state.answered else most
         else:
             shape = (None, 2, self.parameters.dimensions)
             self._describe(client, answer.array(DESCRIPTORS, shape, most=_MOST))
         if in_time:
-            state.heard[client] = True
+            state.answered[client] = True
 
     def _describe(self, client: str, stated: NDArray[np.float64]) -> None:
         """Store descriptors, or assign a newcomer to the nearest cluster by overall moments."""
@@ -224,14 +224,14 @@ class FLUX(QueriesFirst):
             return self._begin("range")
         if state.phase == "range":
             # Without an answer there are no descriptors: the common model remains.
-            return bool(state.heard) and self._begin("descriptors")
+            return bool(state.answered) and self._begin("descriptors")
         if state.phase == "descriptors" and state.descriptors:
             self._cluster()
             return self._begin("newcomers")
         return False
 
     def _begin(self, phase: str) -> bool:
-        self.state.phase, self.state.asked, self.state.heard = phase, {}, {}
+        self.state.phase, self.state.asked, self.state.answered = phase, {}, {}
         return True
 
     def _is_ripe(self) -> bool:

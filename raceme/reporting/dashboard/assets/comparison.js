@@ -8,9 +8,24 @@ import { make, number, plural, refill, timeText, timeUnit } from "./words.js";
 
 const MOST_LINES = 40;
 const MOST_FIRST = 12; // Of an index this many runs are drawn until others are selected.
-const HEADS = [
-  "run", "state", "updates", "accuracy", "best", "worst tenth", "clusters", "time", "started",
+// What the table says of each run; settings that differ between runs come before the updates.
+const COLUMNS = [
+  { key: "label", head: "run", word: true },
+  { key: "note", head: "note", word: true },
+  { key: "state", head: "state", word: true },
+  { key: "strategy", head: "strategy", word: true, ofIndex: true },
+  { key: "dataset", head: "dataset", word: true, ofIndex: true },
+  { key: "seed", head: "seed", ofIndex: true, text: ({ seed }) => number(seed) },
+  { key: "updates", head: "updates", text: ({ updates }) => number(updates ?? 0) },
+  ...["accuracy", "best", "worst"].map((key) => ({ key, head: key === "worst" ? "worst tenth" : key,
+    value: (one) => (key === "best" ? one.best : last(one, key)), text: (one, value) => number(value, 3) })),
+  { key: "clusters", head: "clusters", text: ({ clusters }) => number(clusters) },
+  { key: "time", head: "time", value: (one) => last(one, "time"),
+    text: (one, value) => (value === undefined ? "–" : timeText(value, value)) },
+  { key: "started", head: "started", text: ({ started }) =>
+    (started ? new Date(1000 * started).toLocaleString([], STARTED) : "–") },
 ];
+const MEANS = [["accuracy", "accuracy"], ["worst", "worst tenth"], ["time", "time"], ["bytes", "bytes"]];
 
 export class ComparisonBoard {
   constructor(run, links = true) {
@@ -36,11 +51,21 @@ export class ComparisonBoard {
       for (const [name] of this.listed()) this.chosen.set(name, drawn);
       this.changed();
     };
-    this.body = make("tbody", {});
+    this.by = null; // The column that sorts the table, until then in the runs' own order.
+    this.heads = make("tr", { role: "row" });
+    this.body = make("tbody", { role: "rowgroup" });
     this.table = make("div", { class: "scroll", tabindex: "0", role: "region",
-      "aria-label": "Runs" }, make("table", { class: "runs" },
-      make("thead", {}, make("tr", {}, ...HEADS.map((text, index) =>
-        make("th", { scope: "col", class: index < 2 ? "word" : "" }, text)))), this.body));
+      "aria-label": "Runs" }, make("table", { class: "runs cards", role: "table" },
+      make("thead", { role: "rowgroup" }, this.heads), this.body));
+    this.meanRows = make("tbody", { role: "rowgroup" });
+    this.meansPanel = panel("means", "Means", "wide", make("div", { class: "scroll", tabindex: "0",
+      role: "region", "aria-label": "Means" }, make("table", { class: "runs cards means", role: "table" },
+      make("thead", { role: "rowgroup" }, make("tr", { role: "row" },
+        ...["method", "runs", ...MEANS.map(([, head]) => head)].map((text, index) =>
+          make("th", { scope: "col", role: "columnheader", class: index ? "" : "word" }, text)))),
+      this.meanRows)));
+    this.meansPanel.hidden = true;
+    this.trouble = make("p", { class: "alarm", role: "alert", hidden: true });
     this.element = make("div", { class: "board" }, make("div", { class: "panels" },
       panel("curves", "Accuracy", "wide",
         make("div", { class: "options" }, this.casesLabel,
@@ -48,9 +73,11 @@ export class ComparisonBoard {
           make("label", {}, "over ", choice("Axis of the chart",
             { time: "time", updates: "updates" }, (value) => (this.axis = value)))),
         ...this.chart.parts),
+      this.meansPanel,
       panel("runs", "Runs", "wide", make("div", { class: "options" }, this.search,
         make("button", { type: "button", onclick: all(true) }, "Select all"),
-        make("button", { type: "button", onclick: all(false) }, "Select none")), this.table)));
+        make("button", { type: "button", onclick: all(false) }, "Select none")), this.trouble,
+        this.table)));
     onTheme(() => this.changed());
     this.planned = false;
   }
@@ -58,6 +85,10 @@ export class ComparisonBoard {
   /** Take what is new of some runs: { name: { state, planned, points: {…}, … } }. */
   add(found) {
     for (const [name, told] of Object.entries(found)) {
+      if (!told) {
+        this.runs.delete(name);
+        continue;
+      }
       const held = this.runs.get(name) ?? { points: {} };
       const { points, ...rest } = told;
       if (told.anew) held.points = {};
@@ -114,8 +145,8 @@ export class ComparisonBoard {
   /** Return the runs of the case whose names have the words of the filter. */
   listed() {
     const words = this.search.value.toLowerCase().split(/\s+/);
-    return this.ofCase().filter(([name, { label, method, state }]) => {
-      const text = `${name} ${label} ${method} ${state}`.toLowerCase();
+    return this.ofCase().filter(([name, { label, method, dataset, state, note }]) => {
+      const text = `${name} ${label} ${method} ${dataset} ${state} ${note}`.toLowerCase();
       return words.every((word) => text.includes(word));
     });
   }
@@ -145,6 +176,7 @@ export class ComparisonBoard {
       yLabel: this.run.measure.label,
       yRange: scoreRange(this.run.measure),
     });
+    this.fillMeans(listed);
     this.fill(listed);
   }
 
@@ -190,28 +222,113 @@ export class ComparisonBoard {
     });
   }
 
+  /** Fill the table of means, but of single runs, which are no seeds of one method. */
+  fillMeans(listed) {
+    const groups = new Map();
+    for (const [, one] of listed.filter(([, { single }]) => !single)) {
+      const method = this.nameOf({ case: one.case, label: one.method });
+      groups.set(method, [...(groups.get(method) ?? []), one]);
+    }
+    // A static page has a table of the results.
+    this.meansPanel.hidden = !this.links || !groups.size;
+    refill(this.meanRows, ...[...groups].map(([method, runs]) => {
+      const finished = runs.filter(({ state }) => state === "finished");
+      const counted = finished.length ? finished : runs;
+      const longest = Math.max(0, ...counted.map((one) => last(one, "time") ?? 0));
+      const cells = MEANS.map(([key]) => {
+        const found = meanAndDeviation(
+          counted.map((one) => (key === "bytes" ? one.bytes : last(one, key))));
+        const text = { time: (value) => timeText(value, longest),
+          bytes: bytesText(Math.max(...counted.map(({ bytes }) => bytes ?? 0))) }[key] ??
+          ((value) => number(value, 3));
+        return found ? spread(found, counted.length, text) : "–";
+      });
+      const dot = make("span", { class: "dot", "aria-hidden": "true" });
+      dot.style.setProperty("--colour", this.look(runs[0]).colour);
+      return make("tr", { role: "row" },
+        make("th", { scope: "row", role: "rowheader", class: "word" }, dot, make("bdi", {}, method)),
+        make("td", { role: "cell", "data-head": "runs" }, finished.length < runs.length
+          ? `${finished.length} of ${runs.length} finished` : number(runs.length)),
+        ...cells.map((text, index) =>
+          make("td", { role: "cell", "data-head": MEANS[index][1] }, text)));
+    }));
+  }
+
+  /** Return the columns of the table: those of all runs, and the settings that differ. */
+  columns(listed) {
+    const isIndex = listed.some(([, { single }]) => single);
+    const settings = [...new Set(listed.flatMap(([, one]) => Object.keys(one.settings ?? {})))]
+      .filter((key) => new Set(listed.map(([, { settings: of }]) => of?.[key])).size > 1)
+      .map((key) => ({ key: `set ${key}`, head: key, value: ({ settings: of }) => of?.[key],
+        text: (one, value) => (value === undefined ? "–" : value === "" ? "none" : String(value)) }));
+    const isNoted = EDITS || listed.some(([, { note }]) => note);
+    const known = COLUMNS.filter(({ key, ofIndex }) =>
+      (isIndex || !ofIndex) && (isNoted || key !== "note"));
+    const at = known.findIndex(({ key }) => key === "updates");
+    return [...known.slice(0, at), ...settings, ...known.slice(at)];
+  }
+
   fill(listed) {
-    const rows = listed.map(([name, one]) => {
+    const columns = this.columns(listed);
+    refill(this.heads, ...columns.map((column) => this.headOf(column)));
+    // A click on the button of a head that stays; its handler does not depend on which one it was.
+    this.heads.onclick = ({ target }) => this.sortBy(target.closest("button")?.dataset.key);
+    const rows = this.sorted(listed, columns).map(([name, one]) => {
       if (!this.rows.has(name)) this.rows.set(name, this.rowOf(name));
-      const { element, box, dot, label, cells, bar } = this.rows.get(name);
+      const { element, first, box, dot, label, bar, note, remove, cells } = this.rows.get(name);
       box.checked = one.isDrawn;
       box.setAttribute("aria-label", `Draw ${one.label}`);
       dot.style.setProperty("--colour", this.look(one).colour);
       label.textContent = this.nameOf(one);
-      bar.max = one.planned || 1;
+      bar.max = Number(one.planned) || 1;
       bar.value = one.updates ?? 0;
-      const last = (column) => number(one.points[column]?.at(-1), 3);
-      const end = one.points.time?.at(-1);
-      [one.state, number(one.updates ?? 0), last("accuracy"), number(one.best, 3), last("worst"),
-        number(one.clusters), end === undefined ? "–" : timeText(end, end),
-        one.started ? new Date(1000 * one.started).toLocaleString([], STARTED) : "–",
-      ].forEach((text, index) => (cells[index].textContent = text));
+      bar.hidden = one.state === "finished";
+      note.setAttribute("aria-label", `Note of ${one.label}`);
+      if (document.activeElement !== note) note.value = one.note ?? "";
+      remove.hidden = !EDITS || !one.single || one.state === "running";
+      remove.setAttribute("aria-label", `Delete ${one.label}`);
+      const shown = columns.slice(1).map(({ key, head, word, value, text }) => {
+        if (!cells.has(key)) {
+          const words = make("bdi", {});
+          cells.set(key, { words, cell: make("td", { role: "cell", class: word ? "word" : "",
+            "data-head": head }, ...(key === "updates" ? [bar, " "] : []), key === "note" ? note : words) });
+        }
+        const { words, cell } = cells.get(key);
+        const found = value ? value(one) : one[key];
+        words.textContent = text ? text(one, found) : found ?? "–";
+        return cell;
+      });
+      replaceIfNew(element, [first, ...shown]);
       return element;
     });
-    const held = this.body.children;
-    if (rows.length !== held.length || rows.some((row, index) => row !== held[index])) {
-      this.body.replaceChildren(...rows);
-    }
+    replaceIfNew(this.body, rows);
+  }
+
+  headOf({ key, head, word }) {
+    const sorted = key === this.by ? (this.down ? "descending" : "ascending") : "none";
+    return make("th", { scope: "col", role: "columnheader", class: word ? "word" : "",
+      "aria-sort": sorted }, make("button", { type: "button", "data-key": key }, head));
+  }
+
+  sortBy(key) {
+    if (!key) return;
+    this.down = this.by === key && !this.down;
+    this.by = key;
+    this.changed();
+  }
+
+  /** Return the runs in the order of a column; those without a value are last in any order. */
+  sorted(listed, columns) {
+    const column = columns.find(({ key }) => key === this.by);
+    if (!column) return listed;
+    const of = ([, one]) => (column.value ? column.value(one) : one[column.key]) ?? "";
+    return [...listed].sort((one, other) => {
+      const [a, b] = [of(one), of(other)];
+      if (a === "" || b === "") return Number(a === "") - Number(b === "");
+      const order = typeof a === "number" && typeof b === "number"
+        ? a - b : collator.compare(String(a), String(b));
+      return this.down ? -order : order;
+    });
   }
 
   /** Make the row of a run: what is in it changes, and it keeps the focus. */
@@ -224,16 +341,97 @@ export class ComparisonBoard {
     const label = make("bdi", {});
     const link = this.links ? make("a", { href: `?run=${encodeURIComponent(name)}` }, label) : label;
     const bar = make("progress", { max: 1, value: 0, "aria-label": "updates" });
-    const cells = HEADS.slice(1).map(() => make("span", {}));
-    const element = make("tr", {},
-      make("th", { scope: "row", class: "word" }, box, " ", dot, link),
-      ...cells.map((cell, index) => make("td", { class: index ? "" : "word" },
-        ...(index === 1 ? [bar, " "] : []), cell)));
-    return { element, box, dot, label, bar, cells };
+    const remove = make("button", { type: "button", class: "small",
+      onclick: () => this.askToDelete(name) }, "Delete");
+    const first = make("th", { scope: "row", role: "rowheader", class: "word" }, box, " ", dot, link,
+      " ", remove);
+    const note = make("input", { type: "text", class: "written", maxlength: 500,
+      readonly: !EDITS, placeholder: EDITS ? "add a note" : "",
+      onchange: () => this.edit("note", name, note.value),
+      onkeydown: ({ key }) => key === "Enter" && note.blur() });
+    return { element: make("tr", { role: "row" }), first, box, dot, label, bar, note, remove,
+      cells: new Map() };
+  }
+
+  /** Have the server change something of a run; return its answer, or null with the reason shown. */
+  async edit(what, name, text = "") {
+    let answer = null;
+    let reason = "The dashboard does not answer.";
+    try {
+      const headers = { "raceme-edits": EDITS };
+      const address = `${what}?run=${encodeURIComponent(name)}`;
+      const found = await fetch(address, { method: "POST", headers, body: text });
+      if (found.ok) answer = await found.text();
+      else reason = await found.text();
+    } catch { /* It has ended. */ }
+    this.trouble.hidden = answer !== null;
+    this.trouble.textContent = answer === null ? reason : "";
+    return answer;
+  }
+
+  /** Show what is in the folder of a run, and delete it if that is confirmed. */
+  async askToDelete(name) {
+    const found = await this.edit("contents", name);
+    if (found === null) return;
+    const [folder, ...files] = found.split("\n");
+    const close = () => dialog.close();
+    const dialog = make("dialog", { class: "ask", "aria-labelledby": "title-delete",
+      onclose: () => dialog.remove() },
+    make("h2", { id: "title-delete" }, "Delete this run?"), make("p", {}, make("bdi", {}, folder)),
+    make("ul", {}, ...files.map((text) => make("li", {}, make("bdi", {}, text)))),
+    make("p", { class: "note" }, "The folder and all that is in it are deleted. This cannot be undone."),
+    make("div", { class: "options" },
+      make("button", { type: "button", autofocus: true, onclick: close }, "Keep"),
+      make("button", { type: "button", class: "danger", onclick: () => {
+        close();
+        this.edit("delete", name);
+      } }, "Delete")));
+    document.body.append(dialog);
+    dialog.showModal();
   }
 }
 
-const STARTED = { dateStyle: "medium", timeStyle: "short" };
+const collator = new Intl.Collator("en", { numeric: true });
+
+/** The secret of the printed address: gone from the address bar, but not from its tab. */
+const EDITS = editsOfTab();
+
+function editsOfTab() {
+  if (location.protocol === "file:") return "";
+  const given = new URLSearchParams(location.hash.slice(1)).get("edit");
+  if (given) {
+    sessionStorage.setItem("raceme-edits", given);
+    history.replaceState(null, "", location.pathname + location.search);
+  }
+  return sessionStorage.getItem("raceme-edits") ?? "";
+}
+
+function last(one, column) {
+  return one.points[column]?.at(-1);
+}
+
+/** Return a mean, of several values with their standard deviation in the unit of the mean. */
+function spread([mean, deviation], count, text) {
+  if (count < 2) return text(mean);
+  return `${text(mean).replace(/ [a-zA-Z]+$/, "")} ± ${text(deviation)}`;
+}
+
+/** Return a function that writes bytes in the unit that suits a number of them. */
+function bytesText(most) {
+  const [divisor, unit] = most >= 1e9 ? [1e9, "GB"] : most >= 1e6 ? [1e6, "MB"] : [1e3, "kB"];
+  return (bytes) => `${number(bytes / divisor, 1)} ${unit}`;
+}
+
+/** Replace the children of an element unless they are the same ones. */
+function replaceIfNew(element, children) {
+  const held = element.children;
+  if (children.length !== held.length || children.some((one, index) => one !== held[index])) {
+    element.replaceChildren(...children);
+  }
+}
+
+const STARTED = { day: "numeric", month: "short", hour: "2-digit", minute: "2-digit",
+  hourCycle: "h23" };
 
 /** Return values at other places of the axis, between two known ones in proportion. */
 function resampled(at, values, x) {

@@ -49,9 +49,10 @@ function follow(name) {
     else if (run.about && run.loading) say("Loading the run …", "live");
     else if (run.crash) say(run.crash, "lost");
     else if (run.isOver) say("The run has ended.", "over");
-    else if (run.about && !run.size) say("Waiting for the first client.", "live");
     else if (run.size) say("Live", "live");
-    else say("Waiting for data.", "live");
+    else if (!run.about) say("Waiting for the run to begin: it loads its data.", "live");
+    else if (run.clock === "time") say("Waiting for the first client to join.", "live");
+    else say("Waiting for the first client: all evaluate the initial model.", "live");
   };
   events.addEventListener("restart", () => {
     run.clear();

@@ -18,7 +18,10 @@ const HELP = {
   clients: "One row per client at the moment shown; a heading sorts, a name opens the history.",
   curves: "Accuracy of the runs selected below, or the mean per method with a band of one " +
     "standard deviation over its runs (seeds).",
-  runs: "Select the runs to compare; a name opens the run.",
+  means: "Mean ± standard deviation over the finished runs (seeds) of each method, over all until " +
+    "one has finished: at the last evaluation, and the bytes of all updates, down and up.",
+  runs: "Select the runs to compare; a name opens the run, a heading sorts. The columns between " +
+    "seed and updates are the settings that differ between these runs.",
 };
 
 /** Make a panel. Its id stands in the address, so that one can link to it. */

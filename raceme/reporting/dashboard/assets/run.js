@@ -73,12 +73,12 @@ export class Run {
     }
   }
 
-  /** Keep a snapshot of the map: { time, lasting, names, x, y }. */
-  addFrame({ time, lasting, new: names, clients, points }) {
+  /** Keep a snapshot of the map: { time, names, x, y }. */
+  addFrame({ time, new: names, clients, points }) {
     this.placed.push(...names);
     const steps = new Int16Array(bytesOf(points));
     const at = (axis) => clients.map((_, index) => steps[2 * index + axis] / STEPS);
-    const frame = { time, lasting, names: clients.map((one) => this.placed[one]), x: at(0), y: at(1) };
+    const frame = { time, names: clients.map((one) => this.placed[one]), x: at(0), y: at(1) };
     this.frames.push(frame);
   }
 

@@ -53,11 +53,10 @@ export class MapPanel {
   frameAt(moment) {
     const { frames } = this.board.run;
     const index = countUntil(frames.map(({ time }) => time), moment.time) - 1;
-    return frames[index] ?? frames.find(({ lasting }) => lasting) ?? null;
+    return frames[index] ?? null;
   }
 
-  said({ time, lasting, names }) {
-    if (lasting) return "Distance: similarity of the models at the end, as the method measures it.";
+  said({ time, names }) {
     const missing = this.board.run.size - names.length;
     const when = timeText(time, this.board.run.end);
     return `Close together: clients with similar models, at the evaluation at ${when}.` +

@@ -68,11 +68,16 @@ export class TrustPanel {
   }
 }
 
-/** Make a table of cells that are elements or texts; the first column has words. */
+const MOST_LETTERS = 24; // A longer text is a sentence, which goes on in the next line.
+
+/** Make a table of cells that are elements (names and reasons) or texts; the first has words. */
 export function tableOf(heads, rows) {
   const head = (text, index) => make("th", { scope: "col", class: index ? "" : "word" }, text);
-  const cell = (content, index) =>
-    make(index ? "td" : "th", index ? {} : { scope: "row", class: "word" }, content);
+  const cell = (content, index) => {
+    const isWord = !index || content instanceof Element || content.length > MOST_LETTERS;
+    return make(index ? "td" : "th", { scope: index ? null : "row", class: isWord ? "word" : null },
+      content);
+  };
   return make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": heads[0] },
     make("table", {},
       make("thead", {}, make("tr", {}, ...heads.map(head))),
