@@ -268,6 +268,17 @@ def test_the_newest_comparisons_count_most() -> None:
     assert fleet.rule() == "mixed"
 
 
+def test_trials_are_not_cut_short_and_end_with_what_is_likely() -> None:
+    fleet = Fleet(6)
+    for _ in range(5):
+        fleet.round(-0.1, -0.2)
+    assert fleet.rule() == "tried"
+    # The mean of 0.3 and -0.1 is above 0 with a probability of 0.93, by Student's t of 5 degrees.
+    for _ in range(12):
+        fleet.round(0.3, -0.1)
+    assert fleet.rule() == "alone"
+
+
 @pytest.mark.parametrize("better", [(0.1, -0.1), (math.nan,), (0.02, 0.3, -0.25)])
 def test_without_a_clear_difference_trials_end_with_mixtures(better: tuple[float, ...]) -> None:
     fleet = Fleet(6)
@@ -294,7 +305,8 @@ def test_smaller_errors_are_better() -> None:
 
 def test_own_models_of_little_use_are_trained_every_fourth_task() -> None:
     fleet = Fleet(6)
-    fleet.round(-0.1, -0.2)
+    for _ in range(6):
+        fleet.round(-0.1, -0.2)
     for _ in range(4):
         fleet.round(0.01, -0.01)
     rules = [fleet.rule() for _ in range(8)]
@@ -313,7 +325,8 @@ def test_a_cluster_that_is_split_decides_anew() -> None:
     parts = [fleet.seen.names[:6], fleet.seen.names[6:]]
     clusters.split(0, parts, score=1.0, threshold=0.5)
     assert fleet.rule() == "tried"
-    fleet.round(-0.1, -0.2)
+    for _ in range(6):
+        fleet.round(-0.1, -0.2)
     assert fleet.rule() == "mixed"
 
 

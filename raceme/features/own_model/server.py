@@ -40,15 +40,15 @@ from raceme.features.own_model import (
 if TYPE_CHECKING:
     from raceme.core.strategy import Needs
 
-_SURE, _UNLIKELY = 0.99, 0.02
-"""Probabilities that training alone is better at which a cluster trains alone, or from mixtures."""
-_LIKELY = 0.9
-"""Probability that mixtures are better below which own models are trained seldom."""
+_SURE, _LIKELY = 0.99, 0.9
+"""Probabilities at which a difference is found before a trial ends, and at its end."""
 _FEWEST = 4
 """Least number of clients with comparisons for a decision by them."""
-_TRIED, _LONGEST, _USED = 8.0, 12.0, 4.0
-"""Comparisons per client before a cluster trains alone, for trials at most, and of mixtures. A
-common model that starts slowly is better than own ones only after some tasks."""
+_MIXED, _ALONE, _LONGEST = 6.0, 8.0, 12.0
+"""Comparisons per client before which no cluster leaves its trial for mixtures, or trains alone,
+and after which trials end. What learns faster at first need not be better in the end."""
+_USED = 4.0
+"""Comparisons per client of mixtures with received models before these are found of little use."""
 _RARELY = 4
 """Every so many tasks an own model is trained that is of little use."""
 _NEWEST = 0.5
@@ -202,10 +202,12 @@ class OwnModel(Feature):
                 state.seldom.append(cluster)
             elif cluster in state.seldom and chance >= _SURE:
                 state.seldom.remove(cluster)
-        elif rule == TRIED and are_enough and tasks >= _TRIED and chance >= _SURE:
+        elif rule == TRIED and are_enough and tasks >= _ALONE and chance >= _SURE:
             state.rules[cluster] = ALONE
-        elif rule == TRIED and (tasks >= _LONGEST or (are_enough and chance <= _UNLIKELY)):
+        elif rule == TRIED and are_enough and tasks >= _MIXED and chance <= 1 - _SURE:
             state.rules[cluster] = MIXED
+        elif rule == TRIED and tasks >= _LONGEST:
+            state.rules[cluster] = ALONE if are_enough and chance >= _LIKELY else MIXED
 
 
 def chance_above_zero(values: Sequence[float]) -> float:
