@@ -166,8 +166,8 @@ class FlowerApp:
         """Return the error for what the installed release of Flower does not have."""
         return UserError(
             f"The app in {self.folder} imports '{name}', which Flower {installed_flower()[1]} does "
-            "not have: import what has taken its place, or install the release of Flower that the app "
-            "was written for."
+            "not have: import what has taken its place, or install the release of Flower that the "
+            "app was written for."
         )
 
 
