@@ -35,7 +35,8 @@ class People(UciHar):
         options, data = config.read(PeopleOptions), super().load(config)
         rng = generator(config.seed, "people")
         x, users, tests = np.array(data.x, np.float32), [], []
-        assert data.users is not None and data.test_users is not None, "files are of people"
+        assert data.users is not None, "files are of people"
+        assert data.test_users is not None, "their windows are divided"
         for user, test in zip(data.users, data.test_users, strict=True):
             own = rng.permutation(np.concatenate([user, test]))[: options.few + TEST]
             if options.turned:
