@@ -126,7 +126,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def replayed(finished: Path, browser: Browser) -> Iterator[Browser]:
     with watching(finished, "127.0.0.1", 0) as beside:
         browser.open(beside.address)
-        browser.until(lambda: "over" in browser.describe())
+        browser.until(lambda: "The run has ended" in browser.describe())
         yield browser
 
 
@@ -387,8 +387,13 @@ def test_a_run_that_is_killed_is_not_live(browser: Browser, tmp_path: Path) -> N
 def test_a_run_without_clients_has_no_empty_charts(browser: Browser, tmp_path: Path) -> None:
     run = tmp_path / "run"
     with RunStore(run) as store, watching(run, "127.0.0.1", 0) as beside:
-        (run / "config.toml").write_text('strategy = "panicle"\ndataset = "npz"\nseed = 0\n')
         browser.open(beside.address)
+        status = "return document.querySelector('.status').textContent"
+        browser.until(
+            lambda: browser.run(status) == "Waiting for the run to begin: it loads its data."
+        )
+        (run / "config.toml").write_text('strategy = "panicle"\ndataset = "npz"\nseed = 0\n')
+        browser.until(lambda: browser.run(status).startswith("Waiting for the first client: all "))
         shown = "return [...document.querySelectorAll('.panel')].some((one) => one.offsetParent)"
         browser.until(lambda: browser.run("return !raceme.run.loading"))
         assert not browser.run(shown)
@@ -607,7 +612,7 @@ def test_the_address_that_is_printed_logs_in(browser: Browser, finished: Path) -
         assert [one for one in browser.complaints() if "403" not in one] == []
         browser.driver.get("about:blank")
         browser.open(f"http://127.0.0.1:{port}/#{beside.address.partition('#')[2]}")
-        browser.until(lambda: "over" in browser.describe())
+        browser.until(lambda: "The run has ended" in browser.describe())
         assert "token" not in browser.run("return location.href")
         assert [one for one in browser.complaints() if "403" not in one] == []
 
