@@ -802,6 +802,9 @@ def test_an_index_has_what_differs_and_sorts_by_it(index: Browser) -> None:
     for key, first in (("set lr", "first"), ("set lr", "second"), ("seed", "second")):
         index.run(press, key)
         index.until(lambda first=first: index.run(NAMES)[0] == first)
+    index.driver.find_element("css selector", "[data-key=seed]").send_keys("\n")
+    index.until(lambda: index.run(NAMES)[0] == "first")
+    assert index.run("return document.activeElement.dataset.key") == "seed"
     means = index.run("return document.querySelector('.means tbody').innerText").split("\t")
     assert means == [
         "cmp / fedasync",
