@@ -32,7 +32,7 @@ from raceme.core.events import (
     Verdict,
     VersionDecided,
 )
-from raceme.records.folder import begin
+from raceme.records.folder import begin, only_writer
 from raceme.records.store import RunStore
 from raceme.reporting.dashboard.server import watching
 
@@ -386,7 +386,7 @@ def test_a_run_that_is_killed_is_not_live(browser: Browser, tmp_path: Path) -> N
 
 def test_a_run_without_clients_has_no_empty_charts(browser: Browser, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with RunStore(run) as store, watching(run, "127.0.0.1", 0) as beside:
+    with RunStore(run) as store, only_writer(run), watching(run, "127.0.0.1", 0) as beside:
         browser.open(beside.address)
         status = "return document.querySelector('.status').textContent"
         browser.until(
