@@ -32,7 +32,7 @@ from raceme.core.events import (
     Verdict,
     VersionDecided,
 )
-from raceme.records.folder import begin
+from raceme.records.folder import begin, only_writer
 from raceme.records.store import RunStore
 from raceme.reporting.dashboard.server import watching
 
@@ -126,7 +126,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def replayed(finished: Path, browser: Browser) -> Iterator[Browser]:
     with watching(finished, "127.0.0.1", 0) as beside:
         browser.open(beside.address)
-        browser.until(lambda: "over" in browser.describe())
+        browser.until(lambda: "The run has ended" in browser.describe())
         yield browser
 
 
@@ -386,9 +386,14 @@ def test_a_run_that_is_killed_is_not_live(browser: Browser, tmp_path: Path) -> N
 
 def test_a_run_without_clients_has_no_empty_charts(browser: Browser, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with RunStore(run) as store, watching(run, "127.0.0.1", 0) as beside:
-        (run / "config.toml").write_text('strategy = "panicle"\ndataset = "npz"\nseed = 0\n')
+    with RunStore(run) as store, only_writer(run), watching(run, "127.0.0.1", 0) as beside:
         browser.open(beside.address)
+        status = "return document.querySelector('.status').textContent"
+        browser.until(
+            lambda: browser.run(status) == "Waiting for the run to begin: it loads its data."
+        )
+        (run / "config.toml").write_text('strategy = "panicle"\ndataset = "npz"\nseed = 0\n')
+        browser.until(lambda: browser.run(status).startswith("Waiting for the first client: all "))
         shown = "return [...document.querySelectorAll('.panel')].some((one) => one.offsetParent)"
         browser.until(lambda: browser.run("return !raceme.run.loading"))
         assert not browser.run(shown)
@@ -607,7 +612,7 @@ def test_the_address_that_is_printed_logs_in(browser: Browser, finished: Path) -
         assert [one for one in browser.complaints() if "403" not in one] == []
         browser.driver.get("about:blank")
         browser.open(f"http://127.0.0.1:{port}/#{beside.address.partition('#')[2]}")
-        browser.until(lambda: "over" in browser.describe())
+        browser.until(lambda: "The run has ended" in browser.describe())
         assert "token" not in browser.run("return location.href")
         assert [one for one in browser.complaints() if "403" not in one] == []
 
@@ -797,6 +802,9 @@ def test_an_index_has_what_differs_and_sorts_by_it(index: Browser) -> None:
     for key, first in (("set lr", "first"), ("set lr", "second"), ("seed", "second")):
         index.run(press, key)
         index.until(lambda first=first: index.run(NAMES)[0] == first)
+    index.driver.find_element("css selector", "[data-key=seed]").send_keys("\n")
+    index.until(lambda: index.run(NAMES)[0] == "first")
+    assert index.run("return document.activeElement.dataset.key") == "seed"
     means = index.run("return document.querySelector('.means tbody').innerText").split("\t")
     assert means == [
         "cmp / fedasync",

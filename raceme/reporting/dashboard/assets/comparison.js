@@ -53,6 +53,7 @@ export class ComparisonBoard {
     };
     this.by = null; // The column that sorts the table, until then in the runs' own order.
     this.heads = make("tr", { role: "row" });
+    this.headCells = new Map();
     this.body = make("tbody", { role: "rowgroup" });
     this.table = make("div", { class: "scroll", tabindex: "0", role: "region",
       "aria-label": "Runs" }, make("table", { class: "runs cards", role: "table" },
@@ -270,9 +271,7 @@ export class ComparisonBoard {
 
   fill(listed) {
     const columns = this.columns(listed);
-    refill(this.heads, ...columns.map((column) => this.headOf(column)));
-    // A click on the button of a head that stays; its handler does not depend on which one it was.
-    this.heads.onclick = ({ target }) => this.sortBy(target.closest("button")?.dataset.key);
+    replaceIfNew(this.heads, columns.map((column) => this.headOf(column)));
     const rows = this.sorted(listed, columns).map(([name, one]) => {
       if (!this.rows.has(name)) this.rows.set(name, this.rowOf(name));
       const { element, first, box, dot, label, bar, note, remove, cells } = this.rows.get(name);
@@ -304,14 +303,20 @@ export class ComparisonBoard {
     replaceIfNew(this.body, rows);
   }
 
+  /** Return the head of a column, which stays the same element and keeps the focus. */
   headOf({ key, head, word }) {
-    const sorted = key === this.by ? (this.down ? "descending" : "ascending") : "none";
-    return make("th", { scope: "col", role: "columnheader", class: word ? "word" : "",
-      "aria-sort": sorted }, make("button", { type: "button", "data-key": key }, head));
+    if (!this.headCells.has(key)) {
+      this.headCells.set(key, make("th", { scope: "col", role: "columnheader",
+        class: word ? "word" : "" }, make("button", { type: "button", "data-key": key,
+        onclick: () => this.sortBy(key) }, head)));
+    }
+    const found = this.headCells.get(key);
+    const sorted = this.down ? "descending" : "ascending";
+    found.setAttribute("aria-sort", key === this.by ? sorted : "none");
+    return found;
   }
 
   sortBy(key) {
-    if (!key) return;
     this.down = this.by === key && !this.down;
     this.by = key;
     this.changed();
@@ -422,11 +427,14 @@ function bytesText(most) {
   return (bytes) => `${number(bytes / divisor, 1)} ${unit}`;
 }
 
-/** Replace the children of an element unless they are the same ones. */
+/** Replace the children of an element unless they are the same ones; what is kept keeps the focus. */
 function replaceIfNew(element, children) {
   const held = element.children;
-  if (children.length !== held.length || children.some((one, index) => one !== held[index])) {
-    element.replaceChildren(...children);
+  if (children.length === held.length && children.every((one, index) => one === held[index])) return;
+  const focused = document.activeElement;
+  element.replaceChildren(...children);
+  if (focused !== document.activeElement && element.contains(focused)) {
+    focused.focus({ preventScroll: true });
   }
 }
 
