@@ -19,7 +19,6 @@ from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from functools import partial, wraps
-from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -42,6 +41,7 @@ from raceme.core.signals import handled_by
 from raceme.core.strategy import Method
 from raceme.datasets.source import own_randomness, seed_process, without_operators
 from raceme.flower import app as compat
+from raceme.flower import installed_flower
 from raceme.records import exchanges
 from raceme.records.folder import MESSAGES, STORE, SUMMARY, new_folder
 from raceme.records.record import read_run
@@ -165,9 +165,9 @@ class FlowerApp:
     def _dropped(self, name: str) -> UserError:
         """Return the error for what the installed release of Flower does not have."""
         return UserError(
-            f"The app in {self.folder} imports '{name}', which Flower {version('flwr')} does not "
-            "have: import what has taken its place, or install the release of Flower that the app "
-            "was written for."
+            f"The app in {self.folder} imports '{name}', which Flower {installed_flower()[1]} does "
+            "not have: import what has taken its place, or install the release of Flower that the "
+            "app was written for."
         )
 
 

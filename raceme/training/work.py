@@ -698,7 +698,7 @@ def train_model(
     model = work.give(spec, received)
     for setting, target in AFTER_TRAINING.items():
         if setting in work.settings:
-            load(target)(work, received, settings)
+            scores |= load(target)(work, received, settings)
     return training_answer(work, model, {names.TRAIN_LOSS: loss, **scores}, told)
 
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from itertools import cycle
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,11 +17,12 @@ from scipy.stats import ttest_1samp
 
 from raceme.client_app import app
 from raceme.core.chain import Chain
+from raceme.core.clusters import Clusters, Model
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
 from raceme.core.messages import from_array, to_array
-from raceme.features.own_model.client import _chances_to_be_best
-from raceme.features.own_model.server import OwnModel
+from raceme.core.requests import InFlight, Request, Update
+from raceme.features.own_model.server import OwnModel, chance_above_zero
 from raceme.runs.experiment import simulate
 from raceme.simulation.devices import training_cost
 
@@ -43,24 +49,12 @@ def test_the_upload_stays_what_it_was_and_the_own_model_trains_on_fewer_samples(
     assert "own-line" not in plain.state
 
 
-def test_the_own_model_trains_for_an_ordinary_task_in_a_probe() -> None:
-    probed, trained = context(0), context(0)
-    short = {"local-steps": 1, "task-share": 0.2}
-    upload = app(message("train", {"task": 1, **short, **OWN}), probed).content["arrays"]
-    whole = app(message("train", {"task": 1, **OWN}), trained).content["arrays"]
-    assert upload != whole
-    assert np.array_equal(own_of(probed), own_of(trained))
-
-
-def test_a_probe_meets_half_of_the_samples_and_the_own_model_all() -> None:
-    settings, taught = {"local-epochs": 1, "task-share": 0.5}, []
-    for half in (0, 1):
-        node = context(0)
-        asked = message("train", {"task": 1, **settings, "half": half, **OWN})
-        taught.append((app(asked, node).content["arrays"], own_of(node)))
-    (first, own), (second, same) = taught
-    assert first != second
-    assert np.array_equal(own, same)
+def test_a_probe_trains_no_own_model_and_gives_a_client_its_first() -> None:
+    node, skipped = context(0), {"task-share": 0.2, "local-steps": 1, **OWN, "own-rule": "skipped"}
+    probe = app(message("train", {"task": 1, **skipped}), node).content["arrays"]
+    assert np.array_equal(own_of(node), SPEC.unpack(probe))  # type: ignore[arg-type]
+    app(message("train", {"task": 2, **skipped}, moved(0.5)), node)
+    assert np.array_equal(own_of(node), SPEC.unpack(probe))  # type: ignore[arg-type]
 
 
 def test_a_client_of_one_sample_trains_it_and_uses_what_it_receives(tmp_path: Path) -> None:
@@ -121,60 +115,50 @@ def test_a_client_uses_the_posterior_mean_of_mixtures(
     assert kept[1, 0] == pytest.approx(slope, rel=1e-5)
 
 
-def test_an_own_model_is_the_best_as_surely_as_samples_agree() -> None:
-    losses = np.array([2.0, 1.6, 2.3, 1.9, 2.2])
-    gains = np.array([0.1, 0.05, -0.04, 0.08, 0.0])
-    lines = losses - np.linspace(0.0, 1.0, 5)[:, None] * gains
-
-    def share(lines: np.ndarray) -> float:
-        drawn = [_chances_to_be_best(lines, np.random.default_rng(seed)) for seed in range(100)]
-        chances = np.mean(drawn, axis=0)
-        assert chances.sum() == pytest.approx(1.0)
-        return float(chances @ np.linspace(0.0, 1.0, 5))
-
-    # Losses are linear in the share: only 0 and 1 are ever best, by Student's test of the gains.
-    for samples in (2, 5):
-        p_value = ttest_1samp(gains[:samples], 0.0).pvalue
-        assert share(lines[:, :samples]) == pytest.approx(1 - p_value / 2, abs=0.01)
-    assert share(lines * 0.01) == pytest.approx(share(lines))
-    # Equal models are equally good, and one sample says nothing.
-    for unknown in (lines[[0] * 5], lines[:, :1]):
-        assert share(unknown) == pytest.approx(0.5)
+def slope_of(record: ArrayRecord) -> float:
+    weights = from_array(record["output.weight"])
+    return float(weights[1, 0] - weights[0, 0])
 
 
-def test_a_client_that_is_surely_better_off_alone_trains_a_copy_on_all_samples(
-    tmp_path: Path,
-) -> None:
+def test_a_client_on_trial_trains_from_itself_and_scores_both_models(tmp_path: Path) -> None:
     node = node_with(tmp_path / "d.npz", *classes(8))
-    half = {"own-model": 0.5, "local-epochs": 1, "batch-size": 1}
-
-    def train(task: int, slope: float) -> float:
-        asked = message("train", {"task": task, **half}, line(slope))
-        cost = training_cost(asked, node, 8, FEATURES)
-        app(asked, node)
-        assert cost is not None
-        return cost.scale
-
-    def slope(name: str) -> float:
-        weights = from_array(node.state[name]["output.weight"])  # type: ignore[index]
-        return float(weights[1, 0] - weights[0, 0])
-
+    tried = {**OWN, "own-rule": "tried", "validation-share": 0.25, "lr": 1e-9}
+    first = app(message("train", {"task": 1, **tried}, line(-4.0)), node).content["metrics"]
+    # Its first own model is the received one: nothing to compare.
+    assert "own-score" not in first
     node.state["own-line"] = line(4.0)
-    ordinary = [train(task, 3.0) for task in range(1, 6)]
-    # Five tasks in a row were sure, and the sixth trains the copy, at a cost: eight steps on
-    # samples that are all fitted alike, where the own model has four.
-    assert len(set(ordinary)) == 1
-    before = slope("own-line")
-    assert slope("own-whole") == before
-    assert train(6, 3.0) == ordinary[0] + 1.0
-    gained = slope("own-line") - before
-    assert slope("own-whole") - before == pytest.approx(2 * gained, rel=0.1)
-    # It is used in place of the own model, and given up when the others' is as good.
-    tested = app(message("evaluate", {**MIXED, **half}, line(-400.0)), node).content["metrics"]
-    assert tested["loss"] == pytest.approx(np.log1p(np.exp(-slope("own-whole"))), rel=1e-3)
-    train(7, 40.0)
-    assert "own-whole" not in node.state
-    assert train(8, 3.0) == ordinary[0]
+    reply = app(message("train", {"task": 2, **tried}, line(-4.0)), node).content
+    assert slope_of(node.state["own-line"]) == pytest.approx(4.0)  # type: ignore[arg-type]
+    # A positive slope is right of all samples, a negative one of none.
+    assert (reply["metrics"]["own-score"], reply["metrics"]["common-score"]) == (1.0, 0.0)
+    assert reply["metrics"]["num-examples"] == 6
+
+
+def test_a_mixture_is_scored_before_it_is_trained_from(tmp_path: Path) -> None:
+    node = node_with(tmp_path / "d.npz", *classes(8))
+    node.state["own-line"] = line(40.0)
+    mixed = {**OWN, "own-rule": "mixed", "lr": 1e-9}
+    told = app(message("train", {"task": 1, **mixed}, line(-4.0)), node).content["metrics"]
+    assert (told["own-score"], told["common-score"]) == (1.0, 0.0)
+
+
+def test_a_client_alone_trains_on_all_samples_and_takes_nothing_of_others(tmp_path: Path) -> None:
+    node = node_with(tmp_path / "d.npz", *classes(8))
+    node.state["own-line"] = line(4.0)
+    steps = {"local-epochs": 1, "batch-size": 1, "own-model": 0.5, "lr": 0.01}
+    for rule in ("tried", "alone"):
+        before = slope_of(node.state["own-line"])  # type: ignore[arg-type]
+        asked = {"task": 1, **steps, "own-rule": rule}
+        reply = app(message("train", asked, line(-1e5)), node).content["metrics"]
+        moves = slope_of(node.state["own-line"]) - before  # type: ignore[arg-type]
+        if rule == "tried":
+            fewer = moves
+    # Eight steps instead of four, on samples that are all fitted alike; and nothing is compared.
+    assert moves == pytest.approx(2 * fewer, rel=0.05)
+    assert "own-score" not in reply
+    tested = app(message("evaluate", MIXED, line(-400.0)), node).content["metrics"]
+    own = slope_of(node.state["own-line"])  # type: ignore[arg-type]
+    assert tested["loss"] == pytest.approx(np.log1p(np.exp(-own)), rel=1e-5)
 
 
 def test_a_received_model_out_of_all_bounds_costs_the_own_one_no_precision(tmp_path: Path) -> None:
@@ -184,32 +168,6 @@ def test_a_received_model_out_of_all_bounds_costs_the_own_one_no_precision(tmp_p
     assert tested["loss"] == pytest.approx(np.log1p(np.exp(-4.0)), rel=1e-5)
     app(message("train", {"task": 1, "lr": 1e-9, **OWN}, line(-1e9)), node)
     assert from_array(node.state["own-line"]["output.weight"])[1, 0] == 4.0  # type: ignore[index]
-
-
-def test_a_client_that_trains_alone_keeps_its_model_where_the_likelihood_does(
-    tmp_path: Path,
-) -> None:
-    x, y = classes(8)
-    # Gains that differ by sample leave some doubt, and their sum, the likelihood, hardly any.
-    node = node_with(tmp_path / "d.npz", x * np.geomspace(0.05, 4.0, 8)[:, None], y)
-    node.state["own-line"], node.state["own-sure"] = line(4.0), ConfigRecord({"tasks": 5})
-    app(message("train", {"task": 1, "own-model": 0.5, "lr": 1e-9}, line(-20.0)), node)
-    assert "own-whole" in node.state
-    kept = from_array(node.state["own-line"]["output.weight"])  # type: ignore[index]
-    assert kept[1, 0] == pytest.approx(4.0, abs=0.2)
-
-
-def test_a_client_that_trains_alone_takes_nothing_of_a_poisoned_model(tmp_path: Path) -> None:
-    # It is right of two samples in three, and its losses vary too much for Student's t to be sure.
-    x, labels = classes(20)
-    x[::3] *= -1.0
-    node = node_with(tmp_path / "d.npz", x, labels)
-    node.state["own-line"] = line(2.2)
-    node.state["own-sure"] = ConfigRecord({"tasks": 50})
-    for task in range(1, 20):
-        app(message("train", {"task": task, "lr": 1e-9, "own-model": 0.5}, line(1e5)), node)
-        kept = from_array(node.state["own-line"]["output.weight"])  # type: ignore[index]
-        assert kept[1, 0] - kept[0, 0] == pytest.approx(2.2, abs=0.01)
 
 
 @pytest.mark.parametrize("unit", [1.0, 0.01])
@@ -245,6 +203,137 @@ def test_a_client_that_has_not_trained_uses_what_it_received() -> None:
     assert mixed == app(message("evaluate"), node).content["metrics"]
 
 
+@pytest.mark.parametrize("values", [[0.3, 0.1], [0.1, 0.05, -0.04, 0.08, 0.0]])
+def test_the_chance_of_a_mean_above_zero_is_students(values: list[float]) -> None:
+    p_value = ttest_1samp(values, 0.0, alternative="greater").pvalue
+    assert chance_above_zero(values) == pytest.approx(1 - p_value)
+
+
+def test_of_one_value_or_of_zeros_nothing_is_known() -> None:
+    assert chance_above_zero([0.7]) == chance_above_zero([0.0, 0.0, 0.0]) == 0.5
+    assert (chance_above_zero([0.1, 0.1]), chance_above_zero([-0.1, -0.1])) == (1.0, 0.0)
+
+
+class Seen:
+    """What the feature sees of a run: clients of one cluster, with models of several weights."""
+
+    def __init__(self, clients: int, outputs: int) -> None:
+        self.clusters = Clusters({0: Model(np.zeros(1, np.float32))})
+        self.spec = SimpleNamespace(outputs=outputs)
+        self.names = [f"c{number}" for number in range(clients)]
+        for name in self.names:
+            self.clusters.join(name)
+
+
+class Fleet:
+    """Clients that are asked, and report scores."""
+
+    def __init__(self, clients: int, outputs: int = 10) -> None:
+        self.feature, self.seen = OwnModel(config=RunConfig()), Seen(clients, outputs)
+        self.feature.on_start({}, {})
+
+    def asked(self, client: str, **settings: float) -> Mapping[str, Any]:
+        request = Request(client, settings=settings)
+        return self.feature.on_request(request, self.seen).settings  # type: ignore[arg-type]
+
+    def rule(self) -> Any:
+        return self.asked("c0")["own-rule"]
+
+    def round(self, *better: float) -> None:
+        """Let all clients do a task, which report differences of scores in turn, or none: NaN."""
+        for name, by in zip(self.seen.names, cycle(better), strict=False):
+            self.asked(name)
+            task = InFlight(1, name, self.seen.clusters.main(name), 0, 0, 0.0, 0)
+            told = {} if math.isnan(by) else {"own-score": 0.5 + by, "common-score": 0.5}
+            update = Update(task, np.zeros(1, np.float32), 9, 0.0, told)
+            self.feature.on_update(update, self.seen)  # type: ignore[arg-type]
+
+
+def test_clients_train_alone_once_that_is_better_for_eight_tasks() -> None:
+    fleet = Fleet(6)
+    assert fleet.asked("c0") == {"own-rule": "tried", "validation-share": 0.2}
+    for _ in range(7):
+        fleet.round(0.1, 0.2, 0.15)
+    assert fleet.rule() == "tried"
+    fleet.round(0.1, 0.2, 0.15)
+    assert fleet.asked("c0") == {"own-rule": "alone"}
+
+
+def test_the_newest_comparisons_count_most() -> None:
+    fleet = Fleet(6)
+    for _ in range(6):
+        fleet.round(0.2, 0.1)
+    # The common model started slowly: means of 0.2 and 0.1 are -0.05 and -0.1 after one task.
+    fleet.round(-0.3, -0.3)
+    assert fleet.rule() == "mixed"
+
+
+def test_trials_are_not_cut_short_and_end_with_what_is_likely() -> None:
+    fleet = Fleet(6)
+    for _ in range(5):
+        fleet.round(-0.1, -0.2)
+    assert fleet.rule() == "tried"
+    # The mean of 0.3 and -0.05 is above 0 with a probability of 0.91, by Student's t of 5 degrees.
+    for _ in range(12):
+        fleet.round(0.3, -0.05)
+    assert fleet.rule() == "alone"
+
+
+@pytest.mark.parametrize("better", [(0.1, -0.1), (math.nan,), (0.02, 0.3, -0.25)])
+def test_without_a_clear_difference_trials_end_with_mixtures(better: tuple[float, ...]) -> None:
+    fleet = Fleet(6)
+    for _ in range(11):
+        fleet.round(*better)
+    assert fleet.rule() == "tried"
+    fleet.round(*better)
+    assert fleet.rule() == "mixed"
+
+
+def test_three_clients_are_too_few_to_train_alone() -> None:
+    fleet = Fleet(3)
+    for _ in range(12):
+        fleet.round(0.1, 0.2, 0.15)
+    assert fleet.rule() == "mixed"
+
+
+def test_smaller_errors_are_better() -> None:
+    fleet = Fleet(6, outputs=1)
+    for _ in range(8):
+        fleet.round(-0.1, -0.2)
+    assert fleet.rule() == "alone"
+
+
+def test_own_models_of_little_use_are_trained_every_fourth_task() -> None:
+    fleet = Fleet(6)
+    for _ in range(6):
+        fleet.round(-0.1, -0.2)
+    for _ in range(4):
+        fleet.round(0.01, -0.01)
+    rules = [fleet.rule() for _ in range(8)]
+    assert rules == 2 * ["skipped", "skipped", "skipped", "mixed"]
+    # They are trained with each task again once mixtures are better.
+    for _ in range(12):
+        fleet.round(0.3, 0.2)
+    assert {fleet.rule() for _ in range(4)} == {"mixed"}
+
+
+def test_a_cluster_that_is_split_decides_anew() -> None:
+    fleet = Fleet(12)
+    for _ in range(8):
+        fleet.round(0.1, 0.2)
+    clusters = fleet.seen.clusters
+    parts = [fleet.seen.names[:6], fleet.seen.names[6:]]
+    clusters.split(0, parts, score=1.0, threshold=0.5)
+    assert fleet.rule() == "tried"
+    for _ in range(6):
+        fleet.round(-0.1, -0.2)
+    assert fleet.rule() == "mixed"
+
+
+def test_probes_train_no_own_model() -> None:
+    assert Fleet(6).asked("c0", **{"task-share": 0.1})["own-rule"] == "skipped"
+
+
 def test_what_an_own_model_costs_is_charged() -> None:
     def scale(**settings: object) -> float:
         content = RecordDict({"arrays": INITIAL, "config": ConfigRecord(settings)})  # type: ignore[arg-type]
@@ -253,18 +342,22 @@ def test_what_an_own_model_costs_is_charged() -> None:
         assert cost is not None
         return cost.scale
 
-    # Three quarters of the samples again, and a forward pass of a quarter through five mixtures,
-    # beside two passes over all samples of three forward passes each.
-    own = 0.75 + 0.25 * 5 / 6
+    epochs, mixed = {**OWN, "local-epochs": 2}, {"own-rule": "mixed"}
+    # Three quarters of the samples again, and forward passes of a quarter through five mixtures,
+    # the used one and the received model, beside two passes over all samples of three forward
+    # passes each.
+    own = 0.75 + 0.25 * 7 / 6
     assert scale() == 1.0
-    assert scale(**OWN, **{"local-epochs": 2}) == pytest.approx(1.0 + own)
-    assert scale(**OWN, **{"local-epochs": 2, "compute-scale": 0.25}) == pytest.approx(0.25 + own)
-    assert scale(**OWN, **{"compute-scale": 0.25, "kind": "losses"}) == 0.25
+    assert scale(**epochs, **mixed) == pytest.approx(1.0 + own)
+    assert scale(**epochs, **mixed, **{"compute-scale": 0.25}) == pytest.approx(0.25 + own)
+    assert scale(**epochs, **mixed, **{"compute-scale": 0.25, "kind": "losses"}) == 0.25
+    # On trial, both models train on three quarters.
+    assert scale(**epochs, **{"own-rule": "tried"}) == pytest.approx(2 * 0.75 + 0.25 * 7 / 6)
+    assert scale(**epochs, **{"own-rule": "alone"}) == 2.0
+    assert scale(**epochs, **{"own-rule": "skipped"}) == 1.0
     # A number of mini-batches is the same of fewer samples; of 20 samples 8 pass thrice.
-    assert scale(**OWN, **{"local-steps": 2, "batch-size": 4}) == pytest.approx(2 + 0.25 * 5 / 1.2)
-    # Two of five mini-batches of two passes: an own model trains for the other three as well.
-    probe = {"local-epochs": 2, "batch-size": 4, "local-steps": 4, "task-share": 0.4}
-    assert 0.4 * scale(**OWN, **probe) == pytest.approx(0.4 + own)
+    steps = {**OWN, "local-steps": 2, "batch-size": 4}
+    assert scale(**steps, **mixed) == pytest.approx(2 + 0.25 * 7 / 1.2)
 
 
 def test_panicle_has_it_by_default(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import random
 import sys
 import threading
 import time
-from importlib.metadata import version
 from pathlib import Path
 from unittest.mock import patch
 
@@ -19,6 +18,7 @@ from flwr.serverapp.strategy import FedAvg, Strategy
 
 from raceme.core.errors import UserError
 from raceme.core.strategy import Method
+from raceme.flower import installed_flower
 from raceme.records.record import read_run
 from raceme.simulation.apps import (
     AppEnding,
@@ -391,7 +391,7 @@ def test_a_module_that_the_app_itself_should_have(tmp_path: Path) -> None:
 )
 def test_what_flower_no_longer_has(tmp_path: Path, line: str, name: str) -> None:
     message = error(write_app(tmp_path, f"of_another_release_{len(name)}", line))
-    assert f"imports '{name}', which Flower {version('flwr')} does not have" in message
+    assert f"imports '{name}', which Flower {installed_flower()[1]} does not have" in message
     assert "pip install" not in message
 
 

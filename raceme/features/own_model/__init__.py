@@ -7,11 +7,22 @@ from dataclasses import dataclass
 from raceme.core.options import option
 
 OWN_MODEL = "own-model"
-"""Setting of training and tests: share of its samples that a client keeps to validate mixtures."""
+"""Setting of training and tests: share of its samples that a client keeps to validate models."""
+RULE = "own-rule"
+"""Setting of training: the rule by which the client's own model is trained and used."""
+TRIED = "tried"
+"""Rule: train it from itself, and compare it with the trained received model."""
+ALONE = "alone"
+"""Rule: train it from itself on all samples, and use it as it is."""
+MIXED = "mixed"
+"""Rule: train it from its mixture with the received model."""
+SKIPPED = "skipped"
+"""Rule: leave it as it is; a client without one takes the trained received model."""
+OWN_SCORE, COMMON_SCORE = "own-score", "common-score"
+"""Metrics of a reply: scores on the kept samples of the client's own model, or of the mixture in
+use, and of the received model."""
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Shares of the client's own model in the mixtures that it validates."""
-WHOLE = "own-whole"
-"""Record of a client's state: a copy of its own model that it trains on all samples."""
 MIXTURE = "own-mixture"
 """Completion that tests a mixture of the client's own model and the received one."""
 

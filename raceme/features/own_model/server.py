@@ -1,26 +1,121 @@
-"""The server half: messages ask for the models, and simulated devices are charged for them."""
+"""The server half: how own models are trained, decided by all clients of a cluster together.
+
+The few samples that one client keeps hardly tell whether others' models help it; those of all
+clients of a cluster do. Own models are first trained from themselves, and clients report how well
+they do, and how well the received model does after a task, mixed with what it was, on samples that
+train neither. If own models are better beyond chance, clients of the cluster train them alone from
+then on, with all samples. Otherwise they train them from mixtures with the received model: with
+each task if mixtures are better than the received model, else now and then.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from flwr.app import ConfigRecord, Context
+from scipy.stats import t as student
 
 from raceme.core import messages as names
 from raceme.core.errors import UserError
-from raceme.core.feature import Feature
-from raceme.features.own_model import MIXTURE, OWN_MODEL, SHARES, WHOLE, Options
+from raceme.core.feature import Feature, FeatureContext
+from raceme.core.requests import Request, Update, Value
+from raceme.features.own_model import (
+    ALONE,
+    COMMON_SCORE,
+    MIXED,
+    MIXTURE,
+    OWN_MODEL,
+    OWN_SCORE,
+    RULE,
+    SHARES,
+    SKIPPED,
+    TRIED,
+    Options,
+)
 
 if TYPE_CHECKING:
     from raceme.core.strategy import Needs
+
+_SURE, _LIKELY = 0.99, 0.9
+"""Probabilities at which a difference is found before a trial ends, and at its end."""
+_FEWEST = 4
+"""Least number of clients with comparisons for a decision by them."""
+_MIXED, _ALONE, _LONGEST = 6.0, 8.0, 12.0
+"""Comparisons per client before which no cluster leaves its trial for mixtures, or trains alone,
+and after which trials end. What learns faster at first need not be better in the end."""
+_USED = 4.0
+"""Comparisons per client of mixtures with received models before these are found of little use."""
+_RARELY = 4
+"""Every so many tasks an own model is trained that is of little use."""
+_NEWEST = 0.5
+"""Weight of a client's newest comparison in their mean: models change."""
+
+
+@dataclass
+class Comparison:
+    """A client's comparisons of its own model, or the mixture in use, with the received model.
+
+    Attributes
+    ----------
+    cluster : int
+        Cluster of the received model.
+    rule : str
+        Rule of the tasks.
+    better : float
+        Weighted mean of the differences of scores.
+    count : int
+        Number of tasks.
+    """
+
+    cluster: int
+    rule: str
+    better: float = 0.0
+    count: int = 0
+
+    def add(self, better: float) -> None:
+        """Add a difference; NaN, of a client that reports none, counts as none found."""
+        self.count += 1
+        weight = 1.0 if self.count == 1 else _NEWEST
+        self.better += weight * ((better if math.isfinite(better) else 0.0) - self.better)
+
+
+@dataclass
+class OwnModelState:
+    """State of the decisions.
+
+    Attributes
+    ----------
+    comparisons : dict[str, Comparison]
+        Comparisons of each client, under the present rule of its cluster.
+    rules : dict[int, str]
+        Rule of each cluster, if not TRIED.
+    seldom : list[int]
+        Clusters of rule MIXED in which own models are of little use.
+    tasks : dict[str, int]
+        Tasks sent to each client of these.
+    asked : dict[str, str]
+        Rule of the last task sent to each client.
+    """
+
+    comparisons: dict[str, Comparison] = field(default_factory=dict)
+    rules: dict[int, str] = field(default_factory=dict)
+    seldom: list[int] = field(default_factory=list)
+    tasks: dict[str, int] = field(default_factory=dict)
+    asked: dict[str, str] = field(default_factory=dict)
 
 
 class OwnModel(Feature):
     """Clients also train a model of their own, and use a mixture of it and the received one."""
 
     options_type = Options
+    state_type = OwnModelState
     switch = "own_model"
+    settings = frozenset({RULE})
+    state: OwnModelState
 
     def resolved(self, needs: Needs) -> Mapping[str, Any]:
         """Leave ``own-model`` to the method, unless there are no samples to validate with."""
@@ -46,17 +141,81 @@ class OwnModel(Feature):
     def on_start(self, training: dict[str, Any], tests: dict[str, Any]) -> None:
         """Ask for the models; all samples train the model that is uploaded."""
         share = training.pop(names.VALIDATION_SHARE, names.DEFAULT_VALIDATION_SHARE)
-        training[OWN_MODEL] = share
+        training[OWN_MODEL] = self._share = share
+        self._train = training
         tests |= {names.COMPLETED_BY: MIXTURE, OWN_MODEL: share}
 
     def cost(self, settings: ConfigRecord, context: Context, examples: int) -> float:
-        """Charge for the training of the own model and its copy, and the tests of mixtures."""
-        kept = float(settings.get(OWN_MODEL, 0.0))  # type: ignore[arg-type]
-        if not kept:
+        """Charge for the training of the own model, and the tests of mixtures or of both models."""
+        kept, rule = float(settings.get(OWN_MODEL, 0.0)), settings.get(RULE)  # type: ignore[arg-type]
+        if not kept or rule == SKIPPED:
             return 0.0
-        # It trains for an ordinary task, of which this one is a share; in steps for as many.
-        ordinary = context.run_config if names.TASK_SHARE in settings else settings
-        trained = 1.0 if ordinary.get(names.LOCAL_STEPS) else 1.0 - kept
-        trained += WHOLE in context.state
-        share = float(settings.get(names.TASK_SHARE, 1.0))  # type: ignore[arg-type]
-        return trained / share + kept * names.forward_cost(settings, examples, len(SHARES))
+        if rule == ALONE:
+            return 1.0
+        tests = len(SHARES) + 2
+        # By steps, a task takes as long with fewer samples. A trial keeps them in both trainings.
+        spared = 0.0 if settings.get(names.LOCAL_STEPS) else kept * (2 if rule == TRIED else 1)
+        return 1.0 - spared + kept * names.forward_cost(settings, examples, tests)
+
+    def on_request(self, request: Request, context: FeatureContext) -> Request:
+        """State the rule; short tasks, such as probes, train no own model."""
+        cluster = context.clusters.main(request.client)
+        rule = self.state.rules.get(cluster, TRIED)
+        if names.TASK_SHARE in request.settings:
+            rule = SKIPPED
+        elif cluster in self.state.seldom:
+            tasks = self.state.tasks[request.client] = self.state.tasks.get(request.client, 0) + 1
+            rule = rule if tasks % _RARELY == 0 else SKIPPED
+        self.state.asked[request.client] = rule
+        added: dict[str, Value] = {RULE: rule}
+        if rule == TRIED:
+            added[names.VALIDATION_SHARE] = self._share
+        return replace(request, settings={**request.settings, **added})
+
+    def on_update(self, update: Update, context: FeatureContext) -> Update:
+        """Add a client's comparison, and decide for its cluster."""
+        client, cluster = update.task.client, context.clusters.main(update.task.client)
+        rule = self.state.rules.get(cluster, TRIED)
+        scores = [update.metrics.get(name, math.nan) for name in (OWN_SCORE, COMMON_SCORE)]
+        if update.task.cluster != cluster or rule == ALONE or self.state.asked.get(client) != rule:
+            return update
+        known = self.state.comparisons.get(client)
+        if known is None or (known.cluster, known.rule) != (cluster, rule):
+            known = self.state.comparisons[client] = Comparison(cluster, rule)
+        # Errors are better if they are smaller.
+        known.add((scores[0] - scores[1]) * (-1 if context.spec.outputs == 1 else 1))
+        self._decide(cluster, rule, context)
+        return update
+
+    def _decide(self, cluster: int, rule: str, context: FeatureContext) -> None:
+        """Decide for a cluster if half of its clients or more have compared models."""
+        members, state = context.clusters.clients(cluster), self.state
+        found = [state.comparisons.get(client) for client in members]
+        known = [one for one in found if one and (one.cluster, one.rule) == (cluster, rule)]
+        if 2 * len(known) < len(members):
+            return
+        tasks = sum(one.count for one in known) / len(known)
+        chance = chance_above_zero([one.better for one in known])
+        are_enough = len(known) >= _FEWEST
+        if rule == MIXED and are_enough and tasks >= _USED:
+            if cluster not in state.seldom and chance < _LIKELY:
+                state.seldom.append(cluster)
+            elif cluster in state.seldom and chance >= _SURE:
+                state.seldom.remove(cluster)
+        elif rule == TRIED and are_enough and tasks >= _ALONE and chance >= _SURE:
+            state.rules[cluster] = ALONE
+        elif rule == TRIED and are_enough and tasks >= _MIXED and chance <= 1 - _SURE:
+            state.rules[cluster] = MIXED
+        elif rule == TRIED and tasks >= _LONGEST:
+            state.rules[cluster] = ALONE if are_enough and chance >= _LIKELY else MIXED
+
+
+def chance_above_zero(values: Sequence[float]) -> float:
+    """Return the probability that a distribution has a mean above 0, given values drawn from it.
+
+    By Student's t. A half if there are fewer than two values, or all are 0.
+    """
+    if len(values) < 2 or not any(values):
+        return 0.5
+    mean, error = statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values))
+    return float(student.cdf(mean / error, len(values) - 1)) if error else float(mean > 0)
