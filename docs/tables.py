@@ -967,6 +967,15 @@ _ABLATED = (
     *("iid", "groups", "rotation", "noise", "dirichlet"),
     *("churn", "swap", "label-shift"),
 )
+_ALONE = {
+    "turned-mlp": "people, phones turned; `mlp`",
+    "turned-cnn": "the same; `cnn1d`",
+    "people-mlp": "people; `mlp`",
+    "people-cnn": "the same; `cnn1d`",
+    "own-labels": "labels of their own",
+    "own-images": "shifts of their own",
+    "dominant": "one dominant class",
+}
 _NATURAL = ("people", "writers", "speakers", "batches", "machines", "roles")
 _LARGER = ("characters", "har", "mnist-100-iid", "fashion-100")
 _RIVALS = (
@@ -1071,6 +1080,20 @@ def panicle_natural(docs: Path) -> Table:
     """Points below the best method of each case of benchmarks/natural_fleets.toml."""
     cases = {case: Experiment.read(docs, f"natural-{case}") for case in _NATURAL}
     return _regret_table(_regrets(cases, (*_RIVALS, "fedavg")), cases)
+
+
+def panicle_alone(docs: Path, budget: str = "") -> Table:
+    """Accuracy of all clients and of the worst tenth in benchmarks/alone_or_together.toml."""
+    methods, rows = ("panicle", "standalone", "fedavg", "fedbuff"), []
+    for case, title in _ALONE.items():
+        of = Experiment.read(docs, f"alone-{case}{budget}")
+        cells = [
+            f"{spread(of.values(method, 'accuracy'), 1, 100.0)} / "
+            f"{number(100 * of.mean(method, 'worst_tenth_accuracy'), 1)}"
+            for method in methods
+        ]
+        rows.append([title, *_bold(cells)])
+    return Table(("fleet", *(f"`{method}`" for method in methods)), rows)
 
 
 def panicle_stations(docs: Path) -> Table:
@@ -1317,6 +1340,8 @@ TABLES: dict[str, Callable[[Path], Table]] = {
     "fair": fair,
     "panicle-regret": panicle_regret,
     "panicle-natural": panicle_natural,
+    "panicle-alone": panicle_alone,
+    "panicle-alone-50s": partial(panicle_alone, budget="-50s"),
     "panicle-stations": panicle_stations,
     "panicle-untuned": panicle_untuned,
     "panicle-fashion": partial(panicle_untuned, images=_FASHION),

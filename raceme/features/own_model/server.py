@@ -5,7 +5,7 @@ clients of a cluster do. Own models are first trained from themselves, and clien
 they do, and how well the received model does after a task, mixed with what it was, on samples that
 train neither. If own models are better beyond chance, clients of the cluster train them alone from
 then on, with all samples. Otherwise they train them from mixtures with the received model: with
-each task if mixtures are better than the received model, else now and then.
+each task as long as mixtures are better than the received model, else now and then.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ _MIXED, _ALONE, _LONGEST = 6.0, 8.0, 12.0
 """Comparisons per client before which no cluster leaves its trial for mixtures, or trains alone,
 and after which trials end. What learns faster at first need not be better in the end."""
 _USED = 4.0
-"""Comparisons per client of mixtures with received models before these are found of little use."""
+"""Comparisons per client of mixtures with received models before mixtures can be of no use."""
 _RARELY = 4
-"""Every so many tasks an own model is trained that is of little use."""
+"""Every so many tasks an own model is trained that is of no use."""
 _NEWEST = 0.5
 """Weight of a client's newest comparison in their mean: models change."""
 
@@ -94,7 +94,7 @@ class OwnModelState:
     rules : dict[int, str]
         Rule of each cluster, if not TRIED.
     seldom : list[int]
-        Clusters of rule MIXED in which own models are of little use.
+        Clusters of rule MIXED in which mixtures are no better than the received model.
     tasks : dict[str, int]
         Tasks sent to each client of these.
     asked : dict[str, str]
@@ -197,11 +197,12 @@ class OwnModel(Feature):
         tasks = sum(one.count for one in known) / len(known)
         chance = chance_above_zero([one.better for one in known])
         are_enough = len(known) >= _FEWEST
-        if rule == MIXED and are_enough and tasks >= _USED:
-            if cluster not in state.seldom and chance < _LIKELY:
-                state.seldom.append(cluster)
-            elif cluster in state.seldom and chance >= _SURE:
+        if rule == MIXED and tasks >= _USED:
+            is_useful = statistics.fmean(one.better for one in known) > 0.0
+            if is_useful and cluster in state.seldom:
                 state.seldom.remove(cluster)
+            elif not is_useful and cluster not in state.seldom:
+                state.seldom.append(cluster)
         elif rule == TRIED and are_enough and tasks >= _ALONE and chance >= _SURE:
             state.rules[cluster] = ALONE
         elif rule == TRIED and are_enough and tasks >= _MIXED and chance <= 1 - _SURE:
