@@ -965,7 +965,7 @@ class Settings:
 
 
 class AppEnding(StrEnum):
-    """How a simulated app ended."""
+    """End of a simulated app."""
 
     RETURNED = "returned"
     """Its ServerApp returned."""

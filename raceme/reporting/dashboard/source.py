@@ -608,7 +608,7 @@ _CURVE = (events.UpdateApplied, events.Evaluated, events.ClustersChanged, events
 
 
 class _Curve(EventHandler):
-    """What a comparison shows of one of its runs."""
+    """Curves and state of a run of a comparison."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._folder, self._name = folder, name
