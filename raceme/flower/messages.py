@@ -382,7 +382,7 @@ class SpillFile:
 
 
 class Place:
-    """Where some bytes lie in the file; they are given up with this object."""
+    """Span of bytes in the file, which is freed with this object."""
 
     __slots__ = ("_offset", "_size", "_spill")
 

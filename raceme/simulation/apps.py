@@ -980,7 +980,7 @@ class Settings:
 
 
 class AppEnding(StrEnum):
-    """How a simulated app ended."""
+    """End of a simulated app."""
 
     RETURNED = "returned"
     """Its ServerApp returned."""

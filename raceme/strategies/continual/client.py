@@ -163,7 +163,7 @@ def elastic(strength: float, fisher: ArrayRecord, former: ArrayRecord) -> TermBu
 
 
 _FIRST_SIGMOID = 0.9
-"""What a sigmoid mask starts from: near 1, where nothing is masked, and not yet flat."""
+"""Start of a sigmoid mask: near 1, where nothing is masked, and not yet flat."""
 
 
 class Masks:
@@ -219,7 +219,7 @@ class Masks:
 
 @dataclass(eq=False)
 class TaskPart:
-    """What a client keeps of one of its tasks.
+    """Memory of a client's task.
 
     Attributes
     ----------
@@ -255,7 +255,7 @@ class TaskPart:
 
 @dataclass(frozen=True)
 class Strengths:
-    """How strongly the parts are held.
+    """Strengths of the penalties that hold the parts.
 
     Attributes
     ----------
