@@ -43,7 +43,7 @@ class Pass:
 
     training: bool
     valid: Tensor | None = None
-    masks: Iterator[Tensor] = iter(())
+    masks: Iterator[Tensor] = field(default_factory=lambda: iter(()))
     dropouts: list[tuple[float, tuple[int, ...]]] | None = None
     changed: dict[str, Tensor] = field(default_factory=dict)
 
@@ -86,6 +86,13 @@ def per_sample(module: nn.Module, arrays: Arrays, x: Tensor, step: Pass) -> Tens
     if x.dim() == 5 and isinstance(module, _POOLINGS) and turned.is_contiguous():
         return folded(module, turned).transpose(1, 2)
     return folded(module, x)
+
+
+def flatten(module: nn.Flatten, arrays: Arrays, x: Tensor, step: Pass) -> Tensor:
+    """Flatten axes of each sample."""
+    return x.flatten(
+        *(axis + 1 if axis >= 0 else axis for axis in (module.start_dim, module.end_dim))
+    )
 
 
 def dropout(module: Any, arrays: Arrays, x: Tensor, step: Pass) -> Tensor:
@@ -347,6 +354,7 @@ _PER_SAMPLE = (
 _LAYERS: dict[type[nn.Module], Layer] = {
     **dict.fromkeys(_ELEMENTWISE, elementwise),
     **dict.fromkeys(_PER_SAMPLE, per_sample),
+    nn.Flatten: flatten,
     nn.Dropout: dropout,
     nn.Dropout1d: dropout_of_channels,
     nn.Dropout2d: dropout_of_channels,
