@@ -81,9 +81,9 @@ def executor_for(
         return RayTasks(target, workers, cores(), seed, config)
     count = _count(workers, seconds)
     if vectorised or device == "cuda":
-        from raceme.simulation.vectorised import Vectorised
+        from raceme.simulation.stacked import Stacked
 
-        return Vectorised(device)
+        return Stacked(device)
     return Pool(target, count, seed=seed) if count else InProcess(load(target), seed)
 
 
