@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
@@ -146,9 +147,7 @@ class Stacked:
         try:
             for job in jobs:
                 if _is_stackable(job.message):
-                    works.append(
-                        Suspendable(lambda own, job=job: self._one(job, own), self._threads)
-                    )
+                    works.append(Suspendable(partial(self._one, job), self._threads))
                 else:
                     self._done[job.message_id] = self._alone(job)
             while waiting := [work for work in works if work.call is not None]:

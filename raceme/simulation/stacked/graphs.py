@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -60,7 +60,7 @@ class CudaGraphs:
     """Records steps as CUDA graphs; as they are, from the first one on that cannot be recorded."""
 
     def __init__(self) -> None:
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None
         self._is_on = True
 
     def rows(self, count: int) -> int:
@@ -88,7 +88,7 @@ class CudaGraphs:
 
     def _captured(self, step: Step) -> Step:
         # Libraries allocate what they need at the first calls, which a graph must not contain.
-        stream = torch.cuda.Stream()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(_WARM_UPS):

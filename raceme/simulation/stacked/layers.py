@@ -52,9 +52,10 @@ class Pass:
         if not self.training or not share:
             return x
         if self.dropouts is not None:
-            shape = x.shape[2:]
-            shape = (*shape[:1], *(1 for _ in shape[1:])) if channels_only else shape
-            self.dropouts.append((share, tuple(shape)))
+            shape = tuple(x.shape[2:])
+            if channels_only:
+                shape = (*shape[:1], *(1 for _ in shape[1:]))
+            self.dropouts.append((share, shape))
             return x
         return x * next(self.masks)
 
@@ -65,7 +66,7 @@ Layer = Callable[[Any, Arrays, Value, Pass], Value]
 def folded(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Apply what treats each sample alike to the samples of all networks."""
     out = function(x.flatten(0, 1))
-    return out.unflatten(0, x.shape[:2])
+    return out.view(*x.shape[:2], *out.shape[1:])
 
 
 # -----------------------------------------------------------------------------
@@ -188,9 +189,9 @@ def _by_matrices(
             x.shape[3:], padding, dilation, kernel, stride, strict=True
         )
     )
-    unfolded = functional.unfold(x.flatten(0, 1), kernel, dilation, padding, stride)
+    unfolded = functional.unfold(x.flatten(0, 1), tuple(kernel), dilation, padding, stride)
     # One product per network and not per image: (n, channels · kernel, b · places).
-    columns = unfolded.unflatten(0, (n, b)).transpose(1, 2).flatten(2)
+    columns = unfolded.view(n, b, *unfolded.shape[1:]).transpose(1, 2).flatten(2)
     kernels = weight.flatten(2)
     if bias is None:
         out = torch.bmm(kernels, columns)

@@ -101,7 +101,7 @@ class SampleStore:
         """Return the samples at some indices, in the indices' shape, as inputs of a network."""
         flat = indices.reshape(-1)
         x, y = self._shaped(self._x.index_select(0, flat)), self._y.index_select(0, flat)
-        return x.unflatten(0, indices.shape), y.view(indices.shape)
+        return x.view(*indices.shape, *x.shape[1:]), y.view(indices.shape)
 
 
 def _merged(free: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -538,11 +538,16 @@ class Batches:
     Attributes
     ----------
     count, clients : int
-        Stacked trainings, and the clients in all of them.
+        Stacked trainings and gradients, and the clients in all of them.
     """
 
     count: int = 0
     clients: int = 0
+
+    def add(self, clients: int) -> None:
+        """Count a computation for some clients."""
+        self.count += 1
+        self.clients += clients
 
     @property
     def mean(self) -> float:
@@ -687,8 +692,7 @@ class Stack:
         self._workspaces[kind] = space
         while len(self._workspaces) > _MOST_WORKSPACES:
             del self._workspaces[next(iter(self._workspaces))]
-        self.batches.count += 1
-        self.batches.clients += len(trainings)
+        self.batches.add(len(trainings))
         return trained
 
     # Tests.
@@ -736,6 +740,7 @@ class Stack:
 
     def _differentiate(self, calls: Sequence[Differentiation]) -> list[Differentiated]:
         stacked, training = self._stacked(calls[0]), calls[0].training
+        self.batches.add(len(calls))
         n, width = len(calls), max(len(call.y) for call in calls)
         counts = torch.tensor([len(call.y) for call in calls])
         x = torch.stack([_filled(call.x, width) for call in calls]).to(self.device)
@@ -797,7 +802,7 @@ class Stack:
 
 def _bytes_of(call: Call) -> int:
     """Return an estimate of the memory that a call takes."""
-    weights = _WEIGHT_COPIES * call.model.weights.nbytes
+    weights = int(_WEIGHT_COPIES * call.model.weights.nbytes)
     if isinstance(call, Training):
         return weights + call.indices.shape[1] * call.samples.x[:1].nbytes * _ACTIVATIONS
     if isinstance(call, Test):
