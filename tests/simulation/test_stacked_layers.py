@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from raceme.simulation.stacked import network as stacked_network
-from raceme.simulation.stacked.layers import Pass, convolved, layer_of
+from raceme.simulation.stacked.layers import Pass, convolved, embedded, layer_of
 from raceme.simulation.stacked.network import StackedNetwork
 from raceme.training import models
 from raceme.training.models import Network
@@ -116,6 +116,13 @@ def test_both_ways_of_convolution(sizes: tuple[tuple[int, int], ...], bias: bool
     for by_matrices in (True, False):
         found = convolved(x, weight, values, *sizes, by_matrices=by_matrices)
         torch.testing.assert_close(found, torch.stack(expected))
+
+
+def test_both_ways_of_looking_tokens_up() -> None:
+    x, table = torch.randint(7, (2, 3, 4)), torch.randn(2, 7, 5, requires_grad=True)
+    found = [embedded(x, table, by_matrices) for by_matrices in (True, False)]
+    torch.testing.assert_close(*found)
+    torch.testing.assert_close(*(torch.autograd.grad(f.square().sum(), table) for f in found))
 
 
 @pytest.mark.parametrize(

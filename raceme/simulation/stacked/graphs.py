@@ -57,7 +57,7 @@ class Eager:
 
 
 class CudaGraphs:
-    """Records steps as CUDA graphs; as they are, from the first one on that cannot be recorded."""
+    """Records a network's steps as CUDA graphs, unless one cannot be recorded."""
 
     def __init__(self) -> None:
         self._pool: Any = None
@@ -76,11 +76,10 @@ class CudaGraphs:
             return self._captured(step)
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError as error:
+        except Exception as error:
             self._is_on = False
             reason = str(error).strip().partition("\n")[0]
             log.warning("Steps are not recorded as CUDA graphs and take longer: %s", reason)
-            torch.cuda.synchronize()
             return step
         finally:
             for values, former in zip(changed, kept, strict=True):

@@ -60,6 +60,7 @@ class Pass:
         return x * next(self.masks)
 
 
+_LARGE_VOCABULARY = 1024
 Layer = Callable[[Any, Arrays, Value, Pass], Value]
 
 
@@ -129,8 +130,22 @@ def linear(module: nn.Linear, arrays: Arrays, x: Tensor, step: Pass) -> Tensor:
 
 def embedding(module: nn.Embedding, arrays: Arrays, x: Tensor, step: Pass) -> Tensor:
     """Look up vectors of tokens, each network in its own table."""
-    table = arrays["weight"]
+    return embedded(x, arrays["weight"])
+
+
+def embedded(x: Tensor, table: Tensor, by_matrices: bool | None = None) -> Tensor:
+    """Return the vectors of tokens, shape (n, b, ..., width).
+
+    Parameters
+    ----------
+    by_matrices : bool, optional
+        Multiply matrices that hold a 1 for each token, by default on GPUs, where the gradient is
+        then always the same to the last bit, for vocabularies that are not large.
+    """
     n, size, width = table.shape
+    if x.is_cuda and size <= _LARGE_VOCABULARY if by_matrices is None else by_matrices:
+        ones = x.flatten(1)[..., None] == torch.arange(size, device=x.device)
+        return torch.bmm(ones.to(table.dtype), table).view(*x.shape, width)
     firsts = torch.arange(0, n * size, size, device=x.device).view(n, *(1 for _ in x.shape[1:]))
     return functional.embedding(x + firsts, table.reshape(n * size, width))
 

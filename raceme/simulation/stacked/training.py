@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import repeat
@@ -568,8 +568,8 @@ class Stack:
         a GPU. Halved whenever memory does not suffice.
     precision : str
         ``"float32"``, ``"tf32"`` or ``"bf16"``: how a GPU rounds the inputs of products.
-    recorder : Recorder, optional
-        By default CUDA graphs on a GPU.
+    recorder : Callable, optional
+        Makes the recorder of a network's steps; by default of CUDA graphs on a GPU.
 
     Attributes
     ----------
@@ -580,19 +580,20 @@ class Stack:
     device: torch.device
     memory: int | None = None
     precision: str = "float32"
-    recorder: Recorder | None = None
+    recorder: Callable[[], Recorder] | None = None
     batches: Batches = field(default_factory=Batches)
 
     def __post_init__(self) -> None:
         if self.recorder is None:
-            self.recorder = CudaGraphs() if self.device.type == "cuda" else Eager()
+            self.recorder = CudaGraphs if self.device.type == "cuda" else Eager
+        self._recorders: dict[Network, Recorder] = {}
         self._stores: dict[tuple[object, ...], SampleStore] = {}
         self._networks: dict[Network, StackedNetwork | None] = {}
         self._workspaces: dict[tuple[object, ...], Workspace] = {}
 
     def close(self) -> None:
         """Release the device's memory."""
-        self._stores, self._networks, self._workspaces = {}, {}, {}
+        self._stores, self._networks, self._workspaces, self._recorders = {}, {}, {}, {}
 
     def network(self, network: Network, x: Tensor) -> StackedNetwork | None:
         """Return the stacked form of a network; None, said once, if there is none.
@@ -676,7 +677,8 @@ class Stack:
     def _train(self, trainings: Sequence[Training]) -> list[Trained]:
         store, first = self._store(trainings), trainings[0]
         assert self.recorder is not None
-        rows = self.recorder.rows(len(trainings))
+        recorder = self._recorders.setdefault(first.network, self.recorder())
+        rows = recorder.rows(len(trainings))
         width = max(training.indices.shape[1] for training in trainings)
         steps = max(len(training.counts) for training in trainings)
         kind = (*first.kind, width)
@@ -685,7 +687,7 @@ class Stack:
             if space is not None:
                 rows, steps = max(rows, space.rows), max(steps, space.steps)
             space = Workspace(
-                self._stacked(first), store, first, rows, width, steps, self.device, self.recorder
+                self._stacked(first), store, first, rows, width, steps, self.device, recorder
             )
         trained = space.train(trainings)
         # The latest ones are kept.
