@@ -487,6 +487,12 @@ class VirtualGrid(PatientGrid):
         """The run that messages belong to."""
         return self._run
 
+    @property
+    def mean_batch(self) -> float | None:
+        """Mean number of clients whose training was computed at once; None one by one."""
+        mean: float | None = getattr(self._executor, "mean_batch", None)
+        return mean
+
     def close(self) -> None:
         """Close the executor, which ends its workers."""
         self._executor.close()

@@ -14,9 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from raceme import client_app
 from raceme.core.config import RunConfig
+from raceme.core.errors import UserError
 from raceme.core.messages import from_array, to_array
 from raceme.runs import experiment
-from raceme.simulation import Executor, InProcess
+from raceme.simulation import Executor, InProcess, executor_for
 from raceme.simulation.stacked import Stacked
 from raceme.simulation.stacked.samples import SampleStore
 from raceme.training import models
@@ -375,6 +376,20 @@ def test_two_steps_of_one_clients_data_are_told_apart_when_both_are_pending(kind
         found.append([reply["metrics"][name] for reply in replies])
     assert found[0] == pytest.approx(found[1], rel=1e-4)
     assert found[0][0] != pytest.approx(found[0][1], rel=1e-2)
+
+
+def test_a_run_says_how_many_clients_worked_at_once(tmp_path: Path) -> None:
+    keys = {"clients": 6, "max-updates": 12, "strategy": "fedavg", "eval-every": 12}
+    for vectorised in (True, False):
+        out = str(tmp_path / str(vectorised))
+        told = {**keys, "vectorised": vectorised, "workers": 0, "out": out}
+        summary = experiment.simulate(RunConfig.from_mapping(told)).summary
+        assert summary.get("mean_batch") == (6.0 if vectorised else None)
+
+
+def test_a_precision_needs_a_gpu() -> None:
+    with pytest.raises(UserError, match="--device cuda"):
+        executor_for("raceme.client_app:app", 0, precision="tf32")
 
 
 # Samples of stacked clients: they stay where they are for as long as they exist.

@@ -93,6 +93,11 @@ class Stacked:
         self._done: dict[str, _Done] = {}
 
     @property
+    def mean_batch(self) -> float:
+        """Mean number of clients whose training was computed at once."""
+        return self.batches.mean
+
+    @property
     def batches(self) -> Batches:
         """How many clients have been trained together."""
         return self._stack.batches
