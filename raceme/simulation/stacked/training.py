@@ -804,12 +804,13 @@ class Stack:
 
 def _bytes_of(call: Call) -> int:
     """Return an estimate of the memory that a call takes."""
-    weights = int(_WEIGHT_COPIES * call.model.weights.nbytes)
     if isinstance(call, Training):
-        return weights + call.indices.shape[1] * call.samples.x[:1].nbytes * _ACTIVATIONS
-    if isinstance(call, Test):
-        return weights + _LEAST_TEST_BATCH * call.samples.x[:1].nbytes * _ACTIVATIONS
-    return weights + call.x.nbytes * _ACTIVATIONS
+        samples = call.indices.shape[1] * call.samples.x[:1].nbytes
+    elif isinstance(call, Test):
+        samples = _LEAST_TEST_BATCH * call.samples.x[:1].nbytes
+    else:
+        samples = call.x.nbytes
+    return int(_WEIGHT_COPIES * call.model.weights.nbytes + _ACTIVATIONS * samples)
 
 
 def _by_model(tests: Sequence[Test]) -> list[list[Test]]:
