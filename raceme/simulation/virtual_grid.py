@@ -26,7 +26,6 @@ from raceme.simulation.devices import (
     Device,
     DeviceModel,
     bytes_of,
-    copy_of,
     fleet,
     traced_fleet,
     training_cost,
@@ -431,7 +430,7 @@ class VirtualGrid(PatientGrid):
         for message in messages:
             message_id = f"{self._pushed:08d}"
             self._pushed += 1
-            message.content = copy_of(message.content)
+            message.content = flower.copy_of(message.content)
             flower.set_message_id(message, message_id)
             self._dispatch(message_id, message)
             message_ids.append(message_id)

@@ -12,9 +12,9 @@ from raceme import client_app
 from raceme.core.config import RunConfig
 from raceme.core.messages import from_array
 from raceme.core.registry import STRATEGIES
+from raceme.flower.messages import copy_of
 from raceme.runs import experiment
 from raceme.simulation import InProcess, VirtualGrid, nodes_of
-from raceme.simulation.devices import copy_of
 from raceme.simulation.stacked import Stacked
 
 NEEDS: dict[str, dict[str, Any]] = {"cdfl": {"proxy": "20"}}

@@ -15,7 +15,7 @@ from raceme.core import messages as keys
 from raceme.core.errors import UserError
 from raceme.core.registry import CLIENT_WORK
 from raceme.datasets.source import own_randomness
-from raceme.simulation.devices import copy_of
+from raceme.flower.messages import copy_of, records_of
 from raceme.simulation.executor import PendingReply, answer
 from raceme.simulation.stacked.clients import (
     ClientEngine,
@@ -143,7 +143,7 @@ class Stacked:
 
     def _together(self, message_id: str) -> int:
         """Return for how many clients there is memory."""
-        records = self._jobs[message_id].message.content.array_records.values()
+        records = records_of(self._jobs[message_id].message.content, ArrayRecord).values()
         size = sum(record.count_bytes() for record in records)
         return max(1, min(_MOST_TOGETHER, _MOST_BYTES // max(1, _COPIES * size)))
 
