@@ -52,6 +52,7 @@ class StackedNetwork:
         self._names = {id(values): name for name, values in module.named_parameters()}
         self.buffers = [name for name, _ in module.named_buffers()]
         self.trained = [n for n, values in module.named_parameters() if values.requires_grad]
+        self._modules = dict(module.named_modules())
         self._hidden = {id(layer) for layer in hidden_linear_layers(module)}
         training = module.training
         try:
@@ -95,7 +96,6 @@ class StackedNetwork:
                 raise ValueError("it cannot be traced, and has buffers or dropout")
             return _whole(self.network.module.train(step.training), arrays, x)
         values: dict[fx.Node, Value] = {}
-        modules = dict(self.network.module.named_modules())
         for node in graph.nodes:
             match node.op:
                 case "placeholder":
@@ -109,7 +109,7 @@ class StackedNetwork:
                     target = str(node.target)
                     args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
                     values[node] = self._applied(
-                        target, modules[target], arrays, args, kwargs, step, hidden_dropout
+                        target, self._modules[target], arrays, args, kwargs, step, hidden_dropout
                     )
                 case "call_function" | "call_method":
                     args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
