@@ -111,10 +111,15 @@ def test_a_step_is_recorded_once() -> None:
         assert torch.equal(one.model.weights, other.model.weights)
     fewer = trained(recording, own, data[:3], stack)
     assert torch.allclose(fewer[1].model.weights, first[1].model.weights, atol=1e-6)
-    # More samples than there was room for are elsewhere, where recorded steps do not look.
-    stack_of_more = [*data, *samples(), *(samples() * 9)]
-    trained(recording, own, stack_of_more, stack)
+    # Samples for which there is no room are put elsewhere, with all: recorded steps look there not.
+    (store,) = stack._stores.values()
+    moves, once = store.moves, len(recording.recorded)
+    others = Samples(np.zeros((len(store) + 1, 6), np.float32), np.zeros(len(store) + 1, np.int64))
+    store.hold([others])
+    assert store.moves == moves + 1
+    later = trained(recording, own, data, stack)
     assert len(recording.recorded) > once
+    assert torch.equal(later[0].model.weights, first[0].model.weights)
 
 
 def test_where_steps_cannot_be_recorded_they_are_taken_as_they_are(

@@ -495,18 +495,21 @@ class _StackedTerm:
             self._where = torch.zeros(rows, d, dtype=torch.bool, device=device)
 
     def load(self, terms: Sequence[Pull | Frozen]) -> None:
-        """Take the clients' terms."""
-        for row, term in enumerate(terms):
-            if isinstance(term, Frozen):
-                assert self._frozen is not None
-                self._frozen[row] = term.weights
-                continue
-            assert self._strength is not None
-            self._strength[row] = term.strength
-            if self._anchor is not None and term.anchor is not None:
-                self._anchor[row] = term.anchor
-            if self._where is not None and term.where is not None:
-                self._where[row] = term.where
+        """Take the clients' terms, of one kind, each part in one transfer."""
+        n, pulls = len(terms), [term for term in terms if isinstance(term, Pull)]
+        if self._frozen is not None:
+            frozen = [term.weights for term in terms if isinstance(term, Frozen)]
+            self._frozen[:n] = torch.stack(frozen)
+            return
+        assert self._strength is not None
+        strengths = [torch.as_tensor(pull.strength).reshape(-1) for pull in pulls]
+        self._strength[:n] = torch.stack(strengths)
+        for there, values in (
+            (self._anchor, [pull.anchor for pull in pulls]),
+            (self._where, [pull.where for pull in pulls]),
+        ):
+            if there is not None:
+                there[:n] = torch.stack([own for own in values if own is not None])
 
     def __call__(self, weights: Tensor, gradient: Tensor) -> None:
         """Change the gradients of the first clients."""
@@ -637,6 +640,7 @@ class Stack:
     def _halve(self, part: Sequence[Call]) -> None:
         """Release memory, and halve what one computation may take."""
         self._workspaces.clear()
+        self._recorders.clear()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         self.memory = sum(map(_bytes_of, part)) // 2
@@ -864,7 +868,10 @@ def exactness(device: torch.device, precision: str) -> Iterator[None]:
             torch.backends.cudnn.flags(
                 enabled=True, benchmark=False, deterministic=True, allow_tf32=is_tf32
             ),
-            torch.autocast("cuda", torch.bfloat16, enabled=precision == "bf16"),
+            # Casts of weights must not outlive a step: recorded ones would not see new weights.
+            torch.autocast(
+                "cuda", torch.bfloat16, enabled=precision == "bf16", cache_enabled=False
+            ),
         ):
             yield
     finally:
