@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, fields
 from functools import lru_cache
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from raceme.core.errors import UserError
 from raceme.core.options import convert, key_of, option
@@ -84,17 +84,17 @@ class TrainingSettings(TrainingOptions):
         kinds = tuple(type(value) for value in (*values.values(), *stated.values()))
         # Most tasks of a run are told the same. Lists are not valid, and not hashable.
         make = _made if list not in kinds else _made.__wrapped__
-        return make(cls, *own, kinds, lr_scale)
+        made: Self = make(cls, *own, kinds, lr_scale)
+        return made
 
 
-Made = TypeVar("Made", bound=TrainingSettings)
 _Values = tuple[tuple[str, Any], ...]
 
 
 @lru_cache(maxsize=256)
 def _made(
-    cls: type[Made], run: _Values, stated: _Values, kinds: tuple[type, ...], lr_scale: float
-) -> Made:
+    cls: Any, run: _Values, stated: _Values, kinds: tuple[type, ...], lr_scale: float
+) -> Any:
     """Return settings of a run's values and those of a message, which take precedence."""
     items = {item.name: item for item in fields(cls)}
     values = dict(run) | {name: _converted(value, items[name]) for name, value in stated}
