@@ -84,7 +84,9 @@ class TrainingSettings(TrainingOptions):
         kinds = tuple(type(value) for value in (*values.values(), *stated.values()))
         # Most tasks of a run are told the same. Lists are not valid, and not hashable.
         make = _made if list not in kinds else _made.__wrapped__
-        made: Self = make(cls, *own, kinds, lr_scale)
+        # mypy takes no class of this method's for hashable.
+        kind: Any = cls
+        made: Self = make(kind, *own, kinds, lr_scale)
         return made
 
 
@@ -92,9 +94,7 @@ _Values = tuple[tuple[str, Any], ...]
 
 
 @lru_cache(maxsize=256)
-def _made(
-    cls: Any, run: _Values, stated: _Values, kinds: tuple[type, ...], lr_scale: float
-) -> Any:
+def _made(cls: Any, run: _Values, stated: _Values, kinds: tuple[type, ...], lr_scale: float) -> Any:
     """Return settings of a run's values and those of a message, which take precedence."""
     items = {item.name: item for item in fields(cls)}
     values = dict(run) | {name: _converted(value, items[name]) for name, value in stated}
