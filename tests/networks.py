@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from torch import nn
+from math import prod
+
+from torch import Tensor, nn
 
 from raceme.datasets.source import import_datasets
 
@@ -31,3 +33,22 @@ def resnet18(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
 
     module: nn.Module = build(num_classes=num_classes)
     return module
+
+
+class Choosing(nn.Module):
+    """A linear layer of inputs whose sign depends on their sum: no two clients may be stacked."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(inputs, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the outputs."""
+        flat = x.flatten(1)
+        outputs: Tensor = self.layer(flat if flat.sum() > 0 else -flat)
+        return outputs
+
+
+def choosing(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+    """A network that cannot be stacked."""
+    return Choosing(prod(input_shape), num_classes)

@@ -9,7 +9,7 @@ import platform
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,6 +29,7 @@ from raceme.core.errors import (
     show_log,
 )
 from raceme.core.options import Value, option
+from raceme.fleet import LOG_FORMAT, ServeOptions
 
 _LOG_FORMATS = ("text", "json")
 _TRANSPORTS = ("auto", "grpc", "http")
@@ -42,7 +43,6 @@ def _silence_grpc() -> None:
 
 
 _ADDRESS = "HOST:PORT"
-_LOG_FORMAT = "text, or json: a line for each event and message"
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class DeviceArguments:
         None, "file for the model that serves this device, always whole, for an application"
     )
     verbose: bool = option(False, "also log tracebacks of the ClientApp")
-    log_format: str = option("text", _LOG_FORMAT, unit="NAME")
+    log_format: str = option("text", LOG_FORMAT, unit="NAME")
 
 
 def device(options: DeviceArguments) -> None:
@@ -203,69 +203,11 @@ class _Formatter(PlainFormatter):
 
 
 @dataclass(frozen=True)
-class ServerArguments:
-    """Options of `raceme serve`; see :class:`~raceme.fleet.serve.ServeOptions`."""
+class ServerArguments(ServeOptions):
+    """Options of `raceme serve`."""
 
     run_config: tuple[str, ...] = option(
         (), "with APP_DIR: run config of the app, as in `flwr run`", unit=PAIRS
-    )
-    address: str = option("0.0.0.0:9092", "address to listen on for devices", unit=_ADDRESS)
-    certificates: Path | None = option(
-        None,
-        "folder made by `raceme certs`: TLS, and no unlisted devices; without it, plain text",
-        unit="FOLDER",
-    )
-    http: str | None = option(
-        None,
-        "address to listen on for SuperNodes of Flower 1.40 and later (HTTP)",
-        unit=_ADDRESS,
-    )
-    any_device: bool = option(False, "accept devices without a registered key")
-    clients_min: int = option(1, "devices to wait for before training starts", low=1)
-    reconnect: float = option(
-        90.0, "time for devices to reconnect after a restart", unit="SECONDS", low=0
-    )
-    latency: float = option(
-        1.0,
-        "longest time of a packet to a device: connections have 10 times as long for their "
-        "handshake",
-        unit="SECONDS",
-        low=1,
-        high=60,
-    )
-    metrics: str = option(
-        "",
-        "address of /metrics and /healthz, or off; default: loopback, the port after --address's",
-        unit=_ADDRESS,
-    )
-    log_format: str = option("text", _LOG_FORMAT, unit="NAME")
-    keep_versions: int | None = option(
-        None,
-        "versions of each cluster's model to keep and bring into use; 0: none; default: 5, or 0 in "
-        "a run with a limit",
-        low=0,
-    )
-    margin: float = option(
-        0.01,
-        "a new version comes into use if its accuracy is lower by at most this, on the same "
-        "samples (regression: its error higher by this share)",
-        low=0,
-    )
-    canary: float = option(
-        0.1,
-        "devices of a cluster that try a new version first; one at least",
-        unit="SHARE",
-        low=0,
-        high=1,
-    )
-    version_pause: float = option(
-        60.0, "time between two new versions at least", unit="SECONDS", low=0
-    )
-    notify: str = option(
-        "",
-        "webhook for notices: the run ended, accuracy fell, devices are gone, the disk is full, "
-        "the certificate expires; default: none",
-        unit="URL",
     )
 
 
@@ -322,13 +264,11 @@ def serve(
     _silence_grpc()
     from raceme.cli.run import end_app_with, end_with
     from raceme.core.signals import StopRequest
-    from raceme.fleet.serve import ServeOptions, is_complete, prepare, serve_app, with_registry
+    from raceme.fleet.serve import is_complete, prepare, serve_app, with_registry
     from raceme.fleet.serve import serve as run
     from raceme.reporting.console import RunProgress
 
-    given = vars(options).copy()
-    run_config, _ = given.pop("run_config"), given.pop("log_format")
-    server = ServeOptions(**given | {"certificates": folder, "logs_events": is_json})
+    server = replace(options, certificates=folder)
     if app is not None:
         if watch:
             raise UserError("--watch is for Raceme's own app: use `raceme watch` with the --out.")
@@ -336,7 +276,7 @@ def serve(
             alien = "--keep-versions" if options.keep_versions else "--notify"
             raise UserError(f"{alien} is for Raceme's own app: leave it out.")
         show_log(sys.stdout, lines)
-        end_app_with(*serve_app(app, run_config, keys, server))
+        end_app_with(*serve_app(app, options.run_config, keys, server))
         return
     keys = keys if options.any_device else with_registry(keys, folder)
     settings = prepare(keys, options.clients_min)

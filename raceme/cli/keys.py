@@ -84,7 +84,7 @@ _FIRST = (
 _GROUPS = {
     "Data": "data-root download test-fraction validation-fraction validation-share proxy pretrain "
     "pretrain-epochs",
-    "Fleet": "concurrency task-timeout device vectorised device-keys labels where",
+    "Fleet": "concurrency task-timeout device precision vectorised device-keys labels where",
     "Method": "model lr batch-size local-epochs local-steps optimizer momentum weight-decay "
     "weight-decay-on augment batch-norm attack",
     "Limits": "max-rounds max-compute stop-at-target eval-every eval-rounds eval-steps "

@@ -293,6 +293,11 @@ class RunConfig(TrainingOptions, Limits):
         affects_results=False,
     )
     device: str = option("cpu", "processor for training", among=("cpu", "cuda"))
+    precision: str = option(
+        "float32",
+        "how device=cuda rounds the inputs of products: not, to 10 bits, or all to bfloat16",
+        among=("float32", "tf32", "bf16"),
+    )
     vectorised: bool = option(
         False, "train clients in stacked batches on the CPU too (always on cuda)"
     )

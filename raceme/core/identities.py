@@ -21,7 +21,7 @@ ON_TRUST = (
     "Devices' ids are taken on trust: any node that may connect can claim any of them, unless "
     "device-keys=FILE, which `raceme certs` writes, binds ids to keys (docs/server.md)"
 )
-"""What a server on real devices says without a list of keys."""
+"""Warning of a server on real devices without a list of keys."""
 _EXPECTED = (
     "expected lines such as 'ecdsa-sha2-nistp384 AAAA… kitchen', a public key and the id of its "
     "device, as `raceme certs` writes them"

@@ -40,7 +40,7 @@ from raceme.core.requests import (
 )
 from raceme.core.scheduling import SelectionContext
 from raceme.core.timeline import Foreseeing, Registering, push, timeline_of
-from raceme.flower.messages import CLIENT_APP_RAISED_EXCEPTION
+from raceme.flower.messages import CLIENT_APP_RAISED_EXCEPTION, content_of
 
 if TYPE_CHECKING:
     from raceme.core.strategy import Method
@@ -576,7 +576,7 @@ class Loop:
             settings[names.KIND] = work.kind
         if step is not None:
             settings[names.STEP] = step
-        content = RecordDict({**records, **work.arrays, names.CONFIG: ConfigRecord(settings)})
+        content = content_of({**records, **work.arrays, names.CONFIG: ConfigRecord(settings)})
         kind = _MESSAGE_TYPES.get(work.kind, MessageType.TRAIN)
         return Message(content, node_id, kind, ttl=self._ttl), task
 

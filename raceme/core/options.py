@@ -31,7 +31,7 @@ Value = str | int | float | bool
 """Types of values, in TOML and in Flower's run config."""
 
 AUTO = "auto"
-"""How an option whose value is filled in later is written; in Python it is None."""
+"""Text for an option whose value is filled in later; in Python it is None."""
 
 SECONDS = "s"
 """The unit of times."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
-from flwr.app import ArrayRecord, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from numpy.typing import NDArray
 
 from raceme.core import messages as names
@@ -20,7 +20,7 @@ from raceme.core.messages import InvalidReplyError as InvalidReplyError
 from raceme.core.options import key_of
 from raceme.core.state import TRANSIENT
 from raceme.core.training_settings import TrainingSettings
-from raceme.flower.messages import NODE_UNAVAILABLE, Shelf
+from raceme.flower.messages import NODE_UNAVAILABLE, Shelf, records_of
 
 Value = str | int | float | bool | list[int]
 
@@ -414,15 +414,16 @@ def read_reply(
     if task.kind in names.TRAINING:
         return read_update(reply, task, spec, now, reading)
     content, _, metrics = _checked(reply, task)
-    numbers = _numbers(content.array_records.get(names.NUMBERS))
-    if len(content.array_records) != (names.NUMBERS in content.array_records):
+    arrays = records_of(content, ArrayRecord)
+    numbers = _numbers(arrays.get(names.NUMBERS))
+    if len(arrays) != (names.NUMBERS in arrays):
         raise InvalidReplyError(
             f"it brings arrays that work of kind '{task.kind}' was not asked for"
         )
     examples = names.count_of(metrics.get(names.NUM_EXAMPLES, 0.0))
     if examples is None:
         raise InvalidReplyError("no examples")
-    size = sum(record.count_bytes() for record in content.array_records.values())
+    size = sum(record.count_bytes() for record in arrays.values())
     return Answer(task, examples, metrics, numbers, size)
 
 
@@ -444,10 +445,8 @@ def read_update(
     """
     sent, stated, metrics = _checked(reply, task)
     content = reading(sent)
-    numbers = content.array_records.get(names.NUMBERS)
-    records = {
-        name: record for name, record in content.array_records.items() if name != names.NUMBERS
-    }
+    records = records_of(content, ArrayRecord)
+    numbers = records.pop(names.NUMBERS, None)
     if len(records) != 1:
         raise InvalidReplyError(f"missing records: {len(records)} ArrayRecords, not 1")
     if task.kind == names.TRAIN_BEST:
@@ -462,10 +461,10 @@ def read_update(
         num_examples=examples,
         train_loss=metrics.get(names.TRAIN_LOSS, math.nan),
         metrics=metrics,
-        bytes_up=sum(record.count_bytes() for record in sent.array_records.values()),
+        bytes_up=sum(record.count_bytes() for record in records_of(sent, ArrayRecord).values()),
         numbers=_numbers(numbers),
         arrived_at=now,
-        mixture=_mixture(next(iter(content.metric_records.values())).get(names.MIXTURE)),
+        mixture=_mixture(next(iter(records_of(content, MetricRecord).values())).get(names.MIXTURE)),
         cpu_seconds=names.cpu_seconds_of(metrics),
     )
 
@@ -478,13 +477,12 @@ def _checked(
         is_away = reply.error.code == NODE_UNAVAILABLE
         raise InvalidReplyError(f"error {reply.error.code}: {names.error_line(reply)}", is_away)
     content = reply.content
-    if len(content.metric_records) != 1:
-        raise InvalidReplyError(
-            f"missing records: {len(content.metric_records)} MetricRecords, not 1"
-        )
-    stated: Mapping[str, object] = content.config_records.get(names.CONFIG, {})
+    metrics = list(records_of(content, MetricRecord).values())
+    if len(metrics) != 1:
+        raise InvalidReplyError(f"missing records: {len(metrics)} MetricRecords, not 1")
+    stated: Mapping[str, object] = records_of(content, ConfigRecord).get(names.CONFIG, {})
     _check_echo(stated, task)
-    return content, stated, names.metrics_of(next(iter(content.metric_records.values())))
+    return content, stated, names.metrics_of(metrics[0])
 
 
 def _check_echo(stated: Mapping[str, object], task: InFlight) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, fields
+from functools import lru_cache
 from typing import Any, Self
 
 from raceme.core.errors import UserError
@@ -77,10 +78,27 @@ class TrainingSettings(TrainingOptions):
         values: dict[str, Any] = {
             item.name: getattr(run, item.name, item.default) for item in fields(cls)
         }
-        for item in fields(cls):
-            if (key := key_of(item.name)) in settings:
-                values[item.name] = _converted(settings[key], item)
-        return cls(**{**values, "lr": values["lr"] * lr_scale})
+        keys = {item.name: key_of(item.name) for item in fields(cls)}
+        stated = {name: settings[key] for name, key in keys.items() if key in settings}
+        own = (tuple(values.items()), tuple(stated.items()))
+        kinds = tuple(type(value) for value in (*values.values(), *stated.values()))
+        # Most tasks of a run are told the same. Lists are not valid, and not hashable.
+        make = _made if list not in kinds else _made.__wrapped__
+        # mypy takes no class of this method's for hashable.
+        kind: Any = cls
+        made: Self = make(kind, *own, kinds, lr_scale)
+        return made
+
+
+_Values = tuple[tuple[str, Any], ...]
+
+
+@lru_cache(maxsize=256)
+def _made(cls: Any, run: _Values, stated: _Values, kinds: tuple[type, ...], lr_scale: float) -> Any:
+    """Return settings of a run's values and those of a message, which take precedence."""
+    items = {item.name: item for item in fields(cls)}
+    values = dict(run) | {name: _converted(value, items[name]) for name, value in stated}
+    return cls(**{**values, "lr": values["lr"] * lr_scale})
 
 
 def _converted(value: Any, item: Field[Any]) -> Any:

@@ -516,7 +516,7 @@ class SwapOptions(DriftOptions):
 
 
 class Swap(Drift):
-    """What both exchanges have in common: the pairs."""
+    """Common part of both exchanges: the pairs."""
 
     options_type = SwapOptions
     needs_others = True

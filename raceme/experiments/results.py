@@ -154,7 +154,7 @@ class Result:
 
     @property
     def warnings(self) -> list[str]:
-        """What the runs warned of."""
+        """Warnings of the runs."""
         texts = [text for run in self.runs for text in run.summary.get("warnings", ())]
         if guesses := [text for run in self.runs if (text := unlearned(run.summary))]:
             many = f" in {len(guesses)} of {len(self.runs)} runs" if len(self.runs) > 1 else ""

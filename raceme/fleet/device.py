@@ -171,7 +171,7 @@ def data_memory() -> int:
 
 
 _FAILED = ("handshake failed", "certificate_verify_failed", "hostname verification check failed")
-"""What gRPC says when a connection will keep failing until its configuration is changed."""
+"""Errors of gRPC for a connection that fails until its configuration is changed."""
 _BY_TIME = (
     ("certificate has expired", "has expired", "make a new one on the server"),
     (
@@ -332,7 +332,7 @@ _PUZZLING_TRIES = 5
 """Tries of a call that fails for no stated reason; the node then joins anew."""
 _TOO_LARGE = "message larger than max"
 _SPEAKS_HTTP = ("http1.x server", "missing selected ALPN property")
-"""What gRPC says of a server that speaks HTTP/1.1."""
+"""Error of gRPC for a server that speaks HTTP/1.1."""
 _NEVER_SENT = ("failed to connect", "connection refused", "resolution", "no route", "unreachable")
 
 

@@ -22,7 +22,7 @@ log = logging.getLogger("raceme.serve")
 
 _LOOK_SECONDS = 10.0
 _GONE_SECONDS = 300.0
-"""How long half of the devices are away before it is said."""
+"""Time that half of the devices are away before a notice."""
 _FALL = 0.1
 """Share of the best result that may be lost before it is said."""
 _LEAST_FREE = 500 << 20

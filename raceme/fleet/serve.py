@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -58,6 +58,7 @@ from raceme.core.requests import InFlight
 from raceme.core.signals import interrupted_by_signals
 from raceme.core.strategy import Method
 from raceme.datasets.npz import DATA_FILE
+from raceme.fleet import ServeOptions
 from raceme.fleet.certificates import (
     DEVICE_KEYS,
     LABELS,
@@ -70,9 +71,9 @@ from raceme.fleet.certificates import (
 from raceme.fleet.notices import Notices, Webhook
 from raceme.fleet.served_grid import Rollouts, ServedGrid
 from raceme.flower.app import App, app_metadata, build_bundle, server_context
-from raceme.flower.fleet_protocol import LATENCY, OWN_APP, SINCE, Certificates
+from raceme.flower.fleet_protocol import OWN_APP, SINCE, Certificates
 from raceme.flower.fleet_server import FleetApi, PortInUseError
-from raceme.flower.link_state import RECONNECT_SECONDS, LinkState
+from raceme.flower.link_state import LinkState
 from raceme.flower.messages import (
     MESSAGE_UNAVAILABLE,
     NODE_UNAVAILABLE,
@@ -737,56 +738,6 @@ _LEAST_EVAL_EVERY = 10
 _LEAST_LIMIT, _MODELS_LIMIT = 16 << 20, 8
 """Bytes of a reply: so many, and so many times those of the model. No method sends more."""
 _UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES}
-
-
-@dataclass(frozen=True)
-class ServeOptions:
-    """Options of a server beside the keys of its run.
-
-    Attributes
-    ----------
-    address : str
-        ``HOST:PORT`` at which devices reach it.
-    certificates : Path or None
-        Folder of `raceme certs`, for TLS and the devices' keys; plain text without.
-    any_device : bool
-        Let devices in whose keys are not registered there.
-    clients_min : int
-        Devices that have to be online before the run begins.
-    metrics : str
-        ``HOST:PORT`` for `/metrics` and `/healthz`; "off" for none; if nothing is said, the port
-        after that of `address`, on loopback, if that is free.
-    reconnect : float
-        Seconds that devices which were online when the server ended may take to come back.
-    http : str, optional
-        ``HOST:PORT`` for SuperNodes of Flower 1.40 and later.
-    logs_events : bool
-        Log every request and event, for logs in JSON.
-    keep_versions : int, optional
-        Versions of each cluster's model that are kept and brought into use; 0: none. By default 5
-        in a run without a limit.
-    notify : str
-        Webhook for notices to the operator; empty for none.
-    latency : float
-        Seconds of a packet on the way to a device, at most: time limits are multiples of it.
-    margin, canary, version_pause : float
-        How new versions come into use; see :class:`~raceme.fleet.served_grid.Rollouts`.
-    """
-
-    address: str = "0.0.0.0:9092"
-    certificates: Path | None = None
-    any_device: bool = False
-    clients_min: int = 1
-    metrics: str = ""
-    reconnect: float = RECONNECT_SECONDS
-    http: str | None = None
-    logs_events: bool = False
-    keep_versions: int | None = None
-    margin: float = 0.01
-    canary: float = 0.1
-    version_pause: float = 60.0
-    latency: float = LATENCY
-    notify: str = ""
 
 
 def prepare(keys: Mapping[str, Value], clients_min: int = 1) -> RunConfig:

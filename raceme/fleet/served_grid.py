@@ -445,7 +445,7 @@ _PROBE, _TRY, _USE = "probe", "try", "use"
 
 @dataclass
 class _Device:
-    """What is known of a device on its present node.
+    """State of a device on its present node.
 
     Attributes
     ----------

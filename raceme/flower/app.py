@@ -104,7 +104,7 @@ MISSED_AFTER = float(HEARTBEAT_DEFAULT_INTERVAL * HEARTBEAT_PATIENCE)
 """Seconds after which a SuperLink answers for a node that sends no heartbeats any more."""
 
 STRATEGIES_FOLDER = Path(flwr.serverapp.__file__).parent
-"""Where Flower's own strategies are."""
+"""Module of Flower's own strategies."""
 
 
 def project_config(folder: Path) -> dict[str, Any]:

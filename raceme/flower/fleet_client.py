@@ -92,7 +92,7 @@ from raceme.flower.messages import (
 
 
 _SLACK_SECONDS = 10.0
-"""How much longer than its patience a request for work may take; as all limits, times the latency
+"""Time beyond its patience that a request for work may take; as all limits, times the latency
 of the network."""
 
 
@@ -182,7 +182,7 @@ AUTO, GRPC, HTTP = "auto", "grpc", "http"
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a SuperLink's Fleet API is, and how it is recognised.
+    """Address of a SuperLink's Fleet API, and its authority.
 
     Attributes
     ----------

@@ -367,7 +367,7 @@ def _check_version(stated: object) -> None:
 SERVICE = "raceme.Fleet"
 GREET, NEXT, SEND = "Greet", "Next", "Send"
 GREET_PATH = "/v1/raceme/greet"
-"""Where a server is greeted over HTTP; the other calls are made over gRPC only."""
+"""Path of the greeting of a server over HTTP; the other calls are made over gRPC only."""
 PROTOCOL = 2
 """Raised when calls, or what travels in them, change: messages, their settings and replies too."""
 SINCE = "0.2.0"

@@ -117,7 +117,7 @@ class MessageCache:
 log = logging.getLogger("raceme.serve")
 
 _LEAST_SECONDS = 10.0
-"""What clocks are corrected by without a jump comes in smaller steps."""
+"""Smallest jump of a clock; ordinary corrections come in smaller steps."""
 
 
 class ClockSkew:
@@ -160,7 +160,7 @@ class ClockSkew:
 
 
 RECONNECT_SECONDS = 90.0
-"""How long a node that was online may take to find a server that has been started again."""
+"""Time that a node that was online may take to find a restarted server."""
 LIVE_SECONDS = 14.0
 """One of Raceme's devices that is silent for so long is offline: it sends a heartbeat every 5 s."""
 _WORK_SECONDS = 60.0

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from copy import copy
 from functools import lru_cache
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import numpy as np
 from flwr.app import (
@@ -28,6 +28,8 @@ from flwr.proto.message_pb2 import Message as ProtoMessage
 from flwr.supercore.run import Run as Run
 from flwr.supercore.task_identity import TaskIdentity
 from numpy.typing import NDArray
+
+Kind = TypeVar("Kind", ArrayRecord, ConfigRecord, MetricRecord)
 
 SERVER_NODE_ID = 1
 """The node that messages come from (flwr.common.constant: SUPERLINK_NODE_ID)."""
@@ -114,6 +116,37 @@ def array(dtype: str, shape: tuple[int, ...], stype: str, data: bytes) -> Array:
     return made
 
 
+def records_of(content: RecordDict, kind: type[Kind]) -> dict[str, Kind]:
+    """Return the records of a kind by name.
+
+    ``content.array_records`` and the like build a view that checks each record twice.
+    """
+    return {name: record for name, record in content.items() if isinstance(record, kind)}
+
+
+def content_of(records: Mapping[str, ArrayRecord | ConfigRecord | MetricRecord]) -> RecordDict:
+    """Put records into a content as they are."""
+    content = RecordDict()
+    content.__dict__["_data"].update(records)
+    return content
+
+
+def copy_of(content: RecordDict) -> RecordDict:
+    """Copy records but not their arrays, as sending does: messages may share content.
+
+    Otherwise changes by a client would appear in other messages, and later changes by the server in
+    pending work.
+    """
+    return content_of(
+        {
+            name: array_record(dict(record.items()))
+            if isinstance(record, ArrayRecord)
+            else _like(record)
+            for name, record in content.items()
+        }
+    )
+
+
 def array_record(arrays: Mapping[str, Array]) -> ArrayRecord:
     """Put arrays into a record as they are; ``ArrayRecord(arrays)`` builds each of them anew."""
     record = ArrayRecord()
@@ -192,21 +225,16 @@ def parted(message: Message) -> Message:
 
 def copied(message: Message) -> Message:
     """Return a message that does not change when its sender changes the records of the first."""
-    content = RecordDict()
-    for name, record in message.content.items():
-        if isinstance(record, ArrayRecord):
-            content[name] = array_record(record)
-        else:
-            content[name] = _like(record)
     # Flower's code notes in the metadata of the first what became of it.
-    return made(metadata=copy(message.metadata), content=content)
+    return made(metadata=copy(message.metadata), content=copy_of(message.content))
 
 
 def size_of(message: Message) -> int:
     """Return the bytes of all arrays of a message."""
     if not message.has_content():
         return 0
-    return sum(record.count_bytes() for record in message.content.array_records.values())
+    arrays = records_of(message.content, ArrayRecord)
+    return sum(record.count_bytes() for record in arrays.values())
 
 
 def _like(record: ConfigRecord | MetricRecord) -> ConfigRecord | MetricRecord:
@@ -382,7 +410,7 @@ class SpillFile:
 
 
 class Place:
-    """Where some bytes lie in the file; they are given up with this object."""
+    """Span of bytes in the file, which is freed with this object."""
 
     __slots__ = ("_offset", "_size", "_spill")
 

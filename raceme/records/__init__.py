@@ -1,1 +1,1 @@
-"""What a run stores: its events on disk, and what is read off them."""
+"""Records of a run: its events on disk, and the numbers that follow from them."""

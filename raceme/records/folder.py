@@ -78,7 +78,7 @@ _OF_TRACKERS = {
     TENSORBOARD: ("events.out.",),
     WANDB: ("debug", "latest-run", "offline-run-", "run-"),
 }
-"""How the names in the folders of trackers begin."""
+"""Prefixes of the names in the folders of trackers."""
 
 
 def new_folder(out: str | Path | None, name: str) -> Path:

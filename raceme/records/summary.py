@@ -1048,7 +1048,7 @@ def _version(package: str) -> str | None:
 
 
 class VerdictSummary(EventHandler):
-    """How often which client's updates were accepted, scaled and refused: an observer of a run.
+    """Counts of accepted, scaled and refused updates by client, as an observer of the run.
 
     Parameters
     ----------

@@ -35,7 +35,7 @@ Pair = tuple[float, float]
 
 
 class Stage(StrEnum):
-    """What a version is used for.
+    """Use of a version.
 
     TRIAL: some devices test it. CANARY: they use it. IN_USE: all devices of the cluster do.
     HELD: it was worse than the one in use, or an operator has gone back to another. FORMER: a newer

@@ -1,4 +1,4 @@
-"""What a run leaves besides its database: summary, models, similarities and plots."""
+"""Artefacts of a run besides its database: summary, models, similarities and plots."""
 
 from __future__ import annotations
 

@@ -366,15 +366,13 @@ def _mark_reached(
 
 
 @style()
-def staleness_figure(records: Mapping[str, RunRecord], *, height: float = 0.55) -> Figure:
+def staleness_figure(records: Mapping[str, RunRecord]) -> Figure:
     """Draw the staleness of each method's applied updates, one row per method.
 
     Parameters
     ----------
     records : Mapping[str, RunRecord]
         Label of each method to its run.
-    height : float
-        Height of a row in inches.
     """
     staleness = {
         label: record.updates.staleness
@@ -386,7 +384,7 @@ def staleness_figure(records: Mapping[str, RunRecord], *, height: float = 0.55) 
         figure = new_figure(7.2, 2.4)
         say_empty(figure.add_subplot(), "no method used a stale update")
         return figure
-    figure = new_figure(7.2, 1.0 + height * len(stale))
+    figure = new_figure(7.2, 1.0 + 0.55 * len(stale))
     largest = max(int(values.max()) for values in stale.values())
     # Bins that double: 0, 1, 2-3, 4-7, …
     edges = [0, *(2**power for power in range(largest.bit_length() + 1))]

@@ -284,10 +284,8 @@ _SECTIONS = {
     "similarity": ("Similarity", ""),
 }
 """Title of each figure's section, and its note."""
-_MEASURES = {
-    "shares": "Share of cases in which the {value} exceed a share of the {of}.",
-}
-"""Kinds of measures that the dashboard shows in another way, and what the figure shows."""
+_SHARES = "Share of cases in which the {} exceed a share of the {}."
+"""Note of a figure of shares, which the dashboard shows in another way."""
 
 
 def run_page(folder: Path, links: str) -> str:
@@ -337,7 +335,7 @@ def run_page(folder: Path, links: str) -> str:
             parts = [plot(figures[name]()), note or None, *tables.get(name, [])]
             sections.append(Section(name, heading, parts, name in drawn))
     for schema in record.drawn_measures:
-        said = _MEASURES.get(schema.figure, "").format(value=schema.value, of=schema.of)
+        said = _SHARES.format(schema.value, schema.of) if schema.figure == "shares" else ""
         parts = [plot(figures[schema.file]()), said or None]
         sections.append(Section(schema.file, schema.heading, parts, drawn=not said))
     sections += [

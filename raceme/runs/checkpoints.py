@@ -329,6 +329,7 @@ _FREE = (
     "max-time",
     "max-updates",
     "out",
+    "precision",
     "resume",
     "stop-at-target",
     "target-accuracy",

@@ -274,6 +274,7 @@ def build_grid(config: RunConfig, strategy: Method | None = None) -> VirtualGrid
         config.vectorised,
         seconds=lambda: training_seconds(config, examples),
         config=config,
+        precision=config.precision,
     )
     cost: CostFunction = partial(training_cost, features=Chain.of(config))
     if config.drift != NONE and any(node.device.is_per_sample for node in nodes):
@@ -690,6 +691,7 @@ def execute(
                 target=config.target_accuracy,
             ),
             **_further_result(config, strategy, summary, checkpointer.code, is_virtual),
+            **_stacked_result(grid),
         }
         unwritten = _write_artefacts(out, config, strategy, result, is_virtual)
         trackers.end(result, out)
@@ -735,6 +737,12 @@ def _further_result(
     else:
         found["clock"] = "wall"
     return found
+
+
+def _stacked_result(grid: Grid) -> dict[str, float]:
+    """Return how many clients worked at once on average, if they were stacked."""
+    mean = grid.mean_batch if isinstance(grid, VirtualGrid) else None
+    return {} if mean is None else {"mean_batch": mean}
 
 
 def _write_artefacts(

@@ -40,6 +40,7 @@ def executor_for(
     seconds: Callable[[], float] | None = None,
     seed: int | None = None,
     config: RunConfig | None = None,
+    precision: str = "float32",
 ) -> Executor:
     """Make the executor of a run.
 
@@ -64,12 +65,17 @@ def executor_for(
         :func:`~raceme.simulation.executor.answer`.
     config : RunConfig, optional
         Configuration of a run whose data all machines need.
+    precision : str
+        How a GPU rounds the inputs of products: ``"float32"`` (not), ``"tf32"`` or ``"bf16"``.
 
     Raises
     ------
     UserError
-        There is no such device or cluster, or `workers` is none of these.
+        There is no such device or cluster, or `workers` is none of these; a precision for a GPU
+        without one.
     """
+    if precision != "float32" and device != "cuda":
+        raise UserError(f"--precision {precision} is for --device cuda.")
     if isinstance(workers, str) and is_ray(workers):
         if vectorised or device == "cuda":
             raise UserError(
@@ -81,9 +87,9 @@ def executor_for(
         return RayTasks(target, workers, cores(), seed, config)
     count = _count(workers, seconds)
     if vectorised or device == "cuda":
-        from raceme.simulation.vectorised import Vectorised
+        from raceme.simulation.stacked import Stacked
 
-        return Vectorised(device)
+        return Stacked(device, precision=precision)
     return Pool(target, count, seed=seed) if count else InProcess(load(target), seed)
 
 

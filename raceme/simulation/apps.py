@@ -42,6 +42,7 @@ from raceme.core.strategy import Method
 from raceme.datasets.source import own_randomness, seed_process, without_operators
 from raceme.flower import app as compat
 from raceme.flower import installed_flower
+from raceme.flower.messages import copy_of
 from raceme.records import exchanges
 from raceme.records.folder import MESSAGES, STORE, SUMMARY, new_folder
 from raceme.records.record import read_run
@@ -51,7 +52,7 @@ from raceme.reporting.plots import accuracy_figure, clusters_figure
 from raceme.reporting.style import save_figure
 from raceme.reporting.waiting import timeline_figure, waiting_figure
 from raceme.simulation import executor_for, prepare
-from raceme.simulation.devices import Workload, bytes_of, copy_of, training_cost
+from raceme.simulation.devices import Workload, bytes_of, training_cost
 from raceme.simulation.executor import Executor, Packed, pack, unpack
 from raceme.simulation.virtual_grid import Node, VirtualGrid, nodes_of
 
@@ -980,7 +981,7 @@ class Settings:
 
 
 class AppEnding(StrEnum):
-    """How a simulated app ended."""
+    """End of a simulated app."""
 
     RETURNED = "returned"
     """Its ServerApp returned."""

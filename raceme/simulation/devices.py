@@ -28,7 +28,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
-from flwr.app import ConfigRecord, Context, Message, MessageType, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, RecordDict
 
 from raceme.core.chain import Chain
 from raceme.core.errors import UserError, unknown_name
@@ -45,6 +45,7 @@ from raceme.core.messages import (
 )
 from raceme.core.options import key_of
 from raceme.core.registry import DEVICES
+from raceme.flower.messages import records_of
 from raceme.records.record import RunRecord, read_run
 
 # -----------------------------------------------------------------------------
@@ -607,10 +608,11 @@ def training_cost(
     """
     if category(message) != MessageType.TRAIN:
         return None
-    config = message.content.config_records.get(CONFIG, ConfigRecord())
+    config = records_of(message.content, ConfigRecord).get(CONFIG, ConfigRecord())
     trains = config.get(KIND, TRAIN) in TRAINING
     scale = float(config.get(COMPUTE_SCALE, 1.0))  # type: ignore[arg-type]
-    sizes = [record.count_bytes() for record in message.content.array_records.values()]
+    arrays = records_of(message.content, ArrayRecord)
+    sizes = [record.count_bytes() for record in arrays.values()]
     upload = sizes[0] if sizes and trains else 0
     share = float(config.get(TASK_SHARE, 1.0))  # type: ignore[arg-type]
     if trains:
@@ -642,15 +644,6 @@ def _config_bytes(record: ConfigRecord) -> int:
             else:
                 size += 1 if isinstance(part, bool) else 8
     return size
-
-
-def copy_of(content: RecordDict) -> RecordDict:
-    """Copy records but not their arrays, as sending does: messages may share content.
-
-    Otherwise changes by a client would appear in other messages, and later changes by the server in
-    pending work.
-    """
-    return RecordDict({name: record.copy() for name, record in content.items()})
 
 
 # -----------------------------------------------------------------------------

@@ -24,7 +24,6 @@ from raceme.simulation.devices import (
     Device,
     DeviceModel,
     bytes_of,
-    copy_of,
     fleet,
     traced_fleet,
     training_cost,
@@ -429,7 +428,7 @@ class VirtualGrid(PatientGrid):
         for message in messages:
             message_id = f"{self._pushed:08d}"
             self._pushed += 1
-            message.content = copy_of(message.content)
+            message.content = flower.copy_of(message.content)
             flower.set_message_id(message, message_id)
             self._dispatch(message_id, message)
             message_ids.append(message_id)
@@ -484,6 +483,12 @@ class VirtualGrid(PatientGrid):
     def run(self) -> flower.Run:
         """The run that messages belong to."""
         return self._run
+
+    @property
+    def mean_batch(self) -> float | None:
+        """Mean number of clients whose training was computed at once; None one by one."""
+        mean: float | None = getattr(self._executor, "mean_batch", None)
+        return mean
 
     def close(self) -> None:
         """Close the executor, which ends its workers."""

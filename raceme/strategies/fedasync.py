@@ -19,7 +19,7 @@ from raceme.strategies.shared import StalenessParameters
 
 @dataclass(frozen=True)
 class MixingParameters(StalenessParameters):
-    """How an update is weighted; the defaults are those of the baselines in CASA's paper."""
+    """Weighting of an update; the defaults are those of the baselines in CASA's paper."""
 
     alpha: float = option(0.3, "share α of a fresh update", above=0, high=1)
 

@@ -48,7 +48,7 @@ class FieldingParameters(RoundsParameters):
 
 @dataclass(kw_only=True)
 class FieldingState(LabelCounts):
-    """What Fielding knows beside its clusters.
+    """State of Fielding besides its clusters.
 
     Attributes
     ----------

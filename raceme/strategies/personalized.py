@@ -168,7 +168,7 @@ class StandaloneParameters:
 
 @dataclass
 class StandaloneState:
-    """Where every client starts.
+    """Common start of all clients.
 
     Attributes
     ----------

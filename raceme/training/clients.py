@@ -457,7 +457,7 @@ class ModelProbe:
 
     @property
     def tests(self) -> int:
-        """How many test sets there are."""
+        """Number of test sets."""
         return len(self._tests)
 
     def accuracy(self, vector: Vector, k: int) -> float:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from itertools import repeat
 from types import MappingProxyType
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -95,6 +97,46 @@ Term = Callable[[Tensor, Tensor], object]
 TermBuilder = Callable[[Network, TrainingSettings, Mapping[str, ArrayRecord]], Term | None]
 
 
+@dataclass(frozen=True, eq=False)
+class Pull:
+    """The term with the gradient s (w − w₀), of s/2 ‖w − w₀‖².
+
+    Attributes
+    ----------
+    strength : float or Tensor
+        s: for all weights, or for each, shape (d,).
+    anchor : Tensor or None
+        w₀, shape (d,); None for 0.
+    where : Tensor or None
+        Weights that are pulled, shape (d,), bool; None for all.
+    """
+
+    strength: float | Tensor
+    anchor: Tensor | None = None
+    where: Tensor | None = None
+
+    def __call__(self, weights: Tensor, gradient: Tensor) -> None:
+        """Add the gradient."""
+        away = weights if self.anchor is None else weights - self.anchor
+        if self.where is not None:
+            away = away * self.where
+        if isinstance(self.strength, Tensor):
+            gradient.addcmul_(self.strength, away)
+        else:
+            gradient.add_(away, alpha=self.strength)
+
+
+@dataclass(frozen=True, eq=False)
+class Frozen:
+    """The term that keeps some weights, shape (d,), bool, as they are."""
+
+    weights: Tensor
+
+    def __call__(self, weights: Tensor, gradient: Tensor) -> None:
+        """Set their gradient to 0."""
+        gradient.masked_fill_(self.weights, 0.0)
+
+
 def weight_decay(
     network: Network, settings: TrainingSettings, arrays: Mapping[str, ArrayRecord]
 ) -> Term | None:
@@ -105,10 +147,7 @@ def weight_decay(
     strength = settings.weight_decay
     if not strength:
         return None
-    if settings.weight_decay_on == "all":
-        return lambda weights, gradient: gradient.add_(weights, alpha=strength)
-    kernels = network.kernels
-    return lambda weights, gradient: gradient.add_(weights * kernels, alpha=strength)
+    return Pull(strength, where=None if settings.weight_decay_on == "all" else network.kernels)
 
 
 def proximal(
@@ -121,7 +160,7 @@ def proximal(
     if not settings.proximal_mu:
         return None
     start = network.read_weights(arrays[ANCHOR]) if ANCHOR in arrays else network.weights.clone()
-    return lambda weights, gradient: gradient.add_(weights - start, alpha=settings.proximal_mu)
+    return Pull(settings.proximal_mu, start)
 
 
 def masked(
@@ -130,8 +169,7 @@ def masked(
     """Return the term that keeps weights at their received values where the mask is 0."""
     if MASK not in arrays:
         return None
-    frozen = ~network.read_mask(arrays[MASK])
-    return lambda weights, gradient: gradient.masked_fill_(frozen, 0.0)
+    return Frozen(~network.read_mask(arrays[MASK]))
 
 
 def terms_of(
@@ -162,16 +200,32 @@ LARGEST_SHIFT = 4
 """Pixels by which an image is shifted at most, on either axis."""
 
 
-def shifted_and_mirrored(x: Tensor) -> Tensor:
-    """Return images that are shifted, and half of them mirrored left to right, at random.
+class Moves(NamedTuple):
+    """How images are moved: crops' first rows and columns, and which are mirrored; each (n,)."""
+
+    down: Tensor
+    across: Tensor
+    mirrored: Tensor
+
+
+def random_moves(n: int, generator: torch.Generator | None = None) -> Moves:
+    """Draw moves on the CPU, by default from torch's default generator."""
+    down, across = torch.randint(2 * LARGEST_SHIFT + 1, (2, n), generator=generator)
+    return Moves(down, across, torch.rand(n, generator=generator) < 0.5)
+
+
+def shifted_and_mirrored(x: Tensor, moves: Moves) -> Tensor:
+    """Return images that are shifted and mirrored left to right.
 
     Crops of the images' size from images with 4 reflected pixels on every side, as is usual on
-    CIFAR-10. Draws from torch's default generator.
+    CIFAR-10.
 
     Parameters
     ----------
     x : Tensor
         Images of more than 4 pixels a side, shape (n, channels, height, width).
+    moves : Moves
+        A move for each.
     """
     n, channels, height, width = x.shape
     padded = pad(x, 4 * [LARGEST_SHIFT], mode="reflect").permute(0, 2, 3, 1).contiguous()
@@ -180,9 +234,9 @@ def shifted_and_mirrored(x: Tensor) -> Tensor:
     crops = padded.as_strided(
         (n, shifts, shifts, height, width, channels), (image, row, column, row, column, 1)
     )
-    down, across = torch.randint(shifts, (2, n)).to(x.device)
+    down, across, mirrored = (own.to(x.device) for own in moves)
     shifted = crops[torch.arange(n, device=x.device), down, across]
-    is_mirrored = (torch.rand(n) < 0.5).to(x.device)[:, None, None, None]
+    is_mirrored = mirrored[:, None, None, None]
     return torch.where(is_mirrored, shifted.flip(2), shifted).permute(0, 3, 1, 2)
 
 
@@ -223,6 +277,45 @@ def hidden_linear_layers(module: nn.Module) -> list[nn.Linear]:
     """Return a network's linear layers whose inputs are hidden units, all but a first one."""
     layers = [layer for layer in module.modules() if any(True for _ in layer.parameters(False))]
     return [layer for layer in layers[1:] if isinstance(layer, nn.Linear)]
+
+
+# -----------------------------------------------------------------------------
+# An engine that computes for many clients at once.
+# -----------------------------------------------------------------------------
+
+
+class Engine(Protocol):
+    """Does what this module does, for one client, together with the same work of others.
+
+    A method returns None where the engine cannot do the work, which is then done here. In between
+    other clients use the network, which is left with this client's weights.
+    """
+
+    def train(
+        self,
+        network: Network,
+        samples: Samples,
+        settings: TrainingSettings,
+        rng: np.random.Generator,
+        terms: Sequence[Term],
+        weights: Tensor | None,
+    ) -> float | None:
+        """Train; return the mean loss."""
+        ...
+
+    def measure(self, network: Network, samples: Samples) -> tuple[Tensor, Tensor] | None:
+        """Return loss and score of each sample in a test, both of shape (n,)."""
+        ...
+
+    def differentiate(
+        self, network: Network, x: Tensor, y: Tensor, weights: Tensor | None
+    ) -> Tensor | None:
+        """Compute the gradient of a mini-batch; return its mean loss."""
+        ...
+
+
+ENGINE: ContextVar[Engine | None] = ContextVar("engine", default=None)
+"""The engine of the present client's work, if any."""
 
 
 # -----------------------------------------------------------------------------
@@ -324,7 +417,38 @@ def train(
     float
         Mean weighted loss of the samples during training, without the terms.
     """
-    take_step = _steps(network, settings, terms_of(network, settings, arrays, terms), descent)
+    built, engine = terms_of(network, settings, arrays, terms), ENGINE.get()
+    if engine is not None and descent is optimiser_of and before_step is None:
+        loss = engine.train(network, samples, settings, rng, built, weights)
+        if loss is not None:
+            return loss
+    if settings.dropout:
+        # It is in hooks of the network, which others share.
+        ENGINE.set(None)
+    try:
+        return _train_here(
+            network,
+            samples,
+            settings,
+            rng,
+            _steps(network, settings, built, descent),
+            weights,
+            before_step,
+        )
+    finally:
+        ENGINE.set(engine)
+
+
+def _train_here(
+    network: Network,
+    samples: Samples,
+    settings: TrainingSettings,
+    rng: np.random.Generator,
+    take_step: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+    weights: Tensor | None,
+    before_step: Callable[[Tensor, Tensor], object] | None,
+) -> float:
+    """Train step by step; see :func:`train`."""
     total = torch.zeros((), device=network.accelerator)
     seen = 0
     network.module.train()
@@ -335,7 +459,7 @@ def train(
             parts = repeat(None) if weights is None else torch.split(weights[chosen], size)
             for (x, y), own in zip(batches, parts, strict=False):
                 if settings.augment:
-                    x = shifted_and_mirrored(x)
+                    x = shifted_and_mirrored(x, random_moves(len(x)))
                 if before_step is not None:
                     before_step(x, y)
                 total.add_(take_step(x, y, own), alpha=len(y))
@@ -386,9 +510,12 @@ def differentiate(
 
     With sample weights, it is the mean of weighted losses.
     """
-    network.gradient.zero_()
-    loss = _mean_loss(network, x, y, weights)
-    loss.backward()  # type: ignore[no-untyped-call]
+    engine = ENGINE.get()
+    loss = None if engine is None else engine.differentiate(network, x, y, weights)
+    if loss is None:
+        network.gradient.zero_()
+        loss = _mean_loss(network, x, y, weights)
+        loss.backward()  # type: ignore[no-untyped-call]
     for term in terms:
         term(network.weights, network.gradient)
     return loss.detach()
@@ -402,7 +529,7 @@ def step(
     Large networks apply each layer's gradient directly, which saves two passes over memory and
     leaves :attr:`Network.gradient` unchanged. The result is bit-identical.
     """
-    if len(network.weights) < _LARGE:
+    if len(network.weights) < _LARGE or ENGINE.get() is not None:
         loss = differentiate(network, x, y, weights=weights)
         network.weights.add_(network.gradient, alpha=-lr)
         return loss
@@ -428,6 +555,9 @@ def evaluate(network: Network, samples: Samples) -> tuple[float, float]:
     tuple[float, float]
         Mean score of the network's objective, e.g. the accuracy, and mean loss.
     """
+    if (engine := ENGINE.get()) and (measured := engine.measure(network, samples)):
+        total, right = (float(values.sum()) for values in measured)
+        return right / len(samples), total / len(samples)
     objective = network.objective
     score = loss = 0.0
     network.module.eval()
@@ -441,6 +571,8 @@ def evaluate(network: Network, samples: Samples) -> tuple[float, float]:
 
 def losses(network: Network, samples: Samples) -> NDArray[np.float32]:
     """Return the loss of each sample, shape (n,), float32."""
+    if (engine := ENGINE.get()) and (measured := engine.measure(network, samples)):
+        return measured[0].numpy()
     network.module.eval()
     with torch.inference_mode():
         parts = [

@@ -29,6 +29,7 @@ from raceme.core.options import Value
 from raceme.core.registry import AFTER_TRAINING, CLIENT_WORK, COMPLETIONS, MODELS, load
 from raceme.core.training_settings import TrainingSettings
 from raceme.datasets.source import own_randomness
+from raceme.flower.messages import records_of
 from raceme.training.clients import LocalClient
 from raceme.training.local import TermBuilder, epoch_sizes
 from raceme.training.local import evaluate as test_locally
@@ -93,7 +94,7 @@ class ClientWork:
     @property
     def arrays(self) -> Mapping[str, ArrayRecord]:
         """The array records: models and additions."""
-        return self.content.array_records
+        return records_of(self.content, ArrayRecord)
 
     @property
     def model(self) -> ArrayRecord:

@@ -32,7 +32,7 @@ def models(out: Path) -> list[bytes]:
 @pytest.mark.parametrize("strategy", ["fedasync", "ifca", "panicle"])
 def test_groups_lie_apart_whatever_the_method(tmp_path: Path, strategy: str) -> None:
     out = simulated(tmp_path / "run", strategy=strategy)
-    groups = read_run(out).groups
+    groups = read_run(out).summary.membership.groups
     snapshot = PositionsReader(out).read()[-1]
     assert len(snapshot.clients) == 12
     points = snapshot.points / SCALE

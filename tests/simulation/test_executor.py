@@ -32,7 +32,7 @@ from raceme.runs import experiment
 from raceme.simulation import Executor, InProcess, Node, Pool, VirtualGrid, executor_for
 from raceme.simulation.devices import Device
 from raceme.simulation.executor import _held_back
-from raceme.simulation.vectorised import Vectorised
+from raceme.simulation.stacked import Stacked
 from raceme.training import models
 
 APP = "raceme.client_app:app"
@@ -95,7 +95,7 @@ def test_a_run_in_a_pool_is_the_run_in_one_process_even_if_a_worker_is_killed(
 
 
 def test_a_run_with_stacked_clients_is_the_same_but_for_rounding(plain_run: Run) -> None:
-    seen, vectors = casa(Vectorised())
+    seen, vectors = casa(Stacked())
     assert [event.split("(")[0] for event in seen] == [e.split("(")[0] for e in plain_run[0]]
     for one, other in zip(plain_run[1], vectors, strict=True):
         np.testing.assert_allclose(other, one, atol=1e-4)

@@ -21,7 +21,7 @@ from raceme.core.scheduling import RoundsParameters
 from raceme.flower.messages import identify_process
 from raceme.runs.experiment import resolve, training_settings
 from raceme.simulation import Device, Node, VirtualGrid
-from raceme.simulation.vectorised import Vectorised
+from raceme.simulation.stacked import Stacked
 from raceme.strategies import CASA, Plan
 from raceme.strategies.fedavg import FlowerRounds
 from raceme.training.models import initial_arrays
@@ -225,7 +225,7 @@ def test_clients_that_are_stacked_add_noise_too() -> None:
         Node(100 + index, Device(1.0), {"partition-id": index, "num-partitions": 4, **PRIVATE}, 100)
         for index in range(4)
     ]
-    grid = VirtualGrid(client_app(), nodes, CONFIG.to_mapping(), seed=0, executor=Vectorised())
+    grid = VirtualGrid(client_app(), nodes, CONFIG.to_mapping(), seed=0, executor=Stacked())
     method, seen = CASA(seed=0), list[events.Event]()
     settings = training_settings(CONFIG)
     method.run(grid, initial_arrays(CONFIG), 4, train_config=settings, observe=seen.append)

@@ -31,7 +31,7 @@ from raceme.reporting.console import summary_rows
 from raceme.reporting.run_page import run_page
 from raceme.runs import experiment
 from raceme.simulation import InProcess
-from raceme.simulation.vectorised import Vectorised
+from raceme.simulation.stacked import Stacked
 from raceme.training import models
 from raceme.training.local import evaluate
 from raceme.training.models import Network, Objective, Regression, Samples, objective_of
@@ -84,7 +84,7 @@ def test_stacked_clients_learn_and_measure_what_they_do_alone(config: RunConfig)
     config = experiment.resolve(config)
     record = models.initial_arrays(config)
     replies: list[list[RecordDict]] = []
-    for executor in (InProcess(client_app.app), Vectorised(torch.device("cpu"))):
+    for executor in (InProcess(client_app.app), Stacked(torch.device("cpu"))):
         messages = [
             message_to(node, kind, arrays=record, config=ConfigRecord({"task": node, "version": 0}))
             for kind in ("train", "evaluate")

@@ -519,7 +519,7 @@ async def _serve(
 
 
 _NICE = 10
-"""What the run computes comes first."""
+"""Niceness of the process: the run's computation has priority."""
 _END_SECONDS = 60.0
 """For its last words, as long as a busy machine may keep it from them."""
 

@@ -648,7 +648,7 @@ _CURVE = (
 
 
 class _Curve(EventHandler):
-    """What a comparison shows of one of its runs."""
+    """Curves and state of a run of a comparison."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._folder, self._name = folder, name

@@ -120,7 +120,7 @@ class Attempt:
 
 @dataclass
 class CASAState:
-    """What CASA knows beside its clusters. Arrays have spare capacity beyond the n clients.
+    """State of CASA besides its clusters. Arrays have spare capacity beyond the n clients.
 
     The clients here are the landmarks: all clients, up to `exact_up_to`.
 

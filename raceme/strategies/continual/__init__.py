@@ -19,8 +19,8 @@ OTHERS = "others"
 """Record with the task-adaptive weights of other clients, each as indices and values."""
 ADAPTIVE_INDICES = "adaptive-indices"
 ADAPTIVE_VALUES = "adaptive-values"
-"""Where a client's task-adaptive weights are not 0, int32, and what they are, float32: numbers that
-come back with the shared part. In the record of others' they have the number of each behind them.
+"""Positions of a client's task-adaptive weights other than 0, int32, and their values, float32,
+which come back with the shared part. In the record of others' the names end with a client's number.
 """
 TASK_PARTS = "task-parts"
 """The completion that adds to the shared part of decomposed weights the client's own for a task."""

@@ -20,7 +20,15 @@ from raceme.core.messages import InvalidModelError, from_array, to_array
 from raceme.core.training_settings import TrainingSettings
 from raceme.flower.messages import array_record
 from raceme.strategies import continual as keys
-from raceme.training.local import Descent, Term, TermBuilder, differentiate, optimiser_of, train
+from raceme.training.local import (
+    Descent,
+    Pull,
+    Term,
+    TermBuilder,
+    differentiate,
+    optimiser_of,
+    train,
+)
 from raceme.training.models import Network, Samples, is_usable
 from raceme.training.work import (
     OWN_MODEL,
@@ -129,12 +137,7 @@ def elastic(strength: float, fisher: ArrayRecord, former: ArrayRecord) -> TermBu
     def build(network: Network, settings: TrainingSettings, _: Mapping[str, ArrayRecord]) -> Term:
         stiffness = strength * network.read_weights(fisher)
         stiffness /= 1.0 + settings.lr * stiffness
-        anchor = network.read_weights(former)
-
-        def hold(weights: Tensor, gradient: Tensor) -> None:
-            gradient.addcmul_(stiffness, weights - anchor)
-
-        return hold
+        return Pull(stiffness, network.read_weights(former))
 
     return build
 
@@ -163,7 +166,7 @@ def elastic(strength: float, fisher: ArrayRecord, former: ArrayRecord) -> TermBu
 
 
 _FIRST_SIGMOID = 0.9
-"""What a sigmoid mask starts from: near 1, where nothing is masked, and not yet flat."""
+"""Start of a sigmoid mask: near 1, where nothing is masked, and not yet flat."""
 
 
 class Masks:
@@ -219,7 +222,7 @@ class Masks:
 
 @dataclass(eq=False)
 class TaskPart:
-    """What a client keeps of one of its tasks.
+    """Memory of a client's task.
 
     Attributes
     ----------
@@ -255,7 +258,7 @@ class TaskPart:
 
 @dataclass(frozen=True)
 class Strengths:
-    """How strongly the parts are held.
+    """Strengths of the penalties that hold the parts.
 
     Attributes
     ----------

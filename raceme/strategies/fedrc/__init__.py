@@ -3,7 +3,7 @@
 # Names of kinds of work, records and settings that both halves of the method use.
 
 LABEL_MASSES = "label-masses"
-"""How much of its samples of each class a client assigns to each of several models (FedRC): the
+"""Mass of each class of its samples that a client assigns to each of several models (FedRC): the
 kind of work, and the numbers, float64, shape (models, classes)."""
 TRAIN_WEIGHTED = "train-weighted"
 """Train with samples weighted by how much they are assigned to the received model (FedRC)."""

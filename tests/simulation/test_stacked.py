@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from asking import ask, message_to
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from raceme import client_app
 from raceme.core.config import RunConfig
+from raceme.core.errors import UserError
 from raceme.core.messages import from_array, to_array
 from raceme.runs import experiment
-from raceme.simulation import Executor, InProcess
-from raceme.simulation.vectorised import SampleStore, Vectorised
+from raceme.simulation import Executor, InProcess, executor_for
+from raceme.simulation.stacked import Stacked
+from raceme.simulation.stacked.samples import SampleStore
 from raceme.training import models
 from raceme.training.models import Samples
 
@@ -54,14 +58,16 @@ def answers(
 
 
 def assert_close(one: RecordDict, other: RecordDict) -> None:
-    assert one["config"] == other["config"]
+    assert one.config_records == other.config_records
     assert one["metrics"].keys() == other["metrics"].keys()
     for name, value in one["metrics"].items():
         assert other["metrics"][name] == pytest.approx(value, rel=1e-4)
-    for name, array in one["arrays"].items():
-        np.testing.assert_allclose(
-            from_array(other["arrays"][name]), from_array(array), rtol=1e-4, atol=2e-6
-        )
+    assert one.array_records.keys() == other.array_records.keys()
+    for record, arrays in one.array_records.items():
+        for name, array in arrays.items():
+            np.testing.assert_allclose(
+                from_array(other[record][name]), from_array(array), rtol=1e-4, atol=1e-5
+            )
 
 
 def ragged(model: str = "mlp") -> RunConfig:
@@ -88,7 +94,7 @@ def test_stacked_clients_learn_what_they_learn_alone(
     sizes = set()
     for one, other in zip(
         answers(InProcess(client_app.app), config, **settings),
-        answers(Vectorised(), config, **settings),
+        answers(Stacked(), config, **settings),
         strict=True,
     ):
         assert_close(one, other)
@@ -127,7 +133,7 @@ def test_the_networks_of_images_learn_stacked_what_they_learn_alone(
         )
     folder = RunConfig(dataset="npz-folder", data_root=str(tmp_path), model=model, lr=0.02)
     config = experiment.resolve(folder.with_values(clients=len(sizes), batch_size=4))
-    stacked = Vectorised(device)
+    stacked = Stacked(device)
     start = training_messages(config)[0][0].content["arrays"]
     for one, other in zip(
         answers(InProcess(client_app.app), config), answers(stacked, config), strict=True
@@ -140,10 +146,10 @@ def test_the_networks_of_images_learn_stacked_what_they_learn_alone(
             # Rounding is a small part of what has been learned, not merely of the weights.
             assert moved > 0, name
             np.testing.assert_allclose(together, alone, rtol=0, atol=2e-3 * moved)
-    assert all(gradients is not None for gradients in stacked._gradients.values())
+    assert stacked.batches.clients == len(sizes)
 
 
-@pytest.mark.parametrize("executor", [InProcess(client_app.app), Vectorised()])
+@pytest.mark.parametrize("executor", [InProcess(client_app.app), Stacked()])
 def test_what_a_mask_leaves_out_stays_as_it_was_received(executor: Executor) -> None:
     config = ragged()
     messages, _ = training_messages(config, mask=0.5)
@@ -160,7 +166,7 @@ def test_stacked_clients_are_tested_as_they_are_alone() -> None:
     config = ragged("cnn")
     for one, other in zip(
         answers(InProcess(client_app.app), config, kind="evaluate"),
-        answers(Vectorised(), config, kind="evaluate"),
+        answers(Stacked(), config, kind="evaluate"),
         strict=True,
     ):
         assert other["metrics"]["accuracy"] == one["metrics"]["accuracy"]
@@ -169,7 +175,7 @@ def test_stacked_clients_are_tested_as_they_are_alone() -> None:
 
 def test_stacking_keeps_to_its_memory_and_the_outcome_is_close_all_the_same() -> None:
     config = ragged()
-    few, many = Vectorised(memory=1), Vectorised()
+    few, many = Stacked(memory=1), Stacked()
     for one, other in zip(answers(few, config), answers(many, config), strict=True):
         assert_close(one, other)
 
@@ -178,68 +184,154 @@ def test_stacking_keeps_to_its_memory_and_the_outcome_is_close_all_the_same() ->
     "settings",
     [
         {"lr": -1.0},
-        {"mask": None},
-        {"optimizer": "adam"},
+        {"optimizer": "adam", "local-epochs": 2, "lr": 0.001},
         {"optimizer": "momentum", "momentum": 0.5},
-        {"weight-decay": 0.1},
+        {"weight-decay": 0.1, "proximal-mu": 0.2},
+        {"weight-decay": 0.1, "weight-decay-on": "kernels", "mask": 0.5},
+        {"half": 1, "local-steps": 3},
+        {"dropout": 0.3, "local-epochs": 2},
         {"scored": True, "former-step": 0},
         {"not-yet-invented": 3},
     ],
     ids=str,
 )
-def test_what_cannot_be_stacked_is_answered_one_by_one(settings: dict[str, float]) -> None:
-    network = "pool_apps:with_dropout" if "mask" in settings else "mlp"
-    config = ragged(network)
-    messages, contexts = training_messages(config, **settings)
-    one, other = (
-        [
-            ask(executor, message, context)
-            for message, context in zip(messages, contexts, strict=True)
-        ]
-        for executor in (InProcess(client_app.app), Vectorised())
-    )
-    for alone, stacked in zip(one, other, strict=True):
-        assert alone.has_error() == stacked.has_error() == ("lr" in settings)
-        assert alone.has_error() or alone.content == stacked.content
-
-
-def test_clients_that_augment_their_images_train_one_by_one() -> None:
-    config = ragged().with_values(augment=True)
-    alone = answers(InProcess(client_app.app), config)
-    assert answers(Vectorised(), config) == alone
-    assert answers(Vectorised(), ragged()) != alone
-
-
-def test_a_message_with_arrays_of_unknown_use_is_not_stacked() -> None:
-    config = ragged()
-    replies = []
-    for executor in (InProcess(client_app.app), Vectorised()):
-        messages, contexts = training_messages(config)
+@pytest.mark.parametrize("network", ["mlp", "pool_apps:with_dropout"])
+def test_whatever_a_training_is_told_is_stacked(network: str, settings: dict[str, float]) -> None:
+    config, stacked = ragged(network), Stacked()
+    found = []
+    for executor in (InProcess(client_app.app), stacked):
+        messages, contexts = training_messages(config, **settings)
         for message, context in zip(messages, contexts, strict=True):
-            message.content["anchors"] = message.content["arrays"]
             executor.submit(message, context, due=0.0)
-        replies.append([executor.result(m.metadata.message_id).content for m in messages])
-    # To the last bit, which stacked clients would differ in.
-    assert replies[0] == replies[1]
+        found.append([executor.result(message.metadata.message_id) for message in messages])
+    for alone, together in zip(*found, strict=True):
+        assert alone.has_error() == together.has_error() == ("lr" in settings and alone.has_error())
+        if not alone.has_error():
+            assert_close(alone.content, together.content)
+    assert stacked.batches.clients == (0 if settings == {"lr": -1.0} else config.clients)
+
+
+def test_clients_that_augment_their_images_are_stacked() -> None:
+    config, stacked = ragged("cnn").with_values(augment=True), Stacked()
+    alone = answers(InProcess(client_app.app), config, **{"local-epochs": 2})
+    for one, other in zip(alone, answers(stacked, config, **{"local-epochs": 2}), strict=True):
+        assert_close(one, other)
+    assert stacked.batches.clients == config.clients
+
+
+@pytest.mark.parametrize("batch_norm", ["shared", "local"])
+def test_batch_normalisation_is_stacked(batch_norm: str) -> None:
+    config = ragged("networks:small_batch_norm").with_values(batch_norm=batch_norm, batch_size=7)
+    stacked, found = Stacked(), []
+    for executor in (InProcess(client_app.app), stacked):
+        messages, contexts = training_messages(config)
+        rounds = []
+        for kind in ("train", "train", "evaluate"):
+            messages, _ = training_messages(config, kind=kind)
+            for message, context in zip(messages, contexts, strict=True):
+                executor.submit(message, context, due=0.0)
+            rounds.append([executor.result(m.metadata.message_id).content for m in messages])
+        found.append(rounds)
+    for one, other in zip(*found, strict=True):
+        for alone, together in zip(one, other, strict=True):
+            assert_close(alone, together)
+    assert stacked.batches.clients == 2 * config.clients
+
+
+class Limited(TorchDispatchMode):
+    """Memory in which no tensor has more than some number of elements."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.most, self.refused = most, 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        made = func(*args, **kwargs or {})
+        if isinstance(made, torch.Tensor) and made.numel() > self.most:
+            self.refused += 1
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return made
+
+
+def test_where_memory_does_not_suffice_fewer_clients_are_stacked() -> None:
+    config, stacked = ragged("mlp512"), Stacked()
+    alone = answers(InProcess(client_app.app), config)
+    with Limited(6 * models.initial_arrays(config).count_bytes() // 4) as memory:
+        together = answers(stacked, config)
+    for one, other in zip(alone, together, strict=True):
+        assert_close(one, other)
+    assert memory.refused
+    assert stacked.batches.clients == config.clients
+    assert stacked.batches.count > 1
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_where_a_gpus_memory_does_not_suffice_fewer_clients_are_stacked() -> None:
+    config = ragged("mlp512")
+    alone = answers(InProcess(client_app.app), config)
+    torch.cuda.empty_cache()
+    share = 64 * models.initial_arrays(config).count_bytes()
+    torch.cuda.set_per_process_memory_fraction(
+        share / torch.cuda.get_device_properties(0).total_memory
+    )
+    try:
+        stacked = Stacked("cuda")
+        for one, other in zip(alone, answers(stacked, config), strict=True):
+            assert_close(one, other)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert stacked.batches.clients == config.clients
 
 
 @pytest.mark.parametrize("kind", ["train-best", "losses", "label-counts", "no such kind"])
-def test_other_kinds_of_work_are_not_stacked(kind: str) -> None:
+def test_other_kinds_of_work_give_the_same(kind: str) -> None:
     config = ragged()
     records = {f"arrays-{i}": models.initial_arrays(config.with_values(seed=i)) for i in (0, 1)}
     node_config = {"partition-id": 3, "num-partitions": config.clients}
     replies = []
-    for executor in (InProcess(client_app.app), Vectorised()):
+    for executor in (InProcess(client_app.app), Stacked()):
         context = Context(1, 3, node_config, RecordDict(), config.to_mapping())
         asked = message_to(3, "train", config=ConfigRecord({"kind": kind, "task": 2}), **records)
         replies.append(ask(executor, asked, context))
     one, other = replies
     assert one.has_error() == other.has_error() == (kind == "no such kind")
-    assert one.has_error() or one.content == other.content
+    if not one.has_error():
+        assert_close(one.content, other.content)
+
+
+def test_work_on_a_state_that_has_changed_since_is_repeated() -> None:
+    config = ragged().with_values(batch_norm="shared")
+    found = []
+    for executor in (InProcess(client_app.app), Stacked()):
+        context = Context(1, 0, {"partition-id": 0}, RecordDict(), config.to_mapping())
+        model, ids = models.initial_arrays(config), []
+        for task in (0, 1):
+            told = ConfigRecord({"kind": "train-own", "task": task, "proximal-mu": 0.1})
+            message = message_to(0, "train", config=told, arrays=model)
+            executor.submit(message, context, due=float(task))
+            ids.append(message.metadata.message_id)
+        found.append([executor.result(message_id).content for message_id in ids])
+        assert list(context.state) == ["own-model"]
+    for alone, together in zip(*found, strict=True):
+        assert_close(alone, together)
+    first, second = (from_array(reply["arrays"]["hidden.weight"]) for reply in found[1])
+    assert np.abs(first - second).max() > 1e-3
+
+
+def test_a_network_that_cannot_be_stacked_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    config = ragged("networks:choosing")
+    stacked = Stacked()
+    with caplog.at_level("WARNING", logger="raceme"):
+        assert answers(stacked, config) == answers(InProcess(client_app.app), config)
+    told = [record.message for record in caplog.records if "one by one" in record.message]
+    assert len(told) == 1
+    assert stacked.batches.clients == 0
 
 
 def test_kinds_that_are_named_are_stacked_as_those_that_are_not() -> None:
-    config, executor = ragged(), Vectorised()
+    config, executor = ragged(), Stacked()
     record = models.initial_arrays(config)
     asked = []
     for node in range(4):
@@ -252,12 +344,12 @@ def test_kinds_that_are_named_are_stacked_as_those_that_are_not() -> None:
     answered = [executor.result(asked[node]).content for node in (1, 0)]
     assert ["arrays" in content for content in answered] == [True, False]
     # With one reply came the other of its kind.
-    assert set(executor._replies) == set(asked[2:])
+    assert set(executor._done) == set(asked[2:])
 
 
 def test_stacked_clients_have_the_data_of_the_step_that_they_are_told() -> None:
     config = ragged().with_values(drift="label-shift")
-    stacked = Vectorised()
+    stacked = Stacked()
     for step in (0, 1, 2):
         for kind in ("train", "evaluate"):
             for one, other in zip(
@@ -272,7 +364,7 @@ def test_stacked_clients_have_the_data_of_the_step_that_they_are_told() -> None:
 def test_two_steps_of_one_clients_data_are_told_apart_when_both_are_pending(kind: str) -> None:
     config = ragged().with_values(drift="label-shift")
     found, model = [], models.initial_arrays(config)
-    for executor in (InProcess(client_app.app), Vectorised()):
+    for executor in (InProcess(client_app.app), Stacked()):
         pending = []
         for step in (0, 1):
             messages, contexts = training_messages(config, kind=kind, step=step)
@@ -286,37 +378,51 @@ def test_two_steps_of_one_clients_data_are_told_apart_when_both_are_pending(kind
     assert found[0][0] != pytest.approx(found[0][1], rel=1e-2)
 
 
-# Samples of stacked clients: they stay where they are until a client has others.
+def test_a_run_says_how_many_clients_worked_at_once(tmp_path: Path) -> None:
+    keys = {"clients": 6, "max-updates": 12, "strategy": "fedavg", "eval-every": 12}
+    for vectorised in (True, False):
+        out = str(tmp_path / str(vectorised))
+        told = {**keys, "vectorised": vectorised, "workers": 0, "out": out}
+        summary = experiment.simulate(RunConfig.from_mapping(told)).summary
+        assert summary.get("mean_batch") == (6.0 if vectorised else None)
+
+
+def test_a_precision_needs_a_gpu() -> None:
+    with pytest.raises(UserError, match="--device cuda"):
+        executor_for("raceme.client_app:app", 0, precision="tf32")
+
+
+# Samples of stacked clients: they stay where they are for as long as they exist.
 
 
 def samples(count: int, value: float) -> Samples:
     return Samples(np.full((count, 2), value, np.float32), np.full(count, int(value)))
 
 
-def held(store: SampleStore, name: str, count: int) -> list[float]:
-    """What the store has at a client's place: the values of its inputs and its labels."""
-    indices = torch.arange(count) + store.offset(name)
-    x, y = store.select(indices)
-    assert x.shape == (count, 2)
-    assert x[:, 0].tolist() == y.tolist()
-    return y.tolist()
+def held(store: SampleStore, own: Samples) -> bool:
+    """Whether the store has samples at their place."""
+    x, y = store.select(torch.arange(len(own)) + store.offset(own))
+    return torch.equal(x, own.x) and torch.equal(y, own.y)
 
 
-@pytest.mark.parametrize("other", [2, 5, 1], ids=["as many", "more", "fewer"])
-def test_a_clients_other_samples_replace_its_former_ones(other: int) -> None:
+def test_samples_stay_and_others_are_added() -> None:
     store = SampleStore(torch.device("cpu"))
-    store.hold({"a": samples(3, 1), "b": samples(2, 2)})
-    store.hold({"c": samples(4, 3)})
-    store.hold({"b": samples(other, 7), "d": samples(1, 4)})
-    assert held(store, "a", 3) == [1] * 3
-    assert held(store, "b", other) == [7] * other
-    assert held(store, "c", 4) == [3] * 4
-    assert held(store, "d", 1) == [4]
+    first, second, third = samples(3, 1), samples(2, 2), samples(5000, 3)
+    store.hold([first, second, first])
+    offset = store.offset(first)
+    store.hold([third, second])
+    assert store.offset(first) == offset
+    assert all(held(store, own) for own in (first, second, third))
+    assert store.moves == 2
 
 
-def test_nothing_piles_up_when_data_change_again_and_again() -> None:
+def test_nothing_piles_up_when_samples_change_again_and_again() -> None:
     store = SampleStore(torch.device("cpu"))
-    for step in range(20):
-        store.hold({"a": samples(2 + step % 3, step), "b": samples(5, step)})
-        assert held(store, "b", 5) == [step] * 5
-        assert store.offset("b") == 2 + step % 3
+    kept = samples(5, 99)
+    for step in range(2000):
+        own = samples(2 + step % 3, step)
+        store.hold([own, kept])
+        assert held(store, own)
+        assert held(store, kept)
+    assert store.moves == 1
+    assert len(store) < 2000
