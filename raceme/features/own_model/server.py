@@ -1,11 +1,12 @@
 """The server half: how own models are trained, decided by all clients of a cluster together.
 
 The few samples that one client keeps hardly tell whether others' models help it; those of all
-clients of a cluster do. Own models are first trained from themselves, and clients report how well
+clients of a cluster do. Where groups of clients have been found, own models are trained from
+mixtures with the received model. Where none have, own models are first trained from themselves, and clients report how well
 they do, and how well the received model does after a task, mixed with what it was, on samples that
 train neither. If own models are better beyond chance, clients of the cluster train them alone from
-then on, with all samples. Otherwise they train them from mixtures with the received model: with
-each task as long as mixtures are better than the received model, else now and then.
+then on, with all samples. Otherwise they train them from mixtures: with each task as long as
+mixtures are better than the received model, else now and then.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class OwnModelState:
     comparisons : dict[str, Comparison]
         Comparisons of each client, under the present rule of its cluster.
     rules : dict[int, str]
-        Rule of each cluster, if not TRIED.
+        Decisions, by cluster.
     seldom : list[int]
         Clusters of rule MIXED in which mixtures are no better than the received model.
     tasks : dict[str, int]
@@ -160,7 +161,7 @@ class OwnModel(Feature):
     def on_request(self, request: Request, context: FeatureContext) -> Request:
         """State the rule; short tasks, such as probes, train no own model."""
         cluster = context.clusters.main(request.client)
-        rule = self.state.rules.get(cluster, TRIED)
+        rule = self._rule(cluster, context)
         if names.TASK_SHARE in request.settings:
             rule = SKIPPED
         elif cluster in self.state.seldom:
@@ -175,7 +176,7 @@ class OwnModel(Feature):
     def on_update(self, update: Update, context: FeatureContext) -> Update:
         """Add a client's comparison, and decide for its cluster."""
         client, cluster = update.task.client, context.clusters.main(update.task.client)
-        rule = self.state.rules.get(cluster, TRIED)
+        rule = self._rule(cluster, context)
         scores = [update.metrics.get(name, math.nan) for name in (OWN_SCORE, COMMON_SCORE)]
         if update.task.cluster != cluster or rule == ALONE or self.state.asked.get(client) != rule:
             return update
@@ -186,6 +187,11 @@ class OwnModel(Feature):
         known.add((scores[0] - scores[1]) * (-1 if context.spec.outputs == 1 else 1))
         self._decide(cluster, rule, context)
         return update
+
+    def _rule(self, cluster: int, context: FeatureContext) -> str:
+        """Return a cluster's rule; one of several needs no trial, since its clients are alike."""
+        is_only = len(context.clusters.models) == 1
+        return self.state.rules.get(cluster, TRIED if is_only else MIXED)
 
     def _decide(self, cluster: int, rule: str, context: FeatureContext) -> None:
         """Decide for a cluster if half of its clients or more have compared models."""
