@@ -2,11 +2,11 @@
 
 The few samples that one client keeps hardly tell whether others' models help it; those of all
 clients of a cluster do. Where groups of clients have been found, own models are trained from
-mixtures with the received model. Where none have, own models are first trained from themselves, and clients report how well
-they do, and how well the received model does after a task, mixed with what it was, on samples that
-train neither. If own models are better beyond chance, clients of the cluster train them alone from
-then on, with all samples. Otherwise they train them from mixtures: with each task as long as
-mixtures are better than the received model, else now and then.
+mixtures with the received model. Where none have, own models are first trained from themselves, and
+clients report how well they do, and how well the received model does after a task, mixed with what
+it was, on samples that train neither. If own models are better beyond chance, clients of the
+cluster train them alone from then on, with all samples; otherwise from mixtures. These are trained
+with each task as long as mixtures are better than the received model, else now and then.
 """
 
 from __future__ import annotations
