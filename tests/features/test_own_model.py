@@ -303,31 +303,29 @@ def test_smaller_errors_are_better() -> None:
     assert fleet.rule() == "alone"
 
 
-def test_own_models_of_little_use_are_trained_every_fourth_task() -> None:
+def test_own_models_of_no_use_are_trained_every_fourth_task() -> None:
     fleet = Fleet(6)
     for _ in range(6):
         fleet.round(-0.1, -0.2)
+    for _ in range(3):
+        fleet.round(0.0)
+    assert {fleet.rule() for _ in range(4)} == {"mixed"}
+    fleet.round(0.0)
+    assert [fleet.rule() for _ in range(8)] == 2 * ["skipped", "skipped", "skipped", "mixed"]
+    # Mixtures that are better again are trained from with each task.
     for _ in range(4):
-        fleet.round(0.01, -0.01)
-    rules = [fleet.rule() for _ in range(8)]
-    assert rules == 2 * ["skipped", "skipped", "skipped", "mixed"]
-    # They are trained with each task again once mixtures are better.
-    for _ in range(12):
         fleet.round(0.3, 0.2)
     assert {fleet.rule() for _ in range(4)} == {"mixed"}
 
 
-def test_a_cluster_that_is_split_decides_anew() -> None:
+def test_groups_that_have_been_found_need_no_trial() -> None:
     fleet = Fleet(12)
     for _ in range(8):
         fleet.round(0.1, 0.2)
-    clusters = fleet.seen.clusters
+    assert fleet.rule() == "alone"
     parts = [fleet.seen.names[:6], fleet.seen.names[6:]]
-    clusters.split(0, parts, score=1.0, threshold=0.5)
-    assert fleet.rule() == "tried"
-    for _ in range(6):
-        fleet.round(-0.1, -0.2)
-    assert fleet.rule() == "mixed"
+    fleet.seen.clusters.split(0, parts, score=1.0, threshold=0.5)
+    assert fleet.asked("c0") == fleet.asked("c6") == {"own-rule": "mixed"}
 
 
 def test_probes_train_no_own_model() -> None:

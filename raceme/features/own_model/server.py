@@ -1,11 +1,12 @@
 """The server half: how own models are trained, decided by all clients of a cluster together.
 
 The few samples that one client keeps hardly tell whether others' models help it; those of all
-clients of a cluster do. Own models are first trained from themselves, and clients report how well
-they do, and how well the received model does after a task, mixed with what it was, on samples that
-train neither. If own models are better beyond chance, clients of the cluster train them alone from
-then on, with all samples. Otherwise they train them from mixtures with the received model: with
-each task if mixtures are better than the received model, else now and then.
+clients of a cluster do. Where groups of clients have been found, own models are trained from
+mixtures with the received model. Where none have, own models are first trained from themselves, and
+clients report how well they do, and how well the received model does after a task, mixed with what
+it was, on samples that train neither. If own models are better beyond chance, clients of the
+cluster train them alone from then on, with all samples; otherwise from mixtures. These are trained
+with each task as long as mixtures are better than the received model, else now and then.
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ _MIXED, _ALONE, _LONGEST = 6.0, 8.0, 12.0
 """Comparisons per client before which no cluster leaves its trial for mixtures, or trains alone,
 and after which trials end. What learns faster at first need not be better in the end."""
 _USED = 4.0
-"""Comparisons per client of mixtures with received models before these are found of little use."""
+"""Comparisons per client of mixtures with received models before mixtures can be of no use."""
 _RARELY = 4
-"""Every so many tasks an own model is trained that is of little use."""
+"""Every so many tasks an own model is trained that is of no use."""
 _NEWEST = 0.5
 """Weight of a client's newest comparison in their mean: models change."""
 
@@ -92,9 +93,9 @@ class OwnModelState:
     comparisons : dict[str, Comparison]
         Comparisons of each client, under the present rule of its cluster.
     rules : dict[int, str]
-        Rule of each cluster, if not TRIED.
+        Decisions, by cluster.
     seldom : list[int]
-        Clusters of rule MIXED in which own models are of little use.
+        Clusters of rule MIXED in which mixtures are no better than the received model.
     tasks : dict[str, int]
         Tasks sent to each client of these.
     asked : dict[str, str]
@@ -160,7 +161,7 @@ class OwnModel(Feature):
     def on_request(self, request: Request, context: FeatureContext) -> Request:
         """State the rule; short tasks, such as probes, train no own model."""
         cluster = context.clusters.main(request.client)
-        rule = self.state.rules.get(cluster, TRIED)
+        rule = self._rule(cluster, context)
         if names.TASK_SHARE in request.settings:
             rule = SKIPPED
         elif cluster in self.state.seldom:
@@ -175,7 +176,7 @@ class OwnModel(Feature):
     def on_update(self, update: Update, context: FeatureContext) -> Update:
         """Add a client's comparison, and decide for its cluster."""
         client, cluster = update.task.client, context.clusters.main(update.task.client)
-        rule = self.state.rules.get(cluster, TRIED)
+        rule = self._rule(cluster, context)
         scores = [update.metrics.get(name, math.nan) for name in (OWN_SCORE, COMMON_SCORE)]
         if update.task.cluster != cluster or rule == ALONE or self.state.asked.get(client) != rule:
             return update
@@ -187,6 +188,11 @@ class OwnModel(Feature):
         self._decide(cluster, rule, context)
         return update
 
+    def _rule(self, cluster: int, context: FeatureContext) -> str:
+        """Return a cluster's rule; one of several needs no trial, since its clients are alike."""
+        is_only = len(context.clusters.models) == 1
+        return self.state.rules.get(cluster, TRIED if is_only else MIXED)
+
     def _decide(self, cluster: int, rule: str, context: FeatureContext) -> None:
         """Decide for a cluster if half of its clients or more have compared models."""
         members, state = context.clusters.clients(cluster), self.state
@@ -197,11 +203,12 @@ class OwnModel(Feature):
         tasks = sum(one.count for one in known) / len(known)
         chance = chance_above_zero([one.better for one in known])
         are_enough = len(known) >= _FEWEST
-        if rule == MIXED and are_enough and tasks >= _USED:
-            if cluster not in state.seldom and chance < _LIKELY:
-                state.seldom.append(cluster)
-            elif cluster in state.seldom and chance >= _SURE:
+        if rule == MIXED and tasks >= _USED:
+            is_useful = statistics.fmean(one.better for one in known) > 0.0
+            if is_useful and cluster in state.seldom:
                 state.seldom.remove(cluster)
+            elif not is_useful and cluster not in state.seldom:
+                state.seldom.append(cluster)
         elif rule == TRIED and are_enough and tasks >= _ALONE and chance >= _SURE:
             state.rules[cluster] = ALONE
         elif rule == TRIED and are_enough and tasks >= _MIXED and chance <= 1 - _SURE:
