@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import pytest
@@ -45,9 +45,13 @@ def judge(
     awaited: int = 0,
     gain: Gain | None = None,
     online: int = 0,
+    present: Collection[str] | None = None,
 ) -> Ruling:
     """Judge an update of a fleet with one model for all clients, or of one `online` in clusters."""
-    return guard.judge(Judged(client, delta, start, home, awaited or online, awaited > 0, gain))
+    one_model = awaited > 0
+    return guard.judge(
+        Judged(client, delta, start, home, awaited or online, present, one_model, gain)
+    )
 
 
 def along(axis: int, length: float = 1.0, size: int = 16) -> np.ndarray:
