@@ -558,7 +558,6 @@ class TrustProtection(_Compares):
                 record.add(*seen)
                 if record.updates < _FIRST_JUDGED:
                     state.newcomers.add(*seen)
-                    record = state.newcomers
                 if record.is_opponent and not contradicted:
                     contradicted = _VOTED_OUT
         state.directions[client] = direction
@@ -604,11 +603,14 @@ class TrustProtection(_Compares):
         if state.newcomers.updates < _FIRST_JUDGED:
             return ruling
         scores = self._scores(None, update.home, update.client)
-        typical = statistics.median(scores.values()) if len(scores) >= FEWEST else 0.0
-        measured, bound = state.newcomers.score, self.options.protection_share * typical
-        if typical < _LEAST_TYPICAL or measured >= bound:
+        if len(scores) < FEWEST:
             return ruling
-        return Ruling(Verdict.REFUSED, 0.0, measured, bound, _NEW_DISAGREE)
+        typical, newcomers = statistics.median(scores.values()), state.newcomers
+        bound = self.options.protection_share * typical
+        disagrees = typical >= _LEAST_TYPICAL and newcomers.score < bound
+        if not disagrees and not newcomers.is_opponent:
+            return ruling
+        return Ruling(Verdict.REFUSED, 0.0, newcomers.score, bound, _NEW_DISAGREE)
 
     def _by_gain(self, update: Judged, others: list[str], ruling: Ruling) -> Ruling | None:
         """Refuse an update that gains far less than those of others; None if gains say nothing."""
@@ -697,8 +699,8 @@ def contradiction(directions: Vector) -> tuple[float, NDArray[np.bool_]]:
     cosines = (directions @ directions.T).astype(np.float64)
     np.fill_diagonal(cosines, 0.0)
     votes = np.where(np.abs(cosines) >= _PAIR, cosines * np.abs(cosines), 0.0)
-    each = 1.0 / (1.0 + np.sum(np.maximum(cosines, 0.0) ** 2, axis=1))
-    each /= np.median(each)
+    borne = 1.0 + np.sum(np.maximum(cosines, 0.0) ** 2, axis=1)
+    each = np.minimum(1.0, np.median(borne) / borne)
     left = np.ones(len(cosines), np.bool_)
     while left.sum() > FEWEST:
         weights = each * left
