@@ -75,6 +75,8 @@ _VOTED_OUT = -0.5
 """Sum of votes c |c| below which an update is contradicted."""
 _OFF_CENTRE = -0.4
 """Cosine with the mean direction of others below which an update is contradicted."""
+_OPPONENT = 0.25
+"""Share of a client's updates, by length, from which on the others count as contradicted, too."""
 _TO_MODEL = 10.0
 """Longest update in lengths of the model that it started from, while there is nothing else."""
 
@@ -156,8 +158,8 @@ class Record:
 
     @property
     def is_opponent(self) -> bool:
-        """Whether most of its updates, by length, were contradicted."""
-        return self.updates >= _FIRST_JUDGED and self.opposition > 0.5
+        """Whether so many of its updates were contradicted that it does more harm than good."""
+        return self.updates >= _FIRST_JUDGED and self.opposition > _OPPONENT
 
     @property
     def score(self) -> float:
@@ -432,7 +434,7 @@ class _Compares(Guard):
     def _scores(self, cluster: int | None, home: Home, client: str) -> dict[str, float]:
         """Return the scores of a client and of the remembered ones of a cluster.
 
-        Those whose updates are mostly contradicted bear each other out, and have no say.
+        Those whose updates are often contradicted bear each other out, and have no say.
         """
         records = self.state.records
         return {
@@ -561,35 +563,28 @@ class TrustProtection(_Compares):
                 if record.is_opponent and not contradicted:
                     contradicted = _VOTED_OUT
         state.directions[client] = direction
-        if not update.one_model:
-            typical = bound / self.options.protection_length
-            return self._shortened(update, typical, ruling, contradicted)
-        ruling = self._by_record(update, ruling)
+        if not (contradicted and client in state.excluded):
+            # Nobody is let in again with an update that others contradict.
+            ruling = self._by_record(update, ruling)
         if contradicted and not ruling.verdict.keeps_out:
-            return Ruling(Verdict.REFUSED, 0.0, contradicted, _VOTED_OUT, _CONTRADICTED)
-        return ruling
+            ruling = Ruling(Verdict.REFUSED, 0.0, contradicted, _VOTED_OUT, _CONTRADICTED)
+        if update.one_model or ruling.verdict is not Verdict.REFUSED:
+            return ruling
+        return self._shortened(update, bound / self.options.protection_length, ruling)
 
     def _present(self, update: Judged, home: Home | None = None) -> list[str]:
         """Return the other clients that are online: identities that are given up have no vote."""
         others, present = self._others(update.client, home), update.present
         return [other for other in others if present is None or other in present]
 
-    def _shortened(
-        self, update: Judged, typical: float, ruling: Ruling, contradicted: float
-    ) -> Ruling:
-        """Exclude the client by its record, but let its later updates pass at a short length.
+    def _shortened(self, update: Judged, typical: float, ruling: Ruling) -> Ruling:
+        """Let a refused update pass at a short length.
 
         With clusters an honest client in one that is not its own agrees with no other, too. Refused
         for good, it could not move that cluster's model, and would stay alone.
         """
-        ruled = self._by_record(update, ruling)
-        bound = self.options.protection_share * typical
-        scale = min(ruling.scale, bound / update.length)
-        if contradicted and not ruled.verdict.keeps_out:
-            return Ruling(Verdict.SCALED, scale, contradicted, _VOTED_OUT, _CONTRADICTED)
-        if ruled.verdict is not Verdict.REFUSED:
-            return ruled
-        return Ruling(Verdict.SCALED, scale, ruled.measured, ruled.bound, _DISAGREES)
+        scale = min(1.0, self.options.protection_share * typical / update.length)
+        return replace(ruling, verdict=Verdict.SCALED, scale=scale)
 
     def _by_record(self, update: Judged, ruling: Ruling) -> Ruling:
         """Judge a client too new for a record of its own by the common one of new clients.
