@@ -10,16 +10,21 @@ ones of others, whatever their staleness; unlike it, it excludes no client of a 
 and it decides by a client's record over many updates, not by one update.
 
 `trust` is for attackers that know the other two. It bounds lengths closely, by the clients of the
-same cluster. Where one model serves all, it refuses at once what the largest set of clients that
-agree contradicts, one vote for each client: a majority decides, as in FLAME (Nguyen et al., USENIX
-Security 2022). Of the others it takes away the part that points against the mean of clients that
-send something else, as conflicting gradients are projected (Yu et al., NeurIPS 2020): an update may
-go its own way, but not back. Equal updates of several clients bear each other out no more
-(FoolsGold, Fung et al., RAID 2020). With clusters, updates of an excluded client are cut to a short
-length and not refused, as an honest client in a cluster that is not its own agrees with no other
-either. Where the server has samples of each distribution, these decide
-instead: an update must lower the loss on one of the sets nearly as far as others' do (Zeno++, Xie
-et al., ICML 2020, for one set).
+same cluster that are online. It refuses at once what the largest set of clients that agree
+contradicts: a majority of clients decides, as in FLAME (Nguyen et al., USENIX Security 2022). Each
+has one vote, and less if it agrees with more others than the median client, or a few attackers that
+send alike would make up for all honest clients that have little in common (late in training these
+are nearly orthogonal); equal updates bear each other out no more (FoolsGold, Fung et al., RAID
+2020). An attacker near the bound is contradicted in many of its updates, not in all, an honest
+client in few: one that is often contradicted is treated so throughout.
+
+Where one model serves all, it takes away from the others the part that points against the mean of
+clients that send something else, as conflicting gradients are projected (Yu et al., NeurIPS 2020):
+an update may go its own way, but not back. With clusters, what would be refused is cut to a short
+length instead, as an honest client in a cluster that is not its own agrees with no other either.
+Where one model serves all and the server has samples of each distribution, these decide instead: an
+update must lower the loss on one of the sets nearly as far as others' do (Zeno++, Xie et al., ICML
+2020, for one set).
 """
 
 from __future__ import annotations
@@ -272,6 +277,7 @@ _ACCEPTED = Ruling()
 _DISAGREES = "its updates agree with those of no others"
 _NEW_DISAGREE = "an update of a new client, and those of new clients agree with no others"
 _CONTRADICTED = "an update that those of others contradict"
+_OPPOSES = "an update of a client that those of others often contradict"
 _TOO_LONG = "an update that is longer than those of others"
 _NO_GAIN = "an update that helps on none of the server's proxy sets as those of others do"
 _BACKWARDS = "a part of an update that points against those of others"
@@ -537,11 +543,13 @@ class TrustProtection(_Compares):
             state.directions[client] = direction
             return by_gain
         mates = [other for other in mates if other in state.directions]
-        waits, contradicted = self._waits(update, others), 0.0
+        waits, refusal = self._waits(update, others), None
         if len(mates) >= _FEWEST_MATES:
             known = np.stack([state.directions[other] for other in mates])
             if update.one_model or not waits:
-                contradicted, agreeing = contradiction(np.vstack([direction, known]))
+                votes, agreeing = contradiction(np.vstack([direction, known]))
+                if votes:
+                    refusal = Ruling(Verdict.REFUSED, 0.0, votes, _VOTED_OUT, _CONTRADICTED)
                 out = {other for other, left in zip(mates, agreeing[1:], strict=True) if not left}
                 mates = [other for other in mates if other not in out]
                 others = [other for other in others if other not in out]
@@ -556,18 +564,19 @@ class TrustProtection(_Compares):
                     self._distinct_agreement(direction, near) for near in (mates, others)
                 )
                 record = state.records.setdefault(client, Record())
-                seen = agreement, length * ruling.scale, contradicted < 0.0
+                seen = agreement, length * ruling.scale, refusal is not None
                 record.add(*seen)
                 if record.updates < _FIRST_JUDGED:
                     state.newcomers.add(*seen)
-                if record.is_opponent and not contradicted:
-                    contradicted = _VOTED_OUT
+                if record.is_opponent and refusal is None:
+                    measured = record.opposition
+                    refusal = Ruling(Verdict.REFUSED, 0.0, measured, _OPPONENT, _OPPOSES)
         state.directions[client] = direction
-        if not (contradicted and client in state.excluded):
-            # Nobody is let in again with an update that others contradict.
+        if refusal is None or client not in state.excluded:
+            # No client is let in again with an update that others contradict.
             ruling = self._by_record(update, ruling)
-        if contradicted and not ruling.verdict.keeps_out:
-            ruling = Ruling(Verdict.REFUSED, 0.0, contradicted, _VOTED_OUT, _CONTRADICTED)
+        if refusal is not None and not ruling.verdict.keeps_out:
+            ruling = refusal
         if update.one_model or ruling.verdict is not Verdict.REFUSED:
             return ruling
         return self._shortened(update, bound / self.options.protection_length, ruling)
@@ -676,7 +685,9 @@ def contradiction(directions: Vector) -> tuple[float, NDArray[np.bool_]]:
 
     Whichever is contradicted most is left out until none is, so that those that are left out, and
     the order in which clients are heard, have no say. A direction is contradicted if the votes
-    c |c| of its cosines c with the others, or the cosine with their mean, are below a bound.
+    c |c| of its cosines c with the others, or the cosine with their mean, are below a bound. In
+    both a direction counts by min(1, median(b) / b), with b = 1 + Σ max(c, 0)² the number of
+    clients that it stands for.
 
     Parameters
     ----------
