@@ -432,25 +432,39 @@ def test_a_long_record_does_not_cover_a_contradicted_update() -> None:
     assert Verdict.EXCLUDED in trusted(first=0)
 
 
-def pulsing(turns: int, attacks: Callable[[int], bool]) -> list[bool]:
-    """Return which updates of a client among eight of one model are kept out, turn by turn."""
-    guard, found = TrustProtection(), []
+def pulsing(turns: int, attacks: Callable[[int], bool]) -> list[Verdict]:
+    """Return what becomes of the updates of one of eight clients of one model, turn by turn."""
+    guard, found = TrustProtection(TrustOptions(protection_share=0.1)), list[Verdict]()
     for turn in range(turns):
         for client in range(8):
             sent = near(0, client + 1, 0.3)
             opposes = client == 7 and attacks(turn)
+            was_excluded = "c7" in guard.state.excluded
             ruling = judge(guard, f"c{client}", -sent if opposes else sent, 10.0, same, 8)
             if client == 7:
-                found.append(ruling.verdict.keeps_out)
+                found.append(ruling.verdict)
+                is_let_in = was_excluded and "c7" not in guard.state.excluded
+                assert is_let_in == (ruling.verdict is Verdict.READMITTED), turn
     return found
 
 
 def test_a_client_that_is_often_contradicted_is_kept_out_altogether() -> None:
-    # One of two: the honest one between is kept out, too, from the first three on.
-    assert pulsing(16, lambda turn: turn % 2 == 0) == [True, False] + [True] * 14
-    # One of eight is what it costs, and a former opponent is heard again.
-    assert pulsing(24, lambda turn: turn % 8 == 7) == ([False] * 7 + [True]) * 3
-    assert not any(pulsing(40, lambda turn: turn < 4)[-12:])
+    # One of three, by weights that decay: 0.9 / 3.44 at turn 3, then 0.81 / 4.1, (0.9 + 0.66) / 5.2
+    # at turn 6, 1.4 / 5.7, and more than a quarter later on.
+    accepted, out = Verdict.ACCEPTED, Verdict.REFUSED
+    one_in_three = pulsing(16, lambda turn: turn % 3 == 2)
+    assert one_in_three[:8] == [accepted] * 2 + ([out] * 2 + [accepted]) * 2
+    assert one_in_three[8:] == [out] * 8
+    # One of eight is what it costs.
+    costs = pulsing(24, lambda turn: turn % 8 == 7)
+    assert costs == ([accepted] * 7 + [out]) * 3
+
+
+def test_a_former_opponent_is_let_in_again_once_and_is_told() -> None:
+    found = pulsing(40, lambda turn: turn < 6)
+    assert Verdict.EXCLUDED in found[:6]
+    assert found.count(Verdict.READMITTED) == 1
+    assert set(found[-12:]) == {Verdict.ACCEPTED}
 
 
 def test_with_clusters_contradicted_updates_are_shortened() -> None:
