@@ -1179,26 +1179,6 @@ def fair(docs: Path) -> Table:
     return Table(heads, rows)
 
 
-def fast(docs: Path, attacks: Sequence[str]) -> Table:
-    """Fast attackers under the strongest defence: honest clients' accuracy, and the worst one's."""
-    rows = []
-    for groups, words in ((1, "one"), (4, "four")):
-        runs = [Experiment.read(docs, f"fast-{attack}-{groups}") for attack in attacks]
-        for method in ("casa", "fedbuff", "flexcfl-async", "panicle"):
-            cells = []
-            for of in runs:
-                mean, worst = (
-                    100 * of.mean(method, key)
-                    for key in ("honest_accuracy", "worst_honest_accuracy")
-                )
-                cells.append(f"{mean:.1f} ({worst:.1f})")
-            rows.append([words, f"`{method}`", *cells])
-    heads = ("groups", "<method", *(_FAST.get(attack, f"`{attack}`") for attack in attacks))
-    return Table(heads, rows)
-
-
-_FAST = {"none": "no attack", "visitors": "no attack, visitors"}
-"""Variants of `fast_attacks.toml` whose attackers are honest."""
 _PAPER_300 = "accuracy %, paper (300 rounds)"
 _CHARACTERS = "accuracy %, paper, FEMNIST (300 rounds)"
 _SEEDS_75 = "ours (75 rounds, seeds 0, 1, 2)"
@@ -1335,8 +1315,6 @@ TABLES: dict[str, Callable[[Path], Table]] = {
     "c-faacl-sequential": sequential,
     "poisoning-late": poisoning_late,
     "fair": fair,
-    "fast-rush": partial(fast, attacks=("none", "rush")),
-    "fast-others": partial(fast, attacks=("none", "boil", "wedge", "visitors", "sybils")),
     "panicle-regret": panicle_regret,
     "panicle-natural": panicle_natural,
     "panicle-stations": panicle_stations,
