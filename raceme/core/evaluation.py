@@ -17,7 +17,15 @@ from raceme.core import messages as names
 from raceme.core.clients import Client, Idle
 from raceme.core.clusters import Model, Weights, blended
 from raceme.core.errors import about, quoted
-from raceme.core.events import ACCURACY, Evaluated, Measure, Measured, MeasureSchema, UpdateRejected
+from raceme.core.events import (
+    ACCURACY,
+    Evaluated,
+    Measure,
+    Measured,
+    MeasureSchema,
+    UpdateRejected,
+    grouped,
+)
 from raceme.core.feature import StepTests
 from raceme.core.messages import InvalidReplyError, ModelSpec
 from raceme.core.progress import PRESENT, UNTRAINED, ClientScore, Evaluation, Steps
@@ -212,6 +220,10 @@ BACKDOOR_SUCCESS = MeasureSchema(
     "backdoor_success", "backdoor success", ("backdoor_success",), summary="column"
 )
 """Share of triggered test samples that are classified as the target: the honest clients' mean."""
+BACKDOOR_BY_CLUSTER = MeasureSchema(
+    "backdoor_by_cluster", "backdoor success by cluster", ("success",), per="cluster", figure="none"
+)
+"""The same by cluster: a backdoor inside one is a small share of all clients."""
 
 
 class Evaluator:
@@ -264,7 +276,7 @@ class Evaluator:
         # would otherwise only test and never train.
         self._tested: set[str] = set()
         # In no checkpoint: simulated tests, the only ones of backdoors, take no time.
-        self._successes: list[float] = []
+        self._successes: list[tuple[int, float]] = []
 
     # Start and end.
 
@@ -380,9 +392,14 @@ class Evaluator:
             )
             self._report(report)
         if self._successes:
-            values = {BACKDOOR_SUCCESS.value: fmean(self._successes)}
-            measured = Measured(evaluation.time, evaluation.updates, BACKDOOR_SUCCESS, values)
-            self._method.report(measured)
+            everywhere = fmean(success for _, success in self._successes)
+            by_cluster = {k: fmean(values) for k, values in grouped(self._successes).items()}
+            for schema, value in (
+                (BACKDOOR_SUCCESS, everywhere),
+                (BACKDOOR_BY_CLUSTER, dict(sorted(by_cluster.items()))),
+            ):
+                at = evaluation.time, evaluation.updates
+                self._method.report(Measured(*at, schema, {schema.value: value}))
 
     # Asking.
 
@@ -536,7 +553,8 @@ class Evaluator:
             if names.BACKDOOR_SUCCESS in self._config:
                 metrics = next(iter(reply.content.metric_records.values()))
                 success = metrics.get(names.BACKDOOR_SUCCESS)
-                self._successes += [success] if isinstance(success, float) else []
+                if isinstance(success, float):
+                    self._successes.append((score.cluster, success))
             return [score]
         unit, values = read_scores(reply, len(cells))
         return [

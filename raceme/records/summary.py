@@ -1061,6 +1061,7 @@ class VerdictSummary(EventHandler):
         self._counts: defaultdict[str, Counter[Verdict]] = defaultdict(Counter)
         self._excluded: dict[str, bool] = {}
         self._last: float | None = None
+        self._worst: float | None = None
         self._measure = ACCURACY
         self._honest: list[events.Evaluated] = []
 
@@ -1076,6 +1077,8 @@ class VerdictSummary(EventHandler):
             score for name, (_, score, _) in event.per_client.items() if name not in self.attackers
         ]
         self._last, self._measure = fmean(scores) if scores else None, event.measure
+        worst = max if event.measure.is_error else min
+        self._worst = worst(scores) if scores else None
         if event.counts and scores:
             found = events.Evaluated(
                 event.time, event.updates, fmean(scores), math.nan, event.clusters
@@ -1101,7 +1104,8 @@ class VerdictSummary(EventHandler):
 
         ``verdicts`` has the counts by client, ``excluded_clients`` those excluded at the end,
         ``attackers`` those that attacked, ``honest_accuracy`` the mean accuracy of all others at
-        the last evaluation, and ``honest_time_to_target`` when it first was as good as the target.
+        the last evaluation, ``worst_honest_accuracy`` the lowest, and ``honest_time_to_target``
+        when it first was as good as the target.
         """
         found: dict[str, Any] = {}
         kinds = (Verdict.ACCEPTED, Verdict.SCALED, Verdict.REFUSED)
@@ -1114,5 +1118,6 @@ class VerdictSummary(EventHandler):
         if self._last is not None:
             found["attackers"] = sorted(self.attackers)
             found[f"honest_{self._measure.name}"] = finite(self._last)
+            found[f"worst_honest_{self._measure.name}"] = finite(self._worst)
             found["honest_time_to_target"] = time_to_target(self._honest, target)
         return found

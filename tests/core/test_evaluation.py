@@ -93,9 +93,14 @@ def test_the_success_of_a_backdoor_is_the_mean_of_those_who_state_it(asked: bool
     settings = ConfigRecord({"backdoor-success": True} if asked else {})
     grid, plan = grid_of(app, devices(1.0, 1.0, 1.0)), Plan(eval_every=3)
     half().run(grid, MODEL, 6, evaluate_config=settings, plan=plan, observe=seen.append)
-    moments = [(each.time, each.updates, 0.625) for each in of(Evaluated, seen)]
+    # Over all clients, and over those of the only cluster.
+    moments = [
+        (each.time, each.updates, success)
+        for each in of(Evaluated, seen)
+        for success in (0.625, {0: 0.625})
+    ]
     found = [(each.time, each.updates, each.value) for each in of(events.Measured, seen)]
-    assert len(moments) > 1
+    assert len(moments) > 2
     assert found == (moments if asked else [])
 
 

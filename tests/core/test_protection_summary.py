@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from statistics import fmean
@@ -11,6 +12,7 @@ import pytest
 
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
+from raceme.core.evaluation import BACKDOOR_BY_CLUSTER
 from raceme.core.events import (
     Evaluated,
     Measured,
@@ -71,8 +73,11 @@ def test_the_honest_accuracy_is_that_of_all_but_the_attackers_at_the_end() -> No
     for event in (first, last):
         summary(event)
     assert summary.result() == {
-        **{"attackers": ["a"], "honest_accuracy": 0.9, "honest_time_to_target": None}
+        **{"attackers": ["a"], "honest_accuracy": 0.9, "worst_honest_accuracy": 0.9},
+        "honest_time_to_target": None,
     }
+    summary(replace(last, per_client={**last.per_client, "c": (0, 0.7, 1.0)}))
+    assert summary.result()["worst_honest_accuracy"] == 0.7
     # JSON has no infinity, the error of a model that diverged.
     summary(Evaluated(9.0, 9, 0.5, 1.0, 1, {"b": (0, float("inf"), 1.0)}))
     assert summary.result()["honest_accuracy"] is None
@@ -133,7 +138,10 @@ def test_a_backdoored_run_says_how_often_it_succeeds(tmp_path: Path) -> None:
         **{"max-updates": 12, "attack": "backdoor", "seed": 1, "out": str(tmp_path / "run")},
     }
     outcome = experiment.simulate(RunConfig.from_mapping(keys))
-    measured = [event for event in read_events(outcome.out) if isinstance(event, Measured)]
+    found = [event for event in read_events(outcome.out) if isinstance(event, Measured)]
+    by_cluster = [event for event in found if event.schema.name == BACKDOOR_BY_CLUSTER.name]
+    measured = [event for event in found if event not in by_cluster]
+    assert [event.value for event in by_cluster] == [{0: event.value} for event in measured]
     tested = [event for event in read_events(outcome.out) if isinstance(event, Evaluated)]
     assert [event.updates for event in measured] == [event.updates for event in tested]
     success = json.loads((outcome.out / "summary.json").read_text())["backdoor_success"]

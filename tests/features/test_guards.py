@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 import pytest
@@ -45,9 +45,13 @@ def judge(
     awaited: int = 0,
     gain: Gain | None = None,
     online: int = 0,
+    present: Collection[str] | None = None,
 ) -> Ruling:
     """Judge an update of a fleet with one model for all clients, or of one `online` in clusters."""
-    return guard.judge(Judged(client, delta, start, home, awaited or online, awaited > 0, gain))
+    one_model = awaited > 0
+    return guard.judge(
+        Judged(client, delta, start, home, awaited or online, present, one_model, gain)
+    )
 
 
 def along(axis: int, length: float = 1.0, size: int = 16) -> np.ndarray:
@@ -59,6 +63,11 @@ def along(axis: int, length: float = 1.0, size: int = 16) -> np.ndarray:
 def heard(guard: Guard, lengths: dict[str, float]) -> None:
     for client, length in lengths.items():
         assert judge(guard, client, along(0, length), 10.0, home).verdict is Verdict.ACCEPTED
+
+
+def same(client: str) -> int:
+    """All clients are in one cluster."""
+    return 0
 
 
 FIVE = {f"c{index}": length for index, length in enumerate((1.0, 2.0, 3.0, 4.0, 5.0))}
@@ -345,6 +354,20 @@ def test_what_is_slightly_against_everybody_is_contradicted_too() -> None:
     assert contradiction(np.stack([honest[0], against, *honest[1:]]))[0] == 0.0
 
 
+def test_clients_that_send_alike_have_one_vote() -> None:
+    """Twelve honest clients have nothing in common; four send minus their mean, with noise."""
+    honest = [along(axis) for axis in range(12)]
+    back = -np.sum(honest, axis=0) / np.float32(12**0.5)
+    four = [np.float32(0.98) * back + along(12 + one, 0.2) for one in range(4)]
+    # As four votes each other's support, 3 · 0.96, would make up for that of the twelve.
+    for one in four:
+        rest = [other for other in four if other is not one]
+        assert contradiction(np.stack([one, *rest, *honest]))[0] < 0.0
+    for one in honest:
+        rest = [other for other in honest if other is not one]
+        assert contradiction(np.stack([one, *four, *rest]))[0] == 0.0
+
+
 def test_the_centre_is_of_clients_that_send_something_else() -> None:
     """Three colluders along −0.6, 0.8 against four along 1, 0: their cosine is −0.6."""
     against, honest = along(1, 0.8) - along(0, 0.6), along(0)
@@ -409,6 +432,70 @@ def test_a_long_record_does_not_cover_a_contradicted_update() -> None:
     assert Verdict.EXCLUDED in trusted(first=0)
 
 
+def pulsing(turns: int, attacks: Callable[[int], bool]) -> list[Verdict]:
+    """Return what becomes of the updates of one of eight clients of one model, turn by turn."""
+    guard, found = TrustProtection(TrustOptions(protection_share=0.1)), list[Verdict]()
+    for turn in range(turns):
+        for client in range(8):
+            sent = near(0, client + 1, 0.3)
+            opposes = client == 7 and attacks(turn)
+            was_excluded = "c7" in guard.state.excluded
+            ruling = judge(guard, f"c{client}", -sent if opposes else sent, 10.0, same, 8)
+            if client == 7:
+                found.append(ruling.verdict)
+                is_let_in = was_excluded and "c7" not in guard.state.excluded
+                assert is_let_in == (ruling.verdict is Verdict.READMITTED), turn
+    return found
+
+
+def test_a_client_that_is_often_contradicted_is_kept_out_altogether() -> None:
+    # One of three, by weights that decay: 0.9 / 3.44 at turn 3, then 0.81 / 4.1, (0.9 + 0.66) / 5.2
+    # at turn 6, 1.4 / 5.7, and more than a quarter later on.
+    accepted, out = Verdict.ACCEPTED, Verdict.REFUSED
+    one_in_three = pulsing(16, lambda turn: turn % 3 == 2)
+    assert one_in_three[:8] == [accepted] * 2 + ([out] * 2 + [accepted]) * 2
+    assert one_in_three[8:] == [out] * 8
+    # One of eight is what it costs.
+    costs = pulsing(24, lambda turn: turn % 8 == 7)
+    assert costs == ([accepted] * 7 + [out]) * 3
+
+
+def test_a_former_opponent_is_let_in_again_once_and_is_told() -> None:
+    found = pulsing(40, lambda turn: turn < 6)
+    assert Verdict.EXCLUDED in found[:6]
+    assert found.count(Verdict.READMITTED) == 1
+    assert set(found[-12:]) == {Verdict.ACCEPTED}
+
+
+def test_with_clusters_contradicted_updates_are_shortened() -> None:
+    """Of twelve in a cluster four push back; no record says so yet."""
+    guard = TrustProtection(TrustOptions(protection_share=0.3))
+    sent = {f"c{client}": near(0, client + 4, 0.4) for client in range(4, 12)}
+    for client in range(4):
+        sent[f"c{client}"] = near(1, client + 4, 0.2) * np.float32(0.6) - along(0, 0.8)
+    for client, update in sent.items():
+        assert not judge(guard, client, update, 10.0, home, online=12).verdict.keeps_out
+    ruling = judge(guard, "c0", sent["c0"], 10.0, home, online=12)
+    assert (ruling.verdict, ruling.scale) == (Verdict.SCALED, pytest.approx(0.3, rel=0.05))
+    assert "contradict" in ruling.reason
+    assert judge(guard, "c4", sent["c4"], 10.0, home, online=12).verdict is Verdict.ACCEPTED
+
+
+def test_clients_that_are_gone_have_no_vote() -> None:
+    """Nine identities sent the contrary, each once; six honest clients are online."""
+    guard, honest = TrustProtection(), [f"c{client}" for client in range(6)]
+    for client in range(6):
+        judge(guard, f"c{client}", near(0, client + 1, 0.3), 10.0, same, 7)
+    for gone in range(9):
+        guard.state.lengths[f"s{gone}"] = 9.0
+        guard.state.directions[f"s{gone}"] = near(0, gone + 6, 0.9) * np.float32(-1)
+    ruling = judge(guard, "c0", near(0, 1, 0.3, 4.0), 10.0, same, 7, present={"c0", *honest})
+    # Nor are lengths theirs.
+    assert (ruling.verdict, ruling.bound) == (Verdict.SCALED, pytest.approx(2.0))
+    guard.state.lengths["c0"] = 1.0
+    assert judge(guard, "c0", near(0, 1, 0.3), 10.0, same, 7).verdict.keeps_out
+
+
 def test_new_identities_share_one_record() -> None:
     guard = TrustProtection()
     for turn in range(32):
@@ -452,7 +539,7 @@ def test_equal_updates_bear_nobody_out() -> None:
 
 def test_with_clusters_trust_shortens_the_updates_of_an_excluded_client() -> None:
     """It may be an honest one in a cluster that is not its own."""
-    guard, flips = TrustProtection(TrustOptions(protection_share=0.3)), along(0, -1)
+    guard, flips = TrustProtection(TrustOptions(protection_share=0.3)), along(15)
     assert fleet_of(guard, 6, flips=flips) == ["flips"]
     typical = statistics.median(guard.state.lengths[f"c{index}"] for index in range(6))
     ruling = judge(guard, "flips", flips * 5, 10.0, home)

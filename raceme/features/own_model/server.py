@@ -18,7 +18,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from flwr.app import ConfigRecord, Context
-from scipy.stats import t as student
 
 from raceme.core import messages as names
 from raceme.core.errors import UserError
@@ -224,5 +223,8 @@ def chance_above_zero(values: Sequence[float]) -> float:
     """
     if len(values) < 2 or not any(values):
         return 0.5
+    # A device has no scipy, and a run without own models need not wait for it.
+    from scipy.stats import t as student
+
     mean, error = statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values))
     return float(student.cdf(mean / error, len(values) - 1)) if error else float(mean > 0)

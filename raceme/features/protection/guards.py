@@ -10,22 +10,27 @@ ones of others, whatever their staleness; unlike it, it excludes no client of a 
 and it decides by a client's record over many updates, not by one update.
 
 `trust` is for attackers that know the other two. It bounds lengths closely, by the clients of the
-same cluster. Where one model serves all, it refuses at once what the largest set of clients that
-agree contradicts, one vote for each client: a majority decides, as in FLAME (Nguyen et al., USENIX
-Security 2022). Of the others it takes away the part that points against the mean of clients that
-send something else, as conflicting gradients are projected (Yu et al., NeurIPS 2020): an update may
-go its own way, but not back. Equal updates of several clients bear each other out no more
-(FoolsGold, Fung et al., RAID 2020). With clusters, updates of an excluded client are cut to a short
-length and not refused, as an honest client in a cluster that is not its own agrees with no other
-either. Where the server has samples of each distribution, these decide
-instead: an update must lower the loss on one of the sets nearly as far as others' do (Zeno++, Xie
-et al., ICML 2020, for one set).
+same cluster that are online. It refuses at once what the largest set of clients that agree
+contradicts: a majority of clients decides, as in FLAME (Nguyen et al., USENIX Security 2022). Each
+has one vote, and less if it agrees with more others than the median client, or a few attackers that
+send alike would make up for all honest clients that have little in common (late in training these
+are nearly orthogonal); equal updates bear each other out no more (FoolsGold, Fung et al., RAID
+2020). An attacker near the bound is contradicted in many of its updates, not in all, an honest
+client in few: one that is often contradicted is treated so throughout.
+
+Where one model serves all, it takes away from the others the part that points against the mean of
+clients that send something else, as conflicting gradients are projected (Yu et al., NeurIPS 2020):
+an update may go its own way, but not back. With clusters, what would be refused is cut to a short
+length instead, as an honest client in a cluster that is not its own agrees with no other either.
+Where one model serves all and the server has samples of each distribution, these decide instead: an
+update must lower the loss on one of the sets nearly as far as others' do (Zeno++, Xie et al., ICML
+2020, for one set).
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, ClassVar
@@ -75,6 +80,8 @@ _VOTED_OUT = -0.5
 """Sum of votes c |c| below which an update is contradicted."""
 _OFF_CENTRE = -0.4
 """Cosine with the mean direction of others below which an update is contradicted."""
+_OPPONENT = 0.25
+"""Share of a client's updates, by length, from which on the others count as contradicted, too."""
 _TO_MODEL = 10.0
 """Longest update in lengths of the model that it started from, while there is nothing else."""
 
@@ -131,19 +138,33 @@ class Record:
     ----------
     total, length : float
         Sums of agreement times length and of lengths; the weight of former updates decays.
+    contradicted : float
+        Sum of the lengths of updates that were contradicted, with the same decay.
     updates : int
         Number of compared updates.
     """
 
     total: float = 0.0
     length: float = 0.0
+    contradicted: float = 0.0
     updates: int = 0
 
-    def add(self, agreement: float, length: float) -> None:
+    def add(self, agreement: float, length: float, is_contradicted: bool = False) -> None:
         """Add an update, weighted by its length."""
         self.total = _KEPT * self.total + length * agreement
         self.length = _KEPT * self.length + length
+        self.contradicted = _KEPT * self.contradicted + length * is_contradicted
         self.updates += 1
+
+    @property
+    def opposition(self) -> float:
+        """The share of its updates, by length, that were contradicted."""
+        return self.contradicted / self.length if self.length else 0.0
+
+    @property
+    def is_opponent(self) -> bool:
+        """Whether so many of its updates were contradicted that it does more harm than good."""
+        return self.updates >= _FIRST_JUDGED and self.opposition > _OPPONENT
 
     @property
     def score(self) -> float:
@@ -198,6 +219,8 @@ class Judged:
         Returns the cluster of a client.
     online : int
         Number of clients online.
+    present : Collection[str], optional
+        The clients online; None if those of all remembered updates are.
     one_model : bool
         Whether one model serves all: the method finds no clusters.
     gain : Callable, optional
@@ -209,6 +232,7 @@ class Judged:
     start: float
     home: Home
     online: int = 0
+    present: Collection[str] | None = None
     one_model: bool = False
     gain: Gain | None = None
 
@@ -253,6 +277,7 @@ _ACCEPTED = Ruling()
 _DISAGREES = "its updates agree with those of no others"
 _NEW_DISAGREE = "an update of a new client, and those of new clients agree with no others"
 _CONTRADICTED = "an update that those of others contradict"
+_OPPOSES = "an update of a client that those of others often contradict"
 _TOO_LONG = "an update that is longer than those of others"
 _NO_GAIN = "an update that helps on none of the server's proxy sets as those of others do"
 _BACKWARDS = "a part of an update that points against those of others"
@@ -297,6 +322,7 @@ class Guard(Feature):
                 float(np.linalg.norm(spec.compared(base))),
                 home,
                 online=context.online,
+                present=set(context.clients),
                 one_model=context.has_one_model,
                 gain=partial(gain_of, probe, probe.sets, base, update.vector) if probe else None,
             )
@@ -366,11 +392,11 @@ class _Compares(Guard):
             state.directions.pop(oldest, None)
             state.gains.pop(oldest, None)
 
-    def _waits(self, update: Judged) -> bool:
-        """Return whether too few clients are known to judge directions."""
+    def _waits(self, update: Judged, others: Sequence[str]) -> bool:
+        """Return whether too few of the other clients are known to judge directions."""
         state = self.state
         state.judged += 1
-        known = len(state.directions.keys() | {update.client})
+        known = 1 + sum(other in state.directions for other in others)
         most = _MOST_KNOWN * min(update.online, self.options.protection_window)
         return known < most and state.judged <= _LONGEST_WAIT * update.online
 
@@ -389,9 +415,9 @@ class _Compares(Guard):
     def _by_record(self, update: Judged, ruling: Ruling) -> Ruling:
         """Exclude the client by its record, or readmit it and apply a ruling."""
         state, client, home = self.state, update.client, update.home
-        scores = self._scores(home(client), home)
+        scores = self._scores(home(client), home, client)
         if len(scores) < FEWEST or client not in scores:
-            scores = self._scores(None, home)
+            scores = self._scores(None, home, client)
         was_excluded = client in state.excluded
         if len(scores) >= FEWEST and client in scores:
             typical = statistics.median(scores.values())
@@ -411,15 +437,19 @@ class _Compares(Guard):
             return Ruling(Verdict.REFUSED, 0.0, nan, nan, _DISAGREES)
         return ruling
 
-    def _scores(self, cluster: int | None, home: Home) -> dict[str, float]:
-        """Return the scores of the remembered clients of a cluster."""
+    def _scores(self, cluster: int | None, home: Home, client: str) -> dict[str, float]:
+        """Return the scores of a client and of the remembered ones of a cluster.
+
+        Those whose updates are often contradicted bear each other out, and have no say.
+        """
         records = self.state.records
         return {
-            client: records[client].score
-            for client in self.state.lengths
-            if client in records
-            and records[client].updates >= _FIRST_JUDGED
-            and (cluster is None or home(client) == cluster)
+            other: records[other].score
+            for other in self.state.lengths
+            if other in records
+            and records[other].updates >= _FIRST_JUDGED
+            and (other == client or not records[other].is_opponent)
+            and (cluster is None or home(other) == cluster)
         }
 
 
@@ -475,7 +505,7 @@ class FilterProtection(NormProtection):
         client, directions = update.client, self.state.directions
         others = [other for other in self._others(client, update.home) if other in directions]
         # With clusters there is no wait: these form from the first updates.
-        if update.one_model and self._waits(update):
+        if update.one_model and self._waits(update, self._others(client)):
             others = []
         if len(others) >= FEWEST:
             # An update is never heavier than what a method would get of it.
@@ -499,8 +529,7 @@ class TrustProtection(_Compares):
         meanwhile.
         """
         state, client, length = self.state, update.client, update.length
-        others = self._others(client)
-        mates = self._others(client, update.home)
+        others, mates = self._present(update), self._present(update, update.home)
         if len(mates) < _FEWEST_MATES:
             mates = others
         bound = self._longest(mates, update.start)
@@ -514,12 +543,17 @@ class TrustProtection(_Compares):
             state.directions[client] = direction
             return by_gain
         mates = [other for other in mates if other in state.directions]
-        waits, contradicted = self._waits(update), 0.0
+        waits, refusal = self._waits(update, others), None
         if len(mates) >= _FEWEST_MATES:
-            # Before clusters are found, those to come contradict each other.
+            known = np.stack([state.directions[other] for other in mates])
+            if update.one_model or not waits:
+                votes, agreeing = contradiction(np.vstack([direction, known]))
+                if votes:
+                    refusal = Ruling(Verdict.REFUSED, 0.0, votes, _VOTED_OUT, _CONTRADICTED)
+                out = {other for other, left in zip(mates, agreeing[1:], strict=True) if not left}
+                mates = [other for other in mates if other not in out]
+                others = [other for other in others if other not in out]
             if update.one_model:
-                known = np.stack([state.directions[other] for other in mates])
-                contradicted, agreeing = contradiction(np.vstack([direction, known]))
                 against, cosine = opposed(direction, known[agreeing[1:]])
                 if cosine < 0.0:
                     weights = np.float32(length * ruling.scale) * (direction - against)
@@ -530,29 +564,36 @@ class TrustProtection(_Compares):
                     self._distinct_agreement(direction, near) for near in (mates, others)
                 )
                 record = state.records.setdefault(client, Record())
-                record.add(agreement, length * ruling.scale)
+                seen = agreement, length * ruling.scale, refusal is not None
+                record.add(*seen)
                 if record.updates < _FIRST_JUDGED:
-                    state.newcomers.add(agreement, length * ruling.scale)
+                    state.newcomers.add(*seen)
+                if record.is_opponent and refusal is None:
+                    measured = record.opposition
+                    refusal = Ruling(Verdict.REFUSED, 0.0, measured, _OPPONENT, _OPPOSES)
         state.directions[client] = direction
-        if not update.one_model:
-            return self._shortened(update, bound / self.options.protection_length, ruling)
-        ruling = self._by_record(update, ruling)
-        if contradicted and not ruling.verdict.keeps_out:
-            return Ruling(Verdict.REFUSED, 0.0, contradicted, _VOTED_OUT, _CONTRADICTED)
-        return ruling
+        if refusal is None or client not in state.excluded:
+            # No client is let in again with an update that others contradict.
+            ruling = self._by_record(update, ruling)
+        if refusal is not None and not ruling.verdict.keeps_out:
+            ruling = refusal
+        if update.one_model or ruling.verdict is not Verdict.REFUSED:
+            return ruling
+        return self._shortened(update, bound / self.options.protection_length, ruling)
+
+    def _present(self, update: Judged, home: Home | None = None) -> list[str]:
+        """Return the other clients that are online: identities that are given up have no vote."""
+        others, present = self._others(update.client, home), update.present
+        return [other for other in others if present is None or other in present]
 
     def _shortened(self, update: Judged, typical: float, ruling: Ruling) -> Ruling:
-        """Exclude the client by its record, but let its later updates pass at a short length.
+        """Let a refused update pass at a short length.
 
         With clusters an honest client in one that is not its own agrees with no other, too. Refused
         for good, it could not move that cluster's model, and would stay alone.
         """
-        ruled = self._by_record(update, ruling)
-        if ruled.verdict is not Verdict.REFUSED:
-            return ruled
-        bound = self.options.protection_share * typical
-        scale = min(ruling.scale, bound / update.length)
-        return Ruling(Verdict.SCALED, scale, ruled.measured, ruled.bound, _DISAGREES)
+        scale = min(1.0, self.options.protection_share * typical / update.length)
+        return replace(ruling, verdict=Verdict.SCALED, scale=scale)
 
     def _by_record(self, update: Judged, ruling: Ruling) -> Ruling:
         """Judge a client too new for a record of its own by the common one of new clients.
@@ -565,12 +606,15 @@ class TrustProtection(_Compares):
             return ruled
         if state.newcomers.updates < _FIRST_JUDGED:
             return ruling
-        scores = self._scores(None, update.home)
-        typical = statistics.median(scores.values()) if len(scores) >= FEWEST else 0.0
-        measured, bound = state.newcomers.score, self.options.protection_share * typical
-        if typical < _LEAST_TYPICAL or measured >= bound:
+        scores = self._scores(None, update.home, update.client)
+        if len(scores) < FEWEST:
             return ruling
-        return Ruling(Verdict.REFUSED, 0.0, measured, bound, _NEW_DISAGREE)
+        typical, newcomers = statistics.median(scores.values()), state.newcomers
+        bound = self.options.protection_share * typical
+        disagrees = typical >= _LEAST_TYPICAL and newcomers.score < bound
+        if not disagrees and not newcomers.is_opponent:
+            return ruling
+        return Ruling(Verdict.REFUSED, 0.0, newcomers.score, bound, _NEW_DISAGREE)
 
     def _by_gain(self, update: Judged, others: list[str], ruling: Ruling) -> Ruling | None:
         """Refuse an update that gains far less than those of others; None if gains say nothing."""
@@ -641,7 +685,9 @@ def contradiction(directions: Vector) -> tuple[float, NDArray[np.bool_]]:
 
     Whichever is contradicted most is left out until none is, so that those that are left out, and
     the order in which clients are heard, have no say. A direction is contradicted if the votes
-    c |c| of its cosines c with the others, or the cosine with their mean, are below a bound.
+    c |c| of its cosines c with the others, or the cosine with their mean, are below a bound. In
+    both a direction counts by min(1, median(b) / b), with b = 1 + Σ max(c, 0)² the number of
+    clients that it stands for.
 
     Parameters
     ----------
@@ -659,13 +705,16 @@ def contradiction(directions: Vector) -> tuple[float, NDArray[np.bool_]]:
     cosines = (directions @ directions.T).astype(np.float64)
     np.fill_diagonal(cosines, 0.0)
     votes = np.where(np.abs(cosines) >= _PAIR, cosines * np.abs(cosines), 0.0)
+    borne = 1.0 + np.sum(np.maximum(cosines, 0.0) ** 2, axis=1)
+    each = np.minimum(1.0, np.median(borne) / borne)
     left = np.ones(len(cosines), np.bool_)
     while left.sum() > FEWEST:
-        sums = cosines @ left
-        # Of the mean of all but one: |Σ u|² less what the one adds to it.
-        squares = left @ cosines @ left + left.sum() - 2 * sums - 1
+        weights = each * left
+        sums = cosines @ weights
+        # Of the mean of all but one: |Σ w u|² less what the one adds to it.
+        squares = weights @ sums + weights @ weights - 2 * each * sums - each**2
         central = sums / np.sqrt(np.maximum(squares, 1e-3))
-        worst = np.maximum(votes @ left / _VOTED_OUT, central / _OFF_CENTRE)
+        worst = np.maximum(votes @ weights / _VOTED_OUT, central / _OFF_CENTRE)
         worst[~left] = 0.0
         most = int(np.argmax(worst))
         if worst[most] <= 1.0:
