@@ -3,7 +3,6 @@
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from fleets import MODEL, grid_of, pulled_app
 from raceme.core import events
 from raceme.core.clients import Client
 from raceme.core.events import ClusterChange, Measured
-from raceme.core.requests import Bases, InFlight, Update
+from raceme.core.requests import InFlight, Update
 from raceme.simulation import Device
 from raceme.strategies import CASA, CASAParameters, Plan
 from raceme.strategies.casa.buffers import comparable
@@ -39,14 +38,15 @@ def update(client: str, values: Sequence[float], version: int = 0, examples: int
 
 
 def test_changes_are_compared_by_hand() -> None:
-    bases = Bases({"0/0": np.float32([1, 1]), "0/1": np.float32([5, 1])})
+    bases = {"0/0": np.array([1, 1], np.float32), "0/1": np.array([5, 1], np.float32)}
     first, second = update("c0", (2.0, 1.0)), update("c1", (8.0, 5.0), version=1)
-    found = {}
+    found: dict[str, float] = {}
     for compare in ("weights", "changes"):
         strategy = casa_with(2, compare=compare)
+        strategy.bases.vectors.update(bases)
         assert strategy.needs.bases == (compare == "changes")
         for each in (first, second):
-            strategy.applied([replace(each, bases=bases)])
+            strategy.applied([each])
         found[compare] = strategy.state.similarity[0, 1]
     # Changes (1, 0) and (3, 4): 3/5. Weights: (2 · 8 + 1 · 5) / sqrt(5 · 89).
     assert found["changes"] == pytest.approx(0.6)

@@ -79,7 +79,7 @@ class CASAParameters:
     compare: str = option(
         "weights",
         "compare models by weights, or by changes since the received model, for which noise-guard "
-        "should be 2",
+        "should be 3",
         among=("weights", "changes"),
     )
     sketch: int = option(0, "compare models by sketches of this size (0: whole models)", low=0)
