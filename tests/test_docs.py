@@ -134,7 +134,7 @@ def test_links_of_a_page_in_a_folder_are_links_of_the_site() -> None:
     named = runpy.run_path(str(ROOT / "docs" / "hooks.py"))["on_page_markdown"]
     page = SimpleNamespace(file=SimpleNamespace(src_uri="guide/compare.md"))
     kept = (
-        "[a](../research/panicle.md#limits), [b](resume.md), [c](#here), [d](https://e.org/f.json)"
+        "[a](../research/panicle.md#limits), [b](my-data.md), [c](#here), [d](https://e.org/f.json)"
     )
     assert named(kept, page) == kept
     outside = "[g](../../docker/alerts.yml), [h](../results/i.json)"

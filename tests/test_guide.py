@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import textwrap
@@ -14,38 +15,58 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from processes import ROOT, free_port
+from processes import ROOT, free_port, wait_until
 
 from raceme.cli import COMMANDS
 
 GUIDE = ROOT / "docs" / "guide"
-MOST_WORDS = 400
-FILES = {"toml": "fleet.toml", "my-method": "half.py"}
-"""Blocks that a page tells to save: by language, and a page's first block of Python."""
-BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
+MOST_WORDS = 750
+BLOCK = re.compile(r'^( *)```(\w+)(?: title="([^"]+)")?\n(.*?)^\1```', re.MULTILINE | re.DOTALL)
+NOT_TYPED = ("latex", "sh")
+"""Blocks for other programs, and commands that need other machines or a GPU."""
+
+
+def blocks(page: Path) -> list[tuple[str, str, str]]:
+    """Return the language, the file to save it in, and the text of each block of a page."""
+    found = BLOCK.findall(page.read_text(encoding="utf-8"))
+    return [(language, title, textwrap.dedent(text)) for _, language, title, text in found]
 
 
 def typed(page: Path) -> list[tuple[str, str]]:
     """Return the language and the text of each block of a page, in order."""
-    text = page.read_text(encoding="utf-8")
-    return [(language, textwrap.dedent(block)) for _, language, block in BLOCK.findall(text)]
+    return [(language, text) for language, _, text in blocks(page)]
+
+
+def like(line: str) -> str:
+    """Return a line of output without what differs from machine to machine: its numbers."""
+    return " ".join(re.sub(r"\d+(\.\d+)?", "0", line).split())
+
+
+def assert_shown(output: str, shown: str) -> None:
+    """Check that each line which a page shows is printed, with whatever numbers."""
+    printed = {like(line) for line in output.splitlines()}
+    missing = [line for line in shown.splitlines() if like(line) not in printed]
+    assert not missing, f"{missing} is not in\n{output}"
 
 
 def follow(page: str, folder: Path) -> None:
-    """Type a page in an empty folder."""
+    """Type a page in an empty folder; what it shows as `text` is what the last block prints."""
     command = folder / "bin" / "raceme"
     command.parent.mkdir()
     command.write_text(f'#!/bin/sh\nexec {sys.executable} -m raceme "$@"\n')
     command.chmod(0o755)
     paths = os.pathsep.join([str(command.parent), os.environ["PATH"]])
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": paths, "COLUMNS": "150"}
-    script = ""
-    for number, (language, block) in enumerate(typed(GUIDE / f"{page}.md")):
-        saved = FILES.get(language) or (FILES.get(page) if not number else None)
+    script = output = ""
+    for language, saved, block in blocks(GUIDE / f"{page}.md"):
+        if language == "text":
+            assert_shown(output, block)
+            continue
         if saved:
             (folder / saved).write_text(block)
+            continue
+        if language in NOT_TYPED:
             continue
         if language == "python":
             # One session up to the next command: a block goes on from those before it.
@@ -62,7 +83,8 @@ def follow(page: str, folder: Path) -> None:
             timeout=280,
             check=False,
         )
-        assert done.returncode == 0, f"{block}\n{done.stdout}\n{done.stderr}"
+        output = done.stdout + done.stderr
+        assert done.returncode == 0, f"{block}\n{output}"
 
 
 def summary(folder: Path) -> dict[str, object]:
@@ -82,17 +104,50 @@ def test_my_data(tmp_path: Path) -> None:
     assert figures["clusters"] == 2
 
 
+def test_my_data_of_hugging_face(tmp_path: Path) -> None:
+    # A folder of the tests has the name of the library, too.
+    pytest.importorskip("datasets.arrow_dataset")
+    files = {saved: text for _, saved, text in blocks(GUIDE / "my-data.md")}
+    (tmp_path / "partitions.py").write_text(files["partitions.py"])
+    run = [sys.executable, "partitions.py"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(run, cwd=tmp_path, env=environment, capture_output=True, check=True)
+    assert b"4 clients" in done.stdout
+
+
 @pytest.mark.slow
 def test_my_method(tmp_path: Path) -> None:
     follow("my-method", tmp_path)
-    assert summary(tmp_path / "half-run")["strategy"] == "half:Half"
-    rows = (tmp_path / "half-comparison" / "compare.csv").read_text().splitlines()
-    assert len(rows) == 5  # two methods, two seeds
+    figures = summary(tmp_path / "even-run")
+    assert figures["strategy"] == "even:Even"
+    assert figures["updates"] == 300  # after the resume
+    rows = (tmp_path / "even-comparison" / "compare.csv").read_text().splitlines()
+    assert len(rows) == 7  # two methods, three seeds
+    assert len((tmp_path / "even.py").read_text().splitlines()) <= 40
+
+
+@pytest.mark.slow
+def test_flower_app(tmp_path: Path) -> None:
+    (tmp_path / "tests").symlink_to(ROOT / "tests")
+    follow("flower-app", tmp_path)
+    waits, tried, kept = (summary(tmp_path / name) for name in ("waits", "tried", "kept"))
+    assert tried["virtual_time"] == kept["virtual_time"]
+    assert float(str(kept["virtual_time"])) < 0.5 * float(str(waits["virtual_time"]))
+
+
+@pytest.mark.slow
+def test_gpu_and_ray(tmp_path: Path) -> None:
+    follow("gpu-and-ray", tmp_path)
+    cores, ray = tmp_path / "cores" / "clusters", tmp_path / "ray" / "clusters"
+    assert (names := sorted(path.name for path in cores.iterdir()))
+    assert [(ray / name).read_bytes() == (cores / name).read_bytes() for name in names] == [
+        True for _ in names
+    ]
 
 
 @pytest.mark.slow
 def test_resume(tmp_path: Path) -> None:
-    follow("resume", tmp_path)
+    follow("../checkpoints", tmp_path)
     assert summary(tmp_path / "long-run")["updates"] == 200
 
 
@@ -223,37 +278,61 @@ def test_compare(tmp_path: Path) -> None:
     assert (tmp_path / "comparison" / "accuracy.pdf").read_bytes().startswith(b"%PDF")
 
 
+def listed(command: list[str], folder: Path) -> list[dict[str, Any]]:
+    """Return what a command of `raceme fleet` lists, nothing while the server does not answer."""
+    done = subprocess.run(
+        [sys.executable, "-m", *command, "--json"],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        check=False,
+    )
+    rows: list[dict[str, Any]] = json.loads(done.stdout) if done.returncode == 0 else []
+    return rows
+
+
 @pytest.mark.slow
-def test_three_pis(tmp_path: Path) -> None:
-    port, rng = free_port(), np.random.default_rng(0)
-    for name in ("sample", "kitchen", "garden", "cellar"):
-        x, y = rng.normal(size=(60, 4)).astype(np.float32), rng.integers(0, 3, 60)
-        parts = {"x_train": x[:45], "y_train": y[:45], "x_test": x[45:], "y_test": y[45:]}
-        np.savez(tmp_path / f"{name}.npz", **parts, num_classes=3)
-    # On one machine: other addresses, and the paths of the folder with the keys.
-    changes = {"server.example.org:9092": f"localhost:{port}", "server.example.org": "localhost"}
-    changes |= {"\\\n": " ", "--root-certificates ca.crt": "--root-certificates certs/ca.crt"}
-    changes |= {"--key kitchen": "--key certs/devices/kitchen", "/home/pi": str(tmp_path)}
-    changes |= {"--out first": f"--out first --address 127.0.0.1:{port} --metrics off"}
-    changes |= {"--max-updates 2000": "--max-updates 20"}
-    commands = [block for language, block in typed(GUIDE / "three-pis.md") if language == "bash"]
-    for old, new in changes.items():
-        assert any(old in command for command in commands)
-        commands = [command.replace(old, new) for command in commands]
-    certs, serve, device = map(shlex.split, commands)
+def test_three_devices(tmp_path: Path) -> None:
+    port = free_port()
+    commands = [text for kind, text in typed(GUIDE / "three-devices.md") if kind == "bash"]
+    certs, serve, kitchen, asked, versions, rollback = (
+        shlex.split(command.replace("\\\n", " ").replace(":9092", f":{port}"))
+        for command in commands
+    )
+    serve += ["--address", f"127.0.0.1:{port}", "--metrics", "off"]
+    names = ("kitchen", "garden", "cellar")
     devices = [
-        [word.replace("kitchen", name) for word in device]
-        for name in ("kitchen", "garden", "cellar")
+        [word.replace("kitchen", name).replace("id=0", f"id={number}") for word in kitchen]
+        for number, name in enumerate(names)
     ]
 
     assert start_raceme(certs, tmp_path).wait(60) == 0
-    server, *others = [start_raceme(words, tmp_path) for words in (serve, *devices)]
+    server = start_raceme(serve, tmp_path)
+    others = [start_raceme(words, tmp_path) for words in devices]
+
+    def in_use() -> list[str]:
+        rows = listed(versions, tmp_path)
+        return [str(row["version"]) for row in rows if row["stage"] == "in-use"]
+
     try:
-        assert server.wait(200) == 0, (tmp_path / "log").read_text()
+        wait_until(lambda: len(listed(asked, tmp_path)) == 3, 120)
+        wait_until(lambda: any((tmp_path / "first" / "checkpoint").glob("*.safetensors")), 120)
+        server.kill()
+        server.wait(60)
+        server = start_raceme(serve, tmp_path)
+        (rollback[-1],) = wait_until(in_use, 120)
+        assert start_raceme(rollback, tmp_path).wait(60) == 0, (tmp_path / "log").read_text()
+        pinned = {row["version"] for row in listed(versions, tmp_path) if row["pinned"]}
+        assert pinned == {int(rollback[-1])}
+        server.send_signal(signal.SIGINT)
+        assert server.wait(120) == 0, (tmp_path / "log").read_text()
     finally:
         for process in (server, *others):
             process.terminate()
             process.wait(60)
-    assert summary(tmp_path / "first")["updates"] == 20
-    # So few updates may all be those of the first device that answers its greeting.
-    assert (tmp_path / "log").read_text().count("online at localhost") == 3
+    log = (tmp_path / "log").read_text()
+    assert "INFO: Resuming from" in log
+    assert "cannot be reached, trying again" in log
+    assert log.count("online at localhost") >= 3
+    assert all((tmp_path / f"{name}.pt").is_file() for name in names)
+    assert summary(tmp_path / "first")["clients"] == 3

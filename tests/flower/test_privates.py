@@ -72,7 +72,7 @@ SERVE, APPS = "raceme.fleet.serve", "raceme.flower.app"
 MOST_PRIVATE = 10
 DOCUMENTED = (*PUBLIC, "flwr.clientapp.mod", "flwr.clientapp.typing", "flwr.serverapp.strategy")
 SUPERLINK = ("flwr.superlink", "flwr.server.superlink")
-PAGE = PACKAGE.parent / "docs" / "dependencies.md"
+PAGE = PACKAGE.parent / "docs" / "research" / "architecture.md"
 
 
 def imported(tree: ast.AST) -> Iterator[tuple[str, str]]:

@@ -37,6 +37,23 @@ def update(client: str, values: Sequence[float], version: int = 0, examples: int
     return Update(task(client, version), np.array(values, np.float32), examples, 0.0)
 
 
+def test_changes_are_compared_by_hand() -> None:
+    bases = {"0/0": np.array([1, 1], np.float32), "0/1": np.array([5, 1], np.float32)}
+    first, second = update("c0", (2.0, 1.0)), update("c1", (8.0, 5.0), version=1)
+    found: dict[str, float] = {}
+    for compare in ("weights", "changes"):
+        strategy = casa_with(2, compare=compare)
+        strategy.bases.vectors.update(bases)
+        assert strategy.needs.bases == (compare == "changes")
+        for each in (first, second):
+            strategy.applied([each])
+        found[compare] = strategy.state.similarity[0, 1]
+    # Changes (1, 0) and (3, 4): 3/5. Weights: (2 · 8 + 1 · 5) / sqrt(5 · 89).
+    assert found["changes"] == pytest.approx(0.6)
+    assert found["weights"] == pytest.approx(21 / math.sqrt(445))
+    assert CASAParameters().compare == "weights"
+
+
 def test_three_updates_by_hand() -> None:
     strategy = casa_with(3)
     # |C| = 3: α_c = 2 Ω(t) / log2(6) = 0.773706 Ω(t), and r_c = 3 (2 − Ω(t)) > 3.

@@ -41,6 +41,15 @@ class Code:
     norm: float
 
 
+def since(w: Vector, base: Vector | None) -> Vector:
+    """Return what is compared: a model, or its change since the received one (our own).
+
+    Models of equal clients differ with the time of training: whole models, and changes since the
+    initial one, tell stragglers apart. Changes since each client's received model do not.
+    """
+    return w if base is None else w - base
+
+
 class WholeModels:
     """Keeps whole models: exact cosines, codes as large as models."""
 

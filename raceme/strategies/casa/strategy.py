@@ -29,7 +29,7 @@ from raceme.core.events import Measured, MeasureSchema
 from raceme.core.messages import COMPUTE_SCALE, MASK, Vector
 from raceme.core.options import option, with_defaults
 from raceme.core.requests import InFlight, Outcome, Request, Update
-from raceme.core.strategy import Method, Variant
+from raceme.core.strategy import Method, Needs, Variant
 from raceme.strategies import shared as spectral
 from raceme.strategies.casa.buffers import (
     Code,
@@ -41,6 +41,7 @@ from raceme.strategies.casa.buffers import (
     WholeModels,
     comparable,
     shortener,
+    since,
 )
 from raceme.strategies.shared import Mask, client_decay, cluster_decay, omega, staleness_bound
 
@@ -75,6 +76,12 @@ class CASAParameters:
     alpha0: float = option(2.0, "initial decay α0, eq 6", above=0)
     kappa: float = option(0.001, "speed κ of the slow decay Ω(t)", low=0)
     gamma: float = option(0.15, "exponent γ of the eigengap, eq 14", above=0)
+    compare: str = option(
+        "weights",
+        "compare models by weights, or by changes since the received model, for which noise-guard "
+        "should be 3",
+        among=("weights", "changes"),
+    )
     sketch: int = option(0, "compare models by sketches of this size (0: whole models)", low=0)
     budget: int = option(0, "buffer budget M in items (0: no limit)", low=0)
     gap_range: float = option(0.0, "start gap r_a that is too large (0: r_c)", low=0)
@@ -127,7 +134,7 @@ class CASAState:
     Attributes
     ----------
     reference : Vector
-        Weights of the initial model, against which sketches are taken. Shape (d,).
+        Weights of the initial model, against which sketches are taken; 0 for changes. Shape (d,).
     round : int
         t: number of updates received so far.
     clients : list[str]
@@ -212,6 +219,15 @@ class CASA(Method):
     state: CASAState
     parameters: CASAParameters
 
+    @property
+    def needs(self) -> Needs:
+        """The models that clients train from, if changes are compared."""
+        return Needs(bases=self._compares_changes)
+
+    @property
+    def _compares_changes(self) -> bool:
+        return self.parameters.compare == "changes"
+
     def check(self, clients: int) -> None:
         """Warn of a fleet too small for splits by eq (14)."""
         own = self.parameters
@@ -239,7 +255,8 @@ class CASA(Method):
     def initialize(self, vector: Vector) -> None:
         """All clients start in one cluster."""
         self.clusters = Clusters({0: Model(vector)})
-        self.state = self.state_type(reference=self.compared(vector).copy())
+        reference = since(vector, vector if self._compares_changes else None)
+        self.state = self.state_type(reference=self.compared(reference).copy())
         if self.parameters.clustering and not self.parameters.noise_guard and not vector.any():
             # A common start keeps the cosines of networks near 1, and chance gaps below α_c^(1/γ).
             log.warning(
@@ -336,9 +353,10 @@ class CASA(Method):
         client = update.task.client
         # The number changes with the data.
         self.state.examples[i] = update.num_examples
-        code = self._encoder.encode(self.compared(update.vector))
+        base = update.base if self._compares_changes else None
+        code = self._encoder.encode(self.compared(since(update.vector, base)))
         if newcomer:
-            self.clusters.assign(client, self._nearest_cluster(i, code))
+            self.clusters.assign(client, self._nearest_cluster(i, code, base))
             self._locate([client])
             self.state.watches.clear()
         self._compare(i, code)
@@ -531,7 +549,8 @@ class CASA(Method):
             if self._shortener is None:
                 is_short = self.parameters.sketch > 0
                 self._shortener = self._encoder if is_short else shortener(self.state.reference)
-            code = self._shortener.encode(self.compared(update.vector))
+            base = update.base if self._compares_changes else None
+            code = self._shortener.encode(self.compared(since(update.vector, base)))
             self.state.landmarks.note(update.task.client, self._shortener.sketch_of(code))
 
     def _follow_landmarks(self, client: str, newcomer: bool) -> None:
@@ -544,7 +563,7 @@ class CASA(Method):
 
     # Newcomers.
 
-    def _nearest_cluster(self, i: int, code: Code) -> int:
+    def _nearest_cluster(self, i: int, code: Code, base: Vector | None) -> int:
         """Return argmax_k cos(rep_k, w_i), eq (15).
 
         rep_k is the mean of the models in buf_i whose owners are in C_k, weighted by their data;
@@ -560,7 +579,7 @@ class CASA(Method):
                 weights = np.minimum(state.examples[inside], most).astype(np.float64)
                 representative = state.buffers.mean_of(i, inside, weights)
             else:
-                whole = self._encoder.encode(self.compared(model.vector))
+                whole = self._encoder.encode(self.compared(since(model.vector, base)))
                 representative = whole.stored * np.float32(whole.norm)
             similarity[k] = self._encoder.cosine(code, representative)
         return max(similarity, key=lambda k: similarity[k])
