@@ -328,6 +328,15 @@ def test_groups_that_have_been_found_need_no_trial() -> None:
     assert fleet.asked("c0") == fleet.asked("c6") == {"own-rule": "mixed"}
 
 
+def test_clients_that_are_all_excluded_decide_nothing() -> None:
+    fleet = Fleet(3)
+    for name in fleet.seen.names:
+        fleet.seen.clusters.leave(name)
+    for _ in range(12):
+        fleet.round(-0.1)
+    assert fleet.rule() == "tried"
+
+
 def test_probes_train_no_own_model() -> None:
     assert Fleet(6).asked("c0", **{"task-share": 0.1})["own-rule"] == "skipped"
 

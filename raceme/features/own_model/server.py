@@ -197,7 +197,8 @@ class OwnModel(Feature):
         members, state = context.clusters.clients(cluster), self.state
         found = [state.comparisons.get(client) for client in members]
         known = [one for one in found if one and (one.cluster, one.rule) == (cluster, rule)]
-        if 2 * len(known) < len(members):
+        # A client that a feature excludes, or has gone offline, counts as none.
+        if not known or 2 * len(known) < len(members):
             return
         tasks = sum(one.count for one in known) / len(known)
         chance = chance_above_zero([one.better for one in known])
