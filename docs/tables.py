@@ -1082,11 +1082,11 @@ def panicle_natural(docs: Path) -> Table:
     return _regret_table(_regrets(cases, (*_RIVALS, "fedavg")), cases)
 
 
-def panicle_alone(docs: Path, budget: str = "") -> Table:
+def panicle_alone(docs: Path) -> Table:
     """Accuracy of all clients and of the worst tenth in benchmarks/alone_or_together.toml."""
     methods, rows = ("panicle", "standalone", "fedavg", "fedbuff"), []
     for case, title in _ALONE.items():
-        of = Experiment.read(docs, f"alone-{case}{budget}")
+        of = Experiment.read(docs, f"alone-{case}")
         cells = [
             f"{spread(of.values(method, 'accuracy'), 1, 100.0)} / "
             f"{number(100 * of.mean(method, 'worst_tenth_accuracy'), 1)}"
@@ -1341,7 +1341,6 @@ TABLES: dict[str, Callable[[Path], Table]] = {
     "panicle-regret": panicle_regret,
     "panicle-natural": panicle_natural,
     "panicle-alone": panicle_alone,
-    "panicle-alone-50s": partial(panicle_alone, budget="-50s"),
     "panicle-stations": panicle_stations,
     "panicle-untuned": panicle_untuned,
     "panicle-fashion": partial(panicle_untuned, images=_FASHION),
