@@ -54,8 +54,9 @@ def follow(page: str, folder: Path) -> None:
     """Type a page in an empty folder; what it shows as `text` is what the last block prints."""
     command = folder / "bin" / "raceme"
     command.parent.mkdir()
-    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m raceme "$@"\n')
-    command.chmod(0o755)
+    for name, words in (("raceme", "-m raceme "), ("python3", "")):
+        command.with_name(name).write_text(f'#!/bin/sh\nexec {sys.executable} {words}"$@"\n')
+        command.with_name(name).chmod(0o755)
     paths = os.pathsep.join([str(command.parent), os.environ["PATH"]])
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": paths, "COLUMNS": "150"}
     script = output = ""
