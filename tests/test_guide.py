@@ -322,6 +322,11 @@ def test_three_devices(tmp_path: Path) -> None:
         server.kill()
         server.wait(60)
         server = start_raceme(serve, tmp_path)
+
+        def since_then() -> str:
+            return (tmp_path / "log").read_text().partition("INFO: Resuming from")[2]
+
+        wait_until(lambda: all(f" {name}  cluster" in since_then() for name in names), 120)
         (rollback[-1],) = wait_until(in_use, 120)
         assert start_raceme(rollback, tmp_path).wait(60) == 0, (tmp_path / "log").read_text()
         pinned = {row["version"] for row in listed(versions, tmp_path) if row["pinned"]}
