@@ -219,7 +219,7 @@ class Seen:
 
     def __init__(self, clients: int, outputs: int) -> None:
         self.clusters = Clusters({0: Model(np.zeros(1, np.float32))})
-        self.spec = SimpleNamespace(outputs=outputs)
+        self.spec, self.updates = SimpleNamespace(outputs=outputs), 0
         self.names = [f"c{number}" for number in range(clients)]
         for name in self.names:
             self.clusters.join(name)

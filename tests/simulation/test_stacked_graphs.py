@@ -126,7 +126,7 @@ def test_where_steps_cannot_be_recorded_they_are_taken_as_they_are(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     if torch.cuda.is_available():
-        pytest.skip("here they can")
+        pytest.skip("CUDA records steps: this is about processors that cannot")
     own, data, graphs = network(), samples(), CudaGraphs()
     with caplog.at_level("WARNING", logger="raceme"):
         found = trained(graphs, own, data)

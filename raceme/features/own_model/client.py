@@ -64,28 +64,26 @@ def train_own_model(
     """
     rule, state = str(work.settings.get(RULE, MIXED)), work.state
     client = work.client if rule == ALONE else _validating(work)
-    network, kept, is_first = client.network, client.validation, _OWN not in state
+    network, kept = client.network, client.validation
     if rule == SKIPPED:
-        if is_first and is_usable(network.weights):
+        if _OWN not in state and is_usable(network.weights):
             state[_OWN] = network.write(ModelSpec.of(received))
         return {}
-    trained, spec = network.write(ModelSpec.of(received)), work.receive(received)
+    trained = network.write(ModelSpec.of(received)) if rule == TRIED else received
+    spec, own = work.receive(received), state.array_records.get(_OWN)
     scores = dict[str, float]()
-    if is_first:
-        pass
-    elif rule == TRIED and kept is not None:
-        _mix(client, trained)
+    if own is not None and kept is not None and rule == MIXED:
         scores[COMMON_SCORE] = evaluate(network, kept)[0]
-        network.read(state.array_records[_OWN])
-    elif rule == MIXED and kept is not None:
-        scores[COMMON_SCORE] = evaluate(network, kept)[0]
-        _mix(client, state.array_records[_OWN])
+        _mix(client, own)
         scores[OWN_SCORE] = evaluate(network, kept)[0]
-    else:
-        network.read(state.array_records[_OWN])
+    elif own is not None:
+        if kept is not None and rule == TRIED:
+            _mix(client, trained)
+            scores[COMMON_SCORE] = evaluate(network, kept)[0]
+        network.read(own)
     settings = replace(settings, proximal_mu=0.0)
     train_locally(network, client.train, settings, work.generator(part=1), {})
-    if rule == TRIED and kept is not None and not is_first:
+    if own is not None and kept is not None and rule == TRIED:
         scores[OWN_SCORE] = evaluate(network, kept)[0]
     # A training that diverged must not spoil all that follow.
     if is_usable(network.weights):

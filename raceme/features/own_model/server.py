@@ -49,6 +49,8 @@ _MIXED, _ALONE, _LONGEST = 6.0, 8.0, 12.0
 and after which trials end. What learns faster at first need not be better in the end."""
 _USED = 4.0
 """Comparisons per client of mixtures with received models before mixtures can be of no use."""
+_OFTEN = 32
+"""Decisions of a cluster per update of each member, at most."""
 _RARELY = 4
 """Every so many tasks an own model is trained that is of no use."""
 _NEWEST = 0.5
@@ -142,7 +144,6 @@ class OwnModel(Feature):
         """Ask for the models; all samples train the model that is uploaded."""
         share = training.pop(names.VALIDATION_SHARE, names.DEFAULT_VALIDATION_SHARE)
         training[OWN_MODEL] = self._share = share
-        self._train = training
         tests |= {names.COMPLETED_BY: MIXTURE, OWN_MODEL: share}
 
     def cost(self, settings: ConfigRecord, context: Context, examples: int) -> float:
@@ -176,15 +177,17 @@ class OwnModel(Feature):
         """Add a client's comparison, and decide for its cluster."""
         client, cluster = update.task.client, context.clusters.main(update.task.client)
         rule = self._rule(cluster, context)
-        scores = [update.metrics.get(name, math.nan) for name in (OWN_SCORE, COMMON_SCORE)]
         if update.task.cluster != cluster or rule == ALONE or self.state.asked.get(client) != rule:
             return update
         known = self.state.comparisons.get(client)
         if known is None or (known.cluster, known.rule) != (cluster, rule):
             known = self.state.comparisons[client] = Comparison(cluster, rule)
+        own, common = (update.metrics.get(name, math.nan) for name in (OWN_SCORE, COMMON_SCORE))
         # Errors are better if they are smaller.
-        known.add((scores[0] - scores[1]) * (-1 if context.spec.outputs == 1 else 1))
-        self._decide(cluster, rule, context)
+        known.add((own - common) * (-1 if context.spec.outputs == 1 else 1))
+        # Members are counted at each decision: rarely in a large cluster.
+        if context.updates % max(1, context.clusters.size(cluster) // _OFTEN) == 0:
+            self._decide(cluster, rule, context)
         return update
 
     def _rule(self, cluster: int, context: FeatureContext) -> str:
@@ -200,21 +203,21 @@ class OwnModel(Feature):
         # A client that a feature excludes, or has gone offline, counts as none.
         if not known or 2 * len(known) < len(members):
             return
-        tasks = sum(one.count for one in known) / len(known)
-        chance = chance_above_zero([one.better for one in known])
+        tasks = statistics.fmean(one.count for one in known)
+        if rule == MIXED:
+            if tasks >= _USED:
+                is_useful = statistics.fmean(one.better for one in known) > 0.0
+                state.seldom = [other for other in state.seldom if other != cluster]
+                state.seldom += [] if is_useful else [cluster]
+            return
         are_enough = len(known) >= _FEWEST
-        if rule == MIXED and tasks >= _USED:
-            is_useful = statistics.fmean(one.better for one in known) > 0.0
-            if is_useful and cluster in state.seldom:
-                state.seldom.remove(cluster)
-            elif not is_useful and cluster not in state.seldom:
-                state.seldom.append(cluster)
-        elif rule == TRIED and are_enough and tasks >= _ALONE and chance >= _SURE:
+        chance = chance_above_zero([one.better for one in known]) if are_enough else 0.5
+        if tasks >= _ALONE and chance >= _SURE:
             state.rules[cluster] = ALONE
-        elif rule == TRIED and are_enough and tasks >= _MIXED and chance <= 1 - _SURE:
+        elif tasks >= _MIXED and chance <= 1 - _SURE:
             state.rules[cluster] = MIXED
-        elif rule == TRIED and tasks >= _LONGEST:
-            state.rules[cluster] = ALONE if are_enough and chance >= _LIKELY else MIXED
+        elif tasks >= _LONGEST:
+            state.rules[cluster] = ALONE if chance >= _LIKELY else MIXED
 
 
 def chance_above_zero(values: Sequence[float]) -> float:
@@ -225,7 +228,7 @@ def chance_above_zero(values: Sequence[float]) -> float:
     if len(values) < 2 or not any(values):
         return 0.5
     # A device has no scipy, and a run without own models need not wait for it.
-    from scipy.stats import t as student
+    from scipy.special import stdtr
 
     mean, error = statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values))
-    return float(student.cdf(mean / error, len(values) - 1)) if error else float(mean > 0)
+    return float(stdtr(len(values) - 1, mean / error)) if error else float(mean > 0)

@@ -217,7 +217,7 @@ class Dashboard:
         Names and the token that requests must have.
     edits : str
         Secret of the address at which notes are written and runs deleted; empty if the page only
-        shows. Whoever else uses this machine may look at a page without a token.
+        shows. Other users of this machine may look at a page without a token.
     """
 
     def __init__(self, watched: Watched, access: Access, edits: str = "") -> None:
