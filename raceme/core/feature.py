@@ -149,6 +149,11 @@ class FeatureContext:
         """The clients online."""
         return [client.client_id for client in self._progress.fleet.online()]
 
+    def is_online(self, client: str) -> bool:
+        """Return whether a client is online, also if a feature excludes it."""
+        known = self._progress.fleet.clients.get(client)
+        return known is not None and known.node_id is not None
+
     @property
     def online(self) -> int:
         """Number of clients online."""

@@ -49,8 +49,9 @@ def judge(
 ) -> Ruling:
     """Judge an update of a fleet with one model for all clients, or of one `online` in clusters."""
     one_model = awaited > 0
+    is_online = None if present is None else present.__contains__
     return guard.judge(
-        Judged(client, delta, start, home, awaited or online, present, one_model, gain)
+        Judged(client, delta, start, home, awaited or online, is_online, one_model, gain)
     )
 
 

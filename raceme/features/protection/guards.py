@@ -30,7 +30,7 @@ update must lower the loss on one of the sets nearly as far as others' do (Zeno+
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, ClassVar
@@ -219,8 +219,8 @@ class Judged:
         Returns the cluster of a client.
     online : int
         Number of clients online.
-    present : Collection[str], optional
-        The clients online; None if those of all remembered updates are.
+    is_online : Callable, optional
+        Returns whether a client is online; None if those of all remembered updates are.
     one_model : bool
         Whether one model serves all: the method finds no clusters.
     gain : Callable, optional
@@ -232,7 +232,7 @@ class Judged:
     start: float
     home: Home
     online: int = 0
-    present: Collection[str] | None = None
+    is_online: Callable[[str], bool] | None = None
     one_model: bool = False
     gain: Gain | None = None
 
@@ -322,7 +322,7 @@ class Guard(Feature):
                 float(np.linalg.norm(spec.compared(base))),
                 home,
                 online=context.online,
-                present=set(context.clients),
+                is_online=context.is_online,
                 one_model=context.has_one_model,
                 gain=partial(gain_of, probe, probe.sets, base, update.vector) if probe else None,
             )
@@ -583,8 +583,8 @@ class TrustProtection(_Compares):
 
     def _present(self, update: Judged, home: Home | None = None) -> list[str]:
         """Return the other clients that are online: identities that are given up have no vote."""
-        others, present = self._others(update.client, home), update.present
-        return [other for other in others if present is None or other in present]
+        others, is_online = self._others(update.client, home), update.is_online
+        return [other for other in others if is_online is None or is_online(other)]
 
     def _shortened(self, update: Judged, typical: float, ruling: Ruling) -> Ruling:
         """Let a refused update pass at a short length.
