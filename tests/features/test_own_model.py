@@ -224,6 +224,9 @@ class Seen:
         for name in self.names:
             self.clusters.join(name)
 
+    def examples(self, client: str) -> int:
+        return int(client[1:])
+
 
 class Fleet:
     """Clients that are asked, and report scores."""
@@ -257,6 +260,41 @@ def test_clients_train_alone_once_that_is_better_for_eight_tasks() -> None:
     assert fleet.rule() == "tried"
     fleet.round(0.1, 0.2, 0.15)
     assert fleet.asked("c0") == {"own-rule": "alone"}
+
+
+def rules(fleet: Fleet) -> list[str]:
+    return [fleet.asked(name)["own-rule"] for name in fleet.seen.names]
+
+
+def test_a_fifth_of_the_clients_goes_on_with_the_trial_and_may_end_training_alone() -> None:
+    fleet = Fleet(20)
+    for _ in range(8):
+        fleet.round(0.1, 0.2, 0.15)
+    # Those with the most samples lose least by keeping some.
+    assert rules(fleet) == 16 * ["alone"] + 4 * ["tried"]
+    fleet.round(-0.1, -0.1)
+    assert rules(fleet) == 16 * ["alone"] + 4 * ["tried"]
+    # After two tasks more, the common model is better for all four, by 0.06 or more.
+    for _ in range(2):
+        fleet.round(-0.1, -0.1)
+    assert rules(fleet) == 20 * ["mixed"]
+
+
+def test_fewer_than_four_would_prove_nothing() -> None:
+    fleet = Fleet(17)
+    for _ in range(8):
+        fleet.round(0.1, 0.2, 0.15)
+    assert rules(fleet) == 17 * ["alone"]
+
+
+def test_an_own_model_that_has_learned_from_the_kept_samples_is_given_up(tmp_path: Path) -> None:
+    node = node_with(tmp_path / "d.npz", *classes(8))
+    node.state["own-line"] = line(4.0)
+    for number, (rule, begins_with) in enumerate([("alone", 4.0), ("mixed", -2.0)], start=1):
+        asked = {"task": number, "lr": 1e-9, **OWN, "own-rule": rule}
+        told = app(message("train", asked, line(-2.0)), node).content["metrics"]
+        assert slope_of(node.state["own-line"]) == pytest.approx(begins_with)  # type: ignore[arg-type]
+        assert "own-score" not in told
 
 
 def test_the_newest_comparisons_count_most() -> None:

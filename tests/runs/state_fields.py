@@ -9,14 +9,12 @@ from typing import Any, get_args, get_type_hints
 
 from raceme.core.clusters import Clusters
 from raceme.core.progress import Progress
-from raceme.core.registry import STRATEGIES
+from raceme.core.registry import FEATURES, STRATEGIES
 from raceme.core.requests import Bases
 from raceme.core.schedulers import RequestState, WindowState
 from raceme.core.scheduling import RoundState
 from raceme.core.strategy import Variant
-from raceme.features.fair.server import FairState
 from raceme.features.protection.guards import GuardState
-from raceme.features.task_tests.server import TaskTestsState
 from raceme.runs.checkpoints import STATE
 from raceme.strategies.fedcompass import ArrivalState
 
@@ -38,7 +36,9 @@ def state_fields() -> dict[str, dict[str, str]]:
             visit(part)
 
     policies = (RoundState, WindowState, RequestState, ArrivalState)
-    for root in (Clusters, Bases, FairState, GuardState, TaskTestsState, Progress, *policies):
+    # The feature of protection is made by a function, of one state for all its forms.
+    features = [getattr(FEATURES[name], "state_type", GuardState) for name in FEATURES]
+    for root in (Clusters, Bases, Progress, *policies, *features):
         visit(root)
     for name in STRATEGIES:
         method = STRATEGIES[name]

@@ -71,6 +71,9 @@ def train_own_model(
         return {}
     trained = network.write(ModelSpec.of(received)) if rule == TRIED else received
     spec, own = work.receive(received), state.array_records.get(_OWN)
+    if own is not None and rule != ALONE and _trains_alone(work):
+        # It has been trained on the samples that are kept from now on.
+        own = None
     scores = dict[str, float]()
     if own is not None and kept is not None and rule == MIXED:
         scores[COMMON_SCORE] = evaluate(network, kept)[0]
@@ -101,10 +104,15 @@ def use_mixture(work: ClientWork) -> None:
     if _OWN not in work.state:
         return
     own = work.state.array_records[_OWN]
-    if _USE in work.state and work.state.config_records[_USE][RULE] == ALONE:
+    if _trains_alone(work):
         work.client.network.read(own)
     else:
         _mix(_validating(work), own)
+
+
+def _trains_alone(work: ClientWork) -> bool:
+    """Return whether the client's last task trained its own model alone."""
+    return _USE in work.state and work.state.config_records[_USE][RULE] == ALONE
 
 
 def _mix(client: LocalClient, own: ArrayRecord) -> None:

@@ -5,8 +5,10 @@ clients of a cluster do. Where groups of clients have been found, own models are
 mixtures with the received model. Where none have, own models are first trained from themselves, and
 clients report how well they do, and how well the received model does after a task, mixed with what
 it was, on samples that train neither. If own models are better beyond chance, clients of the
-cluster train them alone from then on, with all samples; otherwise from mixtures. These are trained
-with each task as long as mixtures are better than the received model, else now and then.
+cluster train them alone from then on, with all samples, but for a few that go on with the trial: if
+they find the received model better, which takes longer to learn or was under attack, all of them
+change to mixtures. These are trained with each task as long as mixtures are better than the
+received model, else now and then.
 """
 
 from __future__ import annotations
@@ -49,6 +51,8 @@ _MIXED, _ALONE, _LONGEST = 6.0, 8.0, 12.0
 and after which trials end. What learns faster at first need not be better in the end."""
 _USED = 4.0
 """Comparisons per client of mixtures with received models before mixtures can be of no use."""
+_TESTERS = 0.2
+"""Share of a cluster's clients that go on with the trial, if enough, when others train alone."""
 _OFTEN = 32
 """Decisions of a cluster per update of each member, at most."""
 _RARELY = 4
@@ -95,6 +99,8 @@ class OwnModelState:
         Comparisons of each client, under the present rule of its cluster.
     rules : dict[int, str]
         Decisions, by cluster.
+    testers : dict[int, list[str]]
+        Clients that go on with the trial, by cluster of rule ALONE.
     seldom : list[int]
         Clusters of rule MIXED in which mixtures are no better than the received model.
     tasks : dict[str, int]
@@ -105,6 +111,7 @@ class OwnModelState:
 
     comparisons: dict[str, Comparison] = field(default_factory=dict)
     rules: dict[int, str] = field(default_factory=dict)
+    testers: dict[int, list[str]] = field(default_factory=dict)
     seldom: list[int] = field(default_factory=list)
     tasks: dict[str, int] = field(default_factory=dict)
     asked: dict[str, str] = field(default_factory=dict)
@@ -161,7 +168,7 @@ class OwnModel(Feature):
     def on_request(self, request: Request, context: FeatureContext) -> Request:
         """State the rule; short tasks, such as probes, train no own model."""
         cluster = context.clusters.main(request.client)
-        rule = self._rule(cluster, context)
+        rule = self._rule(cluster, request.client, context)
         if names.TASK_SHARE in request.settings:
             rule = SKIPPED
         elif cluster in self.state.seldom:
@@ -176,7 +183,7 @@ class OwnModel(Feature):
     def on_update(self, update: Update, context: FeatureContext) -> Update:
         """Add a client's comparison, and decide for its cluster."""
         client, cluster = update.task.client, context.clusters.main(update.task.client)
-        rule = self._rule(cluster, context)
+        rule = self._rule(cluster, client, context)
         if update.task.cluster != cluster or rule == ALONE or self.state.asked.get(client) != rule:
             return update
         known = self.state.comparisons.get(client)
@@ -190,14 +197,17 @@ class OwnModel(Feature):
             self._decide(cluster, rule, context)
         return update
 
-    def _rule(self, cluster: int, context: FeatureContext) -> str:
-        """Return a cluster's rule; one of several needs no trial, since its clients are alike."""
+    def _rule(self, cluster: int, client: str, context: FeatureContext) -> str:
+        """Return a client's rule; a cluster of several needs no trial, its clients are alike."""
+        if client in self.state.testers.get(cluster, ()):
+            return TRIED
         is_only = len(context.clusters.models) == 1
         return self.state.rules.get(cluster, TRIED if is_only else MIXED)
 
     def _decide(self, cluster: int, rule: str, context: FeatureContext) -> None:
         """Decide for a cluster if half of its clients or more have compared models."""
-        members, state = context.clusters.clients(cluster), self.state
+        state = self.state
+        members = state.testers.get(cluster) or context.clusters.clients(cluster)
         found = [state.comparisons.get(client) for client in members]
         known = [one for one in found if one and (one.cluster, one.rule) == (cluster, rule)]
         # A client that a feature excludes, or has gone offline, counts as none.
@@ -212,12 +222,27 @@ class OwnModel(Feature):
             return
         are_enough = len(known) >= _FEWEST
         chance = chance_above_zero([one.better for one in known]) if are_enough else 0.5
-        if tasks >= _ALONE and chance >= _SURE:
-            state.rules[cluster] = ALONE
+        if cluster in state.testers:
+            if chance <= 1 - _LIKELY:
+                state.rules[cluster] = MIXED
+                del state.testers[cluster]
+        elif tasks >= _ALONE and chance >= _SURE:
+            self._separate(cluster, members, context)
         elif tasks >= _MIXED and chance <= 1 - _SURE:
             state.rules[cluster] = MIXED
         elif tasks >= _LONGEST:
-            state.rules[cluster] = ALONE if chance >= _LIKELY else MIXED
+            if chance >= _LIKELY:
+                self._separate(cluster, members, context)
+            else:
+                state.rules[cluster] = MIXED
+
+    def _separate(self, cluster: int, members: Sequence[str], context: FeatureContext) -> None:
+        """Let a cluster's clients train alone, but for some, which have the most samples."""
+        self.state.rules[cluster] = ALONE
+        count = round(_TESTERS * len(members))
+        if count >= _FEWEST:
+            largest = sorted(members, key=context.examples, reverse=True)
+            self.state.testers[cluster] = largest[:count]
 
 
 def chance_above_zero(values: Sequence[float]) -> float:
