@@ -266,25 +266,34 @@ def rules(fleet: Fleet) -> list[str]:
     return [fleet.asked(name)["own-rule"] for name in fleet.seen.names]
 
 
-def test_a_fifth_of_the_clients_goes_on_with_the_trial_and_may_end_training_alone() -> None:
-    fleet = Fleet(20)
+def test_four_clients_go_on_with_the_trial_and_may_end_training_alone() -> None:
+    fleet = Fleet(12)
     for _ in range(8):
         fleet.round(0.1, 0.2, 0.15)
     # Those with the most samples lose least by keeping some.
-    assert rules(fleet) == 16 * ["alone"] + 4 * ["tried"]
+    assert rules(fleet) == 8 * ["alone"] + 4 * ["tried"]
     fleet.round(-0.1, -0.1)
-    assert rules(fleet) == 16 * ["alone"] + 4 * ["tried"]
+    assert rules(fleet) == 8 * ["alone"] + 4 * ["tried"]
     # After two tasks more, the common model is better for all four, by 0.06 or more.
     for _ in range(2):
         fleet.round(-0.1, -0.1)
-    assert rules(fleet) == 20 * ["mixed"]
+    assert rules(fleet) == 12 * ["mixed"]
 
 
-def test_fewer_than_four_would_prove_nothing() -> None:
-    fleet = Fleet(17)
+def test_they_end_their_trial_after_24_comparisons_in_all() -> None:
+    fleet = Fleet(12)
+    for _ in range(23):
+        fleet.round(0.1, 0.2, 0.15)
+    assert rules(fleet) == 8 * ["alone"] + 4 * ["tried"]
+    fleet.round(0.1, 0.2, 0.15)
+    assert rules(fleet) == 12 * ["alone"]
+
+
+def test_of_fewer_than_twelve_clients_four_are_too_many() -> None:
+    fleet = Fleet(11)
     for _ in range(8):
         fleet.round(0.1, 0.2, 0.15)
-    assert rules(fleet) == 17 * ["alone"]
+    assert rules(fleet) == 11 * ["alone"]
 
 
 def test_an_own_model_that_has_learned_from_the_kept_samples_is_given_up(tmp_path: Path) -> None:

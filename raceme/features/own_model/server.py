@@ -5,9 +5,9 @@ clients of a cluster do. Where groups of clients have been found, own models are
 mixtures with the received model. Where none have, own models are first trained from themselves, and
 clients report how well they do, and how well the received model does after a task, mixed with what
 it was, on samples that train neither. If own models are better beyond chance, clients of the
-cluster train them alone from then on, with all samples, but for a few that go on with the trial: if
-they find the received model better, which takes longer to learn or was under attack, all of them
-change to mixtures. These are trained with each task as long as mixtures are better than the
+cluster train them alone from then on, with all samples, but for a few that go on with the trial for
+some time: if they find the received model better, which takes longer to learn or was under attack,
+all of them change to mixtures. These are trained with each task as long as mixtures are better than the
 received model, else now and then.
 """
 
@@ -51,8 +51,8 @@ _MIXED, _ALONE, _LONGEST = 6.0, 8.0, 12.0
 and after which trials end. What learns faster at first need not be better in the end."""
 _USED = 4.0
 """Comparisons per client of mixtures with received models before mixtures can be of no use."""
-_TESTERS = 0.2
-"""Share of a cluster's clients that go on with the trial, if enough, when others train alone."""
+_CHECKED = 24.0
+"""Comparisons per client after which the last clients end their trial, too."""
 _OFTEN = 32
 """Decisions of a cluster per update of each member, at most."""
 _RARELY = 4
@@ -225,6 +225,7 @@ class OwnModel(Feature):
         if cluster in state.testers:
             if chance <= 1 - _LIKELY:
                 state.rules[cluster] = MIXED
+            if chance <= 1 - _LIKELY or tasks >= _CHECKED:
                 del state.testers[cluster]
         elif tasks >= _ALONE and chance >= _SURE:
             self._separate(cluster, members, context)
@@ -239,10 +240,9 @@ class OwnModel(Feature):
     def _separate(self, cluster: int, members: Sequence[str], context: FeatureContext) -> None:
         """Let a cluster's clients train alone, but for some, which have the most samples."""
         self.state.rules[cluster] = ALONE
-        count = round(_TESTERS * len(members))
-        if count >= _FEWEST:
+        if len(members) >= 3 * _FEWEST:
             largest = sorted(members, key=context.examples, reverse=True)
-            self.state.testers[cluster] = largest[:count]
+            self.state.testers[cluster] = largest[:_FEWEST]
 
 
 def chance_above_zero(values: Sequence[float]) -> float:
