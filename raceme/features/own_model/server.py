@@ -4,11 +4,10 @@ The few samples that one client keeps hardly tell whether others' models help it
 clients of a cluster do. Where groups of clients have been found, own models are trained from
 mixtures with the received model. Where none have, own models are first trained from themselves, and
 clients report how well they do, and how well the received model does after a task, mixed with what
-it was, on samples that train neither. If own models are better beyond chance, clients of the
-cluster train them alone from then on, with all samples, but for a few that go on with the trial for
-some time: if they find the received model better, which takes longer to learn or was under attack,
-all of them change to mixtures. These are trained with each task as long as mixtures are better than the
-received model, else now and then.
+it was, on samples that train neither. If own models are better beyond chance, and
+not less and less so, clients of the cluster train them alone from then on, with all samples;
+otherwise from mixtures. These are trained
+with each task as long as mixtures are better than the received model, else now and then.
 """
 
 from __future__ import annotations
@@ -46,19 +45,18 @@ _SURE, _LIKELY = 0.99, 0.9
 """Probabilities at which a difference is found before a trial ends, and at its end."""
 _FEWEST = 4
 """Least number of clients with comparisons for a decision by them."""
-_MIXED, _ALONE, _LONGEST = 6.0, 8.0, 12.0
+_MIXED, _ALONE, _LONGEST, _SHRINKING = 6.0, 8.0, 12.0, 24.0
 """Comparisons per client before which no cluster leaves its trial for mixtures, or trains alone,
-and after which trials end. What learns faster at first need not be better in the end."""
+and after which trials end, also those in which the received model catches up. What learns faster at
+first need not be better in the end."""
 _USED = 4.0
 """Comparisons per client of mixtures with received models before mixtures can be of no use."""
-_CHECKED = 24.0
-"""Comparisons per client after which the last clients end their trial, too."""
 _OFTEN = 32
 """Decisions of a cluster per update of each member, at most."""
 _RARELY = 4
 """Every so many tasks an own model is trained that is of no use."""
-_NEWEST = 0.5
-"""Weight of a client's newest comparison in their mean: models change."""
+_NEWEST, _LONGER = 0.5, 0.2
+"""Weights of a client's newest comparison in their means: models change."""
 
 
 @dataclass
@@ -71,8 +69,8 @@ class Comparison:
         Cluster of the received model.
     rule : str
         Rule of the tasks.
-    better : float
-        Weighted mean of the differences of scores.
+    better, before : float
+        Means of the differences of scores, the first of the newest ones.
     count : int
         Number of tasks.
     """
@@ -80,13 +78,16 @@ class Comparison:
     cluster: int
     rule: str
     better: float = 0.0
+    before: float = 0.0
     count: int = 0
 
     def add(self, better: float) -> None:
         """Add a difference; NaN, of a client that reports none, counts as none found."""
         self.count += 1
-        weight = 1.0 if self.count == 1 else _NEWEST
-        self.better += weight * ((better if math.isfinite(better) else 0.0) - self.better)
+        newest, longer = (1.0, 1.0) if self.count == 1 else (_NEWEST, _LONGER)
+        found = better if math.isfinite(better) else 0.0
+        self.better += newest * (found - self.better)
+        self.before += longer * (found - self.before)
 
 
 @dataclass
@@ -99,8 +100,6 @@ class OwnModelState:
         Comparisons of each client, under the present rule of its cluster.
     rules : dict[int, str]
         Decisions, by cluster.
-    testers : dict[int, list[str]]
-        Clients that go on with the trial, by cluster of rule ALONE.
     seldom : list[int]
         Clusters of rule MIXED in which mixtures are no better than the received model.
     tasks : dict[str, int]
@@ -111,7 +110,6 @@ class OwnModelState:
 
     comparisons: dict[str, Comparison] = field(default_factory=dict)
     rules: dict[int, str] = field(default_factory=dict)
-    testers: dict[int, list[str]] = field(default_factory=dict)
     seldom: list[int] = field(default_factory=list)
     tasks: dict[str, int] = field(default_factory=dict)
     asked: dict[str, str] = field(default_factory=dict)
@@ -168,7 +166,7 @@ class OwnModel(Feature):
     def on_request(self, request: Request, context: FeatureContext) -> Request:
         """State the rule; short tasks, such as probes, train no own model."""
         cluster = context.clusters.main(request.client)
-        rule = self._rule(cluster, request.client, context)
+        rule = self._rule(cluster, context)
         if names.TASK_SHARE in request.settings:
             rule = SKIPPED
         elif cluster in self.state.seldom:
@@ -183,7 +181,7 @@ class OwnModel(Feature):
     def on_update(self, update: Update, context: FeatureContext) -> Update:
         """Add a client's comparison, and decide for its cluster."""
         client, cluster = update.task.client, context.clusters.main(update.task.client)
-        rule = self._rule(cluster, client, context)
+        rule = self._rule(cluster, context)
         if update.task.cluster != cluster or rule == ALONE or self.state.asked.get(client) != rule:
             return update
         known = self.state.comparisons.get(client)
@@ -197,17 +195,14 @@ class OwnModel(Feature):
             self._decide(cluster, rule, context)
         return update
 
-    def _rule(self, cluster: int, client: str, context: FeatureContext) -> str:
-        """Return a client's rule; a cluster of several needs no trial, its clients are alike."""
-        if client in self.state.testers.get(cluster, ()):
-            return TRIED
+    def _rule(self, cluster: int, context: FeatureContext) -> str:
+        """Return a cluster's rule; one of several needs no trial, since its clients are alike."""
         is_only = len(context.clusters.models) == 1
         return self.state.rules.get(cluster, TRIED if is_only else MIXED)
 
     def _decide(self, cluster: int, rule: str, context: FeatureContext) -> None:
         """Decide for a cluster if half of its clients or more have compared models."""
-        state = self.state
-        members = state.testers.get(cluster) or context.clusters.clients(cluster)
+        members, state = context.clusters.clients(cluster), self.state
         found = [state.comparisons.get(client) for client in members]
         known = [one for one in found if one and (one.cluster, one.rule) == (cluster, rule)]
         # A client that a feature excludes, or has gone offline, counts as none.
@@ -222,27 +217,16 @@ class OwnModel(Feature):
             return
         are_enough = len(known) >= _FEWEST
         chance = chance_above_zero([one.better for one in known]) if are_enough else 0.5
-        if cluster in state.testers:
-            if chance <= 1 - _LIKELY:
-                state.rules[cluster] = MIXED
-            if chance <= 1 - _LIKELY or tasks >= _CHECKED:
-                del state.testers[cluster]
-        elif tasks >= _ALONE and chance >= _SURE:
-            self._separate(cluster, members, context)
-        elif tasks >= _MIXED and chance <= 1 - _SURE:
+        growing = chance_above_zero([one.better - one.before for one in known])
+        if tasks >= _MIXED and chance <= 1 - _SURE:
             state.rules[cluster] = MIXED
+        elif chance >= _LIKELY and growing <= 1 - _LIKELY and tasks < _SHRINKING:
+            # The received model catches up: it learns more slowly, or was under attack.
+            return
+        elif tasks >= _ALONE and chance >= _SURE:
+            state.rules[cluster] = ALONE
         elif tasks >= _LONGEST:
-            if chance >= _LIKELY:
-                self._separate(cluster, members, context)
-            else:
-                state.rules[cluster] = MIXED
-
-    def _separate(self, cluster: int, members: Sequence[str], context: FeatureContext) -> None:
-        """Let a cluster's clients train alone, but for some, which have the most samples."""
-        self.state.rules[cluster] = ALONE
-        if len(members) >= 3 * _FEWEST:
-            largest = sorted(members, key=context.examples, reverse=True)
-            self.state.testers[cluster] = largest[:_FEWEST]
+            state.rules[cluster] = ALONE if chance >= _LIKELY else MIXED
 
 
 def chance_above_zero(values: Sequence[float]) -> float:
