@@ -121,6 +121,25 @@ class Wedge(HiddenPush):
         return _unit(honest.mean(axis=0))
 
 
+class Split(HiddenPush):
+    """Attackers stretch a difference among honest clients, so that CASA divides a group.
+
+    Each sends the mean of the half of the honest clients that leans to one side, or to the other,
+    minus the mean of the other half: two sets of updates that oppose each other.
+    """
+
+    def against(
+        self, honest: NDArray[np.float32], push: Vector, rng: np.random.Generator
+    ) -> Vector:
+        """Return the difference of the halves, to a side that is drawn, at 1.95 median lengths."""
+        leaning = np.argsort(honest @ push)
+        half = len(leaning) // 2
+        apart = honest[leaning[half:]].mean(axis=0) - honest[leaning[:half]].mean(axis=0)
+        side = np.float32(rng.choice((-1.0, 1.0)))
+        length = _JUST_BELOW * np.median(np.linalg.norm(honest, axis=1))
+        return np.asarray(length * side * _unit(apart))
+
+
 class Pulse(SignFlip):
     """Attackers flip the sign of every third update, to keep the record of an honest client."""
 

@@ -214,7 +214,7 @@ def replies(config: RunConfig) -> dict[int, np.ndarray]:
 
 
 ON_TRUST = "benchmarks.attacks_on_trust:"
-PLUGINS = ("HiddenPush", "HiddenAnti", "HiddenGain", "Pulse", "FalseGroup")
+PLUGINS = ("HiddenPush", "HiddenAnti", "HiddenGain", "Pulse", "FalseGroup", "Split")
 
 
 @pytest.mark.parametrize(
