@@ -212,20 +212,22 @@ def client_data(config: RunConfig, client: int, step: int = 0) -> ClientData:
     return _drift_of(config, client).data(client, step)
 
 
-def constant_guess(config: RunConfig) -> float:
+def constant_guess(config: RunConfig) -> float | None:
     """Return the clients' mean accuracy if each always predicts its most frequent training label.
 
     Of a regression, the mean absolute error of each client's mean training label. Data that move
-    on count as they are at the beginning.
+    on count as they are at the beginning, when a client may have none; None if none has any.
     """
     target, scores = data_shape(config).target, []
     for client in range(config.num_clients):
         data = client_data(config, client)
+        if not (len(data.y_train) and len(data.y_test)):
+            continue
         if target is not None:
             scores.append(target.std * float(np.abs(data.y_test - data.y_train.mean()).mean()))
         else:
             scores.append(float((data.y_test == np.bincount(data.y_train).argmax()).mean()))
-    return float(np.mean(scores))
+    return float(np.mean(scores)) if scores else None
 
 
 def client_names(config: RunConfig) -> tuple[str, ...]:

@@ -229,8 +229,8 @@ def _answers(rng: random.Random, folder: Path) -> None:
                 body = SendRequest(node, sent, encode(reply)).to_bytes()
                 _refused(partial(send, body), *_FOREIGN)
             head = message_to_proto(Message(RecordDict(), reply_to=message))
-            head.metadata.src_node_id = node
             tree = inflatable.get_object_tree(reply)
+            head.metadata.src_node_id, head.metadata.message_id = node, tree.object_id
             foreign = PushMessagesRequest(
                 node=Node(node_id=thief), messages_list=[head], message_object_trees=[tree]
             )
