@@ -8,8 +8,8 @@ a network that cannot be traced goes through it as a whole.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Self
 
 import torch
 from torch import Tensor, fx, nn
@@ -38,6 +38,9 @@ class StackedNetwork:
         Names of the trainable parameters.
     buffers : list[str]
         Names of the buffers.
+    activations : int
+        Bytes that training takes for each sample of each network beside the weights, once
+        :meth:`check` has measured them.
 
     Raises
     ------
@@ -46,7 +49,7 @@ class StackedNetwork:
     """
 
     def __init__(self, network: Network) -> None:
-        self.network = network
+        self.network, self.activations = network, 0
         module = network.module
         self._shapes = {name: values.shape for name, values in module.named_parameters()}
         self._names = {id(values): name for name, values in module.named_parameters()}
@@ -212,7 +215,7 @@ class StackedNetwork:
             raise ValueError("its operations differ from sample to sample, or from call to call")
 
     def _trained_once(self, parameters: Mapping[str, Tensor], x: Tensor) -> dict[str, Tensor]:
-        """Make a training pass there and back; return the changed buffers."""
+        """Make a training pass and measure its memory; return the changed buffers."""
         shapes = self.dropouts(x, 0.0)
         masks = [x.new_ones(2, len(x), *shape) for _, shape in shapes]
         arrays = {name: values.detach().clone() for name, values in parameters.items()}
@@ -220,9 +223,48 @@ class StackedNetwork:
         with torch.enable_grad():
             leaves = [arrays[name].requires_grad_() for name in self.trained]
             arrays |= self.own_buffers(2, x.device)
-            out = self.outputs(arrays, x.expand(2, *x.shape), step)
-            torch.autograd.grad(out.square().sum(), leaves, allow_unused=True)
+            with SavedBytes([*arrays.values(), *masks]) as saved:
+                out = self.outputs(arrays, torch.stack([x, x]), step)
+                loss = out.square().sum()
+            torch.autograd.grad(loss, leaves, allow_unused=True)
+        # The largest is there twice more while it is made, and while its gradient is.
+        self.activations = (saved.total + 2 * saved.largest) // (2 * len(x))
         return step.changed
+
+
+class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
+    """A context that counts the bytes that autograd saves for the way back.
+
+    A convolution by matrices saves its unfolded images, which are larger than all else.
+
+    Parameters
+    ----------
+    others : Iterable[Tensor]
+        Tensors that do not count.
+
+    Attributes
+    ----------
+    total, largest : int
+        Bytes of all saved tensors, and of the largest one.
+    """
+
+    def __init__(self, others: Iterable[Tensor] = ()) -> None:
+        super().__init__(self._saved, lambda tensor: tensor)
+        self._known = {values.untyped_storage().data_ptr() for values in others}
+        self.total = self.largest = 0
+
+    def __enter__(self) -> Self:
+        """Begin to count."""
+        super().__enter__()
+        return self
+
+    def _saved(self, tensor: Tensor) -> Tensor:
+        memory = tensor.untyped_storage()
+        if memory.data_ptr() not in self._known:
+            self._known.add(memory.data_ptr())
+            self.total += memory.nbytes()
+            self.largest = max(self.largest, memory.nbytes())
+        return tensor
 
 
 def _close(one: Tensor, other: Tensor) -> bool:
