@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from raceme.simulation.stacked import network as stacked_network
 from raceme.simulation.stacked.layers import Pass, convolved, embedded, layer_of
-from raceme.simulation.stacked.network import SavedBytes, StackedNetwork
+from raceme.simulation.stacked.network import StackedNetwork, saved_bytes
 from raceme.training import models
 from raceme.training.models import Network
 
@@ -74,7 +74,7 @@ def assert_alike(module: nn.Module, *shape: int, tokens: int = 0, training: bool
 )
 def test_unfolded_images_count_as_memory(by_matrices: bool, numbers: int) -> None:
     images, weight = torch.zeros(3, 2, 4, 8, 8), torch.zeros(3, 5, 4, 3, 3, requires_grad=True)
-    with SavedBytes([weight]) as saved:
+    with saved_bytes([weight]) as saved:
         convolved(images, weight, None, (1, 1), (1, 1), (1, 1), by_matrices)
     assert (saved.total, saved.largest) == (4 * numbers, 4 * numbers)
 

@@ -8,8 +8,10 @@ a network that cannot be traced goes through it as a whole.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -223,7 +225,7 @@ class StackedNetwork:
         with torch.enable_grad():
             leaves = [arrays[name].requires_grad_() for name in self.trained]
             arrays |= self.own_buffers(2, x.device)
-            with SavedBytes([*arrays.values(), *masks]) as saved:
+            with saved_bytes([*arrays.values(), *masks]) as saved:
                 out = self.outputs(arrays, torch.stack([x, x]), step)
                 loss = out.square().sum()
             torch.autograd.grad(loss, leaves, allow_unused=True)
@@ -232,39 +234,36 @@ class StackedNetwork:
         return step.changed
 
 
-class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
-    """A context that counts the bytes that autograd saves for the way back.
+@dataclass
+class Saved:
+    """Bytes of all tensors that autograd saves for the way back, and of the largest one."""
 
-    A convolution by matrices saves its unfolded images, which are larger than all else.
+    total: int = 0
+    largest: int = 0
+
+
+@contextmanager
+def saved_bytes(others: Iterable[Tensor] = ()) -> Iterator[Saved]:
+    """Count what autograd saves; a convolution by matrices saves its unfolded images.
 
     Parameters
     ----------
     others : Iterable[Tensor]
         Tensors that do not count.
-
-    Attributes
-    ----------
-    total, largest : int
-        Bytes of all saved tensors, and of the largest one.
     """
+    counted = {values.untyped_storage().data_ptr() for values in others}
+    saved = Saved()
 
-    def __init__(self, others: Iterable[Tensor] = ()) -> None:
-        super().__init__(self._saved, lambda tensor: tensor)
-        self._known = {values.untyped_storage().data_ptr() for values in others}
-        self.total = self.largest = 0
-
-    def __enter__(self) -> Self:
-        """Begin to count."""
-        super().__enter__()
-        return self
-
-    def _saved(self, tensor: Tensor) -> Tensor:
+    def count(tensor: Tensor) -> Tensor:
         memory = tensor.untyped_storage()
-        if memory.data_ptr() not in self._known:
-            self._known.add(memory.data_ptr())
-            self.total += memory.nbytes()
-            self.largest = max(self.largest, memory.nbytes())
+        if memory.data_ptr() not in counted:
+            counted.add(memory.data_ptr())
+            saved.total += memory.nbytes()
+            saved.largest = max(saved.largest, memory.nbytes())
         return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        yield saved
 
 
 def _close(one: Tensor, other: Tensor) -> bool:

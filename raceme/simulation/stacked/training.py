@@ -667,7 +667,7 @@ class Stack:
         else:
             samples = len(call.y)
         activations = samples * self._stacked(call).activations
-        return _WEIGHT_COPIES * call.model.weights.nbytes + activations
+        return int(_WEIGHT_COPIES * call.model.weights.nbytes + activations)
 
     def _compute(
         self, calls: Sequence[Call]
