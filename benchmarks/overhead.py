@@ -1,6 +1,10 @@
-"""What grid and strategy cost per update: FedAsync, clients that do nothing.
+"""What grid and strategy cost per update: clients that do nothing.
 
-python3 benchmarks/overhead.py
+    python3 benchmarks/overhead.py
+    python3 benchmarks/overhead.py --methods fedasync,casa,fedbuff --sizes 22000
+
+Processor time of one thread, without that of the clients' app and of the start of a run. CASA
+compares each update with the models of all clients, whose numbers are read from memory.
 """
 
 from __future__ import annotations
@@ -9,6 +13,7 @@ import argparse
 import json
 import statistics
 import time
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -16,16 +21,38 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 from flwr.clientapp import ClientApp
 from rich.console import Console
 from rich.table import Table
+from threadpoolctl import threadpool_limits
 
+from raceme.core.registry import STRATEGIES
 from raceme.simulation import Device, Node, VirtualGrid
-from raceme.strategies import FedAsync, Plan
+from raceme.strategies import Plan
 
-SIZES = (22_000, 100_000, 1_000_000)
+TRAINING = ConfigRecord(
+    {
+        **{"local-epochs": 1, "local-steps": 0, "batch-size": 10, "lr": 0.05, "optimizer": "sgd"},
+        **{"momentum": 0.0, "weight-decay": 0.0, "augment": False, "validation-share": 0.0},
+    }
+)
+START = 200
+"""Updates after which the time of an update is measured."""
 
 
-def idle_app() -> ClientApp:
+class TimedApp(ClientApp):
+    """An app that counts the seconds of its work."""
+
+    seconds = 0.0
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        """Answer a message."""
+        started = time.process_time()
+        reply = super().__call__(message, context)
+        self.seconds += time.process_time() - started
+        return reply
+
+
+def idle_app() -> TimedApp:
     """Make an app that sends back what it gets."""
-    app = ClientApp()
+    app = TimedApp()
 
     @app.query()
     def query(message: Message, context: Context) -> Message:
@@ -58,34 +85,51 @@ def layers(size: int) -> ArrayRecord:
     return ArrayRecord({f"layer{i}": Array(part) for i, part in enumerate(parts)})
 
 
-def milliseconds_per_update(size: int, clients: int, updates: int) -> float:
-    """Run FedAsync with clients that do nothing, and return what an update took."""
-    arrays, device = layers(size), Device(jitter=0.1)
-    grid = VirtualGrid(idle_app(), [Node(1000 + i, device) for i in range(clients)])
-    started = time.perf_counter()
-    FedAsync().run(grid, arrays, max_updates=updates, plan=Plan(eval_every=10**9))
-    return (time.perf_counter() - started) / updates * 1e3
+def seconds(method: str, size: int, clients: int, updates: int) -> float:
+    """Run a method with clients that do nothing, and return the seconds of all but their app."""
+    app, device = idle_app(), Device(jitter=0.1)
+    grid = VirtualGrid(app, [Node(1000 + i, device) for i in range(clients)])
+    started = time.process_time()
+    STRATEGIES.make(method).run(
+        grid,
+        layers(size),
+        max_updates=updates,
+        train_config=TRAINING,
+        plan=Plan(eval_every=10**9),
+    )
+    return time.process_time() - started - app.seconds
+
+
+def milliseconds_per_update(method: str, size: int, clients: int, updates: int) -> float:
+    """Return what an update takes after the first ones."""
+    start = seconds(method, size, clients, START)
+    return (seconds(method, size, clients, START + updates) - start) / updates * 1e3
 
 
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--methods", default="fedasync")
+    parser.add_argument("--sizes", default="22000,100000,1000000")
     parser.add_argument("--clients", type=int, default=100)
     parser.add_argument("--updates", type=int, default=1000)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    table = Table(title=f"grid + FedAsync, {options.clients} clients that do nothing")
-    for column in ("parameters", "median ms per update", "best"):
+    table = Table(title=f"grid + method, {options.clients} clients that do nothing")
+    for column in ("method", "parameters", "median ms per update", "best"):
         table.add_column(column, justify="right")
-    results = {}
-    for size in SIZES:
+    results = []
+    for method, size in product(options.methods.split(","), map(int, options.sizes.split(","))):
         updates = max(100, min(options.updates, 10**8 // size))
-        times = [
-            milliseconds_per_update(size, options.clients, updates) for _ in range(options.repeats)
-        ]
-        results[size] = {"median_ms": statistics.median(times), "best_ms": min(times)}
-        table.add_row(f"{size:,}", f"{statistics.median(times):.3f}", f"{min(times):.3f}")
+        with threadpool_limits(1):
+            times = [
+                milliseconds_per_update(method, size, options.clients, updates)
+                for _ in range(options.repeats)
+            ]
+        median, best = statistics.median(times), min(times)
+        results.append({"method": method, "size": size, "median_ms": median, "best_ms": best})
+        table.add_row(method, f"{size:,}", f"{median:.3f}", f"{best:.3f}")
     Console().print(table)
     if options.json:
         options.json.write_text(json.dumps(results, indent=2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +51,7 @@ class Chain:
     def __iter__(self) -> Iterator[Feature]:
         return iter(self._features.values())
 
-    @property
+    @cached_property
     def keeps_bases(self) -> bool:
         """Whether a feature needs the models that clients train from."""
         return any(feature.keeps_bases for feature in self)

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from logging import getLogger
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
@@ -27,6 +27,7 @@ from raceme.core.evaluation import EvaluateFn, Evaluator, Packer
 from raceme.core.events import Ending
 from raceme.core.feature import FeatureContext
 from raceme.core.identities import ForeignIdError, Identities
+from raceme.core.options import Value
 from raceme.core.progress import Plan, Steps, StopCheck
 from raceme.core.requests import (
     SETTINGS,
@@ -40,7 +41,7 @@ from raceme.core.requests import (
 )
 from raceme.core.scheduling import SelectionContext
 from raceme.core.timeline import Foreseeing, Registering, push, timeline_of
-from raceme.flower.messages import CLIENT_APP_RAISED_EXCEPTION, content_of
+from raceme.flower.messages import CLIENT_APP_RAISED_EXCEPTION, content_of, put
 
 if TYPE_CHECKING:
     from raceme.core.strategy import Method
@@ -566,17 +567,19 @@ class Loop:
             phase=work.phase or work.kind,
         )
         progress.tasks += 1
-        policy = method.scheduling.settings(work)
-        # Flower takes no numbers of numpy.
-        plain = {k: v.item() if isinstance(v, np.generic) else v for k, v in work.settings.items()}
-        settings: dict[str, Any] = {**method.train_config, **policy, **plain}
+        settings = method.train_config.copy()
+        for name, value in {**method.scheduling.settings(work), **work.settings}.items():
+            # Flower takes no numbers of numpy.
+            settings[name] = value.item() if isinstance(value, np.generic) else value
+        own: dict[str, Value] = {}
         if names.ROUND not in settings:
-            settings |= {names.TASK: task.number, names.VERSION: task.version}
+            own |= {names.TASK: task.number, names.VERSION: task.version}
         if work.kind != names.TRAIN:
-            settings[names.KIND] = work.kind
+            own[names.KIND] = work.kind
         if step is not None:
-            settings[names.STEP] = step
-        content = content_of({**records, **work.arrays, names.CONFIG: ConfigRecord(settings)})
+            own[names.STEP] = step
+        put(settings, own)
+        content = content_of({**records, **work.arrays, names.CONFIG: settings})
         kind = _MESSAGE_TYPES.get(work.kind, MessageType.TRAIN)
         return Message(content, node_id, kind, ttl=self._ttl), task
 

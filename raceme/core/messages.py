@@ -14,9 +14,9 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property, lru_cache
-from itertools import islice
+from itertools import accumulate, islice
 from math import prod
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord
@@ -567,20 +567,24 @@ class ModelSpec:
             start += size
         return views
 
+    @cached_property
+    def _places(self) -> dict[str, _Place]:
+        """Place of each array in the flat vector, by name."""
+        ends = accumulate(self.sizes)
+        arrays = zip(self.names, self.shapes, self.dtypes, self.sizes, ends, strict=True)
+        return {
+            name: _Place.of(name, slice(end - size, end), shape, np.dtype(dtype))
+            for name, shape, dtype, size, end in arrays
+        }
+
     def pack(self, vector: Vector) -> ArrayRecord:
         """Convert a flat vector to an ArrayRecord, copying once."""
-        views = self.views(vector)
-        return array_record(
-            {
-                name: to_array(views[name].astype(dtype, copy=False))
-                for name, dtype in zip(self.names, self.dtypes, strict=True)
-            }
-        )
+        return array_record({name: place.pack(vector) for name, place in self._places.items()})
 
     def pack_mask(self, mask: NDArray[np.bool_]) -> ArrayRecord:
         """Convert a flat mask to a record of bytes 0 and 1."""
-        views = self.views(mask)
-        return array_record({name: to_array(views[name].astype(np.uint8)) for name in self.names})
+        views = self.views(mask.astype(np.uint8))
+        return array_record({name: to_array(values) for name, values in views.items()})
 
     def unpack(self, record: ArrayRecord) -> Vector:
         """Convert an ArrayRecord to a flat vector, copying once.
@@ -591,25 +595,18 @@ class ModelSpec:
             Arrays are missing, have other shapes or types, hold NaN or infinity, or numbers so
             large that arithmetic with several models could overflow.
         """
-        if len(record) != len(self.names) or any(name not in record for name in self.names):
-            found = ", ".join(map(quoted, islice(record, 5))) or "none"
+        arrays = dict(record.items())
+        if arrays.keys() != self._places.keys():
+            found = ", ".join(map(quoted, islice(arrays, 5))) or "none"
             raise InvalidModelError(
-                f"wrong arrays: expected {len(self.names)}, got {len(record)}: {found}"
+                f"wrong arrays: expected {len(self.names)}, got {len(arrays)}: {found}"
             )
         vector = np.empty(self.size, np.float32)
-        for (name, view), dtype in zip(self.views(vector).items(), self.dtypes, strict=True):
-            values = from_array(record[name])
-            if values.shape != view.shape:
-                raise InvalidModelError(
-                    f"wrong shape of '{name}': {values.shape}, not {view.shape}"
-                )
-            if values.dtype.kind not in ("b" if dtype == "bool" else "fiu"):
-                raise InvalidModelError(f"wrong type of '{name}': {values.dtype}")
-            # Numbers too large for float32 become infinite, and are refused below.
-            with np.errstate(over="ignore", invalid="ignore"):
-                view[...] = values
-        # NaN and infinity survive in the squared norm: one pass, no temporary array.
+        # Numbers too large for float32 become infinite. NaN and infinity survive in the squared
+        # norm: one pass, no temporary array.
         with np.errstate(over="ignore", invalid="ignore"):
+            for name, place in self._places.items():
+                vector[place.where] = place.unpack(arrays[name])
             squared_norm = np.dot(vector, vector)
         if not squared_norm <= LARGEST_SQUARE:
             if not np.isfinite(vector).all():
@@ -617,6 +614,54 @@ class ModelSpec:
             length = float(np.linalg.norm(vector.astype(np.float64)))
             raise InvalidModelError(f"too large: the model's length is {length:.1e}")
         return vector
+
+
+class _Place(NamedTuple):
+    """An array's place in the flat vector, and its serialised form.
+
+    `length` is that of its bytes, header included.
+    """
+
+    name: str
+    where: slice
+    shape: tuple[int, ...]
+    dtype: np.dtype[np.generic]
+    header: bytes
+    length: int
+
+    @classmethod
+    def of(
+        cls, name: str, where: slice, shape: tuple[int, ...], dtype: np.dtype[np.generic]
+    ) -> _Place:
+        header = _header(dtype.str, shape)
+        length = len(header) + (where.stop - where.start) * dtype.itemsize
+        return cls(name, where, shape, dtype, header, length)
+
+    def pack(self, vector: NDArray[np.generic]) -> Array:
+        """Serialise its part of a flat vector; see :func:`to_array`."""
+        values = vector[self.where].astype(self.dtype, copy=False)
+        return array(_name(self.dtype), self.shape, _STYPE, b"".join((self.header, values.data)))
+
+    def unpack(self, array: Array) -> NDArray[np.generic]:
+        """Return the numbers of an array in one row; see :func:`from_array`.
+
+        Raises
+        ------
+        InvalidModelError
+            It is unreadable, or has another shape or kind of numbers.
+        """
+        data, kinds = array.data, "b" if self.dtype.kind == "b" else "fiu"
+        # Headers are parsed only if they are not as expected, which takes longer than the copy.
+        if len(data) == self.length and self.dtype.kind in kinds and data.startswith(self.header):
+            return np.frombuffer(data, self.dtype, offset=len(self.header))
+        values = from_array(array)
+        if values.shape != self.shape:
+            raise InvalidModelError(
+                f"wrong shape of '{self.name}': {values.shape}, not {self.shape}"
+            )
+        if values.dtype.kind not in kinds:
+            raise InvalidModelError(f"wrong type of '{self.name}': {values.dtype}")
+        return values.reshape(-1)
 
 
 def to_array(values: NDArray[np.generic]) -> Array:

@@ -255,6 +255,8 @@ class Progress:
         Each client's replies count up to an equal share, and more than half of the shares must be
         full, so that few clients cannot end the run.
         """
+        if not self.rejected_in_a_row:
+            return ""
         clients = max(1, len(self.fleet.clients))
         limit, rejected = max(100, 10 * clients), sum(self.rejected_in_a_row.values())
         share = limit / clients
@@ -268,9 +270,11 @@ class Progress:
 
         That is an error of the code or the data of all, which further tries would repeat.
         """
+        if self.updates or not self.raised:
+            return ""
         counts, found = self.rejected_in_a_row, set(self.raised.values())
         clients = self.fleet.clients.keys()
-        if self.updates or len(found) != 1 or self.raised.keys() != clients:
+        if len(found) != 1 or self.raised.keys() != clients:
             return ""
         if min(counts.get(client, 0) for client in clients) < _SAME_ERRORS:
             return ""

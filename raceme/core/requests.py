@@ -20,7 +20,7 @@ from raceme.core.messages import InvalidReplyError as InvalidReplyError
 from raceme.core.options import key_of
 from raceme.core.state import TRANSIENT
 from raceme.core.training_settings import TrainingSettings
-from raceme.flower.messages import NODE_UNAVAILABLE, Shelf, records_of
+from raceme.flower.messages import NODE_UNAVAILABLE, Shelf, records_of, size_of
 
 Value = str | int | float | bool | list[int]
 
@@ -413,8 +413,9 @@ def read_reply(
     """
     if task.kind in names.TRAINING:
         return read_update(reply, task, spec, now, reading)
-    content, _, metrics = _checked(reply, task)
-    arrays = records_of(content, ArrayRecord)
+    _, measured = _checked(reply, task)
+    metrics = names.metrics_of(measured)
+    arrays = records_of(reply.content, ArrayRecord)
     numbers = _numbers(arrays.get(names.NUMBERS))
     if len(arrays) != (names.NUMBERS in arrays):
         raise InvalidReplyError(
@@ -423,8 +424,7 @@ def read_reply(
     examples = names.count_of(metrics.get(names.NUM_EXAMPLES, 0.0))
     if examples is None:
         raise InvalidReplyError("no examples")
-    size = sum(record.count_bytes() for record in arrays.values())
-    return Answer(task, examples, metrics, numbers, size)
+    return Answer(task, examples, metrics, numbers, size_of(reply))
 
 
 def read_update(
@@ -443,9 +443,9 @@ def read_update(
         several models; no examples; an impossible cost; arrays of other shapes; NaN, infinity, or
         too large numbers.
     """
-    sent, stated, metrics = _checked(reply, task)
-    content = reading(sent)
-    records = records_of(content, ArrayRecord)
+    stated, measured = _checked(reply, task)
+    metrics = names.metrics_of(measured)
+    records = records_of(reading(reply.content), ArrayRecord)
     numbers = records.pop(names.NUMBERS, None)
     if len(records) != 1:
         raise InvalidReplyError(f"missing records: {len(records)} ArrayRecords, not 1")
@@ -461,18 +461,16 @@ def read_update(
         num_examples=examples,
         train_loss=metrics.get(names.TRAIN_LOSS, math.nan),
         metrics=metrics,
-        bytes_up=sum(record.count_bytes() for record in records_of(sent, ArrayRecord).values()),
+        bytes_up=size_of(reply),
         numbers=_numbers(numbers),
         arrived_at=now,
-        mixture=_mixture(next(iter(records_of(content, MetricRecord).values())).get(names.MIXTURE)),
+        mixture=_mixture(measured.get(names.MIXTURE)),
         cpu_seconds=names.cpu_seconds_of(metrics),
     )
 
 
-def _checked(
-    reply: Message, task: InFlight
-) -> tuple[RecordDict, Mapping[str, object], dict[str, float]]:
-    """Return content, settings and metrics of a matching reply."""
+def _checked(reply: Message, task: InFlight) -> tuple[Mapping[str, object], MetricRecord]:
+    """Return settings and metrics of a matching reply."""
     if reply.has_error():
         is_away = reply.error.code == NODE_UNAVAILABLE
         raise InvalidReplyError(f"error {reply.error.code}: {names.error_line(reply)}", is_away)
@@ -480,9 +478,9 @@ def _checked(
     metrics = list(records_of(content, MetricRecord).values())
     if len(metrics) != 1:
         raise InvalidReplyError(f"missing records: {len(metrics)} MetricRecords, not 1")
-    stated: Mapping[str, object] = records_of(content, ConfigRecord).get(names.CONFIG, {})
+    stated = dict(records_of(content, ConfigRecord).get(names.CONFIG, ConfigRecord()).items())
     _check_echo(stated, task)
-    return content, stated, names.metrics_of(metrics[0])
+    return stated, metrics[0]
 
 
 def _check_echo(stated: Mapping[str, object], task: InFlight) -> None:

@@ -124,10 +124,17 @@ def records_of(content: RecordDict, kind: type[Kind]) -> dict[str, Kind]:
     return {name: record for name, record in content.items() if isinstance(record, kind)}
 
 
+def put(
+    record: RecordDict | ArrayRecord | ConfigRecord | MetricRecord, values: Mapping[str, Any]
+) -> None:
+    """Put values into a record, or records into a content, as they are."""
+    record.__dict__["_data"].update(values)
+
+
 def content_of(records: Mapping[str, ArrayRecord | ConfigRecord | MetricRecord]) -> RecordDict:
     """Put records into a content as they are."""
     content = RecordDict()
-    content.__dict__["_data"].update(records)
+    put(content, records)
     return content
 
 
@@ -137,20 +144,17 @@ def copy_of(content: RecordDict) -> RecordDict:
     Otherwise changes by a client would appear in other messages, and later changes by the server in
     pending work.
     """
-    return content_of(
-        {
-            name: array_record(dict(record.items()))
-            if isinstance(record, ArrayRecord)
-            else _like(record)
-            for name, record in content.items()
-        }
-    )
+    copies = {name: record.copy() for name, record in content.items()}
+    for record in copies.values():
+        if not isinstance(record, ArrayRecord):
+            put(record, {key: list(v) for key, v in record.items() if isinstance(v, list)})
+    return content_of(copies)
 
 
 def array_record(arrays: Mapping[str, Array]) -> ArrayRecord:
     """Put arrays into a record as they are; ``ArrayRecord(arrays)`` builds each of them anew."""
     record = ArrayRecord()
-    record.__dict__["_data"].update(arrays)
+    put(record, arrays)
     return record
 
 
@@ -235,15 +239,6 @@ def size_of(message: Message) -> int:
         return 0
     arrays = records_of(message.content, ArrayRecord)
     return sum(record.count_bytes() for record in arrays.values())
-
-
-def _like(record: ConfigRecord | MetricRecord) -> ConfigRecord | MetricRecord:
-    made = type(record)()
-    # What is in there has been checked when it was put there.
-    made.__dict__["_data"].update(
-        {key: list(value) if isinstance(value, list) else value for key, value in record.items()}
-    )
-    return made
 
 
 def _one(record: ArrayRecord) -> ArrayRecord:
@@ -360,6 +355,7 @@ class SpillFile:
         self._file: IO[bytes] | None = None
         self._end = 0
         self._free: dict[int, list[int]] = {}
+        self._sizes: dict[int, tuple[weakref.ref[Any], int]] = {}
         self.in_memory = self.in_file = 0
 
     def fits(self, size: int) -> bool:
@@ -372,6 +368,15 @@ class SpillFile:
     def release(self, size: int) -> None:
         """Count so many bytes out of memory."""
         self.in_memory -= size
+
+    def release_with(self, owner: object, size: int) -> None:
+        """Count so many bytes out of memory once their owner is gone."""
+        # `weakref.finalize` does the same in ten times the time.
+        reference = weakref.ref(owner, self._gone)
+        self._sizes[id(reference)] = reference, size
+
+    def _gone(self, reference: weakref.ref[Any]) -> None:
+        self.release(self._sizes.pop(id(reference))[1])
 
     def write(self, data: bytes | memoryview) -> Place:
         """Put bytes into the file.
@@ -506,7 +511,7 @@ def spill_arrays(arrays: Iterable[weakref.ref[Array]], spill: SpillFile) -> None
             continue
         data = found.__dict__["data"]
         if spill.fits(len(data)):
-            weakref.finalize(found, spill.release, len(data)).atexit = False
+            spill.release_with(found, len(data))
             continue
         found.__dict__["_place"] = spill.write(data)
         del found.__dict__["data"]

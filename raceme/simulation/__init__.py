@@ -51,10 +51,11 @@ def executor_for(
     workers : str or int
         Number of worker processes; 0 does all work in this process. ``"auto"`` starts one per core
         on several cores, if the run has enough work to profit and is not itself one of several
-        parallel runs. ``"ray"`` or ``"ray://HEAD:PORT"`` uses the CPUs of a Ray cluster; see
+        parallel runs. ``"ray"`` or ``"ray://HEAD:PORT"`` uses a Ray cluster; see
         :class:`~raceme.simulation.ray_cluster.Cluster`.
     device : str
-        ``"cpu"`` or ``"cuda"``. On the latter all clients train together, in this process.
+        ``"cpu"`` or ``"cuda"``. On the latter all clients train together: in this process, or on
+        each GPU of the Ray cluster those that it is in charge of.
     vectorised : bool
         Train all clients together on a CPU too.
     seconds : Callable, optional
@@ -77,13 +78,10 @@ def executor_for(
     if precision != "float32" and device != "cuda":
         raise UserError(f"--precision {precision} is for --device cuda.")
     if isinstance(workers, str) and is_ray(workers):
-        if vectorised or device == "cuda":
-            raise UserError(
-                f"--workers {workers} trains clients one by one, on CPUs: leave vectorised and "
-                "device out."
-            )
-        from raceme.simulation.ray_cluster import RayTasks
+        from raceme.simulation.ray_cluster import RayStacks, RayTasks
 
+        if vectorised or device == "cuda":
+            return RayStacks(workers, cores(), device, precision, config)
         return RayTasks(target, workers, cores(), seed, config)
     count = _count(workers, seconds)
     if vectorised or device == "cuda":

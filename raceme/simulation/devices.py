@@ -218,7 +218,7 @@ class Device:
         task : int
             Index of the task among the device's, from 0.
         """
-        jitter = rng.uniform(-1.0, 1.0)
+        jitter = 2.0 * rng.random() - 1.0
         drawn = rng.standard_exponential() if self.exponential_rate else 0.0
         return self._seconds(load, drawn, 1.0 + self.jitter * jitter)
 
@@ -545,7 +545,7 @@ class DeviceModel:
             load = load._replace(examples=self.examples)
         duration = self.device.duration(load, rng, number)
         # Always drawn, so that a setting does not change other draws.
-        dropped = rng.uniform() < self.device.drop
+        dropped = rng.random() < self.device.drop
         self._state = rng.bit_generator.state
         due = self.busy_until = max(now, self.busy_until) + duration
         if dropped:
@@ -608,17 +608,20 @@ def training_cost(
     """
     if category(message) != MessageType.TRAIN:
         return None
-    config = records_of(message.content, ConfigRecord).get(CONFIG, ConfigRecord())
-    trains = config.get(KIND, TRAIN) in TRAINING
-    scale = float(config.get(COMPUTE_SCALE, 1.0))  # type: ignore[arg-type]
+    config = message.content.get(CONFIG)
+    if not isinstance(config, ConfigRecord):
+        config = ConfigRecord()
+    settings: Mapping[str, Any] = dict(config.items())
+    trains = settings.get(KIND, TRAIN) in TRAINING
+    scale = float(settings.get(COMPUTE_SCALE, 1.0))
     arrays = records_of(message.content, ArrayRecord)
     sizes = [record.count_bytes() for record in arrays.values()]
     upload = sizes[0] if sizes and trains else 0
-    share = float(config.get(TASK_SHARE, 1.0))  # type: ignore[arg-type]
+    share = float(settings.get(TASK_SHARE, 1.0))
     if trains:
         scale += features.cost(config, context, examples)
     return Workload(
-        epochs=passes(config, examples),
+        epochs=passes(settings, examples),
         bytes_down=sum(sizes),
         bytes_up=int(upload * features.upload_size),
         scale=scale,

@@ -334,8 +334,34 @@ class Response(NamedTuple):
     state: Packed | None
 
 
+def received(request: WorkerRequest, data: list[bytes]) -> tuple[Message, Context]:
+    """Return a request's message, with these array data, and its client's context."""
+    context = Context(
+        run_id=request.run_id,
+        node_id=request.head["node"],
+        node_config=dict(request.node_config),
+        state=RecordDict() if request.state is None else unpack(request.state),
+        run_config=dict(request.run_config),
+    )
+    flower.identify_process(*request.sender)
+    return message_of(request.head, unpack(Packed(request.content, data))), context
+
+
+def response_of(request: WorkerRequest, reply: Message, context: Context) -> Response:
+    """Return the response to a request, given the reply and the client's context after it."""
+    state = pack(context.state)
+    content = Packed([], []) if reply.has_error() else pack(reply.content)
+    return Response(
+        message_id=request.head["id"],
+        error=(reply.error.code, reply.error.reason) if reply.has_error() else None,
+        content=content.records,
+        data=content.data,
+        state=None if state == (request.state or Packed([], [])) else state,
+    )
+
+
 class Desk:
-    """Converts requests to messages, and replies to responses.
+    """Answers requests.
 
     Parameters
     ----------
@@ -350,25 +376,8 @@ class Desk:
 
     def respond(self, request: WorkerRequest, data: list[bytes]) -> Response:
         """Answer a request with these array data."""
-        context = Context(
-            run_id=request.run_id,
-            node_id=request.head["node"],
-            node_config=dict(request.node_config),
-            state=RecordDict() if request.state is None else unpack(request.state),
-            run_config=dict(request.run_config),
-        )
-        flower.identify_process(*request.sender)
-        message = message_of(request.head, unpack(Packed(request.content, data)))
-        reply = answer(self._app, message, context, self._seed)
-        state = pack(context.state)
-        content = Packed([], []) if reply.has_error() else pack(reply.content)
-        return Response(
-            message_id=message.metadata.message_id,
-            error=(reply.error.code, reply.error.reason) if reply.has_error() else None,
-            content=content.records,
-            data=content.data,
-            state=None if state == (request.state or Packed([], [])) else state,
-        )
+        message, context = received(request, data)
+        return response_of(request, answer(self._app, message, context, self._seed), context)
 
 
 def load(target: str) -> ClientApp:

@@ -37,6 +37,8 @@ from raceme.simulation.executor import (
     most_ahead,
     open_desk,
     pack,
+    received,
+    response_of,
     unpack,
 )
 
@@ -465,6 +467,177 @@ class RayTasks:
             raise UserError(f"Ray's processes cannot load the ClientApp: {response}")
         self._patience = None
         return response
+
+
+# -----------------------------------------------------------------------------
+# An executor of actors on a Ray cluster that stack their clients' work.
+# -----------------------------------------------------------------------------
+
+
+class RayStacks:
+    """An executor of actors on a Ray cluster, each of which works for many clients together.
+
+    An actor has a GPU, or a CPU, to itself. It always works for the same clients, whose samples it
+    keeps. Results equal those of one :class:`~raceme.simulation.stacked.Stacked` to float
+    tolerance, whatever the number of actors. An actor that dies is started again, and repeats what
+    it had to do.
+
+    Parameters
+    ----------
+    workers, cores, config
+        See :class:`RayTasks`.
+    device, precision : str
+        See :class:`~raceme.simulation.stacked.Stacked`.
+    actors : int, optional
+        Number of actors; by default that of the cluster's GPUs or CPUs.
+
+    Raises
+    ------
+    UserError
+        There is no such cluster, its nodes differ, or it has no GPU.
+    """
+
+    def __init__(
+        self,
+        workers: str,
+        cores: int,
+        device: str = "cpu",
+        precision: str = "float32",
+        config: RunConfig | None = None,
+        actors: int | None = None,
+    ) -> None:
+        self._cluster = Cluster(workers, cores, config)
+        import ray
+
+        kind = "CPU" if device == "cpu" else "GPU"
+        available = int(ray.cluster_resources().get(kind, 0))
+        if not available:
+            self._cluster.close()
+            raise UserError(
+                f"--device {device} --workers {workers}: the nodes of the Ray cluster have no "
+                "GPUs. Give --device cpu, or start nodes on machines with GPUs."
+            )
+        own = {"num_cpus": 1} if kind == "CPU" else {"num_cpus": 0, "num_gpus": 1}
+        lives = {"max_restarts": MOST_DEATHS - 1, "max_task_retries": MOST_DEATHS - 1}
+        actor = ray.remote(**own, **lives)(_StackActor)
+        level = logging.getLogger("flwr").level
+        given = device, precision, level, list(sys.path), definitions()
+        self._actors = [actor.remote(*given) for _ in range(actors or available)]
+        self._jobs: dict[str, PendingReply] = {}
+        self._responses: dict[str, Response] = {}
+        self._batches: dict[int, tuple[int, int]] = {}
+
+    @property
+    def mean_batch(self) -> float:
+        """Mean number of clients whose training was computed at once."""
+        counts, clients = map(sum, zip((0, 0), *self._batches.values(), strict=True))
+        return clients / counts if counts else 0.0
+
+    def submit(self, message: Message, context: Context, due: float) -> None:
+        """Keep the message until a reply is needed."""
+        self._jobs[message.metadata.message_id] = PendingReply(message, context, due)
+
+    def result(self, message_id: str) -> Message:
+        """Return a reply, and do all pending work with it.
+
+        Raises
+        ------
+        UserError
+            A GPU's memory does not suffice for one client, or an actor dies repeatedly.
+        """
+        job = self._jobs[message_id]
+        if message_id not in self._responses or job.state is not job.context.state:
+            # Work on an outdated state of its client is repeated.
+            self._responses.pop(message_id, None)
+            self._work(job)
+        response = self._responses[message_id]
+        self.cancel(message_id)
+        if response.state is not None:
+            job.context.state = unpack(response.state)
+        return job.reply(response, response.data or [])
+
+    def cancel(self, message_id: str) -> None:
+        """Drop the message and its reply."""
+        self._jobs.pop(message_id, None)
+        self._responses.pop(message_id, None)
+
+    def close(self) -> None:
+        """Drop all that is left, end the actors, and leave the cluster."""
+        import ray
+
+        for actor in self._actors:
+            ray.kill(actor)
+        self._actors, self._jobs, self._responses = [], {}, {}
+        self._cluster.close()
+
+    def _work(self, first: PendingReply) -> None:
+        """Do the work of a message together with all other pending work, on all actors."""
+        from raceme.simulation.stacked.executor import most_together
+
+        chosen = sorted(
+            (job for key, job in self._jobs.items() if key not in self._responses),
+            key=lambda job: (job is not first, job.due),
+        )
+        most = most_together(first.message) * len(self._actors)
+        parts: dict[int, list[WorkerRequest]] = {}
+        for job in chosen[:most]:
+            request = job.request(*pack(job.message.content))
+            parts.setdefault(job.context.node_id % len(self._actors), []).append(request)
+        coming = {number: self._actors[number].work.remote(part) for number, part in parts.items()}
+        for number, reference in coming.items():
+            responses, self._batches[number] = self._responses_of(reference)
+            self._responses |= {response.message_id: response for response in responses}
+
+    def _responses_of(self, reference: Any) -> tuple[list[Response], tuple[int, int]]:
+        """Wait for what an actor does; return it, and its numbers of batches and of clients."""
+        import ray
+
+        try:
+            done: tuple[list[Response], tuple[int, int]] = ray.get(reference)
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, UserError):
+                raise UserError(str(error.cause)) from None
+            raise
+        except ray.exceptions.RayError as error:
+            raise UserError(
+                f"A process of the Ray cluster that trains stacked clients died {MOST_DEATHS} "
+                f"times. The usual reason is a lack of memory. Ray says: {first_line(error)}."
+            ) from None
+        return done
+
+
+class _StackActor:
+    """Answers requests for many clients together, in a process of a Ray cluster."""
+
+    def __init__(
+        self,
+        device: str,
+        precision: str,
+        log_level: int,
+        path: Sequence[str],
+        pickled: Mapping[str, bytes],
+    ) -> None:
+        _prepare(path, pickled)
+        logging.getLogger("flwr").setLevel(log_level)
+        from raceme.simulation.stacked import Stacked
+
+        self._stacked = Stacked(device, precision=precision)
+
+    def work(self, requests: Sequence[WorkerRequest]) -> tuple[list[Response], tuple[int, int]]:
+        """Answer requests; return responses, and numbers of batches and of clients so far."""
+        own = [(request, *received(request, request.data or [])) for request in requests]
+        for order, (_, message, context) in enumerate(own):
+            self._stacked.submit(message, context, order)
+        responses = []
+        for request, message, context in own:
+            reply = self._stacked.result(message.metadata.message_id)
+            responses.append(response_of(request, reply, context))
+        return responses, (self._stacked.batches.count, self._stacked.batches.clients)
+
+
+# -----------------------------------------------------------------------------
+# The processes of tasks.
+# -----------------------------------------------------------------------------
 
 
 @cache

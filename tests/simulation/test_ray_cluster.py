@@ -103,6 +103,7 @@ def test_ray_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> N
         executor_for("pool_apps:app", "ray")
 
 
-def test_ray_and_stacked_clients_exclude_each_other() -> None:
-    with pytest.raises(UserError, match="--workers ray trains clients one by one"):
-        executor_for("pool_apps:app", "ray", vectorised=True)
+def test_a_cluster_without_a_gpu_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    with pytest.raises(UserError, match=r"no GPUs\. Give --device cpu"):
+        executor_for("pool_apps:app", "ray", device="cuda")

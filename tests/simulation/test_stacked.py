@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from raceme import client_app
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
-from raceme.core.messages import from_array, to_array
+from raceme.core.messages import TRAIN_BESIDE, from_array, to_array
 from raceme.runs import experiment
 from raceme.simulation import Executor, InProcess, executor_for
 from raceme.simulation.stacked import Stacked
@@ -390,6 +391,48 @@ def test_a_run_says_how_many_clients_worked_at_once(tmp_path: Path) -> None:
 def test_a_precision_needs_a_gpu() -> None:
     with pytest.raises(UserError, match="--device cuda"):
         executor_for("raceme.client_app:app", 0, precision="tf32")
+
+
+# Stacked clients on a Ray cluster.
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("ray") is None, reason="needs raceme[simulation]")
+def test_actors_of_a_cluster_do_what_one_stack_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    from raceme.simulation.ray_cluster import Cluster, RayStacks
+
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    config, cluster = ragged(), Cluster("ray", 3)
+    try:
+        for count in (1, 2):
+            actors, here = RayStacks("ray", 3, actors=count), Stacked()
+            messages, contexts = training_messages(config)
+            _, others = training_messages(config)
+            for message in messages:
+                message.content["config"]["kind"] = TRAIN_BESIDE
+            # The second time on the state that the first has left.
+            for _ in range(2):
+                for executor, own in ((actors, contexts), (here, others)):
+                    for message, context in zip(messages, own, strict=True):
+                        executor.submit(message, context, due=0.0)
+                for message in messages:
+                    of_actors, of_here = (
+                        executor.result(message.metadata.message_id).content
+                        for executor in (actors, here)
+                    )
+                    assert_close(of_here, of_actors)
+                for one, other in zip(others, contexts, strict=True):
+                    assert len(one.state.array_records)
+                    for name, record in one.state.array_records.items():
+                        for key, array in record.items():
+                            np.testing.assert_allclose(
+                                from_array(other.state[name][key]), from_array(array), atol=1e-6
+                            )
+            # Each actor has its clients' part of each batch.
+            assert actors.mean_batch == pytest.approx(here.mean_batch / count)
+            actors.close()
+    finally:
+        cluster.close()
 
 
 # Samples of stacked clients: they stay where they are for as long as they exist.

@@ -122,6 +122,18 @@ def test_a_step_is_recorded_once() -> None:
     assert torch.equal(later[0].model.weights, first[0].model.weights)
 
 
+@pytest.mark.parametrize(("missing", "computations"), [(0, 2), (1, 3)])
+def test_a_computation_takes_no_more_memory_than_it_may(missing: int, computations: int) -> None:
+    own = Network(nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 3)))
+    # Six copies of 43 weights. Each of the four samples of a mini-batch: 6 inputs, which are the
+    # largest part and count three times, 4 inputs of the second layer, and 3 outputs.
+    each = 4 * (6 * 43 + 4 * (3 * 6 + 4 + 3))
+    stack = Stack(torch.device("cpu"), memory=3 * each - missing)
+    data = [Samples(np.ones((8, 6), np.float32), np.zeros(8, np.int64)) for _ in range(6)]
+    trained(Eager(), own, data, stack)
+    assert stack.batches.count == computations
+
+
 def test_where_steps_cannot_be_recorded_they_are_taken_as_they_are(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

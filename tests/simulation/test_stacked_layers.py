@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from raceme.simulation.stacked import network as stacked_network
 from raceme.simulation.stacked.layers import Pass, convolved, embedded, layer_of
-from raceme.simulation.stacked.network import StackedNetwork
+from raceme.simulation.stacked.network import StackedNetwork, saved_bytes
 from raceme.training import models
 from raceme.training.models import Network
 
@@ -65,6 +65,18 @@ def assert_alike(module: nn.Module, *shape: int, tokens: int = 0, training: bool
         for name, values in module.named_buffers():
             changed = step.changed[name][client] if name in step.changed else before[name]
             torch.testing.assert_close(changed, values, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("by_matrices", "numbers"),
+    # Images as they are; unfolded, each of 8 · 8 places has 4 · 3 · 3 pixels.
+    [(False, 3 * 2 * 4 * 8 * 8), (True, 3 * 2 * 8 * 8 * 4 * 3 * 3)],
+)
+def test_unfolded_images_count_as_memory(by_matrices: bool, numbers: int) -> None:
+    images, weight = torch.zeros(3, 2, 4, 8, 8), torch.zeros(3, 5, 4, 3, 3, requires_grad=True)
+    with saved_bytes([weight]) as saved:
+        convolved(images, weight, None, (1, 1), (1, 1), (1, 1), by_matrices)
+    assert (saved.total, saved.largest) == (4 * numbers, 4 * numbers)
 
 
 def on_images(*layers: nn.Module) -> nn.Module:

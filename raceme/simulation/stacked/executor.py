@@ -15,7 +15,7 @@ from raceme.core import messages as keys
 from raceme.core.errors import UserError
 from raceme.core.registry import CLIENT_WORK
 from raceme.datasets.source import own_randomness
-from raceme.flower.messages import copy_of, records_of
+from raceme.flower.messages import copy_of, size_of
 from raceme.simulation.executor import PendingReply, answer
 from raceme.simulation.stacked.clients import (
     ClientEngine,
@@ -139,13 +139,8 @@ class Stacked:
         )
         # Clients' work may use torch's generators in turns.
         with own_randomness([0]):
-            self._work_on([self._jobs[key] for key in chosen[: self._together(message_id)]])
-
-    def _together(self, message_id: str) -> int:
-        """Return for how many clients there is memory."""
-        records = records_of(self._jobs[message_id].message.content, ArrayRecord).values()
-        size = sum(record.count_bytes() for record in records)
-        return max(1, min(_MOST_TOGETHER, _MOST_BYTES // max(1, _COPIES * size)))
+            most = most_together(self._jobs[message_id].message)
+            self._work_on([self._jobs[key] for key in chosen[:most]])
 
     def _work_on(self, jobs: Sequence[PendingReply]) -> None:
         works: list[Suspendable[_Done]] = []
@@ -196,6 +191,11 @@ class Stacked:
             node[ACCELERATOR] = self._device.type
         with exactness(self._device, "float32"):
             return _answered(job, node)
+
+
+def most_together(message: Message) -> int:
+    """Return for how many clients with such a message there is memory on the CPU's side."""
+    return max(1, min(_MOST_TOGETHER, _MOST_BYTES // max(1, _COPIES * size_of(message))))
 
 
 def _answered(job: PendingReply, node_config: object) -> _Done:

@@ -8,7 +8,9 @@ a network that cannot be traced goes through it as a whole.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,6 +40,9 @@ class StackedNetwork:
         Names of the trainable parameters.
     buffers : list[str]
         Names of the buffers.
+    activations : int
+        Bytes that training takes for each sample of each network beside the weights, once
+        :meth:`check` has measured them.
 
     Raises
     ------
@@ -46,7 +51,7 @@ class StackedNetwork:
     """
 
     def __init__(self, network: Network) -> None:
-        self.network = network
+        self.network, self.activations = network, 0
         module = network.module
         self._shapes = {name: values.shape for name, values in module.named_parameters()}
         self._names = {id(values): name for name, values in module.named_parameters()}
@@ -212,7 +217,7 @@ class StackedNetwork:
             raise ValueError("its operations differ from sample to sample, or from call to call")
 
     def _trained_once(self, parameters: Mapping[str, Tensor], x: Tensor) -> dict[str, Tensor]:
-        """Make a training pass there and back; return the changed buffers."""
+        """Make a training pass and measure its memory; return the changed buffers."""
         shapes = self.dropouts(x, 0.0)
         masks = [x.new_ones(2, len(x), *shape) for _, shape in shapes]
         arrays = {name: values.detach().clone() for name, values in parameters.items()}
@@ -220,9 +225,45 @@ class StackedNetwork:
         with torch.enable_grad():
             leaves = [arrays[name].requires_grad_() for name in self.trained]
             arrays |= self.own_buffers(2, x.device)
-            out = self.outputs(arrays, x.expand(2, *x.shape), step)
-            torch.autograd.grad(out.square().sum(), leaves, allow_unused=True)
+            with saved_bytes([*arrays.values(), *masks]) as saved:
+                out = self.outputs(arrays, torch.stack([x, x]), step)
+                loss = out.square().sum()
+            torch.autograd.grad(loss, leaves, allow_unused=True)
+        # The largest is there twice more while it is made, and while its gradient is.
+        self.activations = (saved.total + 2 * saved.largest) // (2 * len(x))
         return step.changed
+
+
+@dataclass
+class Saved:
+    """Bytes of all tensors that autograd saves for the way back, and of the largest one."""
+
+    total: int = 0
+    largest: int = 0
+
+
+@contextmanager
+def saved_bytes(others: Iterable[Tensor] = ()) -> Iterator[Saved]:
+    """Count what autograd saves; a convolution by matrices saves its unfolded images.
+
+    Parameters
+    ----------
+    others : Iterable[Tensor]
+        Tensors that do not count.
+    """
+    counted = {values.untyped_storage().data_ptr() for values in others}
+    saved = Saved()
+
+    def count(tensor: Tensor) -> Tensor:
+        memory = tensor.untyped_storage()
+        if memory.data_ptr() not in counted:
+            counted.add(memory.data_ptr())
+            saved.total += memory.nbytes()
+            saved.largest = max(saved.largest, memory.nbytes())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        yield saved
 
 
 def _close(one: Tensor, other: Tensor) -> bool:

@@ -37,8 +37,6 @@ _GPU_SHARE = 0.5
 """Share of a GPU's free memory for one computation."""
 _WEIGHT_COPIES = 6
 """Copies of the weights: current, received, gradients and temporaries."""
-_ACTIVATIONS = 64
-"""Memory of a network per sample, relative to the input: a generous estimate."""
 _TEST_BATCH = 2048
 """Samples of all models together in a step of a test."""
 _LEAST_TEST_BATCH = 32
@@ -643,17 +641,33 @@ class Stack:
         self._recorders.clear()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        self.memory = sum(map(_bytes_of, part)) // 2
+        self.memory = sum(map(self._bytes_of, part)) // 2
+
+    def _budget(self) -> int:
+        """Return how many bytes one computation may take."""
+        if self.memory is not None:
+            return self.memory
+        if self.device.type != "cuda":
+            return _CPU_BYTES
+        # What torch keeps for later is free, too.
+        kept = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return int(_GPU_SHARE * (torch.cuda.mem_get_info(self.device)[0] + kept))
 
     def _affordable(self, calls: Sequence[Call]) -> Sequence[Call]:
         """Return the first calls for which memory suffices, at least one."""
-        budget = self.memory
-        if budget is None:
-            budget = _CPU_BYTES
-            if self.device.type == "cuda":
-                budget = int(_GPU_SHARE * torch.cuda.mem_get_info(self.device)[0])
-        needed = np.cumsum([_bytes_of(call) for call in calls])
-        return calls[: max(1, int(np.searchsorted(needed, budget, side="right")))]
+        needed = np.cumsum([self._bytes_of(call) for call in calls])
+        return calls[: max(1, int(np.searchsorted(needed, self._budget(), side="right")))]
+
+    def _bytes_of(self, call: Call) -> int:
+        """Return an estimate of the memory that a call takes."""
+        if isinstance(call, Training):
+            samples = call.indices.shape[1]
+        elif isinstance(call, Test):
+            samples = _LEAST_TEST_BATCH
+        else:
+            samples = len(call.y)
+        activations = samples * self._stacked(call).activations
+        return int(_WEIGHT_COPIES * call.model.weights.nbytes + activations)
 
     def _compute(
         self, calls: Sequence[Call]
@@ -713,7 +727,8 @@ class Stack:
             for own in order
         ]
         lengths = np.array([len(row) for row in rows])
-        width = min(int(lengths[0]), max(_LEAST_TEST_BATCH, _TEST_BATCH // len(rows)))
+        most = min(_TEST_BATCH, self._budget() // max(1, stacked.activations))
+        width = min(int(lengths[0]), max(_LEAST_TEST_BATCH, most // len(rows)))
         weights = torch.stack([own[0].model.weights for own in order]).to(self.device)
         arrays = stacked.parameters(weights)
         for name in stacked.buffers:
@@ -804,17 +819,6 @@ class Stack:
                 mask[row, : len(call.y)] = dropout_mask(share, (len(call.y), *shape), generator)
             states.append(generator.get_state())
         return [mask.to(self.device) for mask in masks], states
-
-
-def _bytes_of(call: Call) -> int:
-    """Return an estimate of the memory that a call takes."""
-    if isinstance(call, Training):
-        samples = call.indices.shape[1] * call.samples.x[:1].nbytes
-    elif isinstance(call, Test):
-        samples = _LEAST_TEST_BATCH * call.samples.x[:1].nbytes
-    else:
-        samples = call.x.nbytes
-    return int(_WEIGHT_COPIES * call.model.weights.nbytes + _ACTIVATIONS * samples)
 
 
 def _by_model(tests: Sequence[Test]) -> list[list[Test]]:
