@@ -47,7 +47,7 @@ def test_a_sweep_is_tried_on_the_first_seed_and_its_best_runs_on_all(
     points = grid({"alpha": (0.001, 0.5)})
     swept = ComparedMethod("fedasync", "fedasync", sweep=points, published=(row,))
     suite = Suite("Sweep", (swept,), SETTINGS, (0, 1), sweep_scale=sweep_scale)
-    comparison, _ = run(suite, tmp_path)
+    comparison = run_here(suite, tmp_path)
     (result,) = comparison.results
     tried = comparison.sweeps["fedasync"]
     assert [point.method.options["alpha"] for point in tried] == [0.001, 0.5]
@@ -70,7 +70,6 @@ def test_a_sweep_is_tried_on_the_first_seed_and_its_best_runs_on_all(
     assert said.count("already finished, kept") == 4
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 @pytest.mark.parametrize("sweep_scale", [1.0, 0.5])
 def test_a_sweep_of_one_point_is_that_point_on_all_seeds(
