@@ -3,7 +3,7 @@
     sudo python benchmarks/grpc_and_virtual.py [--out FOLDER] [--figure FILE] [--seed 0]
 
 CASA on digits with six devices of two label groups, of which two are five times slower. First
-`raceme up --shape slow30x5`: a SuperLink, six `raceme device` processes, each in a network
+`benchmarks/shaped_devices.py`: a server and six `raceme device` processes, each in a network
 namespace with its share of a core. Then the same configuration on virtual time with the profile
 `slow30x5`, and once more with the times that the first run has recorded. Final clusters are
 compared by device id. What is in FOLDER already is drawn again without running.
@@ -59,25 +59,25 @@ LABELS = {
 }
 
 
-def raceme(*arguments: str) -> None:
-    """Run the command line, which prints what it does."""
-    command = "from raceme.cli import main; main()"
-    subprocess.run([sys.executable, "-c", command, *arguments], cwd=ROOT, check=True)
+def run(*arguments: str) -> None:
+    """Run a module, which prints what it does."""
+    subprocess.run([sys.executable, "-m", *arguments], cwd=ROOT, check=True)
 
 
 def run_all(out: Path, seed: int, updates: int) -> dict[str, RunRecord]:
     """Run what has not been run yet, and read all three."""
-    common = ["--seed", str(seed), "--max-updates", str(updates)]
-    common += [part for key, value in KEYS.items() for part in ("--set", f"{key}={value}")]
-    commands = {
-        REAL: ["up", "--clients", str(DEVICES), "--shape", PROFILE],
-        VIRTUAL: ["run", "--clients", str(DEVICES), "--devices", PROFILE],
-        REPLAYED: ["run", "--clients", str(DEVICES), "--devices", f"trace:{out / REAL}"],
-    }
-    for name, command in commands.items():
+    keys = {**KEYS, "strategy": "casa", "seed": seed, "max-updates": updates}
+    typed = [f"{key}={value}" for key, value in keys.items()]
+    clients = ["--clients", str(DEVICES), "--out"]
+    real = ["benchmarks.shaped_devices", "--shape", PROFILE, *clients]
+    profiles = {VIRTUAL: PROFILE, REPLAYED: f"trace:{out / REAL}"}
+    if not (out / REAL / "summary.json").is_file():
+        run(*real, str(out / REAL), *typed)
+    for name, profile in profiles.items():
         if not (out / name / "summary.json").is_file():
-            raceme(*command, *common, "--out", str(out / name))
-    return {name: read_run(out / name) for name in commands}
+            keys_set = [part for assignment in typed for part in ("--set", assignment)]
+            run("raceme", "run", "--devices", profile, *clients, str(out / name), *keys_set)
+    return {name: read_run(out / name) for name in LABELS}
 
 
 def clusters(record: RunRecord) -> set[frozenset[str]]:

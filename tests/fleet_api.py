@@ -38,12 +38,12 @@ class FleetApi:
 
 
 @contextmanager
-def fleet_api(registered_only: bool = True) -> Iterator[FleetApi]:
+def fleet_api(registered_only: bool = True, address: str = "127.0.0.1:0") -> Iterator[FleetApi]:
     """Serve devices, as a SuperLink with `--enable-supernode-auth` does or one without."""
     store = ObjectStoreFactory()
     states = LinkStateFactory(FLWR_IN_MEMORY_DB_NAME, NoOpFederationManager(), store)
     server = _run_fleet_api_grpc_rere(
-        address="127.0.0.1:0",
+        address=address,
         state_factory=states,
         objectstore_factory=store,
         enable_supernode_auth=registered_only,

@@ -91,7 +91,7 @@ def test_the_method_of_the_page_in_a_file_of_ones_own(
     folder: Path, raceme: Callable[..., str]
 ) -> None:
     assert len(METHOD.splitlines()) <= MOST_LINES
-    limits = ["--max-updates", "800", "--workers", "0", "--eval-every", "200"]
+    limits = ["--max-updates", "500", "--workers", "0", "--eval-every", "250"]
     raceme("run", "--strategy", "my_method:Mine", *limits, "--out", "run")
     found = summary(folder / "run")
     assert found["accuracy"] >= 0.98

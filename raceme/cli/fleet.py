@@ -308,16 +308,6 @@ class TestbedArguments:
     """Options of `raceme up`."""
 
     clients: int = option(4, "devices to start", unit="INTEGER", low=1)
-    shape: str | None = option(
-        None,
-        "give each device the CPU share and bandwidth of a device profile (not trace:FOLDER); "
-        "needs root",
-        unit="PROFILE",
-    )
-    delay: float = option(
-        0.0, "with --shape: delay per direction", unit="MILLISECONDS", low=0, high=60_000
-    )
-    loss: float = option(0.0, "with --shape: share of lost packets", unit="PERCENT", low=0, high=99)
 
 
 def up(keys: Mapping[str, Value], options: TestbedArguments) -> None:
@@ -326,21 +316,17 @@ def up(keys: Mapping[str, Value], options: TestbedArguments) -> None:
     Press Ctrl-C to stop all of them.
     """
     from raceme.core.signals import interrupted_by_signals
-    from raceme.fleet.testbed import FOLDER, prepare, run_testbed, shapes_from
+    from raceme.fleet.testbed import FOLDER, prepare, run_testbed
 
-    clients, shape, delay, loss = vars(options).values()
-    settings = prepare({**keys, "clients": clients})
-    if shape is None and (delay or loss):
-        raise UserError("--delay and --loss belong to --shape PROFILE, e.g. --shape uniform.")
-    shapes = None if shape is None else shapes_from(settings, shape, delay, loss)
-    width = len(f"device {clients - 1}")
+    settings = prepare({**keys, "clients": options.clients})
+    width = len(f"device {options.clients - 1}")
 
     def show(name: str, line: str) -> None:
         print(f"{name:{max(width, 9)}} | {line}", flush=True)
 
-    # Every kind of stop removes processes and namespaces.
+    # Every kind of stop removes processes.
     with interrupted_by_signals():
-        out = run_testbed(settings, show, shapes)
+        out = run_testbed(settings, show)
     print(f"Results, plots and models: {out} (logs of all programs: {out / FOLDER})")
 
 

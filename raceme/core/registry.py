@@ -138,8 +138,6 @@ class Registry(Mapping[str, Any]):
         Attribute with the dataclass of the object's options.
     prefixed : bool
         Whether keys of options are prefixed with the object's name: ``casa.gamma``.
-    aliases : Mapping[str, str], optional
-        Accepted but unlisted names: old to current.
     """
 
     def __init__(
@@ -152,11 +150,10 @@ class Registry(Mapping[str, Any]):
         fits: Callable[[Any], bool] = callable,
         declares: str = "options_type",
         prefixed: bool = False,
-        aliases: Mapping[str, str] | None = None,
     ) -> None:
         self.kind, self.group, self.prefixed = kind, group, prefixed
-        self._targets, self._aliases = dict(targets), dict(aliases or {})
-        self._expected, self._fits, self._declares = expected, fits, declares
+        self._targets, self._expected = dict(targets), expected
+        self._fits, self._declares = fits, declares
 
     def __getitem__(self, name: str) -> Any:
         """Return the object of a name.
@@ -167,7 +164,6 @@ class Registry(Mapping[str, Any]):
             The name does not exist (the message has the nearest match), a user's object cannot be
             imported or is of another kind, or a package is missing.
         """
-        name = self._aliases.get(name, name)
         own = self._targets.get(name)
         if own is None:
             return self._users_own(name)
@@ -195,7 +191,7 @@ class Registry(Mapping[str, Any]):
 
     def is_own(self, name: str) -> bool:
         """Return whether a name is Raceme's own, not a user's or an installed package's."""
-        return name in self._targets or name in self._aliases
+        return name in self._targets
 
     def module_of(self, name: str) -> str:
         """Return the module that defines an object of a user or an installed package.
@@ -317,7 +313,7 @@ class Registry(Mapping[str, Any]):
             package = "an installed package" if entry.dist is None else f"package {entry.dist.name}"
             where = f"{self.kind.capitalize()} '{entry.name}', an entry point of {package},"
             same = found.get(entry.name, entry).value == entry.value
-            if not same or entry.name in self._targets or entry.name in self._aliases:
+            if not same or entry.name in self._targets:
                 raise UserError(f"{where} has the name of another: give it one of its own.")
             if not _WORD.fullmatch(entry.name):
                 raise UserError(f"{where} may have letters, digits and hyphens in its name only.")
@@ -702,7 +698,6 @@ STRATEGIES = Registry(
     fits=_is_class_with("parameters_type"),
     declares="parameters_type",
     prefixed=True,
-    aliases={"local": "standalone"},
 )
 
 DATASETS = Registry(
@@ -722,7 +717,6 @@ DATASETS = Registry(
     fits=lambda found: (
         hasattr(found, "has_clients") if isinstance(found, type) else callable(found)
     ),
-    aliases={"har": "npz-folder"},
 )
 
 PARTITIONERS = Registry(

@@ -506,7 +506,7 @@ class NpzFolder(Source):
 
     has_clients = True
 
-    inner: tuple[str, ...] = (_FOLDER, "har")
+    inner: tuple[str, ...] = (_FOLDER,)
     """Subfolders to search if data-root has no .npz file itself."""
 
     def load(self, config: RunConfig) -> Dataset:

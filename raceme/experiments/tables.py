@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -514,42 +515,29 @@ def _is_time(head: str) -> bool:
 def best_row(comparison: Comparison, head: str) -> int | None:
     """Return the row of a column's best value, if a paired test over the seeds says so."""
     name, measure = head.removesuffix("\nours"), comparison.measure
-    is_time = _is_time(name)
+    value: Callable[[Run], float | None]
     if name == _head(measure):
-        numbers, is_lowest = (
-            [_by_seed(of, lambda run: run.accuracy) for of in comparison.results],
-            measure.is_error,
-        )
-    elif is_time:
-        numbers, is_lowest = [_by_seed(of, lambda run: run.time) for of in comparison.results], True
+        value, is_lowest = attrgetter("accuracy"), measure.is_error
+    elif _is_time(name):
+        value, is_lowest = attrgetter("time"), True
     elif name in _ONE_WAY:
         key, is_lowest = _ONE_WAY[name]
-        numbers = [_by_seed(of, lambda run: run.summary.get(key)) for of in comparison.results]
+        value = lambda run: run.summary.get(key)  # noqa: E731
     else:
         return None
-    others = numbers
-    if is_time:
+    runs = [of.runs for of in comparison.results]
+    numbers = others = [{run.seed: value(run) for run in own} for own in runs]
+    if _is_time(name):
         # A run that missed the target takes longer than its length.
         others = [
-            {seed: lengths[seed] if time is None else time for seed, time in own.items()}
-            for own, lengths in zip(
-                numbers,
-                [
-                    _by_seed(of, lambda run: run.summary["virtual_time"])
-                    for of in comparison.results
-                ],
-                strict=True,
-            )
+            {run.seed: run.summary["virtual_time"] if run.time is None else run.time for run in own}
+            for own in runs
         ]
     for place, own in enumerate(numbers):
         rest = [other for index, other in enumerate(others) if index != place]
         if rest and all(_is_better(own, other, is_lowest, len(rest)) for other in rest):
             return place
     return None
-
-
-def _by_seed(result: Result, value: Callable[[Run], float | None]) -> dict[int, float | None]:
-    return {run.seed: value(run) for run in result.runs}
 
 
 def _is_better(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -15,8 +14,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,7 +26,6 @@ from raceme.core.options import Value
 from raceme.datasets.npz import DATA_FILE
 from raceme.records.folder import STORE, SUMMARY, check_new, dated_folder, saved_in
 from raceme.reporting.artefacts import missing_line
-from raceme.simulation.devices import PREFIX, Device, Workload, fleet
 
 # -----------------------------------------------------------------------------
 # The logs of `raceme up`: all lines in files, the important ones on the terminal.
@@ -89,195 +87,6 @@ def readable(line: str) -> str | None:
 
 
 # -----------------------------------------------------------------------------
-# Emulated slow devices and networks: a network namespace and a CPU share per device.
-#
-# A pair of virtual interfaces connects a device's namespace with the host; the kernel's netem slows
-# down both ends, one per direction. Its CPU share is enforced by stopping its process for a part of
-# every tenth of a second. Needs root and iproute2; everything is removed at the end.
-# -----------------------------------------------------------------------------
-
-
-_PERIOD_SECONDS = 0.1
-_MOST_DEVICES = 250
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Network and CPU limits of a device.
-
-    Attributes
-    ----------
-    down, up : float
-        Bytes per second to and from it; 0 for no limit.
-    delay : float
-        Additional milliseconds per packet and direction.
-    loss : float
-        Percentage of lost packets per direction.
-    cpu : float
-        Share of one core, at most 1.
-    """
-
-    down: float = 0.0
-    up: float = 0.0
-    delay: float = 0.0
-    loss: float = 0.0
-    cpu: float = 1.0
-
-
-def shapes_of(devices: Sequence[Device], delay: float, loss: float) -> list[Shape]:
-    """Convert simulated devices to shapes: the fastest has a whole core, the others a share."""
-    seconds = [device.mean_duration(Workload(examples=1)) for device in devices]
-    fastest = min((value for value in seconds if value > 0), default=1.0)
-    return [
-        Shape(
-            down=device.bandwidth_down,
-            up=device.bandwidth_up,
-            delay=delay,
-            loss=loss,
-            cpu=min(1.0, fastest / value) if value else 1.0,
-        )
-        for device, value in zip(devices, seconds, strict=True)
-    ]
-
-
-@dataclass(frozen=True)
-class Location:
-    """The location of a shaped device.
-
-    Attributes
-    ----------
-    namespace : str
-        Name of its network namespace.
-    host : str
-        Address at which it reaches the host.
-    """
-
-    namespace: str
-    host: str
-
-    def command(self, command: Sequence[str]) -> list[str]:
-        """Return the command line that runs a command there."""
-        return ["ip", "netns", "exec", self.namespace, *command]
-
-
-@contextmanager
-def places(shapes: Sequence[Shape]) -> Iterator[list[Location]]:
-    """Create a network namespace per shape, and remove it at the end.
-
-    Raises
-    ------
-    UserError
-        Not root, no iproute2, or no kernel support.
-    """
-    check(len(shapes))
-    with ExitStack() as stack:
-        yield [_place(index, shape, stack) for index, shape in enumerate(shapes)]
-
-
-def check(devices: int) -> None:
-    """Raise UserError if this machine or user cannot shape devices."""
-    if os.geteuid() != 0:
-        raise UserError(
-            "--shape creates network namespaces, which needs root: use sudo, or leave --shape out."
-        )
-    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
-    if missing:
-        raise UserError(
-            f"--shape needs the program '{missing[0]}': install iproute2 (apt-get install "
-            "iproute2), or leave out --shape."
-        )
-    if devices > _MOST_DEVICES:
-        raise UserError(f"--shape takes {_MOST_DEVICES} devices at most, got {devices}.")
-
-
-def _place(index: int, shape: Shape, stack: ExitStack) -> Location:
-    # Interface names have 15 characters at most.
-    name, outside, inside = (f"rc{os.getpid()}{kind}{index}" for kind in "nho")
-    host, guest = f"10.213.{index}.1", f"10.213.{index}.2"
-    _run("ip", "netns", "add", name)
-    # Deleting the namespace removes both ends of the pair.
-    stack.callback(_quietly, "ip", "netns", "delete", name)
-    _run("ip", "link", "add", outside, "type", "veth", "peer", "name", inside)
-    stack.callback(_quietly, "ip", "link", "delete", outside)
-    _run("ip", "link", "set", inside, "netns", name)
-    _run("ip", "address", "add", f"{host}/30", "dev", outside)
-    _run("ip", "link", "set", outside, "up")
-    within = ("ip", "netns", "exec", name)
-    _run(*within, "ip", "address", "add", f"{guest}/30", "dev", inside)
-    _run(*within, "ip", "link", "set", inside, "up")
-    _run(*within, "ip", "link", "set", "lo", "up")
-    for prefix, interface, rate in (((), outside, shape.down), (within, inside, shape.up)):
-        terms = netem(shape, rate)
-        if terms:
-            _run(*prefix, "tc", "qdisc", "add", "dev", interface, "root", "netem", *terms)
-    return Location(name, host)
-
-
-def netem(shape: Shape, rate: float) -> list[str]:
-    """Return the arguments of netem for one direction; none if nothing is limited."""
-    terms = []
-    if shape.delay:
-        terms += ["delay", f"{shape.delay:g}ms"]
-    if shape.loss:
-        terms += ["loss", f"{shape.loss:g}%"]
-    if rate:
-        terms += ["rate", f"{round(8 * rate)}bit"]
-    return terms
-
-
-def _run(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        reason = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
-        hint = " (a kernel without netem: modprobe sch_netem)" if "netem" in command else ""
-        raise UserError(f"--shape: '{' '.join(command)}' failed: {reason}{hint}")
-
-
-def _quietly(*command: str) -> None:
-    subprocess.run(command, capture_output=True, check=False)
-
-
-class CpuShare:
-    """Limits a process to a share of the time, from `start` to `close`.
-
-    Parameters
-    ----------
-    process_id : int
-        Id of the process, which is stopped and continued by signals.
-    share : float
-        Share above 0, at most 1; 1 means no limit.
-    """
-
-    def __init__(self, process_id: int, share: float) -> None:
-        self._process_id = process_id
-        self._share = share
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._alternate, daemon=True)
-
-    def start(self) -> None:
-        """Start to slow the process down."""
-        if self._share < 1:
-            self._thread.start()
-
-    def close(self) -> None:
-        """Remove the limit."""
-        self._stop.set()
-        if self._thread.is_alive():
-            self._thread.join()
-
-    def _alternate(self) -> None:
-        # The process has ended.
-        with suppress(ProcessLookupError):
-            try:
-                while not self._stop.wait(_PERIOD_SECONDS * self._share):
-                    os.kill(self._process_id, signal.SIGSTOP)
-                    self._stop.wait(_PERIOD_SECONDS * (1 - self._share))
-                    os.kill(self._process_id, signal.SIGCONT)
-            finally:
-                os.kill(self._process_id, signal.SIGCONT)
-
-
-# -----------------------------------------------------------------------------
 # `raceme up`: a server and devices as processes of one machine.
 # -----------------------------------------------------------------------------
 
@@ -291,8 +100,6 @@ _REFUSED = 2
 """Exit code of a command whose settings or files are wrong."""
 _INTERRUPTED = 130
 """Exit code of a run that was told to stop."""
-_GREETED = "query: done"
-"""Log line of a device that has answered the first query."""
 _ENDED = "The run ended after "
 """Log line of a server at the end of its run."""
 _LEFT = (STORE, "clusters", "accuracy.png", "clusters.png", "devices.png")
@@ -300,7 +107,7 @@ _LEFT = (STORE, "clusters", "accuracy.png", "clusters.png", "devices.png")
 _WATCHER = """while read -r id; do ids="$ids $id"; done; kill -TERM $ids; kill -CONT $ids"""
 """Shell script that reads process ids until its input ends, and then ends these processes.
 
-Those that :class:`CpuShare` has stopped must go on to receive the signal.
+Those that are stopped must go on to receive the signal.
 """
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -489,26 +296,9 @@ def prepare(keys: Mapping[str, Value]) -> RunConfig:
     return config.with_values(out=str(out))
 
 
-def shapes_from(config: RunConfig, profile: str, delay: float, loss: float) -> list[Shape]:
-    """Return the shapes of all devices, by the name of a device profile.
-
-    Raises
-    ------
-    UserError
-        There is no such profile, it is a recorded run, or this machine or user cannot shape
-        devices.
-    """
-    if profile.startswith(PREFIX):
-        raise UserError(
-            f"--shape takes no {PREFIX}FOLDER: a recorded run has the times of tasks, but neither "
-            "speeds nor bandwidths of devices. Name a profile, e.g. --shape slow30x5, or a TOML "
-            "file."
-        )
-    check(config.num_clients)
-    return shapes_of(fleet(profile, config.num_clients, config.seed), delay, loss)
-
-
-def run_testbed(config: RunConfig, show: Show, shapes: Sequence[Shape] | None = None) -> Path:
+def run_testbed(
+    config: RunConfig, show: Show, make: Callable[[Path, Show], Testbed] = Testbed
+) -> Path:
     """Run a configuration on processes of this machine, one device per client.
 
     Parameters
@@ -517,8 +307,8 @@ def run_testbed(config: RunConfig, show: Show, shapes: Sequence[Shape] | None = 
         Configuration of the run; `out` is the folder of its results.
     show : Show
         Receives the lines for the terminal; all lines are in ``logs`` in the folder.
-    shapes : Sequence[Shape], optional
-        Limits of each device; by default they share the machine evenly.
+    make : Callable
+        Makes the testbed of a folder and of what receives the lines.
 
     Returns
     -------
@@ -533,10 +323,6 @@ def run_testbed(config: RunConfig, show: Show, shapes: Sequence[Shape] | None = 
     out = Path(config.out)
     with ExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="raceme-up-")))
-        rooms: list[Location | None] = [None] * config.num_clients
-        if shapes is not None:
-            rooms = list(stack.enter_context(places(shapes)))
-        waiting: dict[str, CpuShare] = {}
         logs, is_over = Logs(out), threading.Event()
 
         def watch(name: str, line: str) -> None:
@@ -547,37 +333,29 @@ def run_testbed(config: RunConfig, show: Show, shapes: Sequence[Shape] | None = 
                 show(name, text)
             if name == _SERVER and _ENDED in line:
                 is_over.set()
-            # A profile describes task times only; once a device has answered the first query,
-            # programs and data are loaded.
-            if name in waiting and _GREETED in line:
-                waiting.pop(name).start()
 
-        bed = Testbed(home, watch)
+        bed = make(home, watch)
         stack.enter_context(bed.stack)
         keys = home / "run.toml"
         named = config.with_values(out=str(out), trust="").to_mapping()
         write_toml(named, keys)
-        port, address = _free_port(), "127.0.0.1" if shapes is None else "0.0.0.0"
+        port = _free_port()
+        address = f"127.0.0.1:{port}"
         # Its devices end with it: a resumed run has new ones. Wait for all, as their order of
         # readiness is random.
-        serve = f"serve --config {keys} --address {address}:{port} --metrics off --reconnect 0"
-        latency = str(max([1.0, *(shape.delay / 1000 for shape in shapes or ())]))
-        wanted = ["--clients-min", str(config.num_clients), "--latency", latency]
+        serve = f"serve --config {keys} --address {address} --metrics off --reconnect 0"
+        wanted = ["--clients-min", str(config.num_clients)]
         # This process has checked whose code it is.
         code = imported_by(named) | ({TRUST: config.trust} if config.trust else {})
         wanted += [word for key, name in code.items() for word in (f"--{key}", name)]
         bed.start(_SERVER, [*_RACEME, *serve.split(), *wanted])
         bed.wait_for_port(port, _SERVER)
-        for index, room in enumerate(rooms):
-            host = room.host if room else address
+        for index in range(config.num_clients):
             node = f"partition-id={index} num-partitions={config.num_clients}"
             if file := named.get(DATA_FILE):
                 node += f" {DATA_FILE}='{file}'"
-            command = _device(f"{host}:{port}", node, latency)
-            process_id = bed.start(f"device {index}", room.command(command) if room else command)
-            if shapes is not None:
-                share = waiting[f"device {index}"] = CpuShare(process_id, shapes[index].cpu)
-                stack.callback(share.close)
+            options = ["--insecure", "--superlink", address, "--node-config", node]
+            bed.start(f"device {index}", [*_RACEME, "device", *options])
         try:
             bed.wait_for_run()
         except KeyboardInterrupt:
@@ -598,11 +376,6 @@ def run_testbed(config: RunConfig, show: Show, shapes: Sequence[Shape] | None = 
         saved = ", ".join(saved_in(out))
         raise UserError(f"The run is not complete; see its output above. Saved in {out}: {saved}.")
     return out
-
-
-def _device(address: str, node: str, latency: str) -> list[str]:
-    options = ["--insecure", "--superlink", address, "--node-config", node, "--latency", latency]
-    return [*_RACEME, "device", *options]
 
 
 def _environment(home: Path) -> dict[str, str]:

@@ -73,6 +73,8 @@ def test_a_run_leaves_everything_and_its_configuration_repeats_it(
     summary = json.loads((tmp_path / "one" / "summary.json").read_text())
     assert summary["updates"] == 24
     assert summary["strategy"] == "casa"
+    assert summary["diverged"] is False
+    assert "lower lr" not in " ".join(first.stdout.split())
     again = raceme(tmp_path, "run", "--config", "one/config.toml", "--out", "two")
     assert again.returncode == 0, again.stderr
     assert contents(tmp_path / "one") == contents(tmp_path / "two")
@@ -144,9 +146,9 @@ def interrupted(folder: Path, lines: int, *arguments: str) -> str:
     return rest
 
 
-def test_interrupted_runs_keep_what_was_done(tmp_path: Path) -> None:
-    interrupted(tmp_path, 3, "run", "--max-updates", "1000000", "--workers", "0", "--out", "out")
-    out = tmp_path / "out"
+def test_interrupted_runs_keep_what_was_done(raceme: Typed, tmp_path: Path) -> None:
+    endless = ["--max-updates", "1000000", "--workers", "0", "--out", "out"]
+    rest, out = interrupted(tmp_path, 3, "run", *endless), tmp_path / "out"
     assert {path.name for path in out.iterdir()} >= FILES
     summary = json.loads((out / "summary.json").read_text())
     assert summary["reason"] == "interrupted by the user"
@@ -155,6 +157,11 @@ def test_interrupted_runs_keep_what_was_done(tmp_path: Path) -> None:
         assert (
             connection.execute("select count(*) from updates").fetchone()[0] == summary["updates"]
         )
+    (line,) = (line for line in rest.splitlines() if line.startswith("To resume: "))
+    command = line.removeprefix("To resume: raceme ").split()
+    assert command[:2] == ["run", "--resume"]
+    resumed = raceme(tmp_path, *command, "--max-updates", "2")
+    assert "updates already" in resumed.stderr
 
 
 _INTERRUPTED_IMPORT = """
@@ -318,12 +325,10 @@ def test_what_is_mistyped_is_one_line_with_a_remedy(raceme: Typed, tmp_path: Pat
 
 
 def test_training_that_diverges_is_said(raceme: Typed, tmp_path: Path) -> None:
-    for lr, diverged in (("1e9", True), ("0.1", False)):
-        out = tmp_path / lr
-        done = raceme(tmp_path, "run", *SMALL, "--lr", lr, "--out", str(out))
-        assert done.returncode == 0
-        assert ("lower lr" in " ".join(done.stdout.split())) is diverged
-        assert json.loads((out / "summary.json").read_text())["diverged"] is diverged
+    done = raceme(tmp_path, "run", *SMALL, "--lr", "1e9", "--out", "out")
+    assert done.returncode == 0
+    assert "lower lr" in " ".join(done.stdout.split())
+    assert json.loads((tmp_path / "out" / "summary.json").read_text())["diverged"] is True
 
 
 @pytest.mark.slow
@@ -425,14 +430,3 @@ def test_resuming_below_what_is_done_is_refused_and_loses_nothing(
     lost = raceme(tmp_path, "run", "--resume", "out", "--max-updates", "10")
     assert "has 26 updates already" in lost.stderr
     assert contents(tmp_path / "out") == before
-
-
-def test_ctrl_c_names_the_command_that_resumes(raceme: Typed, tmp_path: Path) -> None:
-    rest = interrupted(
-        tmp_path, 3, "run", "--max-updates", "1000000", "--workers", "0", "--out", "out"
-    )
-    (line,) = (line for line in rest.splitlines() if line.startswith("To resume: "))
-    command = line.removeprefix("To resume: raceme ").split()
-    assert command[:2] == ["run", "--resume"]
-    resumed = raceme(tmp_path, *command, "--max-updates", "2")
-    assert "updates already" in resumed.stderr

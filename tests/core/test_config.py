@@ -580,12 +580,6 @@ def test_a_share_of_a_mixture_is_at_most_one(name: str) -> None:
         RunConfig.from_mapping({**chosen_for(name), name: 1.5})
 
 
-def test_devices_alone_have_the_name_that_papers_use_too() -> None:
-    assert STRATEGIES["local"] is STRATEGIES["standalone"]
-    assert "local" not in list(STRATEGIES)
-    assert RunConfig(strategy="local").strategy == "local"
-
-
 def test_an_unknown_strategy_is_refused_at_construction() -> None:
     with pytest.raises(UserError, match=r"Unknown strategy 'cassa'\. Did you mean 'casa'\?"):
         RunConfig(strategy="cassa")

@@ -12,7 +12,6 @@ import torch
 from raceme import datasets
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
-from raceme.core.registry import DATASETS
 from raceme.datasets.images import read_idx
 from raceme.datasets.source import DataShape, Target, suited
 from raceme.runs import experiment
@@ -70,14 +69,6 @@ def test_a_file_whose_name_is_no_clients_is_said(tmp_path: Path) -> None:
     write(tmp_path, "Ben\u00a0Meier")
     with pytest.raises(UserError, match=r"The client 'Ben\\xa0Meier' needs another name"):
         datasets.load(folder(tmp_path, clients=2))
-
-
-def test_the_old_name_and_the_old_folder_are_taken_still(tmp_path: Path) -> None:
-    (tmp_path / "har").mkdir()
-    write(tmp_path / "har", "1")
-    config = RunConfig(dataset="har", data_root=str(tmp_path))
-    assert len(datasets.all_clients(config)) == 1
-    assert "har" not in list(DATASETS)
 
 
 def test_what_is_held_out_is_tested_with_and_nothing_else(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from runs_here import run_all
 from typer.testing import CliRunner
 
 from raceme.cli import app
@@ -171,7 +172,10 @@ def test_a_variant_has_to_be_named(tmp_path: Path) -> None:
     assert variants(plain.with_name("waiting.toml.other")) == {}
 
 
-def test_compare_runs_the_variants_of_a_file(tmp_path: Path) -> None:
+def test_compare_runs_the_variants_of_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raceme.experiments.jobs.run_jobs", run_all)
     path, out = written(tmp_path, COMPLETE), tmp_path / "out"
     command = ["compare", "fedbuff", "--suite", str(path), "--out", str(out), "--max-updates", "8"]
     ran = CliRunner().invoke(app, [*command, "--only", "iris-slow", "--seeds", "0"])

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from rich.console import Console
+from runs_here import run_all
 
 from raceme.core.config import read_toml
 from raceme.core.errors import UserError
 from raceme.experiments.compare import compare, prepare
-from raceme.experiments.jobs import Job, Report
 from raceme.experiments.results import Comparison, best_of
 from raceme.experiments.suites import ComparedMethod, Published, Suite, grid, of_names, read_sweep
 from raceme.experiments.tables import main_table
 from raceme.records.record import read_run
-from raceme.runs.experiment import simulate
 
 SETTINGS = {"dataset": "digits", "clients": 8, "max-updates": 24, "lr": 0.1}
 
@@ -30,12 +28,6 @@ def run(suite: Suite, out: Path) -> tuple[Comparison, str]:
 
 def run_here(suite: Suite, out: Path) -> Comparison:
     """Run a suite in this process."""
-
-    def run_all(jobs: Sequence[Job], processes: int, report: Report) -> dict[Job, str]:
-        for job in jobs:
-            simulate(job.config)
-        return {}
-
     return compare(prepare(suite, out), 1, Console(quiet=True), run_all)
 
 
@@ -47,7 +39,7 @@ def test_a_sweep_is_tried_on_the_first_seed_and_its_best_runs_on_all(
     points = grid({"alpha": (0.001, 0.5)})
     swept = ComparedMethod("fedasync", "fedasync", sweep=points, published=(row,))
     suite = Suite("Sweep", (swept,), SETTINGS, (0, 1), sweep_scale=sweep_scale)
-    comparison, _ = run(suite, tmp_path)
+    comparison = run_here(suite, tmp_path)
     (result,) = comparison.results
     tried = comparison.sweeps["fedasync"]
     assert [point.method.options["alpha"] for point in tried] == [0.001, 0.5]
@@ -70,7 +62,6 @@ def test_a_sweep_is_tried_on_the_first_seed_and_its_best_runs_on_all(
     assert said.count("already finished, kept") == 4
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 @pytest.mark.parametrize("sweep_scale", [1.0, 0.5])
 def test_a_sweep_of_one_point_is_that_point_on_all_seeds(

@@ -100,6 +100,7 @@ def test_a_device_that_has_just_been_registered_is_online_at_once(tmp_path: Path
         assert [each.stop() for each in (second, early)] == [0, 0]
 
 
+@pytest.mark.slow
 def test_a_device_joins_again_when_the_superlink_has_forgotten_it(tmp_path: Path) -> None:
     with loopback(tmp_path) as bed:
         superlink = bed.superlink()

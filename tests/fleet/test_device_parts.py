@@ -397,6 +397,10 @@ def test_a_memory_limit_makes_large_tasks_fail_and_no_more(tmp_path: Path) -> No
         (["--superlink", "server:1", "--key", __file__], "OpenSSH"),
         (["--superlink", "server:1", "--root-certificates", __file__], "PEM"),
         (["--superlink", "server:1", "--node-config", "rubbish"], "key=value"),
+        (
+            ["--superlink", "server:1", "--insecure", "--node-config", "data-file='missing.npz'"],
+            "There is no data file missing.npz",
+        ),
         (["--superlink", "server:1", "--trusted-app", "raceme"], "PUBLISHER/NAME"),
         (["--superlink", "server:1", "--when", "never"], "expected at-once, interval=60s"),
     ],

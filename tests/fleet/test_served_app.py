@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sqlite3
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -13,6 +14,10 @@ from processes import Loopback, Process, free_port, loopback, raceme
 
 from raceme.cli.fleet import ServerArguments, serve
 from raceme.core.errors import UserError
+from raceme.core.signals import StopSignal
+from raceme.fleet.device import PatientCalls, StoppedError
+from raceme.flower.fleet_client import Endpoint, connect
+from raceme.flower.fleet_protocol import generate_keys
 
 APP = QUICKSTARTS / "numpy_app"
 
@@ -92,7 +97,7 @@ def test_a_serverapp_that_starts_nothing_for_a_method_to_replace(tmp_path: Path)
 def test_a_serverapp_that_trains_without_a_strategy_is_refused_before_it_does(
     tmp_path: Path,
 ) -> None:
-    write_app(
+    app = write_app(
         tmp_path,
         "trainsalone",
         """
@@ -101,13 +106,26 @@ while not list(grid.get_node_ids()):
 list(grid.send_and_receive(messages(grid)))
 """,
     )
-    with loopback(tmp_path) as bed:
-        bed.fleet_port = free_port()
-        places = ("--address", bed.fleet_address, "--metrics", "off", "--out", "out")
-        command = raceme("serve", "trainsalone", *places, "--strategy", "casa")
-        server = bed.start("serve", command)
-        device = start_device(bed, 0, "raceme/trainsalone")
-        assert server.wait(100) == 2, server.describe()
-        assert "train: done" not in device.text()
-    assert "raceme: The ServerApp of" in server.text()
-    assert "Traceback" not in server.text()
+    address, stop, received = f"127.0.0.1:{free_port()}", StopSignal(), list[object]()
+    endpoint = Endpoint(address, insecure=True)
+    calls = PatientCalls(stop, endpoint)
+
+    def take_part() -> None:
+        keys = generate_keys()
+        with suppress(StoppedError), connect(endpoint, keys, calls, register=True) as link:
+            while True:
+                received.append(link.receive(0.5))
+
+    node = Thread(target=take_part)
+    node.start()
+    try:
+        with pytest.raises(UserError, match="starts no strategy"):
+            serve(
+                {"strategy": "casa", "out": str(tmp_path / "out")},
+                ServerArguments(address=address, metrics="off"),
+                app,
+            )
+    finally:
+        stop.set()
+        node.join(30)
+    assert not any(received)

@@ -4,17 +4,19 @@ import json
 import os
 import resource
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from processes import Loopback, Process, loopback, raceme, wait_until
+from processes import ROOT, Loopback, Process, loopback, raceme, wait_until
 from typer.testing import CliRunner
 
+from benchmarks.shaped_devices import Shape, check, netem, places, shapes_of
 from raceme.cli import app
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
-from raceme.fleet.testbed import Logs, Shape, descendants, netem, readable, shapes_of
+from raceme.fleet.testbed import Logs, descendants, readable
 from raceme.records.record import read_run
 from raceme.records.store import read_events
 from raceme.runs.experiment import simulate
@@ -184,8 +186,6 @@ def test_a_server_that_refuses_to_resume_is_no_success(place: Loopback, tmp_path
         (["--set", "cassa.gamma=1"], "Unknown key 'cassa.gamma'"),
         (["--set", "dataset=digit"], "Unknown dataset 'digit'"),
         (["--attack", "sign-flip"], "attack is for simulated clients"),
-        (["--delay", "20"], "--delay and --loss belong to --shape"),
-        (["--shape", "trace:runs/mine"], "--shape takes no trace:FOLDER"),
     ],
 )
 def test_what_cannot_work_is_said_before_anything_starts(options: list[str], message: str) -> None:
@@ -211,16 +211,12 @@ def test_a_profile_becomes_shares_of_a_core_and_bandwidths() -> None:
 
 
 def test_shaping_without_root_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from raceme.fleet import testbed as shaping
-
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with pytest.raises(UserError, match="needs root: use sudo, or leave --shape out"):
-        shaping.check(2)
+    with pytest.raises(UserError, match="need root: use sudo"):
+        check(2)
 
 
 def can_shape(*terms: str) -> bool:
-    from raceme.fleet.testbed import places
-
     try:
         with places([Shape(delay=1.0)] if terms else [Shape()]):
             return True
@@ -234,8 +230,10 @@ def test_devices_in_namespaces_with_a_share_of_the_cpu(place: Loopback, tmp_path
         pytest.skip("needs root and iproute2")
     out = tmp_path / "out"
     network = ["--delay", "20", "--loss", "1"] if can_shape("delay") else []
-    options = ["--max-updates", "10", "--out", str(out), "--shape", "slow30x5", *network]
-    bed = up(place, *KEYS, *options)
+    script = [sys.executable, str(ROOT / "benchmarks" / "shaped_devices.py"), "--clients", "2"]
+    keys = ["groups=0.5,0.5", "eval-every=10", "max-updates=10"]
+    options = ["--out", str(out), "--shape", "slow30x5", *network, *keys]
+    bed = place.start("shaped", [*script, *options])
     assert bed.wait(120) == 0, bed.describe()
     assert len(read_run(out).updates.seq) == 10
     wait_until(lambda: not list(Path("/run/netns").glob(f"rc{bed.handle.pid}*")), 5)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from runs_here import run_all
 from typer.testing import CliRunner
 
 from raceme.cli import app
@@ -96,7 +97,9 @@ def comparison_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("comparison")
     arguments = ["compare", "casa", "fedavg", "--max-updates", "16", "--clients", "4"]
     arguments += ["--set", "model=mclr"]
-    CliRunner().invoke(app, [*arguments, "--out", str(out)], catch_exceptions=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("raceme.experiments.jobs.run_jobs", run_all)
+        CliRunner().invoke(app, [*arguments, "--out", str(out)], catch_exceptions=False)
     return out
 
 
