@@ -403,7 +403,11 @@ def list_names(
         typer.Argument(metavar="[PART]", help="a list, e.g. datasets; or part of a name or a key"),
     ] = "",
     keys: Annotated[
-        bool, typer.Option("--keys", help="also list every key of a run, or those with PART")
+        bool,
+        typer.Option(
+            "--keys",
+            help="also list every key of a run, or those with PART in name or text",
+        ),
     ] = False,
 ) -> None:
     """List the strategies, datasets, partitions, drifts, models and device profiles."""
@@ -426,7 +430,11 @@ def list_names(
     # Read on demand only, since it imports the declaring modules.
     found_keys: dict[str, Key] = {}
     if keys or not width:
-        found_keys = {name: key for name, key in all_keys().items() if part in name}
+        every = all_keys()
+        found_keys = {name: key for name, key in every.items() if part in name}
+        if keys and not found_keys:
+            # No key is named like it; some may be about it.
+            found_keys = {name: key for name, key in every.items() if part in key.help.lower()}
     elif chosen := {key: part for key, registry in _LISTS.values() if registry.is_own(part)}:
         found_keys = {
             name: key

@@ -286,7 +286,7 @@ def test_shares_that_are_no_shares_are_refused(text: str) -> None:
             ("label-groups", {"clients": 40, "groups": "2", "group_labels": text}, message)
             for text, message in (
                 ("0-4,x", "a label or a range of labels per group, e.g. 0-4,4-7,7-9; got '0-4,x'"),
-                ("0-9", "names 1 groups, but groups has 2"),
+                ("0-9", "names 1 group, but groups has 2"),
                 ("0-9,12", "'12' is no label of the data"),
                 ("0-4,6-9", r"leaves out labels of the data: \[5\]"),
             )
@@ -306,7 +306,7 @@ def test_shares_that_are_no_shares_are_refused(text: str) -> None:
         (
             "classes",
             {"clients": 4, "classes_per_client": 1, "classes_dealt": "in-blocks"},
-            "4 clients of 1 labels cannot hold all 10",
+            "4 clients of 1 label cannot hold all 10",
         ),
         (
             "classes",
