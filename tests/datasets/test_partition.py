@@ -523,7 +523,7 @@ def test_what_others_make_of_the_samples_has_the_labels_of_the_group() -> None:
 @pytest.mark.parametrize(
     ("keys", "error"),
     [
-        ({"clients": 1}, "scenario s1 has two groups, and there are 1 clients"),
+        ({"clients": 1}, "two groups, and needs two clients and two classes: got 1 and"),
         ({"clients": 400}, "Too many clients: 400"),
         ({"scenario": "s3"}, "Unknown value of scenario 's3'"),
         ({"scenario_density": 1.5}, "scenario-density must be"),

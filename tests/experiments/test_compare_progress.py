@@ -60,7 +60,7 @@ def test_runs_of_a_budget_of_time_are_measured_by_it(tmp_path: Path) -> None:
         progress.report(fedasync, JobProgress(1, 5.0, ""))
     assert out.getvalue().splitlines() == [
         "0/2 runs finished; casa, seed 0: 590 updates, 5 of 20 s; fedasync, seed 0: starting; "
-        "about 105 s left",
+        "about 2 min left",
         # Two quarters of a run after 30 s.
         "0/2 runs finished; casa, seed 0: 590 updates, 5 of 20 s; "
         "fedasync, seed 0: 1 update, 5 of 20 s; about 90 s left",
