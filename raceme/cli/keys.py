@@ -447,7 +447,9 @@ def list_names(
         count = len(found_keys)
         keys_that = f"{count} keys that have it" if count > 1 else "a key that has it"
         hint = f" `raceme list {part} --keys` lists {keys_that}." if count else ""
-        raise UserError(f"No match for '{part}'.{hint or ' `raceme list` lists all names.'}")
+        owners = " Settings of a device's owner, such as privacy, are not keys of a run: see "
+        rest = f"{owners}docs/security.md." if keys else ""
+        raise UserError(f"No match for '{part}'.{hint or ' `raceme list` lists all names.'}{rest}")
 
 
 def _strategies(entries: Mapping[str, str]) -> dict[str, dict[str, str]]:

@@ -851,6 +851,9 @@ def check_key(name: str, value: Any, further: Iterable[_Reader] = ()) -> tuple[K
     UserError
         There is no such key, or the value is of another type or out of the range.
     """
+    if name in general_keys():
+        # Declared alike by all that also read it, which need not be imported.
+        return _key(general_keys()[name]), convert(name, value, general_keys()[name])
     # Reading a strategy's keys imports it: as few as possible.
     strategy, dot, _ = name.partition(".")
     further = tuple(reader for reader in further if not _is_package_feature(*reader))

@@ -62,7 +62,7 @@ class Browser:
         self.driver.get(address)
         self.until(lambda: self.run("return Boolean(window.raceme)"))
 
-    def until(self, condition: Callable[[], Any], seconds: float = 60.0) -> Any:
+    def until(self, condition: Callable[[], Any], seconds: float = 180.0) -> Any:
         return wait_until(condition, seconds, self.describe)
 
     def describe(self) -> str:
