@@ -1222,7 +1222,7 @@ _FAMILIES: Mapping[str, tuple[str | None, str]] = {
     "personalized": (None, "ditto fedrep panicle fedavg standalone"),
     "feddrift": ("drift", "feddrift feddrift-async panicle fielding flexcfl-async fedasync"),
     "continual": ("tasks", "apd fedweit ewc ssgd fedavg"),
-    "cdfl": ("mixtures", "cdfl fedsoft-async fedsoft fedasync"),
+    "cdfl": ("mixtures", "cdfl fedsoft-async fedsoft"),
 }
 """Methods beside their neighbours, by the page of a family: the fleet, and the rows."""
 
