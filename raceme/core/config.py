@@ -273,7 +273,7 @@ class RunConfig(TrainingOptions, Limits):
         "1), or a folder with an .npz file per cluster (empty: none)",
     )
     pretrain: int = option(
-        0, "samples per distribution to pre-train its first model on, on the server (0: off)", low=0
+        0, "samples per distribution on which the server pre-trains its first model (0: off)", low=0
     )
     pretrain_epochs: int = option(5, "epochs of the pre-training", low=1)
     batch_norm: str = option(

@@ -516,7 +516,7 @@ class DigitsByOrigin(ImageSource):
         A client has a random part of its group's samples; the origins of a group mix by size.
         """
         groups = _groups(config)
-        what = f"digits-by-origin has {plural(len(groups), 'group')}, of which each"
+        what = f"digits-by-origin has {plural(len(groups), 'group')}"
         sharers = source.shared_out(config, len(groups), what)
         shape = self.shape(config).input_shape
         parts = [_READERS[name](config) for names in groups for name in names]

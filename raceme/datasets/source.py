@@ -485,7 +485,7 @@ def shared_out(config: RunConfig, count: int, what: str) -> list[Indices]:
     """
     if config.num_clients < count:
         raise UserError(
-            f"{what} is at least one client: take at least {count} clients, got "
+            f"{what}, each with at least one client: take at least {count} clients, got "
             f"{config.num_clients}."
         )
     return np.array_split(np.arange(config.num_clients), count)
