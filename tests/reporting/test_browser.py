@@ -764,8 +764,18 @@ def test_measures_of_a_method_have_charts_and_tables(browser: Browser, tmp_path:
             browser.driver.save_screenshot(path)
 
 
-def test_a_method_without_measures_has_no_panel_of_them(replayed: Browser) -> None:
-    assert replayed.run("return document.getElementById('panel-measures').hidden") is True
+def test_a_method_without_measures_has_no_panel_of_them(browser: Browser, tmp_path: Path) -> None:
+    with RunStore(tmp_path / "run") as store:
+        store.observe(ClientJoined(0.0, "a", 0, 10, None))
+        store.observe(RunEnded(2.0, 0, "interrupted"))
+    hidden = (
+        "return ['clients', 'measures']"
+        ".map((one) => document.getElementById(`panel-${one}`).hidden)"
+    )
+    with watching(tmp_path / "run", "127.0.0.1", 0) as beside:
+        browser.open(beside.address)
+        browser.until(lambda: "The run has ended" in browser.describe())
+        browser.until(lambda: browser.run(hidden) == [False, True])
 
 
 def run_of(
