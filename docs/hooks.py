@@ -8,17 +8,37 @@ from typing import Any
 
 from mkdocs.structure.files import File
 
-from raceme.core.config import all_keys
+from raceme.core.config import RunConfig, all_keys
+from raceme.core.limits import Limits
+from raceme.core.options import Key
+from raceme.core.training_settings import TrainingOptions
 
 LINK = re.compile(r"\[([^\]]*)\]\((?!https?:|#)([^)#\s]*)[^)]*\)")
 """A link from a page to another file of the checkout."""
 
 
+_TOPICS = ("Run", "Local training", "Limits and evaluations", "Features")
+"""Headings of the keys that every run has."""
+
+
+def _topic(name: str, key: Key) -> str:
+    """Return the heading of a key: its method, the kinds of its readers, or a topic of the run."""
+    method = name.rpartition(".")[0]
+    if method or key.readers:
+        return method or " and ".join(f"{kind}s" for kind in key.readers).capitalize()
+    run, training, limits, features = _TOPICS
+    if key.item.name in Limits.__annotations__:
+        return limits
+    if key.item.name in TrainingOptions.__annotations__:
+        return training
+    return run if key.item.name in RunConfig.__annotations__ else features
+
+
 def keys_page() -> str:
-    """Return what ``raceme list --keys`` lists as Markdown, a table for each group of keys."""
-    groups: dict[str, list[str]] = {}
+    """Return what ``raceme list --keys`` lists as Markdown, a table for each topic."""
+    groups: dict[str, list[str]] = {topic: [] for topic in _TOPICS}
     for name, key in all_keys().items():
-        group = name.rpartition(".")[0] or "Keys of a run"
+        group = _topic(name, key)
         readers = [] if "." in name else [", ".join(names) for names in key.readers.values()]
         meaning = f"{key.help} ({'; '.join(readers)})" if readers else key.help
         default = "empty" if key.default == "" else str(key.default)
@@ -26,12 +46,17 @@ def keys_page() -> str:
         cells = (f"`{name}`", meaning, key.type, key.unit or "–", f"`{default}`")
         row = " | ".join(cell.replace("|", r"\|").replace("<", "&lt;") for cell in cells)
         groups.setdefault(group, []).append(f"| {row} |")
+    # Topics of every run, then those of its parts in capitals, then methods.
+    rest = sorted(set(groups) - set(_TOPICS), key=lambda group: (group[0].islower(), group))
+    ordered = (*_TOPICS, *rest)
     head = "| key | meaning | type | unit | default |\n|---|---|---|---|---|\n"
-    tables = [f"## {group}\n\n{head}" + "\n".join(rows) for group, rows in groups.items()]
+    tables = [f"## {group}\n\n{head}" + "\n".join(groups[group]) for group in ordered]
     return (
         "# Keys\n\nEach key is an option (`--lr 0.1`), an assignment (`--set lr=0.1`), a line of a "
-        "TOML file (`--config`), and an argument in Python (`lr=0.1`). `raceme list --keys` prints "
-        "this page.\n\n" + "\n\n".join(tables) + "\n"
+        "TOML file (`--config`), and an argument in Python (`lr=0.1`). `raceme list --keys WORD` "
+        "lists those with a word. Keys of a method follow those of a run.\n\n"
+        '<input id="keys-filter" type="search" placeholder="Filter keys, e.g. staleness" '
+        'aria-label="Filter keys" class="md-input">\n\n' + "\n\n".join(tables) + "\n"
     )
 
 

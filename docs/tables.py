@@ -31,6 +31,8 @@ from raceme.core.config import read_toml, write_toml
 
 DOCS = Path(__file__).parent
 PAGES = ("results*.md", "research/panicle*.md")
+METHODS = "research/method*.md"
+"""Pages of methods, which have many tables of advice and options: these need no mark."""
 NEVER = "/"
 """Published time of a method that never reached the target."""
 Cell = Callable[[str], str]
@@ -1205,6 +1207,51 @@ def fair(docs: Path) -> Table:
 _PAPER_300 = "accuracy %, paper (300 rounds)"
 _CHARACTERS = "accuracy %, paper, FEMNIST (300 rounds)"
 _SEEDS_75 = "ours (75 rounds, seeds 0, 1, 2)"
+# Methods at equal virtual time -------------------------------------------------------------------
+
+
+_FAMILIES: Mapping[str, tuple[str | None, str]] = {
+    "casa": (None, "casa casa-plus panicle ifca-async cfl-async fedasync"),
+    "cfl": (None, "cfl ocfl icfl cfl-async casa fedavg"),
+    "ifca": (None, "ifca fesem fedrc ifca-async flexcfl casa"),
+    "flexcfl": (None, "flexcfl flexcfl-async ifca ifca-async panicle fedavg"),
+    "faacl": (None, "faacl faacl-async flexcfl cfl panicle fedavg"),
+    "csafl": (None, "csafl flexcfl flexcfl-async casa fedavg fedasync"),
+    "profiles": (None, "flux cfl-gp fielding echopfl flexcfl casa"),
+    "one-model": (None, "fedavg fedasync fedbuff ace casa standalone"),
+    "personalized": (None, "ditto fedrep panicle fedavg standalone"),
+    "feddrift": ("drift", "feddrift feddrift-async panicle fielding flexcfl-async fedasync"),
+    "continual": ("tasks", "apd fedweit ewc ssgd fedavg"),
+    "cdfl": ("mixtures", "cdfl fedsoft-async fedsoft"),
+}
+"""Methods beside their neighbours, by the page of a family: the fleet, and the rows."""
+
+
+def equal_time(docs: Path, name: str, methods: str) -> Table:
+    """Accuracy and costs of methods that had the same virtual time."""
+    of = Experiment.read(docs, name)
+
+    def mean(key: str, digits: int, factor: float = 1.0) -> Cell:
+        return lambda method: number(factor * of.mean(method, key), digits)
+
+    return Table(
+        (
+            *("method", "accuracy %", "worst tenth", "clusters", "updates", "device time (s)"),
+            *("MB down", "MB up"),
+        ),
+        lines(
+            code(*methods.split()),
+            accuracy(of, 1),
+            mean("worst_tenth_accuracy", 1, 100.0),
+            whole(of, "clusters"),
+            mean("updates", 0),
+            mean("device_time", 0),
+            mean("bytes_down", 1, 1e-6),
+            mean("bytes_up", 1, 1e-6),
+        ),
+    )
+
+
 TABLES: dict[str, Callable[[Path], Table]] = {
     "casa-table1-mnist": partial(
         casa_table1,
@@ -1350,6 +1397,13 @@ TABLES: dict[str, Callable[[Path], Table]] = {
 }
 """The tables, by the names in their marks."""
 
+TABLES |= {
+    f"equal-time-{family}": partial(
+        equal_time, name=f"equal-time{'' if case is None else f'-{case}'}", methods=methods
+    )
+    for family, (case, methods) in _FAMILIES.items()
+}
+
 _MARKED = re.compile(r"<!-- table: ([^\n]+?) -->\n(.*?)\n?<!-- end -->", re.DOTALL)
 _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 _HEAD = re.compile(r"(?:^|\n)([^\n]*)\n(\|[^\n]*)\n\|[-:| ]+\|\n")
@@ -1357,7 +1411,7 @@ _HEAD = re.compile(r"(?:^|\n)([^\n]*)\n(\|[^\n]*)\n\|[-:| ]+\|\n")
 
 def pages(docs: Path) -> list[Path]:
     """Return the results pages."""
-    return sorted(page for pattern in PAGES for page in docs.glob(pattern))
+    return sorted(page for pattern in (*PAGES, METHODS) for page in docs.glob(pattern))
 
 
 def rewritten(docs: Path, page: Path) -> tuple[str, list[str]]:
@@ -1433,7 +1487,7 @@ def main(arguments: Sequence[str] | None = None, docs: Path = DOCS) -> int:
         if not is_check:
             page.write_text(text, encoding="utf-8")
             found = [problem for problem in found if " differs: " not in problem]
-        problems += found + unmarked(page)
+        problems += found + ([] if page.match(METHODS) else unmarked(page))
     problems += unknown_files(docs)
     for problem in problems:
         print(problem)

@@ -91,7 +91,7 @@ def run(
     keys = with_prefixes(keys, [str(keys["strategy"])])
     with _TURN, _flower_silenced():
         config = resolve(RunConfig.from_mapping(keys))
-        progress = RunProgress(config.planned_updates, console=_console())
+        progress = RunProgress(config.expected_updates, console=_console())
         with StopRequest(signal.SIGINT) as stop, progress:
             return opened(simulate(config, progress.observe, stop=stop))
 

@@ -278,7 +278,7 @@ class OpenComparison:
 
     def _repr_html_(self) -> str:
         text = main_table(self.results)
-        return _html_table(text.title, text.rows, text.columns)
+        return _html_table(text.title, text.rows, text.columns) + _html_lines(text.lines)
 
     @property
     def table(self) -> pd.DataFrame:
@@ -289,7 +289,8 @@ class OpenComparison:
         text = main_table(self.results)
         columns = [column.replace("\n", " ") for column in text.columns]
         cells = [[cell.replace("**", "") for cell in row] for row in text.rows]
-        return _for_papers(_frame(cells, columns).set_index("method"), to_latex(self.results))
+        frame = _frame(cells, columns).set_index("method")
+        return _for_papers(frame, to_latex(self.results), text.lines)
 
     @property
     def rows(self) -> pd.DataFrame:
@@ -455,15 +456,18 @@ def open_folder(folder: str | Path) -> OpenRun | OpenComparison:
     )
 
 
-def _for_papers(frame: Any, latex: str) -> pd.DataFrame:
-    """Return a data frame whose ``to_latex`` writes a table for a paper."""
+def _for_papers(frame: Any, latex: str, lines: Sequence[str] = ()) -> pd.DataFrame:
+    """Return a data frame whose ``to_latex`` writes a table for a paper; lines are shown below."""
 
     class PaperTable(_pandas().DataFrame):  # type: ignore[misc]
         """A data frame whose derivatives are ordinary ones."""
 
         def __repr__(self) -> str:
             # pandas would elide columns in the middle.
-            return self.to_string()  # type: ignore[no-any-return]
+            return "\n".join([self.to_string(), *lines])
+
+        def _repr_html_(self) -> str:
+            return str(super()._repr_html_()) + _html_lines(lines)
 
         def to_latex(self, buf: Any = None, **options: Any) -> str | None:
             """Return or write the table for a paper; with options, as pandas does."""
@@ -497,6 +501,10 @@ def _pandas() -> Any:
     except ImportError:
         raise UserError(f"Tables need pandas: {install_line('notebook')}") from None
     return pandas
+
+
+def _html_lines(lines: Iterable[str]) -> str:
+    return "".join(f"<p>{html.escape(line)}</p>" for line in lines)
 
 
 def _html_table(title: str, rows: Iterable[Iterable[str]], heads: Iterable[str] = ()) -> str:

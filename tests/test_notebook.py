@@ -636,6 +636,10 @@ def test_tables_for_a_paper(folder: Path, tmp_path: Path) -> None:
     assert purity.loc["casa", 0] == opened.rows["purity"][0]
     printed = str(opened.table)
     assert "..." not in printed
+    # What the mark at a method means is said below, also in a notebook.
+    assert "\n* casa: " in printed
+    assert "<p>* casa: " in opened.table._repr_html_()
+    assert "<p>* casa: " in opened._repr_html_()
     assert f"{100 * opened.rows['accuracy'][0]:.2f}" in printed
     assert f"casa & {purity.loc['casa', 0]:.2f}" in purity.to_latex()
     assert opened.times.isna().all(axis=None)

@@ -14,6 +14,7 @@ from processes import ROOT
 from typer.testing import CliRunner
 
 from raceme.cli import app, main
+from raceme.core.config import read_toml
 from raceme.core.errors import UserError
 
 FILES = ("my_method.py", "my_client.py")
@@ -75,6 +76,19 @@ def test_a_run_of_other_code_is_not_kept(folder: Path, monkeypatch: pytest.Monke
     (folder / "rates.py").write_text("RATE = 0.6\n")
     with pytest.raises(UserError, match=r"seed-0 holds a finished run, .* has changed since"):
         CliRunner().invoke(app, compared, catch_exceptions=False)
+
+
+def test_a_method_may_be_named_like_a_key(folder: Path) -> None:
+    # The file of the run has the key `devices`, and those of the class Devices: devices.alpha, …
+    (folder / "unlucky.py").write_text("from raceme.strategies import FedAsync as Devices\n")
+    run = ["run", "--strategy", "unlucky:Devices", "--clients", "2", "--workers", "0"]
+    rest = ["--max-updates", "4", "--set", "devices.alpha=0.3", "--out", "out"]
+    CliRunner().invoke(app, [*run, *rest], catch_exceptions=False)
+    kept = read_toml(folder / "out" / "config.toml")
+    assert (kept["devices"], kept["devices.alpha"]) == ("slow30x5", 0.3)
+    resumed = ["run", "--resume", "out", "--trust", "out", "--max-updates", "6"]
+    CliRunner().invoke(app, resumed, catch_exceptions=False)
+    assert read_toml(folder / "out" / "config.toml") == kept | {"max-updates": 6}
 
 
 def test_a_run_that_goes_on_with_other_code_says_so(folder: Path) -> None:

@@ -112,6 +112,9 @@ def test_the_source_distribution_has_the_tests_and_no_results(tmp_path: Path) ->
         names = {member.name.partition("/")[2] for member in archive.getmembers()}
     for needed in ("CONTRIBUTING.md", "SECURITY.md", "CITATION.cff", "tests/test_wheel.py"):
         assert needed in names
+    # The site can be built from it: all pages and pictures.
+    site = [path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.*")]
+    assert {name for name in site if not name.endswith((".json", ".pyc"))} <= names
     assert not [name for name in names if name.startswith("docs/results/")]
 
 

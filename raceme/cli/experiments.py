@@ -158,6 +158,8 @@ def with_seeds(suite: Suite, text: str | None) -> Suite:
             seeds += range(int(first), int(last or first) + 1)
     except ValueError:
         raise UserError(f"--seeds takes numbers, e.g. 0,1,2 or 0..4; got '{text}'.") from None
+    if not seeds:
+        raise UserError(f"--seeds takes the smaller number first, e.g. 0..4; got '{text}'.")
     return replace(suite, seeds=tuple(seeds))
 
 

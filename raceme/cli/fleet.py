@@ -339,7 +339,7 @@ def up(keys: Mapping[str, Value], options: TestbedArguments) -> None:
 class CertificateArguments:
     """Options of `raceme certs`."""
 
-    out: Path = option(..., "folder for the files; created if missing")
+    out: Path = option(Path("certs"), "folder for the files; created if missing")
     host: tuple[str, ...] = option((), "name or address of the server; may be repeated")
     device: tuple[str, ...] = option((), "id of a device; may be repeated")
     days: int = option(825, "validity of the certificates", unit="DAYS", low=1)

@@ -403,7 +403,11 @@ def list_names(
         typer.Argument(metavar="[PART]", help="a list, e.g. datasets; or part of a name or a key"),
     ] = "",
     keys: Annotated[
-        bool, typer.Option("--keys", help="also list every key of a run, or those with PART")
+        bool,
+        typer.Option(
+            "--keys",
+            help="also list every key of a run, or those with PART in name or text",
+        ),
     ] = False,
 ) -> None:
     """List the strategies, datasets, partitions, drifts, models and device profiles."""
@@ -426,7 +430,11 @@ def list_names(
     # Read on demand only, since it imports the declaring modules.
     found_keys: dict[str, Key] = {}
     if keys or not width:
-        found_keys = {name: key for name, key in all_keys().items() if part in name}
+        every = all_keys()
+        found_keys = {name: key for name, key in every.items() if part in name}
+        if keys and not found_keys:
+            # No key is named like it; some may be about it.
+            found_keys = {name: key for name, key in every.items() if part in key.help.lower()}
     elif chosen := {key: part for key, registry in _LISTS.values() if registry.is_own(part)}:
         found_keys = {
             name: key
@@ -439,7 +447,9 @@ def list_names(
         count = len(found_keys)
         keys_that = f"{count} keys that have it" if count > 1 else "a key that has it"
         hint = f" `raceme list {part} --keys` lists {keys_that}." if count else ""
-        raise UserError(f"No match for '{part}'.{hint or ' `raceme list` lists all names.'}")
+        owners = " Settings of a device's owner, such as privacy, are not keys of a run: see "
+        rest = f"{owners}docs/security.md." if keys else ""
+        raise UserError(f"No match for '{part}'.{hint or ' `raceme list` lists all names.'}{rest}")
 
 
 def _strategies(entries: Mapping[str, str]) -> dict[str, dict[str, str]]:

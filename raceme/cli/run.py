@@ -49,7 +49,7 @@ def run(keys: Mapping[str, Value], watch: Watch = False, watch_address: Address 
         settings = settings.with_values(out=str(made))
     try:
         with watched(watch, Path(settings.resume or settings.out), watch_address):
-            progress = RunProgress(max_updates=settings.planned_updates)
+            progress = RunProgress(max_updates=settings.expected_updates)
             with StopRequest() as stop, progress:
                 outcome = simulate(settings, progress.observe, stop=stop)
             end_with(outcome)

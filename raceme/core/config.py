@@ -150,11 +150,18 @@ def write_toml(keys: Mapping[str, Value], path: Path) -> None:
 
 
 def as_tables(keys: Mapping[str, Value]) -> dict[str, Any]:
-    """Return dotted keys as TOML tables."""
+    """Return dotted keys as TOML tables.
+
+    A method of a user may be named like a key, e.g. the class ``Model`` with the key ``model.rate``
+    beside ``model``: such a key stays dotted, since a name is either a value or a table.
+    """
     tree: dict[str, Any] = {}
     for name, value in keys.items():
         table, _, inner = name.rpartition(".")
-        (tree.setdefault(table, {}) if table else tree)[inner] = value
+        if table and table not in keys:
+            tree.setdefault(table, {})[inner] = value
+        else:
+            tree[name] = value
     return tree
 
 
@@ -266,7 +273,7 @@ class RunConfig(TrainingOptions, Limits):
         "1), or a folder with an .npz file per cluster (empty: none)",
     )
     pretrain: int = option(
-        0, "samples per distribution to pre-train its first model on, on the server (0: off)", low=0
+        0, "samples per distribution on which the server pre-trains its first model (0: off)", low=0
     )
     pretrain_epochs: int = option(5, "epochs of the pre-training", low=1)
     batch_norm: str = option(
@@ -469,6 +476,11 @@ class RunConfig(TrainingOptions, Limits):
             return _MAX_UPDATES
         participants = getattr(self.parameters(), "participants", int)
         return self.max_rounds * int(participants(self.num_clients))
+
+    @property
+    def expected_updates(self) -> int:
+        """The planned updates; 0 if time or computation alone limits the run."""
+        return self.planned_updates if self.max_updates != 0 or self.max_rounds else 0
 
     def with_values(self, **values: Any) -> RunConfig:
         """Return a copy with other values, by attribute name.
@@ -839,6 +851,9 @@ def check_key(name: str, value: Any, further: Iterable[_Reader] = ()) -> tuple[K
     UserError
         There is no such key, or the value is of another type or out of the range.
     """
+    if name in general_keys():
+        # Declared alike by all that also read it, which need not be imported.
+        return _key(general_keys()[name]), convert(name, value, general_keys()[name])
     # Reading a strategy's keys imports it: as few as possible.
     strategy, dot, _ = name.partition(".")
     further = tuple(reader for reader in further if not _is_package_feature(*reader))

@@ -29,7 +29,7 @@ from flwr.serverapp import Grid
 from raceme.core import events
 from raceme.core import messages as names
 from raceme.core.clients import Client
-from raceme.core.errors import UserError, check_known, shown_by_flower
+from raceme.core.errors import UserError, check_known, plural, shown_by_flower
 from raceme.core.evaluation import EvaluateFn, Packer, mean_metrics, tested_by_server
 from raceme.core.events import ACCURACY, LOSS_MEASURE, change_line, is_news
 from raceme.core.feature import Probe
@@ -963,7 +963,7 @@ class FlowerLog(events.EventHandler):
             mean = sum(staleness) / len(staleness)
             parts.append(f"staleness {mean:.1f} on average, {max(staleness)} at most")
         if self._rejected:
-            parts.append(f"{self._rejected} replies not used")
+            parts.append(f"{plural(self._rejected, 'reply', 'replies')} not used")
         if metrics:
             parts.append(shown(metrics))
         _log(f"Round {number}{self._length}: {', '.join(parts)}")
@@ -1412,7 +1412,8 @@ class _Run(events.EventHandler):
         if self._useless >= fewest:
             # Hides the refusal of the last reply, which may still be being handled.
             raise UserError(
-                f"None of {self._useless} replies could be used; the last one, of {self._refused}"
+                f"None of {plural(self._useless, 'reply', 'replies')} could be used; the last one, "
+                f"of {self._refused}"
             ) from None
 
     # Rounds and tests.

@@ -65,7 +65,10 @@ def users_line(error: BaseException) -> str:
     """
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
         if frame.f_globals.get("__name__") in _USERS:
-            return f"{Path(frame.f_code.co_filename).name}, line {line}"
+            file = frame.f_code.co_filename
+            # In a worker process a definition of a script or notebook has no file.
+            where = "the script or cell" if file.startswith("<") else Path(file).name
+            return f"{where}, line {line}"
     return ""
 
 

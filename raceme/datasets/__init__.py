@@ -11,7 +11,7 @@ from functools import lru_cache
 import numpy as np
 
 from raceme.core.config import RunConfig
-from raceme.core.errors import UserError
+from raceme.core.errors import UserError, plural
 from raceme.core.registry import DATASETS, PARTITIONERS, explained
 from raceme.datasets.dealt import (
     Dealt,
@@ -134,7 +134,7 @@ def with_fitting_groups(config: RunConfig) -> RunConfig:
         return config
     if isinstance(chosen, Loaded) and chosen.comes_with_clients(config):
         return config
-    there = f"clients={config.num_clients}" + (f", {labels} labels" if labels else "")
+    there = f"clients={config.num_clients}" + (f", {plural(labels, 'label')}" if labels else "")
     log.warning("groups '%s' do not fit (%s): merged into '%s'", groups, there, fitting)
     return config.with_values(groups=fitting)
 

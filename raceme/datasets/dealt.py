@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raceme.core.config import RunConfig
-from raceme.core.errors import UserError
+from raceme.core.errors import UserError, plural
 from raceme.core.files import absolute
 from raceme.datasets.npz import (
     LABEL_ARRAYS,
@@ -393,7 +393,8 @@ def proxies_from_clients(dealt: Dealt) -> ProxySets:
         if dealt.dataset.target is None and len(missing):
             raise UserError(
                 f"The proxy set of distribution {group} misses class {missing[0]}, which its test "
-                f"samples have: with proxy '{dealt.config.proxy}' it holds {len(has)} samples. "
+                f"samples have: with proxy '{dealt.config.proxy}' it holds "
+                f"{plural(len(has), 'sample')}. "
                 "Take more."
             )
     return ProxySets(tuple(proxies), tuple(tests))

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raceme.core.config import RunConfig
-from raceme.core.errors import UserError, check_known
+from raceme.core.errors import UserError, check_known, plural
 from raceme.core.options import option
 from raceme.datasets import source
 from raceme.datasets.npz import (
@@ -183,7 +183,10 @@ def read_csv(path: Path) -> dict[str, NDArray[Any]]:
         raise UserError(f"Cannot read {path} as CSV: {reason}.") from None
     for number, row in enumerate(rows, 2):
         if len(row) != len(names):
-            raise UserError(f"{path}, row {number}: {len(row)} cells for the {len(names)} columns.")
+            raise UserError(
+                f"{path}, row {number}: {plural(len(row), 'cell')} for the "
+                f"{plural(len(names), 'column')}."
+            )
     return {
         name: _numbers(np.array([row[index] for row in rows], np.str_))
         for index, name in enumerate(names)

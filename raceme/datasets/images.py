@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from raceme.core.config import RunConfig
-from raceme.core.errors import UserError, os_errors_as_user_errors
+from raceme.core.errors import UserError, os_errors_as_user_errors, plural
 from raceme.core.files import ReadingError, check_regular, check_room
 from raceme.core.options import option
 from raceme.datasets import source
@@ -516,7 +516,7 @@ class DigitsByOrigin(ImageSource):
         A client has a random part of its group's samples; the origins of a group mix by size.
         """
         groups = _groups(config)
-        what = f"digits-by-origin has {len(groups)} groups, of which each"
+        what = f"digits-by-origin has {plural(len(groups), 'group')}"
         sharers = source.shared_out(config, len(groups), what)
         shape = self.shape(config).input_shape
         parts = [_READERS[name](config) for names in groups for name in names]

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raceme.core.config import RunConfig
-from raceme.core.errors import UserError
+from raceme.core.errors import UserError, plural
 from raceme.core.options import option, reads
 from raceme.datasets.source import Dataset, Indices, Labels, generator
 
@@ -134,10 +134,11 @@ def label_groups(labels: Indices, config: RunConfig, rng: np.random.Generator) -
     shares = parse_groups(options.groups)
     kinds = np.unique(labels)
     named = options.group_labels != "auto"
-    for what, number in (("labels", len(kinds)), ("clients", config.num_clients)):
-        if len(shares) > number and not (named and what == "labels"):
+    for what, number in (("label", len(kinds)), ("client", config.num_clients)):
+        if len(shares) > number and not (named and what == "label"):
             raise UserError(
-                f"groups names {len(shares)} groups, but there are only {number} {what}: "
+                f"groups names {len(shares)} groups, but there "
+                f"{'is' if number == 1 else 'are'} only {plural(number, what)}: "
                 f"give at most {number} shares."
             )
     client_counts = _shared(config.num_clients, options.groups, "client")
@@ -180,8 +181,9 @@ def dirichlet_by_class(labels: Indices, config: RunConfig, rng: np.random.Genera
     enough = len(labels) / clients
     if options.dirichlet_least > enough:
         raise UserError(
-            f"dirichlet-least: {len(labels)} samples are not {options.dirichlet_least} for each of "
-            f"{clients} clients. Give at most {math.floor(enough)}, or take fewer clients."
+            f"dirichlet-least: {plural(len(labels), 'sample')} for {plural(clients, 'client')} are "
+            f"fewer than {options.dirichlet_least} each. Give at most {math.floor(enough)}, or "
+            "take fewer clients."
         )
     for _ in range(_DRAWS):
         parts: list[list[Indices]] = [[] for _ in range(clients)]
@@ -224,8 +226,8 @@ def classes(labels: Indices, config: RunConfig, rng: np.random.Generator) -> Par
         own = rng.permutation(np.flatnonzero(labels == kind))
         if len(own) < least * len(clients):
             raise UserError(
-                f"Too few samples of label {kind}: {len(own)} for {len(clients)} clients. "
-                "Take fewer clients or more classes-per-client."
+                f"Too few samples of label {kind}: {len(own)} for {plural(len(clients), 'client')}"
+                ". Take fewer clients or more classes-per-client."
             )
         if options.classes_dealt == "in-blocks":
             equal = len(own) // len(clients)
@@ -255,7 +257,9 @@ def _named_labels(text: str, groups: int, kinds: Indices) -> list[Indices]:
     if not all(re.fullmatch(r"\d{1,6}(-\d{1,6})?", part) for part in parts):
         raise UserError(f"{expected}; got '{text}'.")
     if len(parts) != groups:
-        raise UserError(f"group-labels names {len(parts)} groups, but groups has {groups}.")
+        raise UserError(
+            f"group-labels names {plural(len(parts), 'group')}, but groups has {groups}."
+        )
     bounds = [(int(part.split("-")[0]), int(part.split("-")[-1])) for part in parts]
     named = [kinds[(kinds >= first) & (kinds <= last)] for first, last in bounds]
     for part, own in zip(parts, named, strict=True):
@@ -439,12 +443,13 @@ def _deal_labels(num_labels: int, config: RunConfig, rng: np.random.Generator) -
     wanted = options.classes_per_client
     if wanted > num_labels:
         raise UserError(
-            f"classes-per-client is {wanted}, but the data have only {num_labels} labels."
+            f"classes-per-client is {wanted}, but the data have only {plural(num_labels, 'label')}."
         )
     if config.num_clients * wanted < num_labels:
         raise UserError(
-            f"{config.num_clients} clients of {wanted} labels cannot hold all {num_labels} labels: "
-            f"take at least {-(-num_labels // wanted)} clients or more classes-per-client."
+            f"{plural(config.num_clients, 'client')} of {plural(wanted, 'label')} cannot hold all "
+            f"{num_labels} labels: take at least {-(-num_labels // wanted)} clients or more "
+            "classes-per-client."
         )
     clients = np.arange(config.num_clients)
     if options.classes_dealt == "in-blocks":
@@ -463,8 +468,9 @@ def _deal_labels(num_labels: int, config: RunConfig, rng: np.random.Generator) -
     if options.classes_dealt == "in-turn":
         if config.num_clients + wanted - 1 < num_labels:
             raise UserError(
-                f"{config.num_clients} clients that have {wanted} labels in turn have not all "
-                f"{num_labels}: take at least {num_labels - wanted + 1} clients, or deal mixed."
+                f"{plural(config.num_clients, 'client')} with {plural(wanted, 'label')} each, in "
+                f"turn, cannot hold all {num_labels}: take at least {num_labels - wanted + 1} "
+                "clients, or deal mixed."
             )
         return [clients[(label - clients) % num_labels < wanted] for label in range(num_labels)]
     holders: list[list[int]] = [[] for _ in range(num_labels)]
@@ -784,8 +790,8 @@ def scenario(labels: Indices, config: RunConfig, rng: np.random.Generator) -> Pa
     kinds = np.unique(labels)
     if min(len(kinds), config.num_clients) < chosen.groups:
         raise UserError(
-            f"scenario {options.scenario} has two groups, and there are {config.num_clients} "
-            f"clients and {len(kinds)} classes: two of each are needed."
+            f"scenario {options.scenario} has two groups, and needs two clients and two classes: "
+            f"got {config.num_clients} and {len(kinds)}."
         )
     groups = np.arange(config.num_clients) % chosen.groups
     weights = client_weights(config, rng) * [chosen.size(group) for group in groups.tolist()]

@@ -468,7 +468,7 @@ class HitBearing(Recordings):
         for testing, since neighbours are similar.
         """
         files = self._files(config)
-        what = f"hit-bearing has {len(files)} machines and speeds, of which each"
+        what = f"hit-bearing has {len(files)} machines and speeds"
         sharers = source.shared_out(config, len(files), what)
         arrays = self._arrays(files)
         y = np.array(arrays["y"], np.int64)
@@ -618,7 +618,7 @@ class Fsdd(NpzFolder):
                 "(recordings, bands, times). Take dataset npz-folder for other data."
             )
         speakers = len(whole.users)
-        held = f"fsdd has {speakers} speakers, of which each"
+        held = f"fsdd has {speakers} speakers"
         sharers = source.shared_out(config, speakers, held)
         parts = [
             (own[number :: len(clients)], speaker)

@@ -308,7 +308,7 @@ class Loaded(Source):
             )
         if found.users is not None and config.num_clients > len(found.users):
             raise UserError(
-                f"Dataset '{self._name}' has {len(found.users)} clients, and clients is "
+                f"Dataset '{self._name}' has {plural(len(found.users), 'client')}, and clients is "
                 f"{config.num_clients}: give at most as many."
             )
         return found
@@ -352,7 +352,7 @@ def _misfit(dataset: Dataset) -> str:
     for name in ("test_users", "groups"):
         of = getattr(dataset, name)
         if users is not None and of is not None and len(of) != len(users):
-            return f"{name} has {len(of)} entries for {len(users)} clients"
+            return f"{name} has a length of {len(of)}, and there are {len(users)} users"
     for own in (*(users or ()), *(dataset.test_users or ())):
         if len(own) and not 0 <= np.min(own) <= np.max(own) < len(x):
             return f"clients have samples {np.min(own)} to {np.max(own)}, of {len(x)}"
@@ -485,7 +485,7 @@ def shared_out(config: RunConfig, count: int, what: str) -> list[Indices]:
     """
     if config.num_clients < count:
         raise UserError(
-            f"{what} is at least one client: take at least {count} clients, got "
+            f"{what}, each with at least one client: take at least {count} clients, got "
             f"{config.num_clients}."
         )
     return np.array_split(np.arange(config.num_clients), count)

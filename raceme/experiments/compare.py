@@ -117,9 +117,7 @@ class SuiteProgress:
         """Show the start, progress or end of a run."""
         if news is None:
             self._under_way[job] = None
-            self._lines[job] = self._bars.add_task(
-                job.name, total=job.config.planned_updates, state="starting"
-            )
+            self._lines[job] = self._bars.add_task(job.name, total=_done(job)[1], state="starting")
         elif isinstance(news, JobProgress):
             score = f", {news.score}" if news.score else ""
             state = f"t = {news.time:.0f} s{score}"
@@ -127,9 +125,9 @@ class SuiteProgress:
             if job in self._resumed:
                 self._resumed.remove(job)
                 self._before += _share(job, news)
+            done, total = _done(job, news)
             # Rounds may have more updates than expected.
-            total = max(news.updates, job.config.planned_updates)
-            self._bars.update(self._lines[job], completed=news.updates, total=total, state=state)
+            self._bars.update(self._lines[job], completed=done, total=max(done, total), state=state)
             self._bars.update(self._suite, state=self._left())
         else:
             del self._under_way[job]
@@ -149,9 +147,7 @@ class SuiteProgress:
     def _how_far(self) -> str:
         """Describe the active runs in one line."""
         each = [
-            f"{job.name}: {shown_updates(news.updates, job.config.planned_updates)}"
-            if news
-            else f"{job.name}: starting"
+            f"{job.name}: {_so_far(job, news)}" if news else f"{job.name}: starting"
             for job, news in self._under_way.items()
         ]
         left = self._left()
@@ -177,7 +173,28 @@ class SuiteProgress:
 
 def _share(job: Job, news: JobProgress | None) -> float:
     """Return the finished share of a run, above 1 with more updates than expected."""
-    return news.updates / job.config.planned_updates if news else 0.0
+    done, total = _done(job, news)
+    return done / total if total else 0.0
+
+
+def _done(job: Job, news: JobProgress | None = None) -> tuple[float, float]:
+    """Return how much is done, and of how much: updates, or seconds of a run without their limit.
+
+    Of a run that only its computation limits it is not known: the second number is 0.
+    """
+    config = job.config
+    if not config.expected_updates and config.max_time:
+        return (news.time if news else 0.0), config.max_time
+    return (news.updates if news else 0), config.expected_updates
+
+
+def _so_far(job: Job, news: JobProgress) -> str:
+    """Describe the progress of a run: ``"30 of 100 updates"``, ``"30 updates, 4 of 20 s"``."""
+    config = job.config
+    text = shown_updates(news.updates, config.expected_updates)
+    if not config.expected_updates and config.max_time:
+        text += f", {news.time:.0f} of {config.max_time:g} s"
+    return text
 
 
 def _ending(job: Job, news: Finished) -> str:

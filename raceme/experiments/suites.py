@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import Field, dataclass, field, fields, replace
 from enum import StrEnum
 from functools import cached_property
@@ -441,9 +442,13 @@ class Suite:
         kind, _, amount = text.partition("=")
         check_known("budget", kind.strip(), _BUDGETS)
         key = _BUDGETS[kind.strip()]
-        limit = check_key(key, amount.strip().removesuffix("" if kind == "updates" else "s"))[1]
+        limit = None
+        with suppress(UserError):
+            limit = check_key(key, amount.strip().removesuffix("" if kind == "updates" else "s"))[1]
         if not limit:
-            raise UserError(f"A budget is above 0, e.g. time=20s or updates=500; got '{text}'.")
+            raise UserError(
+                f"A budget is a number above 0, e.g. time=20s or updates=500; got '{text}'."
+            )
         none: dict[str, Value] = {"max-updates": 0, "max-time": 0.0, "max-rounds": 0}
         return self.with_settings({**none, key: limit})
 

@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 
 from raceme.core.clients import Fleet
 from raceme.core.clusters import blended
-from raceme.core.errors import UserError, about, one_line
+from raceme.core.errors import UserError, about, one_line, plural
 from raceme.core.evaluation import read_scores
 from raceme.core.events import (
     ACCURACY,
@@ -676,8 +676,7 @@ class Rollouts(EventHandler):
             if not is_no_worse(pairs, self._margin, self.store.of_errors):
                 used = _mean(used for _, used in pairs)
                 found = f"{self._measure.word} {score:.4g}, {used:.4g} of the one in use"
-                tried = "1 device" if len(pairs) == 1 else f"{len(pairs)} devices"
-                self._hold(version, f"{found}, on {tried}")
+                self._hold(version, f"{found}, on {plural(len(pairs), 'device')}")
                 return
         canaries = [name for name in testers if name in self._devices and self._devices[name].uses]
         if all(self._devices[name].has == version.key for name in canaries):

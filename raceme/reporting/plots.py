@@ -16,7 +16,7 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import FixedLocator, Locator, MaxNLocator, PercentFormatter
 from numpy.typing import NDArray
 
-from raceme.core.errors import printable
+from raceme.core.errors import plural, printable
 from raceme.core.events import (
     ACCURACY,
     ClusterChange,
@@ -1062,7 +1062,7 @@ def clusters_figure(record: RunRecord, *, clock: str = CLOCK) -> Figure:
         _draw_epoch(axes, epoch, turn / seconds, stop / seconds, seconds)
     clients = len({placed.client for placed in record.placements})
     axes.set_yticks([])
-    axes.set_ylabel("1 client" if clients == 1 else f"{clients} clients")
+    axes.set_ylabel(plural(clients, "client"))
     axes.spines["left"].set_visible(False)
     axes.grid(False)
     low, high = extent(epochs)

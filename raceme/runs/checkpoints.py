@@ -704,4 +704,4 @@ def _other_config(there: Mapping[str, Value], here: Mapping[str, Value]) -> str:
     if not differences:
         return ""
     more = f", and {len(differences) - 3} more" if len(differences) > 3 else ""
-    return f"it is of another run: {'; '.join(differences[:3])}{more}"
+    return f"it belongs to another run: {'; '.join(differences[:3])}{more}"

@@ -481,10 +481,10 @@ def _warn_if_late(
     most, rounds = config.max_updates or math.inf, config.max_rounds
     # At the end a request of each other client is open. A round has one update at least.
     limit, end_of = {
-        "requests": (most + config.num_clients - 2, f"{most} updates"),
-        "rounds": (rounds, f"{rounds} rounds") if rounds else (most, f"{most} updates"),
+        "requests": (most + config.num_clients - 2, plural(most, "update")),
+        "rounds": (rounds, plural(rounds, "round")) if rounds else (most, plural(most, "update")),
         "seconds": (config.max_time or math.inf, f"{config.max_time:g} seconds"),
-        "updates": (most, f"{most} updates"),
+        "updates": (most, plural(most, "update")),
     }.get(unit, (math.inf, ""))
     if first > limit:
         log.warning(

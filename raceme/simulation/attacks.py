@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from raceme import client_app, datasets
 from raceme.core.config import RunConfig
-from raceme.core.errors import UserError
+from raceme.core.errors import UserError, plural
 from raceme.core.messages import (
     ACCURACIES,
     ALL_EXAMPLES,
@@ -583,7 +583,7 @@ def attackers_of(config: RunConfig) -> frozenset[int]:
         if count >= len(order):
             raise UserError(
                 f"attackers-drawn={ONE_GROUP} draws from the largest group, which has "
-                f"{len(order)} clients, of which one at least is honest, and attackers="
+                f"{plural(len(order), 'client')}, of which one at least is honest, and attackers="
                 f"{options.attackers:g} are {count}: lower attackers, or give larger groups."
             )
     return frozenset(order[:count])

@@ -31,7 +31,7 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, RecordDict
 
 from raceme.core.chain import Chain
-from raceme.core.errors import UserError, unknown_name
+from raceme.core.errors import UserError, plural, unknown_name
 from raceme.core.files import ReadingError, absolute, parse_toml, read_text
 from raceme.core.messages import (
     COMPUTE_SCALE,
@@ -761,8 +761,8 @@ def _recorded_clients(folder: str, record: RunRecord, own: Sequence[str]) -> Seq
     if set(names) != recorded or len(names) != len(own):
         shown = ", ".join(sorted(recorded)[:5]) + (", …" if len(recorded) > 5 else "")
         raise UserError(
-            f"The run in {folder} has updates of {len(recorded)} clients ({shown}), this one has "
-            f"{len(own)} clients: use --clients {len(recorded)}."
+            f"The run in {folder} has updates of {plural(len(recorded), 'client')} ({shown}), "
+            f"this one has {plural(len(own), 'client')}: use --clients {len(recorded)}."
         )
     return names
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raceme.core.clusters import Clusters, Matrix, Model
-from raceme.core.errors import UserError, about
+from raceme.core.errors import UserError, about, plural
 from raceme.core.files import check_room
 from raceme.core.messages import ALL_EXAMPLES, LABEL_COUNTS, ModelSpec, Vector, count_of
 from raceme.core.options import option
@@ -418,8 +418,8 @@ def start_clusters(
     starts = method.starts
     if starts and len(starts) != count:
         raise UserError(
-            f"There are {len(starts)} pre-trained models for {count} clusters: pretrain makes one "
-            "for each group of the data."
+            f"pretrain makes a model for each group of the data, here {len(starts)}, which do not "
+            f"fit {plural(count, 'cluster')}."
         )
     if not (starts or alike):
         return different_models(method, vector, count)
@@ -430,7 +430,7 @@ def start_clusters(
 def different_models(method: Method, vector: Vector, count: int) -> Clusters:
     """Return K clusters with different models; the first is the initial model itself."""
     log_count(method, count, "k")
-    check_room(count * vector.nbytes, f"{count:,} models of {vector.size:,} weights")
+    check_room(count * vector.nbytes, f"{plural(count, 'model')} of {vector.size:,} weights")
     spec, rng = method._spec, method.rng
     vectors = [vector, *(redrawn(vector, spec, rng) for _ in range(1, count))]
     return Clusters({cluster: Model(start) for cluster, start in enumerate(vectors)})
@@ -462,8 +462,8 @@ def check_groups(count: int, clients: int, what: str = "groups") -> None:
     """Raise UserError if there are more groups than clients."""
     if count > clients:
         raise UserError(
-            f"{count} {what} cannot be made of {clients} clients: take fewer {what}, or more "
-            "clients."
+            f"{count} {what} cannot be made of {plural(clients, 'client')}: take fewer {what}, or "
+            "more clients."
         )
 
 
@@ -633,10 +633,14 @@ class LabelCounts:
             raise InvalidReplyError("its label counts are no counts")
         labels = self.usual_labels(client, len(counts))
         if len(counts) != labels:
-            raise InvalidReplyError(f"it counts {len(counts)} labels, and others {labels}")
+            raise InvalidReplyError(
+                f"it counts {plural(len(counts), 'label')}, and others {labels}"
+            )
         if answer.num_examples and int(counts.sum()) != answer.num_examples:
             total = int(counts.sum())
-            raise InvalidReplyError(f"it counts {total} labels of {answer.num_examples} examples")
+            raise InvalidReplyError(
+                f"it counts {plural(total, 'label')} of {answer.num_examples} examples"
+            )
         # n_i of eq (9): all samples of the client, released or not.
         examples = max(stated, count_of(answer.metrics.get(ALL_EXAMPLES)) or 0)
         self.count(client, counts.tolist(), examples, tolerance, distance)

@@ -309,6 +309,8 @@ def test_what_is_mistyped_is_one_line_with_a_remedy(raceme: Typed, tmp_path: Pat
         (["reproduce", "--name=casa-table1"], "type `raceme reproduce casa-table1`.\n"),
         (["reproduce", "casa-table9"], "'casa-table2'? `raceme reproduce` lists them all.\n"),
         (["run", "--strategy", "cassa"], "'cassa'. Did you mean 'casa'? `raceme list` lists them"),
+        (["compare", "casa", "--budget", "time=soon"], "updates=500; got 'time=soon'.\n"),
+        (["compare", "casa", "--seeds", "5..2"], "smaller number first, e.g. 0..4; got '5..2'.\n"),
         (["runs"], "No such command 'runs'"),
         (["run", "--resume", "nowhere"], "There is no run in nowhere to resume: expected the"),
         (["serve"], "give --out, e.g. --out runs/lab"),

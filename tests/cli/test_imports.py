@@ -95,10 +95,12 @@ DEVICE = ("device", "--superlink", "127.0.0.1:1")
         ("up", "--delay", "3", "--loss", "-1"),
         ("fleet", "status", "nowhere"),
         ("certs", "--out", "certs"),
+        ("compare", "casa", "--budget", "time=soon"),
+        ("compare", "casa", "--seeds", "5..2"),
     ],
     ids=" ".join,
 )
-def test_mistakes_of_operators_need_no_torch(arguments: tuple[str, ...], tmp_path: Path) -> None:
+def test_mistakes_of_typing_need_no_torch(arguments: tuple[str, ...], tmp_path: Path) -> None:
     assert "torch" not in imported(command(*arguments), tmp_path)
 
 

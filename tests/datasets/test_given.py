@@ -183,7 +183,7 @@ def test_a_csv_file(tmp_path: Path) -> None:
         datasets.load(config.with_values(target="activty"))
     path.write_text("a,y\n1,2\n3\n")
     datasets.forget()
-    with pytest.raises(UserError, match=r"people\.csv, row 3: 1 cells for the 2 columns"):
+    with pytest.raises(UserError, match=r"people\.csv, row 3: 1 cell for the 2 columns"):
         datasets.load(config)
     with pytest.raises(UserError, match=r"Cannot read .*none\.csv: No such file"):
         datasets.load(config.with_values(data_file=str(tmp_path / "none.csv")))

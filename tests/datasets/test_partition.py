@@ -286,7 +286,7 @@ def test_shares_that_are_no_shares_are_refused(text: str) -> None:
             ("label-groups", {"clients": 40, "groups": "2", "group_labels": text}, message)
             for text, message in (
                 ("0-4,x", "a label or a range of labels per group, e.g. 0-4,4-7,7-9; got '0-4,x'"),
-                ("0-9", "names 1 groups, but groups has 2"),
+                ("0-9", "names 1 group, but groups has 2"),
                 ("0-9,12", "'12' is no label of the data"),
                 ("0-4,6-9", r"leaves out labels of the data: \[5\]"),
             )
@@ -306,7 +306,7 @@ def test_shares_that_are_no_shares_are_refused(text: str) -> None:
         (
             "classes",
             {"clients": 4, "classes_per_client": 1, "classes_dealt": "in-blocks"},
-            "4 clients of 1 labels cannot hold all 10",
+            "4 clients of 1 label cannot hold all 10",
         ),
         (
             "classes",
@@ -523,7 +523,7 @@ def test_what_others_make_of_the_samples_has_the_labels_of_the_group() -> None:
 @pytest.mark.parametrize(
     ("keys", "error"),
     [
-        ({"clients": 1}, "scenario s1 has two groups, and there are 1 clients"),
+        ({"clients": 1}, "two groups, and needs two clients and two classes: got 1 and"),
         ({"clients": 400}, "Too many clients: 400"),
         ({"scenario": "s3"}, "Unknown value of scenario 's3'"),
         ({"scenario_density": 1.5}, "scenario-density must be"),

@@ -479,7 +479,7 @@ def test_an_uneven_number_gives_the_first_speaker_more_clients(speakers: Path) -
 def test_missing_or_few_recordings_are_one_clear_line(speakers: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"There are no \.npz files in"):
         datasets.load(fsdd(tmp_path / "none", 4))
-    with pytest.raises(UserError, match="has 2 speakers, of which each is at least one client"):
+    with pytest.raises(UserError, match="has 2 speakers, each with at least one client"):
         datasets.load(fsdd(speakers, 1))
     with pytest.raises(UserError, match="too few recordings for 160 clients"):
         datasets.load(fsdd(speakers, 160))

@@ -48,8 +48,8 @@ def test_arrays_that_fit_are_used_and_their_clients_counted() -> None:
         ({"num_classes": 2}, "from 0 to 1, got 0 to 2"),
         ({"y": Y - 1}, "from 0 to 2, got -1 to 1"),
         ({"x": np.where(X == 0, np.nan, X)}, "not finite"),
-        ({"groups": (0,)}, "groups has 1 entries for 2 clients"),
-        ({"test_users": HALVES[:1]}, "test_users has 1 entries for 2 clients"),
+        ({"groups": (0,)}, "groups has a length of 1, and there are 2 users"),
+        ({"test_users": HALVES[:1]}, "test_users has a length of 1, and there are 2 users"),
         ({"users": (np.arange(3), np.arange(3, 7))}, "samples 3 to 6, of 6"),
     ],
 )

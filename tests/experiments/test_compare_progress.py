@@ -47,6 +47,26 @@ def test_ten_quiet_seconds_have_a_line(tmp_path: Path) -> None:
     ]
 
 
+def test_runs_of_a_budget_of_time_are_measured_by_it(tmp_path: Path) -> None:
+    suite = of_names(["casa", "fedasync"], {"max-updates": 0, "max-time": 20.0})
+    casa, fedasync = make_jobs(suite, suite.methods, (0,), tmp_path)
+    out, now = StringIO(), 0.0
+    with SuiteProgress(2, 0, Console(file=out, width=200), clock=lambda: now) as progress:
+        progress.report(casa, None)
+        progress.report(fedasync, None)
+        now = 15.0
+        progress.report(casa, JobProgress(590, 5.0, ""))
+        now = 30.0
+        progress.report(fedasync, JobProgress(1, 5.0, ""))
+    assert out.getvalue().splitlines() == [
+        "0/2 runs finished; casa, seed 0: 590 updates, 5 of 20 s; fedasync, seed 0: starting; "
+        "about 2 min left",
+        # Two quarters of a run after 30 s.
+        "0/2 runs finished; casa, seed 0: 590 updates, 5 of 20 s; "
+        "fedasync, seed 0: 1 update, 5 of 20 s; about 90 s left",
+    ]
+
+
 def test_what_a_resumed_run_had_done_says_nothing_of_the_time_left(tmp_path: Path) -> None:
     suite = of_names(["casa", "fedasync"], {"max-updates": 100})
     casa, _ = make_jobs(suite, suite.methods, (0,), tmp_path)

@@ -177,7 +177,7 @@ def test_a_server_that_refuses_to_resume_is_no_success(place: Loopback, tmp_path
     assert up(place, *KEYS, "--max-updates", "4", "--out", str(out)).wait(120) == 0
     other = up(place, *KEYS, "--max-updates", "8", "--set", "lr=0.3", "--resume", str(out))
     assert other.wait(120) == 2
-    assert "it is of another run: lr is" in other.text()
+    assert "it belongs to another run: lr is" in other.text()
 
 
 @pytest.mark.parametrize(

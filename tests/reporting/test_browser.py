@@ -18,11 +18,13 @@ from processes import free_port, loopback, raceme, wait_until
 
 from raceme.core.config import RunConfig
 from raceme.core.events import (
+    ACCURACY,
     ClientJoined,
     ClientLeft,
     ClusterChange,
     ClustersChanged,
     Evaluated,
+    Measure,
     Measured,
     MeasureSchema,
     RunEnded,
@@ -62,7 +64,7 @@ class Browser:
         self.driver.get(address)
         self.until(lambda: self.run("return Boolean(window.raceme)"))
 
-    def until(self, condition: Callable[[], Any], seconds: float = 60.0) -> Any:
+    def until(self, condition: Callable[[], Any], seconds: float = 180.0) -> Any:
         return wait_until(condition, seconds, self.describe)
 
     def describe(self) -> str:
@@ -762,20 +764,45 @@ def test_measures_of_a_method_have_charts_and_tables(browser: Browser, tmp_path:
             browser.driver.save_screenshot(path)
 
 
-def test_a_method_without_measures_has_no_panel_of_them(replayed: Browser) -> None:
-    assert replayed.run("return document.getElementById('panel-measures').hidden") is True
+def test_a_method_without_measures_has_no_panel_of_them(browser: Browser, tmp_path: Path) -> None:
+    with RunStore(tmp_path / "run") as store:
+        store.observe(ClientJoined(0.0, "a", 0, 10, None))
+        store.observe(RunEnded(2.0, 0, "interrupted"))
+    hidden = (
+        "return ['clients', 'measures']"
+        ".map((one) => document.getElementById(`panel-${one}`).hidden)"
+    )
+    with watching(tmp_path / "run", "127.0.0.1", 0) as beside:
+        browser.open(beside.address)
+        browser.until(lambda: "The run has ended" in browser.describe())
+        browser.until(lambda: browser.run(hidden) == [False, True])
 
 
-def run_of(folder: Path, method: str, accuracy: float, **keys: Any) -> None:
+def run_of(
+    folder: Path, method: str, accuracy: float, measure: Measure = ACCURACY, **keys: Any
+) -> None:
     """Write a finished run of 20 updates."""
     folder.mkdir(parents=True)
     begin(folder, RunConfig.from_mapping({"strategy": method, "dataset": "digits", **keys}))
     with RunStore(folder) as store:
         store.observe(UpdateApplied(1, 1.0, "a", 0, 0, 0, 0.5, 0.5, 1.0, 500_000, 500_000))
         scores = {"a": (0, accuracy / 2, 0.5), "b": (0, accuracy * 1.5, 0.5)}
-        store.observe(Evaluated(2.0, 20, accuracy, 0.5, 1, scores))
+        store.observe(Evaluated(2.0, 20, accuracy, 0.5, 1, scores, measure=measure))
         store.observe(RunEnded(2.0, 20, "reached max-updates"))
     (folder / "summary.json").write_text("{}")
+
+
+def test_a_comparison_of_regressions_names_its_error(browser: Browser, tmp_path: Path) -> None:
+    for seed, error in ((0, 2.5), (1, 3.5)):
+        run_of(tmp_path / "casa" / f"seed-{seed}", "casa", error, Measure("°C"), seed=seed)
+    heads = "return [...document.querySelectorAll('h2, thead th')].map((one) => one.innerText)"
+    with watching(tmp_path, "127.0.0.1", 0, comparison=True) as beside:
+        browser.open(beside.address)
+        browser.until(lambda: "2/2 runs finished" in browser.describe())
+        found = browser.until(lambda: "MAE (°C)" in browser.run(heads) and browser.run(heads))
+    assert "Mean absolute error" in found
+    assert found.count("MAE (°C)") == 2
+    assert not [head for head in found if "accuracy" in head.lower()]
 
 
 @pytest.fixture

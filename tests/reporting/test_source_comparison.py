@@ -9,7 +9,7 @@ import pytest
 
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
-from raceme.core.events import Evaluated, RunEnded, UpdateApplied
+from raceme.core.events import Evaluated, Measure, RunEnded, UpdateApplied
 from raceme.records.folder import begin, only_writer, remove_run, write_note
 from raceme.records.store import RunStore
 from raceme.reporting.dashboard.source import (
@@ -46,6 +46,14 @@ def test_a_comparison_has_no_cases(tmp_path: Path) -> None:
     assert (run["case"], run["method"], run["label"]) == ("", "casa", "casa, seed 0")
     assert run["state"] == "ended"
     assert run["points"]["accuracy"] == [0.5]
+    assert run["measure"] == {"label": "accuracy", "title": "Accuracy", "isError": False}
+
+
+def test_a_regression_names_its_error(tmp_path: Path) -> None:
+    with RunStore(tmp_path / "casa" / "seed-0") as store:
+        store.observe(Evaluated(3.0, 8, 2.5, 0.5, 1, {}, 1, measure=Measure("°C")))
+    (run,) = news_of(ComparisonSource(tmp_path)).values()
+    assert run["measure"] == {"label": "MAE (°C)", "title": "Mean absolute error", "isError": True}
 
 
 def test_a_suite_of_cases_tells_whose_each_run_is(tmp_path: Path) -> None:

@@ -525,7 +525,7 @@ def test_a_run_without_checkpoints_starts_again_and_can_be_made_longer(
 ) -> None:
     shutil.rmtree(out / "checkpoint")
     with pytest.raises(
-        UserError, match=r"cannot be resumed: it is of another run: lr is 0\.2 there"
+        UserError, match=r"cannot be resumed: it belongs to another run: lr is 0\.2 there"
     ):
         go_on(out, {"lr": 0.3})
     assert result_of(out) == result_of(finished)

@@ -246,12 +246,7 @@ class Columns(EventHandler):
             self._sent_clock = True
             found["clock"] = "time"
         if "evaluations" in found:
-            measure = self.measure
-            found["measure"] = {
-                "label": measure.label,
-                "title": measure.title,
-                "isError": measure.is_error,
-            }
+            found["measure"] = _measure(self.measure)
         return found
 
     def _add(self, table: str, time: float | None, /, **values: Any) -> None:
@@ -313,6 +308,11 @@ def _shown(value: Any) -> Any:
         return [_shown(item) for item in value]
     value = value.item() if hasattr(value, "item") else value
     return _short(value) if isinstance(value, float) else value
+
+
+def _measure(measure: events.Measure) -> Mapping[str, Any]:
+    """Return the names of what evaluations measure."""
+    return {"label": measure.label, "title": measure.title, "isError": measure.is_error}
 
 
 def _seconds(time: float) -> float:
@@ -662,6 +662,7 @@ class _Curve(EventHandler):
     def _begin(self) -> None:
         self._summary = RunSummary()
         self._points: defaultdict[str, list[Any]] = defaultdict(list)
+        self._measure: Mapping[str, Any] | None = None
         self._last: dict[str, Any] = {}
         self._known: dict[str, Any] = {}
         self._anew = True
@@ -685,6 +686,7 @@ class _Curve(EventHandler):
 
     def on_evaluated(self, event: events.Evaluated) -> None:
         """Add an evaluation to the curves of mean and worst accuracy."""
+        self._measure = _measure(event.measure)
         for name, value in (
             ("time", event.time),
             ("updates", event.updates),
@@ -709,6 +711,7 @@ class _Curve(EventHandler):
             "updates": summary.updates,
             "clusters": summary.clusters,
             "best": finite(summary.best_accuracy),
+            "measure": self._measure,
             "bytes": summary.traffic.total("down") + summary.traffic.total("up"),
             "note": self._note,
         }

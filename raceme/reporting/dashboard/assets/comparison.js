@@ -4,6 +4,7 @@ import { scoreRange } from "./axis.js";
 import { Chart } from "./chart.js";
 import { onTheme, seriesLook } from "./colours.js";
 import { panel } from "./panel.js";
+import { SCORE } from "./run.js";
 import { make, number, plural, refill, timeText, timeUnit } from "./words.js";
 
 const MOST_LINES = 40;
@@ -35,7 +36,7 @@ export class ComparisonBoard {
     this.rows = new Map();
     this.chosen = new Map(); // Name of a run to whether it is drawn, where a person said so.
     this.axis = "time";
-    this.chart = new Chart("Accuracy of the runs", 380);
+    this.chart = new Chart("Scores of the runs", 380);
     const choice = (label, options, onchange) => make("select", { "aria-label": label,
       onchange: ({ target }) => {
         onchange(target.value);
@@ -62,13 +63,13 @@ export class ComparisonBoard {
     this.meansPanel = panel("means", "Means", "wide", make("div", { class: "scroll", tabindex: "0",
       role: "region", "aria-label": "Means" }, make("table", { class: "runs cards means", role: "table" },
       make("thead", { role: "rowgroup" }, make("tr", { role: "row" },
-        ...["method", "runs", ...MEANS.map(([, head]) => head)].map((text, index) =>
-          make("th", { scope: "col", role: "columnheader", class: index ? "" : "word" }, text)))),
+        ...(this.meanHeads = ["method", "runs", ...MEANS.map(([, head]) => head)].map((text, index) =>
+          make("th", { scope: "col", role: "columnheader", class: index ? "" : "word" }, text))))),
       this.meanRows)));
     this.meansPanel.hidden = true;
     this.trouble = make("p", { class: "alarm", role: "alert", hidden: true });
     this.element = make("div", { class: "board" }, make("div", { class: "panels" },
-      panel("curves", "Accuracy", "wide",
+      this.curves = panel("curves", "Score", "wide",
         make("div", { class: "options" }, this.casesLabel,
           make("label", {}, "show ", this.drawing),
           make("label", {}, "over ", choice("Axis of the chart",
@@ -156,6 +157,12 @@ export class ComparisonBoard {
     const listed = this.listed();
     this.means = (this.wanted ?? this.fitting(listed)) === "mean";
     this.drawing.value = this.means ? "mean" : "runs";
+    const measures = new Map(listed.filter(([, { measure }]) => measure)
+      .map(([, { measure }]) => [measure.label, measure]));
+    // Runs that measure different things have one axis.
+    this.measure = measures.size === 1 ? [...measures.values()][0]
+      : { ...SCORE, isError: [...measures.values()].some(({ isError }) => isError) };
+    this.curves.querySelector("h2").textContent = this.measure.title;
     const methods = [...new Set(this.ofCase().map(([, { method }]) => method))].sort();
     this.look = ({ method }) => seriesLook(methods.indexOf(method));
     const isIndex = listed.some(([, { single }]) => single);
@@ -174,8 +181,8 @@ export class ComparisonBoard {
       x: x.length ? x : [0, 1],
       lines: lines.length ? lines : [{ key: "", name: "nothing yet", values: [undefined, undefined] }],
       xLabel: this.axis === "updates" ? "updates" : `time of the run (${unit})`,
-      yLabel: this.run.measure.label,
-      yRange: scoreRange(this.run.measure),
+      yLabel: this.measure.label,
+      yRange: scoreRange(this.measure),
     });
     this.fillMeans(listed);
     this.fill(listed);
@@ -232,6 +239,8 @@ export class ComparisonBoard {
     }
     // A static page has a table of the results.
     this.meansPanel.hidden = !this.links || !groups.size;
+    const heads = ["", "", ...MEANS.map(([key, head]) => (key === "accuracy" ? this.measure.label : head))];
+    this.meanHeads[2].textContent = heads[2];
     refill(this.meanRows, ...[...groups].map(([method, runs]) => {
       const finished = runs.filter(({ state }) => state === "finished");
       const counted = finished.length ? finished : runs;
@@ -251,7 +260,7 @@ export class ComparisonBoard {
         make("td", { role: "cell", "data-head": "runs" }, finished.length < runs.length
           ? `${finished.length} of ${runs.length} finished` : number(runs.length)),
         ...cells.map((text, index) =>
-          make("td", { role: "cell", "data-head": MEANS[index][1] }, text)));
+          make("td", { role: "cell", "data-head": heads[index + 2] }, text)));
     }));
   }
 
@@ -264,7 +273,8 @@ export class ComparisonBoard {
         text: (one, value) => (value === undefined ? "–" : value === "" ? "none" : String(value)) }));
     const isNoted = EDITS || listed.some(([, { note }]) => note);
     const known = COLUMNS.filter(({ key, ofIndex }) =>
-      (isIndex || !ofIndex) && (isNoted || key !== "note"));
+      (isIndex || !ofIndex) && (isNoted || key !== "note"))
+      .map((one) => (one.key === "accuracy" ? { ...one, head: this.measure.label } : one));
     const at = known.findIndex(({ key }) => key === "updates");
     return [...known.slice(0, at), ...settings, ...known.slice(at)];
   }
@@ -293,6 +303,7 @@ export class ComparisonBoard {
             "data-head": head }, ...(key === "updates" ? [bar, " "] : []), key === "note" ? note : words) });
         }
         const { words, cell } = cells.get(key);
+        cell.dataset.head = head;
         const found = value ? value(one) : one[key];
         words.textContent = text ? text(one, found) : found ?? "–";
         return cell;
@@ -311,6 +322,7 @@ export class ComparisonBoard {
         onclick: () => this.sortBy(key) }, head)));
     }
     const found = this.headCells.get(key);
+    found.firstChild.textContent = head;
     const sorted = this.down ? "descending" : "ascending";
     found.setAttribute("aria-sort", key === this.by ? sorted : "none");
     return found;

@@ -3,8 +3,8 @@
 import { make } from "./words.js";
 
 const HELP = {
-  accuracy: "Accuracy of each client's model on its own test data: the mean, each cluster, and " +
-    "the worst tenth, which is the mean of the tenth of the clients with the lowest accuracy.",
+  accuracy: "Accuracy, or error, of each client's model on its own test data: the mean, each " +
+    "cluster, and the worst tenth, which is the mean of the tenth of the clients that score worst.",
   clusters: "Each stream is a cluster, its height the number of its clients. Purity is the share " +
     "of clients whose true group is the most frequent one in their cluster.",
   map: "Each dot is a client; clients with similar models lie close to each other.",
@@ -16,7 +16,7 @@ const HELP = {
   measures: "Values that only this method reports.",
   trust: "Updates that were rejected, by reason, and verdicts on those that others do not bear out.",
   clients: "One row per client at the moment shown; a heading sorts, a name opens the history.",
-  curves: "Accuracy of the runs selected below, or the mean per method with a band of one " +
+  curves: "Accuracy, or error, of the runs selected below, or the mean per method with a band of one " +
     "standard deviation over its runs (seeds).",
   means: "Mean ± standard deviation over the finished runs (seeds) of each method, over all until " +
     "one has finished: at the last evaluation, and the bytes of all updates, down and up.",

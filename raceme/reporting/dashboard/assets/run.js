@@ -8,6 +8,9 @@ const TABLES = [
 
 const STEPS = 2000; // Steps of the map's positions in one unit.
 
+/** What evaluations measure, until the first one says it. */
+export const SCORE = { label: "score", title: "Score", isError: false };
+
 export class Run {
   constructor() {
     this.clear();
@@ -26,7 +29,7 @@ export class Run {
     this.frames = [];
     this.placed = [];
     this.streams = []; // Epochs: { time, bands: [[cluster, top, height]], flows }.
-    this.measure = { label: "accuracy", title: "Accuracy", isError: false };
+    this.measure = { ...SCORE };
     this.now = 0;
     this.revision = (this.revision ?? 0) + 1;
     this.clusters = [];
