@@ -71,3 +71,13 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
 
     high = mu * mu / 2 + mu * math.sqrt(2.0 * math.log(1.0 / delta)) + 1.0
     return float(brentq(excess, 0.0, high)) if excess(0.0) > 0 else 0.0
+
+
+def gaussian_mu(epsilon: float, delta: float) -> float:
+    """Return the largest μ whose :func:`gaussian_epsilon` is within an ε above 0."""
+    from scipy.optimize import brentq
+
+    high = 1.0
+    while gaussian_epsilon(high, delta) < epsilon:
+        high *= 2.0
+    return float(brentq(lambda mu: gaussian_epsilon(mu, delta) - epsilon, 1e-9, high))

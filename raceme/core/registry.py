@@ -876,6 +876,7 @@ CLIENT_WORK = Registry(
             "train_own",
             "strategies.faacl.client": "learn match lend",
             "strategies.continual.client": "train_elastic train_decomposed train_borrowing",
+            "strategies.panicle.client": "train_sketch",
             "strategies.profiles.client": "principal_directions latent_most descriptors gradient",
             "strategies.fedrc.client": "label_masses train_weighted",
             "client_app": "describe",

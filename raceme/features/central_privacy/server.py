@@ -30,6 +30,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from importlib import import_module
 from logging import getLogger
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -295,7 +296,7 @@ def epsilon_of(participations: int, noise: float, delta: float) -> float:
 
 def affordable(budget: float, noise: float, delta: float) -> int:
     """Return the largest number of updates of one client whose ε is within a budget."""
-    count = round((noise / account().get_sigma_gaussian(budget, delta)) ** 2)
+    count: int = round((noise / account().get_sigma_gaussian(budget, delta)) ** 2)
     # The inversion is off by rounding errors.
     return count if count and epsilon_of(count, noise, delta) <= budget else max(0, count - 1)
 
@@ -309,7 +310,6 @@ def account() -> ModuleType:
         It is not installed.
     """
     try:
-        from dp_accounting import gaussian_mechanism
+        return import_module("dp_accounting.gaussian_mechanism")
     except ModuleNotFoundError as error:
         raise explained(error) from None
-    return gaussian_mechanism
