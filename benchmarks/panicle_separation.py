@@ -7,6 +7,9 @@ Clients of K groups have two halves of probes each, as docs/research/panicle-ana
 Directions of two groups have the cosine c. A row is one size of fleet, dimension and reliability; a
 column one cosine; a cell the share of fleets in which exactly the true groups were found (for one
 group: in which none were).
+
+A second table has sketches with noise (``panicle.sketch-epsilon``): noise of deviation σ on
+each of d numbers of a direction lowers its reliability from r to r / (1 + d σ²).
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from rich.table import Table
 
 from raceme.core.clusters import unit_rows
 from raceme.strategies.panicle.probes import HALVES, SKETCH, Probes, better_partition
-from raceme.strategies.panicle.strategy import PanicleParameters
+from raceme.strategies.panicle.strategy import PanicleParameters, sketch_noise
 from raceme.strategies.shared import numbered
 
 COSINES = (0.0, 0.3, 0.5, 0.6, 0.65, 0.75)
@@ -40,6 +43,19 @@ FLEETS = (
     (10, 10, 32, 0.4),
     (4, 10, SKETCH, 0.2),
 )
+# ε, clients in each of four groups, dimension; the reliability without noise is _PLAIN.
+SKETCHES = (
+    (800, 5, 64),
+    (800, 15, 64),
+    (400, 5, 64),
+    (400, 15, 64),
+    (400, 15, 256),
+    (200, 5, 64),
+    (200, 15, 64),
+    (200, 15, 32),
+    (100, 15, 32),
+)
+_PLAIN = 0.8
 
 
 def group_directions(groups: int, cosine: float, dimension: int) -> NDArray[np.float64]:
@@ -89,6 +105,19 @@ def main() -> None:
             cells.append(f"{sum(drawn) / fleets:.2f}")
         table.add_row(str(groups), str(groups * each), str(dimension), str(reliability), *cells)
     Console().print(table)
+    noisy = Table("ε", "clients", "d", "σ", "r", *(f"c = {cosine:g}" for cosine in COSINES[:3]))
+    for epsilon, each, dimension in SKETCHES:
+        sigma = sketch_noise(epsilon)
+        reliability = _PLAIN / (1.0 + dimension * sigma**2)
+        cells = []
+        for cosine in COSINES[:3]:
+            drawn = (
+                is_found(4, each, dimension, reliability, cosine, seed) for seed in range(fleets)
+            )
+            cells.append(f"{sum(drawn) / fleets:.2f}")
+        shown = f"{sigma:.3f}", f"{reliability:.2f}"
+        noisy.add_row(str(epsilon), str(4 * each), str(dimension), *shown, *cells)
+    Console().print(noisy)
 
 
 if __name__ == "__main__":

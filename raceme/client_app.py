@@ -10,7 +10,6 @@ or ``module:function`` for a user's own. It is a function of a
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 import secrets
@@ -22,7 +21,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from flwr.app import (
     Array,
     ArrayRecord,
@@ -40,6 +38,7 @@ from numpy.typing import NDArray
 from raceme.core import messages as names
 from raceme.core.chain import made_of
 from raceme.core.config import RunConfig
+from raceme.core.gaussian import gaussian_epsilon, gaussian_noise, seeded_key
 from raceme.core.messages import Role, to_array
 from raceme.core.options import Value
 from raceme.core.registry import CLIENT_WORK, FEATURES
@@ -372,22 +371,9 @@ class LocalPrivacy:
     def spent(self, updates: int) -> float:
         """Return the ε that a number of updates of one device actually spend at this δ.
 
-        The noise guarantees ε only up to ε = 1. The exact guarantee of Gaussian noise is known
-        (Balle and Wang, ICML 2018, theorem 8): with μ = √k Δ/σ for k updates,
-        δ = Φ(μ/2 − ε/μ) − exp(ε) Φ(−μ/2 − ε/μ).
+        The noise guarantees ε only up to ε = 1; see :func:`raceme.core.gaussian.gaussian_epsilon`.
         """
-        # A device's installation has no scipy.
-        from scipy.optimize import brentq
-        from scipy.special import log_ndtr, ndtr
-
-        mu = math.sqrt(updates) * self.sensitivity / self.sigma
-
-        def excess(epsilon: float) -> float:
-            low = math.exp(min(0.0, epsilon + float(log_ndtr(-mu / 2 - epsilon / mu))))
-            return float(ndtr(mu / 2 - epsilon / mu)) - low - self.delta
-
-        high = mu * mu / 2 + mu * math.sqrt(2.0 * math.log(1.0 / self.delta)) + 1.0
-        return float(brentq(excess, 0.0, high)) if excess(0.0) > 0 else 0.0
+        return gaussian_epsilon(math.sqrt(updates) * self.sensitivity / self.sigma, self.delta)
 
 
 def privacy_of(context: Context) -> LocalPrivacy | None:
@@ -487,35 +473,6 @@ def _noisy(
     return array_record(made)
 
 
-_BLOCK = 1 << 16
-
-
-def gaussian_noise(key: bytes, count: int) -> NDArray[np.float64]:
-    """Return standard normal numbers from the key stream of AES-256 in counter mode.
-
-    Each is half the sum of four numbers of Box and Muller's, so that the gaps between the floating-
-    point numbers of one do not show in the sum (Holohan and Braghin, 2021).
-
-    Parameters
-    ----------
-    key : bytes
-        32 bytes; the same key gives the same numbers.
-    count : int
-        How many.
-    """
-    stream = Cipher(algorithms.AES256(key), modes.CTR(bytes(16))).encryptor()
-    found = np.empty(count)
-    for start in range(0, count, _BLOCK):
-        size = min(_BLOCK, count - start)
-        drawn = np.frombuffer(stream.update(bytes(32 * size)), "<u8").reshape(2, 2, size)
-        # Fractions of 53 bits, the first above 0.
-        first, second = (drawn >> 11) * 2.0**-53
-        radius = np.sqrt(-2.0 * np.log(first + 2.0**-53))
-        angle = 2.0 * np.pi * second
-        found[start : start + size] = (radius * (np.cos(angle) + np.sin(angle))).sum(0) / 2.0
-    return found
-
-
 def _key_of(privacy: LocalPrivacy, message: Message) -> bytes:
     """Return the key of the noise for one message."""
     if privacy.seed is None:
@@ -523,8 +480,8 @@ def _key_of(privacy: LocalPrivacy, message: Message) -> bytes:
     settings = message.content.config_records.get(names.CONFIG) or ConfigRecord()
     # Messages of rounds have no number of a task.
     number = settings.get(names.TASK, settings.get(names.ROUND, 0))
-    parts = privacy.seed, message.metadata.dst_node_id, number if isinstance(number, int) else 0
-    return hashlib.sha256(repr(parts).encode()).digest()
+    number = number if isinstance(number, int) else 0
+    return seeded_key(privacy.seed, message.metadata.dst_node_id, number)
 
 
 def _positive(context: Context, key: str, default: float) -> float:

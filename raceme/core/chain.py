@@ -130,6 +130,10 @@ class Chain:
         for feature in self:
             feature.on_closed(task, self._connected)
 
+    def ends(self) -> str:
+        """Return why a feature ends the run now, or an empty text."""
+        return next(filter(None, (feature.ends(self._connected) for feature in self)), "")
+
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the features by name.
 

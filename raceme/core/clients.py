@@ -362,10 +362,13 @@ class Idle:
     def ready(self, now: float) -> list[Client]:
         """Return the clients without a back-off that are not held."""
         clients = (self._clients[name] for name in self._names)
-        rested = [client for client in clients if client.ready_at <= now]
+        return self.not_held(client for client in clients if client.ready_at <= now)
+
+    def not_held(self, clients: Iterable[Client]) -> list[Client]:
+        """Return the clients, idle or not, that may get work."""
         if self.holds is None:
-            return rested
-        return [client for client in rested if not self.holds(client.client_id)]
+            return list(clients)
+        return [client for client in clients if not self.holds(client.client_id)]
 
     def draw(self, now: float, most: int, rng: np.random.Generator) -> list[Client]:
         """Return a uniform random sample of the clients that :meth:`ready` returns.

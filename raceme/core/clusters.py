@@ -115,8 +115,7 @@ class Model:
         NonFiniteModelError
             The weights are not finite.
         """
-        _check_finite(vector)
-        self._numbers[...] = vector
+        self._set(vector)
         self._next()
 
     def average(self, vectors: Sequence[Vector], weights: Sequence[float]) -> None:
@@ -130,6 +129,20 @@ class Model:
         Part of the last change, without a new version.
         """
         self._numbers[where] = w_i[where]
+
+    def amend(self, step: Vector) -> None:
+        """Add a step to the last change, without a new version.
+
+        Raises
+        ------
+        NonFiniteModelError
+            The result is not finite.
+        """
+        self._set(self.vector + step)
+
+    def _set(self, vector: Vector) -> None:
+        _check_finite(vector)
+        self._numbers[...] = vector
 
 
 def _check_finite(vector: np.ndarray) -> None:

@@ -117,8 +117,11 @@ class FeatureContext:
         Measures models on the server's own data.
     drift : StepSchedule, optional
         When clients' data change; None if they never do.
-    has_one_model, exchanges : bool
-        Whether the method always has one model for all clients, and whether models travel.
+    has_one_model, has_sums, exchanges : bool
+        Whether the method always has one model for all clients, whether updates enter it as sums
+        only, and whether models travel.
+    is_simulated : bool
+        Whether the run is on virtual time, and reproducible from its seed.
     trained_steps : Mapping[str, int]
         Step of the data of each client's last update.
     now : Callable
@@ -135,12 +138,13 @@ class FeatureContext:
         Reports an event.
     """
 
-    def __init__(self, method: Method, steps: Steps, report: Observer) -> None:
+    def __init__(self, method: Method, steps: Steps, report: Observer, is_simulated: bool) -> None:
         self._method, self._progress, self.report = method, method.progress, report
         self.spec, self.clusters, self.probe = method.spec, method.clusters, method.probe
         self.now, self.compared, self.base = method.now, method.compared, method.base_of
         self.examples = method.progress.fleet.counted
         self.has_one_model, self.exchanges = method.needs.one_model, method.needs.exchange
+        self.has_sums, self.is_simulated = method.needs.sums, is_simulated
         self.drift, self.step_of = steps.schedule, steps.now_of
         self.trained_steps: Mapping[str, int] = method.progress.trained_steps
 
@@ -235,6 +239,9 @@ class Feature:
     def check(self, needs: Needs) -> None:
         """Check that the feature fits the configuration and the method; a UserError refuses."""
 
+    def check_model(self, spec: ModelSpec) -> None:
+        """Check that the feature fits the model; a UserError refuses."""
+
     def cost(self, settings: ConfigRecord, context: Context, examples: int) -> float:
         """Return the further work of a training message, in passes over a client's samples.
 
@@ -281,6 +288,10 @@ class Feature:
 
     def on_closed(self, task: InFlight, context: FeatureContext) -> None:
         """Handle the end of a task, successful or not."""
+
+    def ends(self, context: FeatureContext) -> str:
+        """Return why the run ends now, if it does; asked after each update."""
+        return ""
 
     def tests(self, context: FeatureContext, is_end: bool) -> StepTests | None:
         """Return tests to begin now, if any; asked after each update, and at the end."""

@@ -175,7 +175,8 @@ class Loop:
         method = self._method
         method.clusters.report_to(lambda change: self._observe(replace(change, time=self.now())))
         method.report, method.step_of = self._observe, self._steps.of
-        method.features.begin(FeatureContext(method, self._steps, self._observe))
+        is_simulated = self._clock.is_virtual
+        method.features.begin(FeatureContext(method, self._steps, self._observe, is_simulated))
         ended_at = None
         try:
             if not nothing_missed:
@@ -288,6 +289,8 @@ class Loop:
                 self._ending = Ending.LIMIT, limit
             elif self._is_quiescent():
                 self._ending = Ending.AT_REST, AT_REST
+            elif spent := self._method.features.ends():
+                self._ending = Ending.LIMIT, spent
         return self._ending is not None
 
     def _is_quiescent(self) -> bool:

@@ -57,6 +57,9 @@ _USERS: set[str] = set()
 EXPORT = ("onnx", "onnxruntime", "onnxscript")
 """Packages of the extra ``export``."""
 
+PRIVACY = ("dp_accounting",)
+"""Packages of the extra ``privacy``."""
+
 
 def users_line(error: BaseException) -> str:
     """Return the last line of a user's module that an exception passed, or an empty text.
@@ -79,7 +82,8 @@ def explained(error: Exception) -> Exception:
     -------
     Exception
         A `UserError` that names the command which installs the missing package, if it is one of the
-        extras ``server`` and ``export``, or the user's line; `error` itself for any other.
+        extras ``server``, ``export`` and ``privacy``, or the user's line; `error` itself for any
+        other.
     """
     where = users_line(error)
     if where and not isinstance(error, UserError):
@@ -88,8 +92,9 @@ def explained(error: Exception) -> Exception:
             "is one, has the traceback."
         )
     name = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
-    if name in EXPORT:
-        return UserError(f"{name} is not installed. Type: {install_line('export')}")
+    for packages, extra in ((EXPORT, "export"), (PRIVACY, "privacy")):
+        if name in packages:
+            return UserError(f"{name} is not installed. Type: {install_line(extra)}")
     package = SERVER.get(name)
     if package is None:
         return error
@@ -792,6 +797,8 @@ FEATURES = _Features(
     "feature",
     {
         "protection": "raceme.features.protection.guards:protection",
+        # Before own models, which it leaves out.
+        "central-privacy": "raceme.features.central_privacy.server:CentralPrivacy",
         "own-model": "raceme.features.own_model.server:OwnModel",
         "short-upload": "raceme.features.short_upload.server:ShortUpload",
         "fair": "raceme.features.fair.server:Fair",
@@ -866,6 +873,7 @@ CLIENT_WORK = Registry(
             "train_own",
             "strategies.faacl.client": "learn match lend",
             "strategies.continual.client": "train_elastic train_decomposed train_borrowing",
+            "strategies.panicle.client": "train_sketch",
             "strategies.profiles.client": "principal_directions latent_most descriptors gradient",
             "strategies.fedrc.client": "label_masses train_weighted",
             "client_app": "describe",

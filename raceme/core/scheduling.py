@@ -548,11 +548,12 @@ class InRounds(Scheduler):
         return chosen
 
     def _begin(self, moment: SelectionContext) -> None:
-        """Choose participants among the online clients without a back-off."""
+        """Choose participants among the online clients without a back-off that are not held."""
         if moment.greeting:
             return
         state = self.state
-        online = [c for c in moment.fleet.online() if c.ready_at <= moment.now]
+        rested = (c for c in moment.fleet.online() if c.ready_at <= moment.now)
+        online = moment.idle.not_held(rested)
         # Without other clients, no client is delayed.
         late = {c for c, number in state.backs_off_until.items() if number > state.number + 1}
         online = [c for c in online if c.client_id not in late] or online

@@ -119,6 +119,9 @@ class Needs:
     one_model : bool
         Whether all clients always share one model. Features can then observe longer before they
         judge, whereas clusters form by first updates.
+    sums : bool
+        Whether updates enter this model as sums only: each version is the one before, moved by
+        Σ α_i Δ_i with the outcomes' weights α_i, and by what depends on published versions alone.
     exchange : bool
         Whether models travel; otherwise no traffic is reported.
     test_settings : Mapping[str, Value]
@@ -134,6 +137,7 @@ class Needs:
     bases: bool = False
     latencies: bool = False
     one_model: bool = False
+    sums: bool = False
     exchange: bool = True
     test_settings: Mapping[str, Value] = field(default_factory=dict)
 

@@ -38,7 +38,7 @@ class FedAsync(Method):
     """Single model, mixed with every update at arrival by a staleness-dependent weight."""
 
     parameters_type = FedAsyncParameters
-    needs = Needs(one_model=True)
+    needs = Needs(one_model=True, sums=True)
     parameters: FedAsyncParameters
 
     def request_for(self, client: str) -> Request:

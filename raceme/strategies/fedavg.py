@@ -63,6 +63,8 @@ class FlowerRounds(Method):
     state_type = FlowerState
     counts_examples: ClassVar[bool] = True
     """Whether updates are weighted by examples."""
+    is_mean: ClassVar[bool] = False
+    """Whether the model becomes the weighted mean of those of a round."""
     parameters: RoundsParameters
     state: FlowerState
     scheduling: InRounds
@@ -77,7 +79,7 @@ class FlowerRounds(Method):
     @property
     def needs(self) -> Needs:
         """One model, and any setting of Flower's strategy for client mods."""
-        return Needs(one_model=True, settings=None)
+        return Needs(one_model=True, sums=self.is_mean, settings=None)
 
     def scheduler(self) -> Scheduler:
         """Work in rounds, with participants chosen by Flower's strategy."""
@@ -184,6 +186,7 @@ class FedAvg(MadeOfParameters):
     """Federated averaging in synchronous rounds, Flower's implementation."""
 
     flower = strategy.FedAvg
+    is_mean = True
 
 
 class FedProx(MadeOfParameters):
@@ -191,6 +194,7 @@ class FedProx(MadeOfParameters):
 
     flower = strategy.FedProx
     parameters_type = FedProxParameters
+    is_mean = True
 
 
 # -----------------------------------------------------------------------------

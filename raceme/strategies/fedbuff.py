@@ -55,7 +55,7 @@ class FedBuff(Method):
 
     parameters_type = FedBuffParameters
     state_type = FedBuffState
-    needs = Needs(bases=True, one_model=True)
+    needs = Needs(bases=True, one_model=True, sums=True)
     state: FedBuffState
     parameters: FedBuffParameters
 

@@ -14,9 +14,10 @@ from flwr.clientapp.mod import fixedclipping_mod
 from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping, FedAvg
 from scipy.stats import kstest
 
-from raceme.client_app import LocalPrivacy, client_app, gaussian_noise
+from raceme.client_app import LocalPrivacy, client_app
 from raceme.core import events
 from raceme.core.config import RunConfig
+from raceme.core.gaussian import gaussian_noise
 from raceme.core.scheduling import RoundsParameters
 from raceme.flower.messages import identify_process
 from raceme.runs.experiment import resolve, training_settings

@@ -19,20 +19,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from raceme.core.clusters import Clusters, Model, parts_of
+from raceme.core.clusters import Clusters, Model, parts_of, unit
 from raceme.core.events import grouped
-from raceme.core.messages import ARRAYS, Vector
+from raceme.core.gaussian import gaussian_mu
+from raceme.core.messages import ARRAYS, Vector, array_of
 from raceme.core.options import option
 from raceme.core.requests import InFlight, Outcome, Request, Update
 from raceme.core.strategy import Method, Needs
 from raceme.flower.messages import Shelf
+from raceme.strategies.panicle import SKETCH as SKETCH_NUMBERS
+from raceme.strategies.panicle import SKETCH_NOISE, SKETCH_SIZE, TRAIN_SKETCH
 from raceme.strategies.panicle.probes import (
+    HALVES,
     LANDMARKS,
+    SKETCH,
     Labels,
     Partition,
     Probes,
@@ -72,6 +77,16 @@ _EASE = 10.0
 """Updates per member after which this share has halved."""
 _UNDER_WAY = 7.5
 """Largest stable product of α, m and β."""
+_DELTA = 1e-5
+"""δ of sketches with noise."""
+
+
+def sketch_noise(epsilon: float) -> float:
+    """Return the standard deviation of the noise on sketches of length 1: 2 √2 / μ(ε, δ).
+
+    Any two sketches are at most 2 apart, and a client sends one of each half of its samples.
+    """
+    return 2.0 * math.sqrt(HALVES) / gaussian_mu(epsilon, _DELTA)
 
 
 @dataclass(frozen=True)
@@ -88,6 +103,13 @@ class PanicleParameters:
         0.5, "share of what the model has moved meanwhile that an update keeps", low=0, high=1
     )
     average: float = option(0.1, "share of versions that a model in use averages", low=0, high=1)
+    sketch_epsilon: float = option(
+        0.0,
+        "probes leave devices as sketches with noise: ε of a client's two probes at δ = 1e-5 "
+        "(0: as models)",
+        low=0,
+    )
+    sketch_size: int = option(64, "numbers of a sketch with noise", low=2, high=SKETCH)
 
 
 @dataclass
@@ -229,9 +251,19 @@ class Panicle(Method):
 
     parameters_type = PanicleParameters
     state_type = PanicleState
-    needs = Needs(bases=True, features={"own-model": True})
     parameters: PanicleParameters
     state: PanicleState
+
+    @property
+    def needs(self) -> Needs:
+        """Requirements of the method."""
+        has_noise = self.parameters.sketch_epsilon > 0
+        return Needs(
+            kinds=frozenset({TRAIN_SKETCH} if has_noise else ()),
+            settings=frozenset({SKETCH_NOISE, SKETCH_SIZE} if has_noise else ()),
+            bases=True,
+            features={"own-model": True},
+        )
 
     def initialize(self, vector: Vector) -> None:
         """All clients start in one cluster."""
@@ -242,6 +274,8 @@ class Panicle(Method):
     def restored(self) -> None:
         """Derive the sketcher, which is not part of the state."""
         self._sketcher = Sketcher()
+        epsilon = self.parameters.sketch_epsilon
+        self._noise = sketch_noise(epsilon) if epsilon else 0.0
 
     def _check_loaded(self, others: Iterable[Vector] = ()) -> None:
         state = self.state
@@ -263,7 +297,11 @@ class Panicle(Method):
         former, most = self.state.probes.count(client), self.parameters.probe_steps
         settings = settings_of_probe(self.train_config, examples, most, former)
         arrays = {ARRAYS: self.record_of(self.state.initial)}
-        return Request(client, models=(), arrays=arrays, settings=settings, phase=PROBE)
+        probe = Request(client, models=(), arrays=arrays, settings=settings, phase=PROBE)
+        if not self._noise:
+            return probe
+        noise = {SKETCH_NOISE: self._noise, SKETCH_SIZE: self.parameters.sketch_size}
+        return replace(probe, kind=TRAIN_SKETCH, settings={**settings, **noise})
 
     def _is_to_be_probed(self, client: str) -> bool:
         watch = self._watch(client)
@@ -273,7 +311,8 @@ class Panicle(Method):
     def _is_settled(self, client: str) -> bool:
         """Return whether a client needs no further probe: it is clear, or has had the most."""
         probes = self.state.probes
-        return probes.is_clear(client) or probes.count(client) >= _MOST_PROBES
+        most = HALVES if self._noise else _MOST_PROBES
+        return probes.is_clear(client) or probes.count(client) >= most
 
     def on_sent(self, task: InFlight) -> None:
         """Count unanswered probes."""
@@ -289,13 +328,13 @@ class Panicle(Method):
         """Add a probe's direction, place its client, and look for groups if due."""
         client, probes, now = update.task.client, self.state.probes, self.progress.updates
         watch = self._watch(client)
-        direction = self._sketcher.direction(self.compared(update.vector - self.state.initial))
+        direction = self._direction(update)
         is_called = watch.is_called and probes.is_clear(client)
         if is_called and probes.likeness(client, direction) < _ALIKE:
             probes.forget(client)
             self._withdraw(client)
         watch.asked, watch.probed, watch.is_called, watch.length = 0, now, False, 0.0
-        if not self.state.landmarks and client not in self.state.latest:
+        if not self._noise and not self.state.landmarks and client not in self.state.latest:
             self._renew(update, self.clusters.main(client))
         was_settled = self._is_settled(client)
         probes.add(client, direction)
@@ -305,6 +344,14 @@ class Panicle(Method):
             self.state.changed += 1
             self._look_if_due()
         return Outcome(self.clusters.main(client), staleness=0, weight=0.0)
+
+    def _direction(self, update: Update) -> Vector:
+        """Return the direction of a probe: of its model, or the noisy sketch, at unit length."""
+        if not self._noise:
+            return self._sketcher.direction(self.compared(update.vector - self.state.initial))
+        size, weights = self.parameters.sketch_size, len(self.compared(self.state.initial))
+        length = size if weights > 2 * size else weights
+        return unit(array_of(update.numbers, SKETCH_NUMBERS, (length,)).astype(np.float32))
 
     # 2. Placement of single clients, and of all.
 

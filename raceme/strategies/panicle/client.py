@@ -1,0 +1,39 @@
+"""Panicle's client half: a probe of which only a noisy sketch leaves the device."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import replace
+
+from raceme.core.gaussian import gaussian_noise
+from raceme.core.messages import NUM_EXAMPLES, REPORT_TIMING, ModelSpec
+from raceme.strategies.panicle import SKETCH, SKETCH_NOISE, SKETCH_SIZE
+from raceme.strategies.panicle.probes import Sketcher
+from raceme.training.work import ClientWork, WorkResult, train_model
+
+
+def train_sketch(work: ClientWork) -> WorkResult:
+    """Train the received model, and return it as it was, with a noisy sketch of its direction.
+
+    The sketch is clipped by its unit length. On the wall clock the noise has a secret key; on
+    virtual time it derives from the seed.
+
+    Raises
+    ------
+    ValueError
+        The size or the noise is no positive number.
+    """
+    received, size = work.model, work.count(SKETCH_SIZE)
+    deviation = float(work.number(SKETCH_NOISE, None))
+    if not deviation > 0:
+        raise ValueError(f"{SKETCH_NOISE} must be above 0, got {deviation!r}.")
+    result, spec = train_model(work, received), ModelSpec.of(received)
+    assert result.model is not None, "training returns a model"
+    change = spec.unpack(result.model) - spec.unpack(received)
+    direction = Sketcher(size).direction(spec.compared(change))
+    is_timed = bool(work.settings.get(REPORT_TIMING, False))
+    key = secrets.token_bytes(32) if is_timed else work.generator(1).bytes(32)
+    noisy = direction + deviation * gaussian_noise(key, len(direction))
+    # The loss of the training, and what else it measures, would get no noise.
+    metrics = {NUM_EXAMPLES: result.metrics[NUM_EXAMPLES]}
+    return replace(result, model=received, metrics=metrics, numbers={SKETCH: noisy})

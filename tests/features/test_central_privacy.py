@@ -1,0 +1,338 @@
+"""Central privacy: ε by hand and by other formulas, noise, clipping, bounds, refusals."""
+
+from __future__ import annotations
+
+import copy
+import math
+import sys
+from collections.abc import Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import dp_accounting
+import numpy as np
+import pytest
+from fleets import MODEL, grid_of, pulled_app
+from runs import devices, of
+from scipy.stats import chi2, norm
+
+from raceme.core import events
+from raceme.core.chain import Chain
+from raceme.core.config import RunConfig
+from raceme.core.errors import UserError
+from raceme.core.feature import Feature, FeatureContext
+from raceme.core.messages import Vector
+from raceme.core.progress import Plan
+from raceme.core.requests import Outcome, Update
+from raceme.core.strategy import Method, Needs
+from raceme.features.central_privacy.server import CentralPrivacy, affordable, clipped, epsilon_of
+from raceme.runs.experiment import build_strategy, resolve
+from raceme.simulation import VirtualGrid
+from raceme.strategies import (
+    FedAsync,
+    FedAsyncParameters,
+    FedAvg,
+    FedBuff,
+    FedBuffParameters,
+    FedProx,
+)
+
+ONES = np.ones(8, np.float32)
+TARGETS = [3 * ONES, -ONES, 2 * ONES]
+half = partial(FedAsync, FedAsyncParameters(alpha=0.5, decay="constant"))
+buffer = partial(FedBuff, FedBuffParameters(k=3))
+
+
+class Seen(Feature):
+    """Keeps the model after each aggregation, and what it was made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.models: list[Vector] = []
+        self.versions: list[int] = []
+        self.parts: list[tuple[float, Update]] = []
+
+    def on_applied(
+        self, updates: Sequence[Update], outcomes: Sequence[Outcome], context: FeatureContext
+    ) -> None:
+        (model,) = context.clusters.models.values()
+        self.models.append(model.vector.copy())
+        self.versions.append(model.version)
+        for update, outcome in zip(updates, outcomes, strict=True):
+            self.parts.append((outcome.weight, update))
+
+
+class Compared(Method):
+    """Takes each client's model as it is: not a sum."""
+
+    needs = Needs(one_model=True)
+
+    def on_update(self, update: Update) -> Outcome:
+        """Replace the model."""
+        self.models[0].replace(update.vector)
+        return Outcome(0, update.staleness, 1.0)
+
+
+def private_of(keys: dict[str, Any]) -> CentralPrivacy:
+    features = Chain.of(RunConfig.from_mapping(keys))
+    return next(feature for feature in features if isinstance(feature, CentralPrivacy))
+
+
+def private(method: Method, noise: float, **keys: Any) -> Seen:
+    """Give a method central privacy, and return what sees its models."""
+    seen, privacy = Seen(), private_of({"privacy-central": noise, **keys})
+    method.features = Chain({"central-privacy": privacy, "seen": seen})
+    return seen
+
+
+def ran(
+    method: Method, grid: VirtualGrid, updates: int, stop: Any = lambda: ""
+) -> list[events.Event]:
+    seen: list[events.Event] = []
+    method.run(
+        grid,
+        MODEL,
+        updates,
+        timeout=60.0,
+        plan=Plan(eval_every=1000),
+        observe=seen.append,
+        stop_check=stop,
+    )
+    return seen
+
+
+def fleet(*seconds: float) -> VirtualGrid:
+    return grid_of(pulled_app(TARGETS), devices(*(seconds or (1.0, 1.0, 1.0))))
+
+
+# The account.
+
+
+@pytest.mark.parametrize(
+    ("participations", "noise", "delta", "rho"),
+    # k Gaussian mechanisms are ρ-zCDP with ρ = k / (2 z²).
+    [(1, 1.0, 1e-5, 0.5), (20, 4.0, 1e-5, 0.625), (200, 10.0, 1e-6, 1.0)],
+)
+def test_epsilon_by_hand_and_by_other_formulas(
+    participations: int, noise: float, delta: float, rho: float
+) -> None:
+    epsilon = epsilon_of(participations, noise, delta)
+    # The exact δ(ε) of Gaussian noise (Balle and Wang 2018), with scipy's Φ.
+    mu = math.sqrt(2 * rho)
+    exact = norm.cdf(mu / 2 - epsilon / mu) - math.exp(epsilon) * norm.cdf(-mu / 2 - epsilon / mu)
+    assert exact == pytest.approx(delta, rel=1e-6)
+    # ρ-zCDP, and Rényi DP at its best order 1 + √(log(1/δ) / ρ), give ρ + 2 √(ρ log(1/δ)): a bound.
+    bound = rho + 2 * math.sqrt(rho * math.log(1 / delta))
+    assert 0.75 * bound < epsilon < bound
+    # A composition of single mechanisms, by privacy loss distributions and by Rényi DP.
+    for kind, within in (
+        (dp_accounting.pld.PLDAccountant, 0.01),
+        (dp_accounting.rdp.RdpAccountant, 0.12),
+    ):
+        other = kind().compose(dp_accounting.GaussianDpEvent(noise), participations)
+        assert epsilon <= other.get_epsilon(delta) <= (1 + within) * epsilon
+
+
+@pytest.mark.parametrize(("budget", "noise"), [(8.0, 3.0), (1.0, 20.0), (50.0, 0.5), (4.0, 1.0)])
+def test_the_most_updates_within_a_budget(budget: float, noise: float) -> None:
+    count = affordable(budget, noise, 1e-5)
+    assert count == 0 or epsilon_of(count, noise, 1e-5) <= budget
+    assert epsilon_of(count + 1, noise, 1e-5) > budget
+
+
+def test_clipping_keeps_short_changes_and_shortens_long_ones() -> None:
+    assert clipped(ONES, 3.0) is ONES  # Its length is √8 = 2.83.
+    short = clipped(4 * ONES, 2.0)
+    assert np.linalg.norm(short) == pytest.approx(2.0)
+    assert short[0] == short[7] > 0
+
+
+# Sums: what a method makes of updates, and noise in its versions.
+
+
+@pytest.mark.parametrize(
+    ("make", "whole"), [(half, 1), (buffer, 3), (FedAvg, 3), (FedProx, 3)], ids=str
+)
+def test_methods_of_sums_move_by_the_weighted_sum_of_changes(make: Any, whole: int) -> None:
+    method = make()
+    seen = private(method, 1e-9, **{"privacy-clip": 2.0})
+    ran(method, fleet(), 3)
+    first = next(m for m, version in zip(seen.models, seen.versions, strict=True) if version)
+    # All started from zeros, and clients move half-way: by 1.5, 0.5 and 1 times √8, at most 2.
+    lengths = [np.linalg.norm(update.vector) for _, update in seen.parts]
+    assert sorted(lengths) == pytest.approx([math.sqrt(2), 2.0, 2.0])
+    moved = sum(weight * update.vector.astype(float) for weight, update in seen.parts[:whole])
+    assert method.needs.sums
+    assert first == pytest.approx(moved, abs=1e-6)
+    # Examples do not count.
+    assert len({weight for weight, _ in seen.parts[:whole]}) == 1
+
+
+@pytest.mark.parametrize(
+    ("make", "clients", "moved"),
+    [
+        (half, 1, 0.5),
+        (buffer, 3, 1 / 3),
+        # All three of a buffer are of one client.
+        (buffer, 1, 1.0),
+        (FedAvg, 3, 1 / 3),
+        (Compared, 1, 1.0),
+    ],
+)
+def test_the_noise_has_the_stated_variance(make: Any, clients: int, moved: float) -> None:
+    method = make()
+    seen = private(method, 2.0, **{"privacy-clip": 0.7})
+    # Clients return what they were sent: what moves the model is noise.
+    ran(method, grid_of(pulled_app(), devices(*[1.0] * clients)), 900)
+    versions = dict(zip(seen.versions, seen.models, strict=True))
+    steps = np.diff([np.zeros(8), *(versions[v] for v in sorted(versions) if v)], axis=0)
+    # A client moves a version by its clip times this share: twice that is the noise.
+    total = float(np.square(steps / (2.0 * 0.7 * moved)).sum())
+    assert steps.size >= 2400
+    # Outside in one of 10,000 seeds; 6 % of the variance at 2,400 numbers.
+    assert chi2.ppf(5e-5, steps.size) < total < chi2.ppf(1 - 5e-5, steps.size)
+
+
+def test_noise_is_secret_outside_of_simulations() -> None:
+    first, second = (
+        private_of({"privacy-central": 1.0})._noise(8, 1.0, context)
+        for context in [SimpleNamespace(is_simulated=False)] * 2
+    )
+    assert not np.array_equal(first, second)
+    first, second = (
+        private_of({"privacy-central": 1.0})._noise(8, 1.0, context)
+        for context in [SimpleNamespace(is_simulated=True)] * 2
+    )
+    assert np.array_equal(first, second)
+
+
+def test_a_method_sees_nothing_but_the_update() -> None:
+    method = Compared()
+    seen = private(method, 1.0)
+    ran(method, fleet(), 3)
+    for _, update in seen.parts:
+        assert update.num_examples == 1
+        assert math.isnan(update.train_loss)
+        assert (update.metrics, update.numbers, update.mixture) == ({}, {}, ())
+
+
+# Bounds.
+
+
+def test_a_client_contributes_no_more_than_its_budget() -> None:
+    budget = {"privacy-budget": epsilon_of(4, 3.0, 1e-5) + 1e-6}
+    method = half()
+    private(method, 3.0, **budget)
+    seen = ran(method, fleet(1.0, 2.0, 5.0), 1000)
+    taken = [one.client for one in of(events.UpdateApplied, seen)]
+    assert {client: taken.count(client) for client in taken} == {"c0": 4, "c1": 4, "c2": 4}
+    ended = seen[-1]
+    assert isinstance(ended, events.RunEnded)
+    assert ended.ending is events.Ending.LIMIT
+    assert ended.reason.endswith("is spent: each client has contributed 4 updates")
+    measured = of(events.Measured, seen)
+    assert [one.values["participations"] for one in measured] == [1, 2, 3, 4]
+    assert measured[-1].values["epsilon"] == pytest.approx(budget["privacy-budget"], abs=1e-5)
+    assert not of(events.UpdateRejected, seen)
+
+
+@pytest.mark.parametrize("make", [half, buffer, FedAvg, Compared], ids=str)
+def test_a_bound_on_updates_ends_the_run_when_all_have_reached_it(make: Any) -> None:
+    method = make()
+    private(method, 1.0, **{"privacy-updates": 6})
+    seen = ran(method, fleet(1.0, 1.0, 3.0), 1000)
+    assert len(of(events.UpdateApplied, seen)) == 18
+    assert method.models[0].version == {FedAvg: 6, buffer: 6}.get(make, 18)
+    assert seen[-1].reason == "each client has contributed 6 updates"
+
+
+def test_a_resumed_run_gets_no_budget_back() -> None:
+    method, grid = half(), fleet(1.0, 2.0, 5.0)
+    private(method, 1.0, **{"privacy-updates": 4})
+    ran(method, grid, 1000)
+    again = half()
+    private(again, 1.0, **{"privacy-updates": 4})
+    again.load_state_dict(copy.deepcopy(method.state_dict()))
+    # On a fleet that joins anew, as after a restart of a server.
+    seen = ran(again, fleet(1.0, 2.0, 5.0), 1000)
+    assert not of(events.UpdateApplied, seen)
+    assert again.progress.updates == 12
+
+
+@pytest.mark.parametrize("make", [buffer, FedAvg, Compared], ids=str)
+def test_a_resumed_run_is_the_one_that_was_never_interrupted(make: Any) -> None:
+    def start(method: Method, grid: VirtualGrid, updates: int, former: Any = None) -> Any:
+        private(method, 1.0, **{"privacy-updates": 30})
+        if former is not None:
+            method.load_state_dict(former["method"])
+            grid.load_state_dict(former["grid"])
+        ran(method, grid, updates)
+        return copy.deepcopy({"method": method.state_dict(), "grid": grid.state_dict()})
+
+    def slow() -> VirtualGrid:
+        return fleet(1.0, 1.3, 2.1)
+
+    whole = start(make(), slow(), 40)
+    resumed = start(make(), slow(), 40, start(make(), slow(), 17))
+    # The chain has a feature without a state, too.
+    assert resumed["method"]["features"] == whole["method"]["features"]
+    assert resumed["method"]["features"]["central-privacy"]["draws"] >= 13
+    models = [one["method"]["clusters"]["models"]["0"]["vector"] for one in (resumed, whole)]
+    assert np.array_equal(*models)
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"strategy": "ifca"}, "ifca asks clients for more, which gets none: train-best"),
+        ({"strategy": "flexcfl"}, "label-counts"),
+        ({"strategy": "faacl"}, "losses"),
+        ({"strategy": "standalone"}, "shares no models"),
+        ({"own-model": True}, "own-model"),
+        ({"score-uploads": True}, "score-uploads"),
+        ({"protection": "norm"}, "protection"),
+        (
+            {"privacy-central": 1.0, "privacy-budget": 1.0},
+            "costs ε = 4.38: give privacy-central 3.",
+        ),
+        ({"privacy-budget": 0.0}, "privacy-budget must be greater than 0"),
+        ({"privacy-budget": -1.0}, "privacy-budget must be greater than 0"),
+        ({"privacy-delta": 1.0}, "privacy-delta must be"),
+        ({"privacy-clip": 0.0}, "privacy-clip must be"),
+        ({"privacy-central": -1.0}, "privacy-central must be"),
+        ({"privacy-updates": 0}, "privacy-updates must be"),
+    ],
+)
+def test_what_gets_no_noise_or_makes_no_sense_is_refused(keys: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        build_strategy(resolve(RunConfig.from_mapping({"privacy-central": 5.0, **keys})))
+
+
+def test_panicle_leaves_its_own_models_out() -> None:
+    config = resolve(RunConfig.from_mapping({"strategy": "panicle", "privacy-central": 5.0}))
+    build_strategy(config)
+    assert config.value("own-model") is False
+
+
+def test_a_model_with_running_statistics_is_refused() -> None:
+    feature = private_of({"privacy-central": 1.0})
+    feature.check_model(SimpleNamespace(trainable=None, counters=None))  # type: ignore[arg-type]
+    some = np.ones(8, np.bool_)
+    with pytest.raises(UserError, match="running statistics"):
+        feature.check_model(SimpleNamespace(trainable=some, counters=None))  # type: ignore[arg-type]
+
+
+def test_a_delta_that_says_little_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    keys = {"privacy-central": 5.0, "privacy-delta": 0.1, "clients": 10}
+    build_strategy(resolve(RunConfig.from_mapping(keys)))
+    assert "not below 1 / 10" in caplog.text
+
+
+def test_without_the_library_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "dp_accounting", None)
+    with pytest.raises(UserError, match=r"dp_accounting is not installed.*privacy\]'"):
+        build_strategy(resolve(RunConfig.from_mapping({"privacy-central": 5.0})))
