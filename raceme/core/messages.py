@@ -361,6 +361,8 @@ COMPUTE_SCALE = "compute-scale"
 TASK_SHARE = "task-share"
 """Share of an ordinary task's mini-batches that a task has: the simulator charges so much of what a
 device needs for a task of any size, beside what it needs for each sample."""
+BYTES_UP = "bytes-up"
+"""Size of the answer to work other than training, if not small; only the simulator reads it."""
 REPORT_TIMING = "report-timing"
 """Asks a client to state when it began its work and when it was done; never on virtual time."""
 STARTED_AT = "started-at"

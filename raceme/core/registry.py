@@ -794,6 +794,7 @@ class _Features(Registry):
 FEATURES = _Features(
     "feature",
     {
+        "secure": "raceme.features.secure.server:Secure",
         "protection": "raceme.features.protection.guards:protection",
         "own-model": "raceme.features.own_model.server:OwnModel",
         "short-upload": "raceme.features.short_upload.server:ShortUpload",

@@ -121,6 +121,9 @@ class Needs:
         judge, whereas clusters form by first updates.
     exchange : bool
         Whether models travel; otherwise no traffic is reported.
+    sums : Callable, optional
+        For methods that need sums of updates only, as secure aggregation makes them: the weight of
+        an update, whose staleness and examples are known. None: single updates are needed.
     test_settings : Mapping[str, Value]
         Additional settings of test messages, e.g. another kind of work.
     """
@@ -135,6 +138,7 @@ class Needs:
     latencies: bool = False
     one_model: bool = False
     exchange: bool = True
+    sums: Callable[[Update], float] | None = None
     test_settings: Mapping[str, Value] = field(default_factory=dict)
 
 
@@ -807,6 +811,11 @@ class Method(Strategy):
     def base_of(self, update: Update) -> Vector:
         """Return the model that a client started from, while kept. Shape (d,)."""
         return self.bases.of(update.task)
+
+    def weight_of(self, update: Update) -> float:
+        """Return the weight that an update now has in the method's sum; see `Needs.sums`."""
+        assert self.needs.sums is not None, "only methods that declare it are asked"
+        return self.needs.sums(self.received(update))
 
     def received(self, update: Update) -> Update:
         """Return an update with its current staleness, age and base.

@@ -7,7 +7,7 @@ checks and reports as for every method.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, cast
 
@@ -63,6 +63,8 @@ class FlowerRounds(Method):
     state_type = FlowerState
     counts_examples: ClassVar[bool] = True
     """Whether updates are weighted by examples."""
+    sums: ClassVar[Callable[[Update], float] | None] = None
+    """Weight of an update for strategies that need sums only; see `Needs.sums`."""
     parameters: RoundsParameters
     state: FlowerState
     scheduling: InRounds
@@ -77,7 +79,7 @@ class FlowerRounds(Method):
     @property
     def needs(self) -> Needs:
         """One model, and any setting of Flower's strategy for client mods."""
-        return Needs(one_model=True, settings=None)
+        return Needs(one_model=True, settings=None, sums=self.sums)
 
     def scheduler(self) -> Scheduler:
         """Work in rounds, with participants chosen by Flower's strategy."""
@@ -180,16 +182,23 @@ class MadeOfParameters(FlowerRounds):
         super().__init__(inner, made, seed, **arguments)
 
 
+def by_examples(update: Update) -> float:
+    """Return the weight of an update in a mean by examples."""
+    return float(update.num_examples)
+
+
 class FedAvg(MadeOfParameters):
     """Federated averaging in synchronous rounds, Flower's implementation."""
 
     flower = strategy.FedAvg
+    sums = staticmethod(by_examples)
 
 
 class FedProx(MadeOfParameters):
     """FedAvg with a proximal term that limits client drift, Flower's implementation."""
 
     flower = strategy.FedProx
+    sums = staticmethod(by_examples)
     parameters_type = FedProxParameters
 
 
