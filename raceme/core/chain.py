@@ -146,7 +146,7 @@ class Chain:
 
     def wake_at(self) -> float:
         """Return the next time at which :meth:`pending` changes without an answer."""
-        return min((feature.wake_at() for feature in self), default=math.inf)
+        return min((feature.wake_at(self._connected) for feature in self), default=math.inf)
 
     def applied(self, updates: Sequence[Update], outcomes: Sequence[Outcome]) -> None:
         """Inform the features of an aggregation."""

@@ -192,7 +192,7 @@ class FeatureContext:
 
     @property
     def together(self) -> bool:
-        """Whether the scheduler waits for all clients at work and releases their updates together."""
+        """Whether updates wait for all clients at work, as in rounds."""
         return self._method.scheduling.together
 
     def measure(self, schema: MeasureSchema, **values: Any) -> None:
@@ -321,7 +321,7 @@ class Feature:
         does.
         """
 
-    def wake_at(self) -> float:
+    def wake_at(self, context: FeatureContext) -> float:
         """Return the next time at which `pending` changes without an answer; infinity for none."""
         return math.inf
 

@@ -214,6 +214,9 @@ class Loop:
             self._hand_out()
             if self._settle():
                 continue
+            if waits := self._endless_wait():
+                self._ending = Ending.USELESS_REPLIES, waits
+                continue
             has_replies = self._receive()
             if self._fleet.by_node:
                 progress.last_online_at = clock.now()
@@ -282,7 +285,7 @@ class Loop:
             hopeless = self._method.scheduling.hopeless() or progress.uselessness()
             if not hopeless and self._clock.is_virtual:
                 # A real fleet may be incomplete, and its errors be mended meanwhile.
-                hopeless = progress.common_error() or self._endless_wait()
+                hopeless = progress.common_error()
             if hopeless:
                 self._ending = Ending.USELESS_REPLIES, hopeless
             elif limit := self._plan.limit(progress.updates, self._num_updates, self.now(), rounds):
@@ -292,13 +295,15 @@ class Loop:
         return self._ending is not None
 
     def _endless_wait(self) -> str:
-        """Return why the held updates of all clients wait for ever, or an empty text."""
+        """Return why the held updates of all clients wait for ever, or an empty text.
+
+        Only a grid that foresees arrivals can tell.
+        """
         progress, grid = self._progress, self._grid
         works = progress.in_flight or progress.further or progress.evaluations or progress.idle
         if works or not progress.held or self._method.features.wake_at() < math.inf:
             return ""
-        # Clients that are offline may return, and their work is open.
-        if isinstance(grid, Foreseeing) and grid.arrivals_ahead():
+        if not isinstance(grid, Foreseeing) or grid.arrivals_ahead():
             return ""
         return f"{plural(len(progress.held), 'update')} of all clients wait for {progress.held_for}"
 
@@ -379,7 +384,8 @@ class Loop:
         for message_id in late:
             task, dispatch = self._progress.in_flight.pop(message_id), self._method.scheduling
             self._refuse(task, dispatch.timeout_reason, rests=dispatch.backs_off_when_late)
-        for client in [name for name, task in self._progress.held.items() if task.number in numbers]:
+        held = self._progress.held.items()
+        for client in [name for name, task in held if task.number in numbers]:
             # Its update was in time: it waits for others.
             self._refuse(self._let_go(client), self._method.scheduling.timeout_reason, rests=False)
 

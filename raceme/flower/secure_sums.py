@@ -14,8 +14,8 @@ from flwr.common.secure_aggregation.crypto.symmetric_encryption import (
 from flwr.common.secure_aggregation.quantization import dequantize as dequantize
 from flwr.common.secure_aggregation.quantization import quantize as quantize
 from flwr.common.secure_aggregation.secaggplus_utils import (
-    share_keys_plaintext_concat as joined_shares,
+    share_keys_plaintext_concat as share_keys_plaintext_concat,
 )
 from flwr.common.secure_aggregation.secaggplus_utils import (
-    share_keys_plaintext_separate as separate_shares,
+    share_keys_plaintext_separate as share_keys_plaintext_separate,
 )

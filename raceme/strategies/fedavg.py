@@ -23,6 +23,7 @@ from raceme.core.options import option, with_defaults
 from raceme.core.requests import Outcome, Outcomes, Request, Update
 from raceme.core.scheduling import IN_TURN, InRounds, RoundsParameters, Scheduler
 from raceme.core.strategy import Method, Needs, Variant, divided
+from raceme.strategies.shared import by_examples
 
 
 @dataclass(frozen=True)
@@ -180,11 +181,6 @@ class MadeOfParameters(FlowerRounds):
             **settings,
         )
         super().__init__(inner, made, seed, **arguments)
-
-
-def by_examples(update: Update) -> float:
-    """Return the weight of an update in a mean by examples."""
-    return float(update.num_examples)
 
 
 class FedAvg(MadeOfParameters):

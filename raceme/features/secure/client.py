@@ -36,7 +36,12 @@ from raceme.features.secure.protocol import (
     threshold,
 )
 from raceme.flower.messages import array_record
-from raceme.flower.secure_sums import decrypt, encrypt, joined_shares, separate_shares
+from raceme.flower.secure_sums import (
+    decrypt,
+    encrypt,
+    share_keys_plaintext_concat,
+    share_keys_plaintext_separate,
+)
 
 _CHANGE, _SECRETS = "secure-change", "secure-secrets"
 """Records of a client's state: the change of the model that is to be summed, and its secrets."""
@@ -122,7 +127,7 @@ def _encrypted(keys: Bytes, asked: ConfigRecord, kept: ConfigRecord, options: Op
     rows = {
         position: encrypt(
             common_key(kept[_SHARE_KEY], public[position][KEY_BYTES:]),
-            joined_shares(own, position, seeds[position], keys_split[position]),
+            share_keys_plaintext_concat(own, position, seeds[position], keys_split[position]),
         )
         for position in range(members)
         if position != own
@@ -145,7 +150,7 @@ def _masked(
     shares = []
     for position, row in zip(others, received, strict=True):
         key = common_key(kept[_SHARE_KEY], public[position][KEY_BYTES:])
-        sender, receiver, *both = separate_shares(decrypt(key, row.tobytes()))
+        sender, receiver, *both = share_keys_plaintext_separate(decrypt(key, row.tobytes()))
         if (sender, receiver) != (position, own):
             raise ProtocolError("shares of another member")
         shares += both

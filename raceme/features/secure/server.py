@@ -226,8 +226,8 @@ class Secure(Feature):
         config, least = self.config or RunConfig(), self.options.secure_least
         if needs.sums is None:
             raise UserError(
-                f"secure: {config.strategy} compares or keeps updates of single clients, and secure "
-                "aggregation reveals sums only: leave one of both out."
+                f"secure: {config.strategy} compares or keeps updates of single clients, and the "
+                "server learns sums only: take a method of sums, such as fedbuff."
             )
         refused = {
             "protection": (config.value("protection") != "none", "judges single updates"),
@@ -291,16 +291,14 @@ class Secure(Feature):
         """Go on with cohorts whose members have answered, and form new ones."""
         for cohort in list(self.state.cohorts):
             yield from self._proceed(cohort, context)
-        for client, member in list(self.state.members.items()):
-            if not member.keys.size and self._is_late(member.asked_at, context):
-                yield Refusal("it has not sent new keys for the next cohort", client)
         yield from self._formed(context)
 
-    def wake_at(self) -> float:
-        """Return the end of the longest wait for an answer."""
+    def wake_at(self, context: FeatureContext) -> float:
+        """Return the next end of a wait for answers."""
         times = [cohort.began for cohort in self.state.cohorts]
         times += [member.asked_at for member in self.state.members.values() if not member.keys.size]
-        return min(times, default=math.inf) + self.options.secure_seconds
+        open_waits = (time for time in times if not self._is_late(time, context))
+        return min(open_waits, default=math.inf) + self.options.secure_seconds
 
     def _is_late(self, since: float, context: FeatureContext) -> bool:
         return context.now() >= since + self.options.secure_seconds
@@ -340,7 +338,9 @@ class Secure(Feature):
     def _expects_more(self, cluster: int, context: FeatureContext) -> bool:
         """Return whether clients of a cluster are at work, or asked for new keys."""
         busy = [task.client for task in context.at_work]
-        busy += [client for client, member in self.state.members.items() if not member.keys.size]
+        for client, member in self.state.members.items():
+            if not member.keys.size and not self._is_late(member.asked_at, context):
+                busy.append(client)
         return any(
             context.clusters.main(client) == cluster and context.is_online(client)
             for client in busy
