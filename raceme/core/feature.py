@@ -150,7 +150,7 @@ class FeatureContext:
         Returns the model that a client's update started from, with `keeps_bases`. Shape (d,).
     weight : Callable
         Returns the weight of an update in the sum that the method now makes, for methods that
-        declare `Needs.sums`.
+        declare `Needs.sum_weight`.
     report : Observer
         Reports an event.
     """

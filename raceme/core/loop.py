@@ -716,7 +716,8 @@ class Loop:
         task = replace(
             held, kind=work.kind, phase=phase, sent_at=self.now(), bytes_down=size, candidates={}
         )
-        settings = {**work.settings, names.KIND: work.kind, names.TASK: task.number}
+        settings: dict[str, Any] = {**work.settings, names.KIND: work.kind}
+        settings[names.TASK] = task.number
         content = content_of({**work.arrays, names.CONFIG: ConfigRecord(settings)})
         message = Message(content, node_id, MessageType.TRAIN, ttl=self._ttl)
         if message_id := push(self._grid, self._clock, message):

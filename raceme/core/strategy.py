@@ -121,7 +121,7 @@ class Needs:
         judge, whereas clusters form by first updates.
     exchange : bool
         Whether models travel; otherwise no traffic is reported.
-    sums : Callable, optional
+    sum_weight : Callable, optional
         For methods that need sums of updates only, as secure aggregation makes them: the weight of
         an update, whose staleness and examples are known. None: single updates are needed.
     test_settings : Mapping[str, Value]
@@ -138,7 +138,7 @@ class Needs:
     latencies: bool = False
     one_model: bool = False
     exchange: bool = True
-    sums: Callable[[Update], float] | None = None
+    sum_weight: Callable[[Update], float] | None = None
     test_settings: Mapping[str, Value] = field(default_factory=dict)
 
 
@@ -813,9 +813,9 @@ class Method(Strategy):
         return self.bases.of(update.task)
 
     def weight_of(self, update: Update) -> float:
-        """Return the weight that an update now has in the method's sum; see `Needs.sums`."""
-        assert self.needs.sums is not None, "only methods that declare it are asked"
-        return self.needs.sums(self.received(update))
+        """Return the weight that an update now has in the method's sum; see `Needs.sum_weight`."""
+        assert self.needs.sum_weight is not None, "only methods that declare it are asked"
+        return self.needs.sum_weight(self.received(update))
 
     def received(self, update: Update) -> Update:
         """Return an update with its current staleness, age and base.

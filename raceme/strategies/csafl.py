@@ -136,7 +136,7 @@ class CSAFL(Method):
     def needs(self) -> Needs:
         """Base models and latencies; synchronous groups that compare no updates need sums only."""
         is_sum = self.parameters.update == "synchronous" and self.parameters.grouping != "spectral"
-        return Needs(bases=True, latencies=True, sums=by_examples if is_sum else None)
+        return Needs(bases=True, latencies=True, sum_weight=by_examples if is_sum else None)
 
     def scheduler(self) -> Scheduler:
         """Pre-train all clients in one round, then train in windows."""

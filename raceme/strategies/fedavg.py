@@ -7,7 +7,7 @@ checks and reports as for every method.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, cast
 
@@ -64,8 +64,8 @@ class FlowerRounds(Method):
     state_type = FlowerState
     counts_examples: ClassVar[bool] = True
     """Whether updates are weighted by examples."""
-    sums: ClassVar[Callable[[Update], float] | None] = None
-    """Weight of an update for strategies that need sums only; see `Needs.sums`."""
+    is_sum: ClassVar[bool] = False
+    """Whether the strategy needs the sum of the updates by examples only."""
     parameters: RoundsParameters
     state: FlowerState
     scheduling: InRounds
@@ -80,7 +80,8 @@ class FlowerRounds(Method):
     @property
     def needs(self) -> Needs:
         """One model, and any setting of Flower's strategy for client mods."""
-        return Needs(one_model=True, settings=None, sums=self.sums)
+        weight = by_examples if self.is_sum else None
+        return Needs(one_model=True, settings=None, sum_weight=weight)
 
     def scheduler(self) -> Scheduler:
         """Work in rounds, with participants chosen by Flower's strategy."""
@@ -187,14 +188,14 @@ class FedAvg(MadeOfParameters):
     """Federated averaging in synchronous rounds, Flower's implementation."""
 
     flower = strategy.FedAvg
-    sums = staticmethod(by_examples)
+    is_sum = True
 
 
 class FedProx(MadeOfParameters):
     """FedAvg with a proximal term that limits client drift, Flower's implementation."""
 
     flower = strategy.FedProx
-    sums = staticmethod(by_examples)
+    is_sum = True
     parameters_type = FedProxParameters
 
 

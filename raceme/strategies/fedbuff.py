@@ -60,7 +60,7 @@ class FedBuff(Method):
 
     parameters_type = FedBuffParameters
     state_type = FedBuffState
-    needs = Needs(bases=True, one_model=True, sums=lambda update: freshness(update.staleness))
+    needs = Needs(bases=True, one_model=True, sum_weight=lambda update: freshness(update.staleness))
     state: FedBuffState
     parameters: FedBuffParameters
 
@@ -277,7 +277,7 @@ class FADAS(Method):
 
     parameters_type = FADASParameters
     state_type = FADASState
-    needs = Needs(bases=True, sums=lambda update: 1.0)
+    needs = Needs(bases=True, sum_weight=lambda update: 1.0)
     state: FADASState
     parameters: FADASParameters
 

@@ -214,5 +214,8 @@ def mean_of(total: Masked, weights: Collection[float], scale: Scale) -> Vector:
     members = len(weights)
     if total.size and int(total.max()) > members * scale.levels:
         raise ProtocolError("the sum is out of range: a member has not kept to the protocol")
-    summed = dequantize([total], scale.largest, scale.levels)[0] - (members - 1) * scale.largest
+    summed = (
+        dequantize([total.astype(np.int64)], scale.largest, scale.levels)[0]
+        - (members - 1) * scale.largest
+    )
     return np.asarray(summed / sum(weights), np.float32)

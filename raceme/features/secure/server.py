@@ -224,7 +224,7 @@ class Secure(Feature):
     def check(self, needs: Needs) -> None:
         """Refuse methods and features that work on single updates, and impossible cohorts."""
         config, least = self.config or RunConfig(), self.options.secure_least
-        if needs.sums is None:
+        if needs.sum_weight is None:
             raise UserError(
                 f"secure: {config.strategy} compares or keeps updates of single clients, and the "
                 "server learns sums only: take a method of sums, such as fedbuff."
@@ -398,18 +398,18 @@ class Secure(Feature):
 
     def _requests(self, cohort: Cohort, context: FeatureContext) -> Iterator[Request]:
         """Return the requests of the present stage."""
+        told: dict[str, Value]
         for client, position in list(cohort.members.items()):
             if cohort.stage == SHARES:
                 yield _request(client, SHARES, {POSITION: position}, cohort.keys)
             elif cohort.stage == MASKED:
                 others = [sender for sender in cohort.shares if sender != position]
                 rows = np.stack([cohort.shares[sender][position] for sender in others])
-                settings = {ANSWERED: others, WEIGHT: cohort.weights[position]}
-                settings[BYTES_UP] = 4 * context.spec.size
-                yield _request(client, MASKED, settings, rows)
+                told = {ANSWERED: others, WEIGHT: cohort.weights[position]}
+                told[BYTES_UP] = 4 * context.spec.size
+                yield _request(client, MASKED, told, rows)
             else:
-                settings = {ANSWERED: cohort.summed, MISSING: cohort.missing}
-                yield _request(client, UNMASK, settings)
+                yield _request(client, UNMASK, {ANSWERED: cohort.summed, MISSING: cohort.missing})
 
     def _renewed(self, client: str, context: FeatureContext) -> Iterator[Request]:
         """Ask a member for new keys, for the next cohort."""
