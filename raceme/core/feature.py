@@ -266,6 +266,9 @@ class Feature:
     def check(self, needs: Needs) -> None:
         """Check that the feature fits the configuration and the method; a UserError refuses."""
 
+    def check_model(self, spec: ModelSpec) -> None:
+        """Check that the feature fits the model; a UserError refuses."""
+
     def cost(self, settings: ConfigRecord, context: Context, examples: int) -> float:
         """Return the further work of a training message, in passes over a client's samples.
 

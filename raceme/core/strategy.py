@@ -124,6 +124,9 @@ class Needs:
     sum_weight : Callable, optional
         For methods that need sums of updates only, as secure aggregation makes them: the weight of
         an update, whose staleness and examples are known. None: single updates are needed.
+    sketches : bool
+        Whether some requests only need a sketch of the change (`SKETCH`), which then is the only
+        thing about a single client's model that the method needs.
     test_settings : Mapping[str, Value]
         Additional settings of test messages, e.g. another kind of work.
     """
@@ -139,6 +142,7 @@ class Needs:
     one_model: bool = False
     exchange: bool = True
     sum_weight: Callable[[Update], float] | None = None
+    sketches: bool = False
     test_settings: Mapping[str, Value] = field(default_factory=dict)
 
 

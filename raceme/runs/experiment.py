@@ -235,7 +235,10 @@ def fitted(config: RunConfig, strategy: Method) -> tuple[ArrayRecord, ModelProbe
         They do not, or the model does not exist or does not fit the data.
     """
     initial = models.initial_arrays(config)
-    strategy.check_model(ModelSpec.of(initial))
+    spec = ModelSpec.of(initial)
+    strategy.check_model(spec)
+    for feature in strategy.features:
+        feature.check_model(spec)
     probe = probe_of(config, initial)
     strategy.check_server(0 if probe is None else probe.sets, bool(config.pretrain))
     return initial, probe

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from raceme.core import messages as names
 from raceme.core.messages import ModelSpec, from_array, to_array
+from raceme.core.sketches import Sketcher
 from raceme.features.secure import Options
 from raceme.features.secure.protocol import (
     ANSWERED,
@@ -67,11 +68,14 @@ def work(
         return reply
     spec = ModelSpec.of(model)
     change = spec.unpack(model) - spec.unpack(message.content.array_records[names.ARRAYS])
-    context.state[_CHANGE] = array_record({_CHANGE: to_array(change)})
-    own = Secrets.new()
-    context.state[_SECRETS] = own.record()
     numbers = dict(reply.content.array_records.get(names.NUMBERS, {}))
-    numbers[KEYS] = to_array(own.public)
+    if asked.get(names.SKETCH):
+        numbers[names.SKETCH] = to_array(Sketcher().direction(spec.compared(change)))
+    else:
+        own = Secrets.new()
+        context.state[_SECRETS] = own.record()
+        context.state[_CHANGE] = array_record({_CHANGE: to_array(change)})
+        numbers[KEYS] = to_array(own.public)
     del reply.content[names.ARRAYS]
     reply.content[names.NUMBERS] = array_record(numbers)
     return reply

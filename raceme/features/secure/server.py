@@ -21,13 +21,17 @@ from raceme.core.messages import (
     BYTES_UP,
     COMPUTE_SCALE,
     NUMBERS,
+    SKETCH,
     TASK_SHARE,
     TRAINING,
     InvalidReplyError,
+    ModelSpec,
     Vector,
+    array_of,
     to_array,
 )
 from raceme.core.requests import Answer, InFlight, Request, Update, Value
+from raceme.core.sketches import SIZE, Sketcher
 from raceme.features.secure import Options
 from raceme.features.secure.protocol import (
     ANSWERED,
@@ -71,6 +75,8 @@ SUM = MeasureSchema(
 """One event per cohort; the seconds are those from the first member's update to the sum."""
 
 _NEXT = {KEYS: SHARES, SHARES: MASKED, MASKED: UNMASK}
+_SHORTEST = 16 * SIZE
+"""Fewest weights of a model of which a sketch shows little."""
 _NO_KEYS: Bytes = np.empty(0, np.uint8)
 
 
@@ -189,10 +195,13 @@ class SecureState:
         Clients with ready updates, in the order in which they became ready.
     cohorts : list[Cohort]
         The cohorts in progress.
+    sketched : dict[str, bool]
+        Clients whose present request is for a sketch.
     """
 
     members: dict[str, Member] = field(default_factory=dict)
     cohorts: list[Cohort] = field(default_factory=list)
+    sketched: dict[str, bool] = field(default_factory=dict)
 
 
 class Secure(Feature):
@@ -210,6 +219,7 @@ class Secure(Feature):
     def __init__(self, options: Options | None = None, config: RunConfig | None = None) -> None:
         super().__init__(options, config)
         self._warned: set[int] = set()
+        self._sketches = False
 
     @property
     def _scale(self) -> Scale:
@@ -224,6 +234,7 @@ class Secure(Feature):
     def check(self, needs: Needs) -> None:
         """Refuse methods and features that work on single updates, and impossible cohorts."""
         config, least = self.config or RunConfig(), self.options.secure_least
+        self._sketches = needs.sketches
         if needs.sum_weight is None:
             raise UserError(
                 f"secure: {config.strategy} compares or keeps updates of single clients, and the "
@@ -247,12 +258,27 @@ class Secure(Feature):
                 "time: take fewer members, or more clients."
             )
 
+    def check_model(self, spec: ModelSpec) -> None:
+        """Refuse sketches of a model that is hardly longer."""
+        if self._sketches and spec.size < _SHORTEST:
+            raise UserError(
+                f"secure: sketches of {SIZE} numbers, by which clients are grouped, show much of a "
+                f"model of {spec.size} weights: take one of {_SHORTEST} or more."
+            )
+
     # Updates become ready.
+
+    def on_request(self, request: Request, context: FeatureContext) -> Request:
+        """Note which clients send a sketch."""
+        if request.settings.get(SKETCH):
+            self.state.sketched[request.client] = True
+        return request
 
     def on_reply(self, content: RecordDict, context: FeatureContext) -> RecordDict:
         """Check that the model has stayed on the device; zeros stand in for it."""
         records = dict(content)
-        if ARRAYS in records or KEYS not in content.array_records.get(NUMBERS, {}):
+        numbers = content.array_records.get(NUMBERS, {})
+        if ARRAYS in records or not (KEYS in numbers or SKETCH in numbers):
             raise InvalidReplyError(
                 "it is not masked: the device's raceme knows no secure aggregation, or its run "
                 "has another configuration"
@@ -260,9 +286,13 @@ class Secure(Feature):
         records[ARRAYS] = context.spec.pack(np.zeros(context.spec.size, np.float32))
         return RecordDict(records)
 
-    def on_update(self, update: Update, context: FeatureContext) -> Refusal | Held:
-        """Hold an update until it is part of a sum."""
-        keys = update.numbers[KEYS]
+    def on_update(self, update: Update, context: FeatureContext) -> Update | Refusal | Held:
+        """Hold an update until it is part of a sum; let a sketch pass."""
+        keys = update.numbers.get(KEYS, _NO_KEYS)
+        if update.task.client in self.state.sketched:
+            size = Sketcher.size(len(context.compared(update.vector)))
+            sketch = array_of(update.numbers, SKETCH, (size,), low=-1.0, high=1.0)
+            return replace(update, numbers={SKETCH: sketch.astype(np.float32)})
         if refusal := self._checked(keys):
             return Refusal(refusal)
         others = {name: of for name, of in update.numbers.items() if name != KEYS}
@@ -281,6 +311,7 @@ class Secure(Feature):
     def on_closed(self, task: InFlight, context: FeatureContext) -> None:
         """Forget a member whose task has ended; its cohort does not wait for it."""
         if task.kind in TRAINING:
+            self.state.sketched.pop(task.client, None)
             self.state.members.pop(task.client, None)
             for cohort in self.state.cohorts:
                 cohort.members.pop(task.client, None)

@@ -26,9 +26,10 @@ from numpy.typing import NDArray
 
 from raceme.core.clusters import Clusters, Model, parts_of
 from raceme.core.events import grouped
-from raceme.core.messages import ARRAYS, Vector
+from raceme.core.messages import ARRAYS, SKETCH, Vector
 from raceme.core.options import option
 from raceme.core.requests import InFlight, Outcome, Request, Update
+from raceme.core.sketches import Sketcher
 from raceme.core.strategy import Method, Needs
 from raceme.flower.messages import Shelf
 from raceme.strategies.panicle.probes import (
@@ -37,14 +38,13 @@ from raceme.strategies.panicle.probes import (
     Partition,
     Probes,
     Rows,
-    Sketcher,
     better_partition,
     landmarks,
     plan_reassignment,
     settings_of_probe,
     silhouette,
 )
-from raceme.strategies.shared import cluster_decay, contribution
+from raceme.strategies.shared import by_examples, cluster_decay, contribution
 
 PROBE = "probe"
 """Phase of a task that only places its client."""
@@ -229,7 +229,7 @@ class Panicle(Method):
 
     parameters_type = PanicleParameters
     state_type = PanicleState
-    needs = Needs(bases=True, features={"own-model": True})
+    needs = Needs(bases=True, features={"own-model": True}, sum_weight=by_examples, sketches=True)
     parameters: PanicleParameters
     state: PanicleState
 
@@ -289,13 +289,17 @@ class Panicle(Method):
         """Add a probe's direction, place its client, and look for groups if due."""
         client, probes, now = update.task.client, self.state.probes, self.progress.updates
         watch = self._watch(client)
-        direction = self._sketcher.direction(self.compared(update.vector - self.state.initial))
+        direction = update.numbers.get(SKETCH)
+        is_sketched = direction is not None
+        if direction is None:
+            change = update.vector - self.state.initial
+            direction = self._sketcher.direction(self.compared(change))
         is_called = watch.is_called and probes.is_clear(client)
         if is_called and probes.likeness(client, direction) < _ALIKE:
             probes.forget(client)
             self._withdraw(client)
         watch.asked, watch.probed, watch.is_called, watch.length = 0, now, False, 0.0
-        if not self.state.landmarks and client not in self.state.latest:
+        if not (is_sketched or self.state.landmarks or client in self.state.latest):
             self._renew(update, self.clusters.main(client))
         was_settled = self._is_settled(client)
         probes.add(client, direction)
