@@ -286,6 +286,57 @@ def test_two_runs_are_equal_although_their_masks_differ() -> None:
     assert len(set(masked)) == len(masked) > 50
 
 
+def test_the_sum_of_panicles_members_is_the_plain_one() -> None:
+    # One cluster: the sum of the members' latest models by examples is what Panicle keeps.
+    keys = {"clients": 5, "model": "mlp300", "panicle.clustering": False, "own-model": False}
+    keys |= {"max-updates": 5, "panicle.drift": False}
+    plain, secure = Run("panicle", **keys), Run("panicle", secure=True, **keys)
+    totals = [run.method.state.learned[0] for run in (plain, secure)]
+    assert totals[0].examples == totals[1].examples > 0
+    means = [one.total / one.examples for one in totals]
+    # The plain run's clients are asked again at different times: only the first updates agree.
+    bound = 4 * Scale(8.0, 32).bound([1.0] * 5)
+    assert secure.sums == [(5, 5)]
+    assert np.abs(means[0] - means[1]).max() <= bound + 1e-5
+
+
+def test_panicle_groups_clients_by_sketches_that_the_devices_make() -> None:
+    probes: list[Message] = []
+
+    def keep(message: Message, reply: Message, context: Context) -> None:
+        if message.content.config_records.get("config", {}).get("sketch"):
+            probes.append(reply)
+
+    keys = {"clients": 12, "groups": "0.5,0.5", "model": "mlp300", "max-updates": 60}
+    run = Run("panicle", keep, secure=True, **keys, **{"local-epochs": 3})
+    assert len(probes) >= 24
+    for reply in probes:
+        (arrays,) = reply.content.array_records.values()
+        assert set(arrays) == {"sketch"}
+        assert from_array(arrays["sketch"]).shape == (1024,)
+    members = run.method.clusters.members
+    groups = {f"client-{i}": run.method.clusters.main(f"client-{i}") for i in range(12)}
+    assert set(members) == set(groups)
+    assert len(set(groups.values())) == 2
+    assert {frozenset(c for c in groups if groups[c] == k) for k in groups.values()} == {
+        frozenset(f"client-{i}" for i in part) for part in (range(6), range(6, 12))
+    }
+
+
+def test_a_sketch_in_place_of_an_update_is_refused() -> None:
+    def cheat(message: Message, reply: Message, context: Context) -> Message | None:
+        asked = message.content.config_records.get("config", {})
+        if stage_of(message) != "train" or context.node_config["partition-id"] or "sketch" in asked:
+            return None
+        sketch = to_array(np.zeros(1024, np.float32))
+        reply.content["numbers"] = array_record({"sketch": sketch})
+        return reply
+
+    run = Run("fedbuff", cheat, secure=True, clients=6, **{"max-updates": 10})
+    assert {event.client for event in run.of(UpdateRejected)} == {"client-0"}
+    assert run.of(UpdateRejected)[0].reason == "its public keys are invalid"
+
+
 # -----------------------------------------------------------------------------
 # Drop-outs.
 # -----------------------------------------------------------------------------
@@ -440,6 +491,7 @@ def test_two_devices_of_one_key_are_not_in_one_cohort() -> None:
         ({"discrepancy": True}, "discrepancy compares single updates: leave it out"),
         ({"clients": 4}, "no cohort of 5 members forms, as 4 clients work at a time"),
         ({"strategy": "fedavg", "fedavg.fraction": 0.2}, "as 2 clients work at a time"),
+        ({"strategy": "panicle"}, "sketches of 1024 numbers, by which clients are grouped"),
         ({"secure-least": 40, "clients": 60}, "secure-most must be at least secure-least, 40"),
     ],
 )

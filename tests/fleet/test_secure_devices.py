@@ -25,12 +25,13 @@ import numpy as np
 from raceme.core.messages import from_array
 from raceme.features.secure import client
 name, stage, times, *arguments = sys.argv[1:]
-honest, entered = client._stage, 0
+honest, entered, seen = client._stage, 0, 0
 
 def stopped(message, asked, context, options):
-    global entered
+    global entered, seen
     change = from_array(context.state.array_records["secure-change"]["secure-change"])
-    np.save(f"update-{name}-{entered}", change)
+    np.save(f"update-{name}-{seen}", change)
+    seen += 1
     entered += asked["secure-stage"] == stage
     if entered == int(times):
         os.kill(os.getpid(), 9)
@@ -44,7 +45,8 @@ main()
 
 
 def start_server(bed: Loopback, *options: str) -> Process:
-    bed.fleet_port, bed.http_port = free_port(), free_port()
+    bed.fleet_port = bed.fleet_port or free_port()
+    bed.http_port = bed.http_port or free_port()
     places = ("--address", bed.fleet_address, "--http", bed.http_address, "--metrics", "off")
     keys = {"strategy": "fedavg", "dataset": "digits", "model": "mclr", "clients": DEVICES}
     keys |= {"secure-least": 4, "secure-seconds": 20, "eval-every": 1000, "out": "out"}
@@ -77,7 +79,7 @@ def test_devices_that_are_killed_in_each_stage_and_what_the_server_keeps(tmp_pat
         for number in VICTIMS:
             assert devices[number].wait(60) == -9
     # Cohorts of 7, 6, 5 and 4 members, the last of which sends its update before it dies.
-    sums = query(tmp_path / "out", "SELECT value FROM measures WHERE name = 'secure_sum'")
+    sums = query(tmp_path / "out", "SELECT * FROM measures WHERE name = 'secure_sum'")
     assert len(sums) == 4, sums
     out = tmp_path / "out"
     are_applied_once(out, len(updates(out)))
@@ -90,3 +92,25 @@ def test_devices_that_are_killed_in_each_stage_and_what_the_server_keeps(tmp_pat
     for change in changes:
         at = int(np.argmax(np.abs(change)))
         assert change[max(0, at - 4) : at + 4].tobytes() not in kept
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_server_that_is_killed_goes_on_with_sums(tmp_path: Path) -> None:
+    with loopback(tmp_path) as bed:
+        named = [part for number in range(DEVICES) for part in ("--device", f"d{number}")]
+        certs = bed.start("certs", raceme("certs", "--host", "127.0.0.1", "--out", "certs", *named))
+        assert certs.wait() == 0
+        options = ("--certificates", "certs", "--checkpoint-every", "1", "--max-updates", "60")
+        options += ("--clients-min", "5")
+        server = start_server(bed, *options)
+        server.wait_for("Listening on", 240)
+        devices = [start_device(bed, number) for number in range(2, DEVICES)]
+        server.wait_for(r"update +15 ", 240)
+        server.handle.kill()
+        server.wait()
+        server = start_server(bed, *options)
+        assert server.wait(240) == 0, server.text()
+        assert any(device.handle.poll() is None for device in devices)
+    are_applied_once(tmp_path / "out", len(updates(tmp_path / "out")))
+    assert len(updates(tmp_path / "out")) >= 60

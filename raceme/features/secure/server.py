@@ -277,7 +277,7 @@ class Secure(Feature):
     def on_reply(self, content: RecordDict, context: FeatureContext) -> RecordDict:
         """Check that the model has stayed on the device; zeros stand in for it."""
         records = dict(content)
-        numbers = content.array_records.get(NUMBERS, {})
+        numbers = content.array_records.get(NUMBERS, array_record({}))
         if ARRAYS in records or not (KEYS in numbers or SKETCH in numbers):
             raise InvalidReplyError(
                 "it is not masked: the device's raceme knows no secure aggregation, or its run "
