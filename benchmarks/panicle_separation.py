@@ -22,7 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 from raceme.core.clusters import unit_rows
-from raceme.strategies.panicle.probes import HALVES, SKETCH, Probes, better_partition
+from raceme.core.sketches import SIZE as SKETCH
+from raceme.strategies.panicle.probes import HALVES, Probes, better_partition
 from raceme.strategies.panicle.strategy import PanicleParameters, sketch_noise
 from raceme.strategies.shared import numbered
 

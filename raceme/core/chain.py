@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 from flwr.app import ConfigRecord, Context, RecordDict
 
-from raceme.core.feature import Feature, FeatureContext, Refusal, StepTests
+from raceme.core.feature import Feature, FeatureContext, Held, Refusal, StepTests
 from raceme.core.registry import FEATURES
-from raceme.core.requests import InFlight, InvalidReplyError, Outcome, Request, Update
+from raceme.core.requests import Answer, InFlight, InvalidReplyError, Outcome, Request, Update
 from raceme.core.state import NoState, check_storable, from_tree, stored
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Chain:
     @property
     def upload_size(self) -> float:
         """Size of trained models on their way to the server, as a share."""
-        return prod(feature.upload_size for feature in self)
+        return math.prod(feature.upload_size for feature in self)
 
     @property
     def settings(self) -> frozenset[str]:
@@ -102,23 +102,52 @@ class Chain:
             A feature refuses it.
         """
         for feature in self:
-            content = feature.on_reply(content)
+            content = feature.on_reply(content, self._connected)
         return content
 
-    def update(self, update: Update) -> Update:
-        """Return a valid update as the features change it.
+    def update(self, update: Update, after: Feature | None = None) -> Update | Held:
+        """Return a valid update as the features change it, or that one of them holds it.
+
+        Parameters
+        ----------
+        after : Feature, optional
+            The feature that has released the update; by default the update is new.
 
         Raises
         ------
         InvalidReplyError
             A feature refuses the update.
         """
-        for feature in self:
+        features = list(self)
+        for feature in features[features.index(after) + 1 if after else 0 :]:
             found = feature.on_update(update, self._connected)
             if isinstance(found, Refusal):
                 raise InvalidReplyError(found.reason)
+            if isinstance(found, Held):
+                return found
             update = found
         return update
+
+    def pending(self) -> Iterator[tuple[Feature, Request | Update | Refusal]]:
+        """Yield what becomes of held updates, by the feature that holds them."""
+        for feature in self:
+            for item in feature.pending(self._connected):
+                yield feature, item
+
+    def answer(self, answer: Answer) -> None:
+        """Inform the features of the answer to a request for a held update.
+
+        Raises
+        ------
+        InvalidReplyError
+            A feature refuses it.
+        """
+        for feature in self:
+            feature.on_answer(answer, self._connected)
+
+    def wake_at(self) -> float:
+        """Return the next time at which :meth:`pending` changes without an answer."""
+        return min((feature.wake_at(self._connected) for feature in self), default=math.inf)
 
     def applied(self, updates: Sequence[Update], outcomes: Sequence[Outcome]) -> None:
         """Inform the features of an aggregation."""

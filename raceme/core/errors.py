@@ -70,7 +70,7 @@ def one_line(error: object) -> str:
     return " ".join(str(error).split())
 
 
-def plural(count: int, noun: str, several: str = "") -> str:
+def plural(count: float, noun: str, several: str = "") -> str:
     """Return a number with its noun: ``"1 client"``, ``"2 clients"``; `several` is not noun + s."""
     return f"{count:,} {noun if count == 1 else several or noun + 's'}"
 

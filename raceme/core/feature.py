@@ -13,6 +13,7 @@ client halves.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -20,7 +21,7 @@ from raceme.core.events import Measured
 from raceme.core.state import NoState
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
     from pathlib import Path
 
     import numpy as np
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from raceme.core.events import MeasureSchema, Observer
     from raceme.core.messages import ModelSpec, Vector
     from raceme.core.progress import Evaluation, Steps
-    from raceme.core.requests import InFlight, Outcome, Request, Update
+    from raceme.core.requests import Answer, InFlight, Outcome, Request, Update
     from raceme.core.strategy import Method, Needs
 
 
@@ -48,6 +49,22 @@ class Refusal:
     ----------
     reason : str
         Reason in words without numbers.
+    client : str
+        The client of a held update; see :meth:`Feature.pending`.
+    """
+
+    reason: str
+    client: str = ""
+
+
+@dataclass(frozen=True)
+class Held:
+    """An update is held: its task stays open until the feature releases or refuses it.
+
+    Attributes
+    ----------
+    reason : str
+        What it waits for.
     """
 
     reason: str
@@ -134,6 +151,9 @@ class FeatureContext:
         Returns the comparable part of a model: its weights without running statistics.
     base : Callable
         Returns the model that a client's update started from, with `keeps_bases`. Shape (d,).
+    weight : Callable
+        Returns the weight of an update in the sum that the method now makes, for methods that
+        declare `Needs.sum_weight`.
     report : Observer
         Reports an event.
     """
@@ -143,6 +163,7 @@ class FeatureContext:
         self.spec, self.clusters, self.probe = method.spec, method.clusters, method.probe
         self.now, self.compared, self.base = method.now, method.compared, method.base_of
         self.examples = method.progress.fleet.counted
+        self.weight = method.weight_of
         self.has_one_model, self.exchanges = method.needs.one_model, method.needs.exchange
         self.has_sums, self.is_simulated = method.needs.sums, is_simulated
         self.drift, self.step_of = steps.schedule, steps.now_of
@@ -167,6 +188,16 @@ class FeatureContext:
     def updates(self) -> int:
         """Number of updates applied in the run."""
         return self._progress.updates
+
+    @property
+    def at_work(self) -> Collection[InFlight]:
+        """The requests that clients work on, without those whose updates are held."""
+        return self._progress.in_flight.values()
+
+    @property
+    def together(self) -> bool:
+        """Whether updates wait for all clients at work, as in rounds."""
+        return self._method.scheduling.together
 
     def measure(self, schema: MeasureSchema, **values: Any) -> None:
         """Report values of a measure, by column."""
@@ -270,16 +301,36 @@ class Feature:
     def on_sent(self, task: InFlight, context: FeatureContext) -> None:
         """Handle a task that was sent to a client."""
 
-    def on_reply(self, content: RecordDict) -> RecordDict:
+    def on_reply(self, content: RecordDict, context: FeatureContext) -> RecordDict:
         """Return the content of a reply to training as it is read, before any check.
 
         An :class:`~raceme.core.messages.InvalidReplyError` refuses it.
         """
         return content
 
-    def on_update(self, update: Update, context: FeatureContext) -> Update | Refusal:
-        """Return the update that the method receives in place of a valid one, or refuse it."""
+    def on_update(self, update: Update, context: FeatureContext) -> Update | Refusal | Held:
+        """Return the update that the method receives in place of a valid one; refuse or hold it."""
         return update
+
+    def pending(self, context: FeatureContext) -> Iterable[Request | Update | Refusal]:
+        """Return what becomes of held updates now; asked after every step of the loop.
+
+        A request asks the client of a held update for more, by a kind of work that the client half
+        answers; it replaces an open one. An update is released to the next feature and the method.
+        A refusal names its client.
+        """
+        return ()
+
+    def on_answer(self, answer: Answer, context: FeatureContext) -> None:
+        """Handle the answer to a request of `pending`.
+
+        An :class:`~raceme.core.messages.InvalidReplyError` refuses the update, as a missing answer
+        does.
+        """
+
+    def wake_at(self, context: FeatureContext) -> float:
+        """Return the next time at which `pending` changes without an answer; infinity for none."""
+        return math.inf
 
     def on_applied(
         self, updates: Sequence[Update], outcomes: Sequence[Outcome], context: FeatureContext

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from logging import getLogger
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
@@ -25,7 +25,7 @@ from raceme.core.clusters import NonFiniteModelError
 from raceme.core.errors import UserError, about, plural, unknown_name
 from raceme.core.evaluation import EvaluateFn, Evaluator, Packer
 from raceme.core.events import Ending
-from raceme.core.feature import FeatureContext
+from raceme.core.feature import FeatureContext, Held, Refusal
 from raceme.core.identities import ForeignIdError, Identities
 from raceme.core.options import Value
 from raceme.core.progress import Plan, Steps, StopCheck
@@ -214,6 +214,11 @@ class Loop:
             if self._wake() and self._is_over():
                 break
             self._hand_out()
+            if self._settle():
+                continue
+            if waits := self._endless_wait():
+                self._ending = Ending.USELESS_REPLIES, waits
+                continue
             has_replies = self._receive()
             if self._fleet.by_node:
                 progress.last_online_at = clock.now()
@@ -293,6 +298,19 @@ class Loop:
                 self._ending = Ending.LIMIT, spent
         return self._ending is not None
 
+    def _endless_wait(self) -> str:
+        """Return why the held updates of all clients wait for ever, or an empty text.
+
+        Only a grid that foresees arrivals can tell.
+        """
+        progress, grid = self._progress, self._grid
+        works = progress.in_flight or progress.further or progress.evaluations or progress.idle
+        if works or not progress.held or self._method.features.wake_at() < math.inf:
+            return ""
+        if not isinstance(grid, Foreseeing) or grid.arrivals_ahead():
+            return ""
+        return f"{plural(len(progress.held), 'update')} of all clients wait for {progress.held_for}"
+
     def _is_quiescent(self) -> bool:
         """Return whether no client will ever train again.
 
@@ -346,6 +364,8 @@ class Loop:
             self._idle.next_ready(now),
             self._steps.next_time(),
         ]
+        if (due := self._method.features.wake_at()) > now:
+            moments.append(due)
         # Due work of a busy client waits for its reply.
         wake_at = self._method.scheduling.wake_at()
         return min([*moments, wake_at] if wake_at > now else moments)
@@ -368,21 +388,26 @@ class Loop:
         for message_id in late:
             task, dispatch = self._progress.in_flight.pop(message_id), self._method.scheduling
             self._refuse(task, dispatch.timeout_reason, rests=dispatch.backs_off_when_late)
+        held = self._progress.held.items()
+        for client in [name for name, task in held if task.number in numbers]:
+            # Its update was in time: it waits for others.
+            self._refuse(self._let_go(client), self._method.scheduling.timeout_reason, rests=False)
 
     def _awaited(self) -> Collection[str]:
         """Return the ids of all messages without an answer."""
         tests = [evaluation.open for evaluation in self._progress.evaluations]
-        return _Union(self._progress.in_flight, self._fleet.open_greetings, *tests)
+        progress = self._progress
+        return _Union(progress.in_flight, progress.further, self._fleet.open_greetings, *tests)
 
     # The fleet.
 
     def _disconnect(self) -> None:
         """Drop nodes and open tasks, which belong to an earlier grid."""
         progress = self._progress
-        for task in progress.in_flight.values():
+        for task in (*progress.in_flight.values(), *progress.held.values()):
             self._method.close_task(task)
-        progress.in_flight.clear()
-        progress.idle.clear()
+        for open_messages in (progress.in_flight, progress.held, progress.further, progress.idle):
+            open_messages.clear()
         self._evaluator.forget()
         for client in self._fleet.disconnect():
             self._apply(self._method.scheduling.left(client, self.now()))
@@ -434,6 +459,8 @@ class Loop:
         self._clock.forget(lost)
         for message_id in lost:
             self._refuse(self._progress.in_flight.pop(message_id), reason, is_away=True)
+        if client in self._progress.held:
+            self._refuse(self._let_go(client), reason, is_away=True)
 
     def _explain(self, node_id: int, reason: str) -> None:
         """Tell a refused node why, for the log of its device; its answer is not looked at."""
@@ -499,7 +526,9 @@ class Loop:
         rng, greeting = self._method.rng, self._greeting_is_open()
         moment = SelectionContext(self.now(), self._fleet, self._idle, rng, greeting, places)
         wanted = list(self._method.requests(moment))
-        if not wanted and not self._progress.in_flight and self._idle.holds is not None:
+        progress = self._progress
+        is_alone = not progress.in_flight and not progress.further
+        if not wanted and is_alone and self._idle.holds is not None:
             # Held clients wait for others that work: there are none.
             holds, self._idle.holds = self._idle.holds, None
             wanted = list(self._method.requests(moment))
@@ -620,6 +649,8 @@ class Loop:
         if (task := self._progress.in_flight.pop(message_id, None)) is None:
             if (node := self._fleet.open_greetings.get(message_id)) is not None:
                 self._introduce(node, reply)
+            elif (asked := self._progress.further.pop(message_id, None)) is not None:
+                self._take_further(asked, reply)
             elif not self._evaluator.take_in(message_id, reply, self._idle):
                 self._ignore(reply)
             return
@@ -629,7 +660,7 @@ class Loop:
             if isinstance(update, Answer):
                 self._answered(update)
             else:
-                self._accept(features.update(update))
+                self._accept_or_hold(features.update(update), task)
         except (InvalidReplyError, NonFiniteModelError) as error:
             away = isinstance(error, InvalidReplyError) and error.is_away
             if reply.has_error() and reply.error.code == CLIENT_APP_RAISED_EXCEPTION:
@@ -637,6 +668,81 @@ class Loop:
             else:
                 self._progress.raised.pop(task.client, None)
             self._refuse(task, str(error), is_away=away)
+
+    # Updates that features hold.
+
+    def _accept_or_hold(self, update: Update | Held, task: InFlight) -> None:
+        """Accept an update as the features have changed it, or keep its task open."""
+        if isinstance(update, Held):
+            self._progress.held[task.client] = task
+            self._progress.held_for = update.reason
+        else:
+            self._accept(update)
+
+    def _settle(self) -> bool:
+        """Ask further, release or refuse what features hold; return whether any task has ended."""
+        features, has_ended = self._method.features, False
+        for feature, item in features.pending():
+            if isinstance(item, Request):
+                self._ask_further(item)
+                continue
+            has_ended = True
+            client = item.client if isinstance(item, Refusal) else item.task.client
+            task = self._let_go(client)
+            try:
+                if isinstance(item, Refusal):
+                    raise InvalidReplyError(item.reason)
+                self._accept_or_hold(features.update(item, after=feature), task)
+            except (InvalidReplyError, NonFiniteModelError) as error:
+                self._refuse(task, str(error))
+        return has_ended
+
+    def _let_go(self, client: str) -> InFlight:
+        """Return the task of a client's held update, which is held no more."""
+        self._forget_further(client)
+        return self._progress.held.pop(client)
+
+    def _forget_further(self, client: str) -> None:
+        """Expect no answer to an open request for a client's held update."""
+        open_requests = self._progress.further
+        former = [number for number, task in open_requests.items() if task.client == client]
+        self._clock.forget(former)
+        for message_id in former:
+            del open_requests[message_id]
+
+    def _ask_further(self, work: Request) -> None:
+        """Send a feature's request to the client of an update that it holds."""
+        held, node_id = self._progress.held[work.client], self._fleet.clients[work.client].node_id
+        self._forget_further(work.client)
+        if node_id is None:
+            self._refuse(self._let_go(work.client), "the client went offline", is_away=True)
+            return
+        size = sum(record.count_bytes() for record in work.arrays.values())
+        phase = work.phase or work.kind
+        task = replace(
+            held, kind=work.kind, phase=phase, sent_at=self.now(), bytes_down=size, candidates={}
+        )
+        settings: dict[str, Any] = {**work.settings, names.KIND: work.kind}
+        settings[names.TASK] = task.number
+        content = content_of({**work.arrays, names.CONFIG: ConfigRecord(settings)})
+        message = Message(content, node_id, MessageType.TRAIN, ttl=self._ttl)
+        if message_id := push(self._grid, self._clock, message):
+            self._progress.further[message_id] = task
+        else:
+            self._refuse(self._let_go(work.client), "the message could not be sent")
+
+    def _take_further(self, asked: InFlight, reply: Message) -> None:
+        """Pass the answer to a feature's further request on; without one, refuse the update."""
+        try:
+            answer = read_reply(reply, asked, self._method.spec, self.now())
+            assert isinstance(answer, Answer), "no further request is for training"
+            self._method.features.answer(answer)
+        except InvalidReplyError as error:
+            self._refuse(self._let_go(asked.client), str(error), is_away=error.is_away)
+            return
+        down, up = self._traffic(answer)
+        phase = asked.phase
+        self._observe(events.AnswerTaken(self.now(), asked.client, asked.kind, phase, down, up))
 
     def _ignore(self, reply: Message) -> None:
         """Report a reply without a task; it has no effect."""

@@ -196,6 +196,12 @@ class Progress:
         Step of all clients' data then.
     in_flight : dict[str, InFlight]
         Open tasks by message id.
+    held : dict[str, InFlight]
+        Open tasks whose updates a feature holds, by client.
+    held_for : str
+        What the last held update waits for.
+    further : dict[str, InFlight]
+        Requests for held updates, by message id.
     idle : dict[str, bool]
         Clients without a task, in the order in which they became idle.
     uploads : dict[str, int]
@@ -228,6 +234,9 @@ class Progress:
     evaluated_round: int = 0
     evaluated_step: int = 0
     in_flight: dict[str, InFlight] = field(default_factory=dict)
+    held: dict[str, InFlight] = field(default_factory=dict)
+    held_for: str = ""
+    further: dict[str, InFlight] = field(default_factory=dict)
     idle: dict[str, bool] = field(default_factory=dict)
     uploads: dict[str, int] = field(default_factory=dict)
     trained_steps: dict[str, int] = field(default_factory=dict)

@@ -796,6 +796,7 @@ class _Features(Registry):
 FEATURES = _Features(
     "feature",
     {
+        "secure": "raceme.features.secure.server:Secure",
         "protection": "raceme.features.protection.guards:protection",
         # Before own models, which it leaves out.
         "central-privacy": "raceme.features.central_privacy.server:CentralPrivacy",

@@ -35,6 +35,7 @@ SETTINGS = frozenset(
         names.ON,
         names.REPORT_TIMING,
         names.ROUND,
+        names.SKETCH,
         names.STEP,
         names.STEPS,
         names.TASK,

@@ -456,6 +456,11 @@ class InWindows(Scheduler):
         """Number of completed windows."""
         return self.state.number - bool(self.state.members)
 
+    @property
+    def together(self) -> bool:
+        """Whether all updates are synchronous."""
+        return self._together
+
     # Selection.
 
     def choose(self, moment: SelectionContext) -> Sequence[Client]:

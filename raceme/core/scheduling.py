@@ -212,6 +212,11 @@ class Scheduler(ABC):
         """Completed rounds or windows; None without rounds."""
         return None
 
+    @property
+    def together(self) -> bool:
+        """Whether updates wait for all clients at work, and are released together."""
+        return False
+
     @abstractmethod
     def choose(self, moment: SelectionContext) -> Sequence[Client]:
         """Return the idle clients to give work to."""
@@ -486,6 +491,11 @@ class InRounds(Scheduler):
     def rounds(self) -> int:
         """Number of completed rounds."""
         return self.state.number - self.state.running
+
+    @property
+    def together(self) -> bool:
+        """A round waits for its participants."""
+        return True
 
     def _share(self, online: Sequence[Client], rng: np.random.Generator) -> Sequence[Client]:
         return self.pick(online, share_of(len(online), self._fraction), rng)

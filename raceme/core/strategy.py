@@ -124,6 +124,12 @@ class Needs:
         Σ α_i Δ_i with the outcomes' weights α_i, and by what depends on published versions alone.
     exchange : bool
         Whether models travel; otherwise no traffic is reported.
+    sum_weight : Callable, optional
+        For methods that need sums of updates only, as secure aggregation makes them: the weight of
+        an update, whose staleness and examples are known. None: single updates are needed.
+    sketches : bool
+        Whether some requests only need a sketch of the change (`SKETCH`), which then is the only
+        thing about a single client's model that the method needs.
     test_settings : Mapping[str, Value]
         Additional settings of test messages, e.g. another kind of work.
     """
@@ -139,6 +145,8 @@ class Needs:
     one_model: bool = False
     sums: bool = False
     exchange: bool = True
+    sum_weight: Callable[[Update], float] | None = None
+    sketches: bool = False
     test_settings: Mapping[str, Value] = field(default_factory=dict)
 
 
@@ -811,6 +819,11 @@ class Method(Strategy):
     def base_of(self, update: Update) -> Vector:
         """Return the model that a client started from, while kept. Shape (d,)."""
         return self.bases.of(update.task)
+
+    def weight_of(self, update: Update) -> float:
+        """Return the weight that an update now has in the method's sum; see `Needs.sum_weight`."""
+        assert self.needs.sum_weight is not None, "only methods that declare it are asked"
+        return self.needs.sum_weight(self.received(update))
 
     def received(self, update: Update) -> Update:
         """Return an update with its current staleness, age and base.

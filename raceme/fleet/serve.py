@@ -689,7 +689,9 @@ class FleetCommands:
     def _shown(self, devices: Iterable[str]) -> list[dict[str, Any]]:
         """Return what is known of some devices."""
         silences = {name: seconds for seconds, name in self._metrics.silences()}
-        tasks = {task.client: task for task in self._method.progress.in_flight.values()}
+        progress = self._method.progress
+        open_tasks = (*progress.held.values(), *progress.in_flight.values())
+        tasks = {task.client: task for task in open_tasks}
         return [self._one(name, tasks.get(name), silences.get(name)) for name in devices]
 
     def _one(self, device: str, task: InFlight | None, silent: float | None) -> dict[str, Any]:

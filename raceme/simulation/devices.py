@@ -34,6 +34,7 @@ from raceme.core.chain import Chain
 from raceme.core.errors import UserError, plural, unknown_name
 from raceme.core.files import ReadingError, absolute, parse_toml, read_text
 from raceme.core.messages import (
+    BYTES_UP,
     COMPUTE_SCALE,
     CONFIG,
     KIND,
@@ -604,7 +605,7 @@ def training_cost(
     """Return the cost of a training message; queries and evaluation cost nothing.
 
     All arrays are sent down. Training returns one model, of the size of the first one sent unless
-    features change it; answers to other work are small and take no time.
+    features change it; answers to other work take no time unless their size is stated.
     """
     if category(message) != MessageType.TRAIN:
         return None
@@ -616,14 +617,14 @@ def training_cost(
     scale = float(settings.get(COMPUTE_SCALE, 1.0))
     arrays = records_of(message.content, ArrayRecord)
     sizes = [record.count_bytes() for record in arrays.values()]
-    upload = sizes[0] if sizes and trains else 0
+    upload = sizes[0] * features.upload_size if sizes and trains else settings.get(BYTES_UP, 0)
     share = float(settings.get(TASK_SHARE, 1.0))
     if trains:
         scale += features.cost(config, context, examples)
     return Workload(
         epochs=passes(settings, examples),
         bytes_down=sum(sizes),
-        bytes_up=int(upload * features.upload_size),
+        bytes_up=int(upload),
         scale=scale,
         share=share,
     )

@@ -42,7 +42,14 @@ from raceme.core.requests import Outcome, Outcomes, Request, Update
 from raceme.core.schedulers import InWindows
 from raceme.core.scheduling import InRounds, Scheduler, sample, then
 from raceme.core.strategy import Method, Needs, Variant, average_by_cluster
-from raceme.strategies.shared import DEFAULT_K, check_groups, contribution, log_count, partition
+from raceme.strategies.shared import (
+    DEFAULT_K,
+    by_examples,
+    check_groups,
+    contribution,
+    log_count,
+    partition,
+)
 
 log = getLogger("raceme")
 
@@ -125,7 +132,11 @@ class CSAFL(Method):
     parameters: CSAFLParameters
     state: CSAFLState
 
-    needs = Needs(bases=True, latencies=True)
+    @property
+    def needs(self) -> Needs:
+        """Base models and latencies; synchronous groups that compare no updates need sums only."""
+        is_sum = self.parameters.update == "synchronous" and self.parameters.grouping != "spectral"
+        return Needs(bases=True, latencies=True, sum_weight=by_examples if is_sum else None)
 
     def scheduler(self) -> Scheduler:
         """Pre-train all clients in one round, then train in windows."""

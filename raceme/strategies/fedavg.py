@@ -23,6 +23,7 @@ from raceme.core.options import option, with_defaults
 from raceme.core.requests import Outcome, Outcomes, Request, Update
 from raceme.core.scheduling import IN_TURN, InRounds, RoundsParameters, Scheduler
 from raceme.core.strategy import Method, Needs, Variant, divided
+from raceme.strategies.shared import by_examples
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class FlowerRounds(Method):
     counts_examples: ClassVar[bool] = True
     """Whether updates are weighted by examples."""
     is_mean: ClassVar[bool] = False
-    """Whether the model becomes the weighted mean of those of a round."""
+    """Whether the model becomes the mean, by examples, of those of a round."""
     parameters: RoundsParameters
     state: FlowerState
     scheduling: InRounds
@@ -79,7 +80,8 @@ class FlowerRounds(Method):
     @property
     def needs(self) -> Needs:
         """One model, and any setting of Flower's strategy for client mods."""
-        return Needs(one_model=True, sums=self.is_mean, settings=None)
+        weight = by_examples if self.is_mean else None
+        return Needs(one_model=True, sums=self.is_mean, settings=None, sum_weight=weight)
 
     def scheduler(self) -> Scheduler:
         """Work in rounds, with participants chosen by Flower's strategy."""

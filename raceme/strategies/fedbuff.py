@@ -50,12 +50,22 @@ class FedBuffState:
     count: int = 0
 
 
+def freshness(staleness: int) -> float:
+    """Return s(τ), the factor of a delta: 1 / √(1 + τ)."""
+    return 1.0 / math.sqrt(1.0 + staleness)
+
+
 class FedBuff(Method):
     """Single model, updated by the mean of every K staleness-scaled deltas."""
 
     parameters_type = FedBuffParameters
     state_type = FedBuffState
-    needs = Needs(bases=True, one_model=True, sums=True)
+    needs = Needs(
+        bases=True,
+        one_model=True,
+        sums=True,
+        sum_weight=lambda update: freshness(update.staleness),
+    )
     state: FedBuffState
     parameters: FedBuffParameters
 
@@ -69,7 +79,7 @@ class FedBuff(Method):
         """Buffer the scaled delta; take the server step at K of them."""
         state, options, model = self.state, self.parameters, self.models[0]
         staleness = update.staleness
-        scale = 1.0 / math.sqrt(1.0 + staleness)
+        scale = freshness(staleness)
         scaled = np.float32(scale) * update.delta
         state.total += contribution(scaled, update.vector, self.trainable)
         state.count += 1
@@ -272,7 +282,7 @@ class FADAS(Method):
 
     parameters_type = FADASParameters
     state_type = FADASState
-    needs = Needs(bases=True)
+    needs = Needs(bases=True, sum_weight=lambda update: 1.0)
     state: FADASState
     parameters: FADASParameters
 

@@ -65,6 +65,11 @@ def only_weights(vector: Vector, weights: Mask | None) -> Vector:
     return vector if weights is None else np.where(weights, vector, np.float32(0.0))
 
 
+def by_examples(update: Update) -> float:
+    """Return the weight of an update in a mean by examples."""
+    return float(update.num_examples)
+
+
 def stepped(
     vector: Vector, step: NDArray[np.floating], mean: NDArray[np.floating], weights: Mask | None
 ) -> Vector:

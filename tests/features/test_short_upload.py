@@ -88,7 +88,10 @@ def test_the_server_reads_codes_as_the_model_and_counts_their_bytes() -> None:
         return Message(content, reply_to=Message(RecordDict(), 7, "train"))
 
     codes, scales = encoded(model, array_record({}))
-    reading = ShortUpload().on_reply
+
+    def reading(content: RecordDict) -> RecordDict:
+        return ShortUpload().on_reply(content, None)
+
     update = read_update(reply(arrays=codes, scales=scales), task, spec, reading=reading)
     plain = read_update(reply(arrays=model), task, spec)
     assert update.vector == pytest.approx(plain.vector, abs=0.005)

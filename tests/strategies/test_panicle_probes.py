@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raceme.core.messages import BATCH_SIZE, HALF, LOCAL_EPOCHS, LOCAL_STEPS, TASK_SHARE
+from raceme.core.sketches import Sketcher
 from raceme.core.state import from_tree, to_tree
-from raceme.strategies.panicle.probes import Probes, Sketcher, settings_of_probe
+from raceme.strategies.panicle.probes import Probes, settings_of_probe
 
 
 def of(**directions: list[tuple[float, float]]) -> Probes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flwr.app import RecordDict
 
-from raceme.core.feature import Feature
+from raceme.core.feature import Feature, FeatureContext
 from raceme.core.messages import ARRAYS, InvalidReplyError
 from raceme.features.short_upload import Options
 from raceme.features.short_upload.codes import SCALES, decoded
@@ -22,7 +22,7 @@ class ShortUpload(Feature):
         """Whether the key ``upload`` is ``int8``."""
         return bool(self.options.upload == "int8")
 
-    def on_reply(self, content: RecordDict) -> RecordDict:
+    def on_reply(self, content: RecordDict, context: FeatureContext) -> RecordDict:
         """Return the content with the codes decoded, if there are any."""
         records = dict(content)
         scales = records.pop(SCALES, None)

@@ -4,9 +4,5 @@
 
 TRAIN_SKETCH = "train-sketch"
 """Train as a probe, and return only a noisy sketch of the model's direction."""
-SKETCH = "sketch"
-"""The sketch: numbers, float64, shape (size,)."""
-SKETCH_SIZE = "sketch-size"
-"""How many numbers a sketch has: a setting of probes."""
 SKETCH_NOISE = "sketch-noise"
 """Standard deviation of the noise on each number of a sketch, whose length is 1: a setting."""

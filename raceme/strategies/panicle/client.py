@@ -6,9 +6,9 @@ import secrets
 from dataclasses import replace
 
 from raceme.core.gaussian import gaussian_noise
-from raceme.core.messages import NUM_EXAMPLES, REPORT_TIMING, ModelSpec
-from raceme.strategies.panicle import SKETCH, SKETCH_NOISE, SKETCH_SIZE
-from raceme.strategies.panicle.probes import Sketcher
+from raceme.core.messages import NUM_EXAMPLES, REPORT_TIMING, SKETCH, ModelSpec
+from raceme.core.sketches import Sketcher
+from raceme.strategies.panicle import SKETCH_NOISE
 from raceme.training.work import ClientWork, WorkResult, train_model
 
 
@@ -23,7 +23,7 @@ def train_sketch(work: ClientWork) -> WorkResult:
     ValueError
         The size or the noise is no positive number.
     """
-    received, size = work.model, work.count(SKETCH_SIZE)
+    received, size = work.model, work.count(SKETCH)
     deviation = float(work.number(SKETCH_NOISE, None))
     if not deviation > 0:
         raise ValueError(f"{SKETCH_NOISE} must be above 0, got {deviation!r}.")

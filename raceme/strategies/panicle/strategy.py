@@ -27,29 +27,27 @@ from numpy.typing import NDArray
 from raceme.core.clusters import Clusters, Model, parts_of, unit
 from raceme.core.events import grouped
 from raceme.core.gaussian import gaussian_mu
-from raceme.core.messages import ARRAYS, Vector, array_of
+from raceme.core.messages import ARRAYS, SKETCH, Vector, array_of
 from raceme.core.options import option
 from raceme.core.requests import InFlight, Outcome, Request, Update
+from raceme.core.sketches import SIZE, Sketcher
 from raceme.core.strategy import Method, Needs
 from raceme.flower.messages import Shelf
-from raceme.strategies.panicle import SKETCH as SKETCH_NUMBERS
-from raceme.strategies.panicle import SKETCH_NOISE, SKETCH_SIZE, TRAIN_SKETCH
+from raceme.strategies.panicle import SKETCH_NOISE, TRAIN_SKETCH
 from raceme.strategies.panicle.probes import (
     HALVES,
     LANDMARKS,
-    SKETCH,
     Labels,
     Partition,
     Probes,
     Rows,
-    Sketcher,
     better_partition,
     landmarks,
     plan_reassignment,
     settings_of_probe,
     silhouette,
 )
-from raceme.strategies.shared import cluster_decay, contribution
+from raceme.strategies.shared import by_examples, cluster_decay, contribution
 
 PROBE = "probe"
 """Phase of a task that only places its client."""
@@ -109,7 +107,7 @@ class PanicleParameters:
         "(0: as models)",
         low=0,
     )
-    sketch_size: int = option(64, "numbers of a sketch with noise", low=2, high=SKETCH)
+    sketch_size: int = option(64, "numbers of a sketch with noise", low=2, high=SIZE)
 
 
 @dataclass
@@ -260,9 +258,11 @@ class Panicle(Method):
         has_noise = self.parameters.sketch_epsilon > 0
         return Needs(
             kinds=frozenset({TRAIN_SKETCH} if has_noise else ()),
-            settings=frozenset({SKETCH_NOISE, SKETCH_SIZE} if has_noise else ()),
+            settings=frozenset({SKETCH_NOISE} if has_noise else ()),
             bases=True,
             features={"own-model": True},
+            sum_weight=by_examples,
+            sketches=True,
         )
 
     def initialize(self, vector: Vector) -> None:
@@ -273,9 +273,9 @@ class Panicle(Method):
 
     def restored(self) -> None:
         """Derive the sketcher, which is not part of the state."""
-        self._sketcher = Sketcher()
         epsilon = self.parameters.sketch_epsilon
         self._noise = sketch_noise(epsilon) if epsilon else 0.0
+        self._sketcher = Sketcher(self.parameters.sketch_size if epsilon else SIZE)
 
     def _check_loaded(self, others: Iterable[Vector] = ()) -> None:
         state = self.state
@@ -297,11 +297,12 @@ class Panicle(Method):
         former, most = self.state.probes.count(client), self.parameters.probe_steps
         settings = settings_of_probe(self.train_config, examples, most, former)
         arrays = {ARRAYS: self.record_of(self.state.initial)}
+        settings |= {SKETCH: self._sketcher.size}
         probe = Request(client, models=(), arrays=arrays, settings=settings, phase=PROBE)
         if not self._noise:
             return probe
-        noise = {SKETCH_NOISE: self._noise, SKETCH_SIZE: self.parameters.sketch_size}
-        return replace(probe, kind=TRAIN_SKETCH, settings={**settings, **noise})
+        noisy = {**settings, SKETCH_NOISE: self._noise}
+        return replace(probe, kind=TRAIN_SKETCH, settings=noisy)
 
     def _is_to_be_probed(self, client: str) -> bool:
         watch = self._watch(client)
@@ -334,7 +335,8 @@ class Panicle(Method):
             probes.forget(client)
             self._withdraw(client)
         watch.asked, watch.probed, watch.is_called, watch.length = 0, now, False, 0.0
-        if not self._noise and not self.state.landmarks and client not in self.state.latest:
+        is_model = SKETCH not in update.numbers
+        if is_model and not self.state.landmarks and client not in self.state.latest:
             self._renew(update, self.clusters.main(client))
         was_settled = self._is_settled(client)
         probes.add(client, direction)
@@ -346,12 +348,11 @@ class Panicle(Method):
         return Outcome(self.clusters.main(client), staleness=0, weight=0.0)
 
     def _direction(self, update: Update) -> Vector:
-        """Return the direction of a probe: of its model, or the noisy sketch, at unit length."""
-        if not self._noise:
+        """Return a probe's direction at unit length: of its model, or of the device's sketch."""
+        if not self._noise and SKETCH not in update.numbers:
             return self._sketcher.direction(self.compared(update.vector - self.state.initial))
-        size, weights = self.parameters.sketch_size, len(self.compared(self.state.initial))
-        length = size if weights > 2 * size else weights
-        return unit(array_of(update.numbers, SKETCH_NUMBERS, (length,)).astype(np.float32))
+        length = self._sketcher.length(len(self.compared(self.state.initial)))
+        return unit(array_of(update.numbers, SKETCH, (length,)).astype(np.float32))
 
     # 2. Placement of single clients, and of all.
 
