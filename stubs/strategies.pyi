@@ -986,6 +986,8 @@ class Panicle(_Panicle):
         drift: bool = True,
         forward: float = 0.5,
         average: float = 0.1,
+        sketch_epsilon: float = 0.0,
+        sketch_size: int = 64,
         **arguments: Unpack[_Arguments],
     ) -> None: ...
 def RFedAvg(

@@ -14,6 +14,7 @@ from raceme.core.requests import Bases
 from raceme.core.schedulers import RequestState, WindowState
 from raceme.core.scheduling import RoundState
 from raceme.core.strategy import Variant
+from raceme.features.central_privacy.server import CentralPrivacyState
 from raceme.features.fair.server import FairState
 from raceme.features.protection.guards import GuardState
 from raceme.features.task_tests.server import TaskTestsState
@@ -38,7 +39,8 @@ def state_fields() -> dict[str, dict[str, str]]:
             visit(part)
 
     policies = (RoundState, WindowState, RequestState, ArrivalState)
-    for root in (Clusters, Bases, FairState, GuardState, TaskTestsState, Progress, *policies):
+    features = (CentralPrivacyState, FairState, GuardState, TaskTestsState)
+    for root in (Clusters, Bases, *features, Progress, *policies):
         visit(root)
     for name in STRATEGIES:
         method = STRATEGIES[name]
