@@ -15,9 +15,9 @@ from raceme.client_app import app
 from raceme.core.config import RunConfig
 from raceme.core.gaussian import gaussian_epsilon, gaussian_mu
 from raceme.core.messages import from_array
+from raceme.core.sketches import Sketcher
 from raceme.flower.messages import identify_process
 from raceme.runs.experiment import simulate
-from raceme.strategies.panicle.probes import Sketcher
 from raceme.strategies.panicle.strategy import sketch_noise
 
 
@@ -31,7 +31,7 @@ PROBE = {"kind": "train-sketch", "task": 1, "task-share": 0.2, "local-steps": 2,
 
 
 def answered(noise: float, **settings: object) -> dict[str, ArrayRecord]:
-    asked = {**PROBE, "sketch-noise": noise, "sketch-size": 16, **settings}
+    asked = {**PROBE, "sketch-noise": noise, "sketch": 16, **settings}
     return dict(app(message("train", asked), context(0)).content)
 
 
@@ -70,7 +70,7 @@ def test_noise_of_the_seed_in_simulations_and_secret_on_the_wall_clock() -> None
 @pytest.mark.parametrize(("noise", "size", "said"), [(0.0, 16, "noise"), (1.0, 0, "size")])
 def test_settings_without_sense_are_refused(noise: float, size: int, said: str) -> None:
     with pytest.raises(ValueError, match=f"sketch-{said} must be"):
-        answered(noise, **{"sketch-size": size})
+        answered(noise, **{"sketch": size})
 
 
 @pytest.mark.parametrize(("epsilon", "clusters"), [(800.0, 4), (10.0, 1)])
