@@ -15,6 +15,7 @@ import statistics
 import time
 from itertools import product
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
@@ -50,9 +51,12 @@ class TimedApp(ClientApp):
         return reply
 
 
-def idle_app() -> TimedApp:
+App = TypeVar("App", bound=ClientApp)
+
+
+def idle_app(kind: type[App] = ClientApp) -> App:  # type: ignore[assignment]
     """Make an app that sends back what it gets."""
-    app = TimedApp()
+    app = kind()
 
     @app.query()
     def query(message: Message, context: Context) -> Message:
@@ -87,7 +91,7 @@ def layers(size: int) -> ArrayRecord:
 
 def milliseconds_per_update(method: str, size: int, clients: int, updates: int) -> float:
     """Run a method with clients that do nothing; return the time of an update after the first."""
-    app, device = idle_app(), Device(jitter=0.1)
+    app, device = idle_app(TimedApp), Device(jitter=0.1)
     grid = VirtualGrid(app, [Node(1000 + i, device) for i in range(clients)])
     strategy, marks = STRATEGIES.make(method), list[tuple[int, float]]()
 
