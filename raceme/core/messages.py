@@ -657,7 +657,8 @@ class _Place(NamedTuple):
         """
         data, kinds = array.data, "b" if self.dtype.kind == "b" else "fiu"
         # Headers are parsed only if they are not as expected, which takes longer than the copy.
-        if len(data) == self.length and self.dtype.kind in kinds and data.startswith(self.header):
+        is_expected = len(data) == self.length and data[: len(self.header)] == self.header
+        if is_expected and self.dtype.kind in kinds:
             return np.frombuffer(data, self.dtype, offset=len(self.header))
         values = from_array(array)
         if values.shape != self.shape:

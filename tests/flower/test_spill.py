@@ -2,6 +2,7 @@
 
 import gc
 import pickle
+import weakref
 
 import numpy as np
 from flwr.app import ArrayRecord
@@ -10,7 +11,7 @@ from raceme.core.clusters import Model
 from raceme.core.evaluation import Packer
 from raceme.core.messages import ModelSpec
 from raceme.core.state import from_tree, to_tree
-from raceme.flower.messages import Shelf, SpillFile
+from raceme.flower.messages import Shelf, SpillFile, array, spill_arrays
 from raceme.strategies.panicle.strategy import PanicleState
 
 SPEC = ModelSpec(("a", "b"), ((3,), (2, 2)), ("float32", "float32"))
@@ -30,6 +31,17 @@ def test_room_in_the_file_is_used_again() -> None:
     assert again.read() == b"x" * 10
     assert [places[0].read()[0], places[1].read()[0]] == [0, 2]
     assert spill._end == 30
+
+
+def test_arrays_that_are_gone_leave_room_for_others() -> None:
+    spill = SpillFile(budget=10)
+    arrays = [array("uint8", (size,), "numpy.ndarray", bytes(size)) for size in (4, 6, 3)]
+    spill_arrays(map(weakref.ref, arrays[:2]), spill)
+    assert (spill.in_memory, spill.in_file) == (10, 0)
+    del arrays[0]
+    assert spill.in_memory == 6
+    spill_arrays([weakref.ref(arrays[-1])], spill)
+    assert (spill.in_memory, spill.in_file) == (9, 0)
 
 
 def test_a_shelf_gives_back_what_it_was_given_from_memory_and_from_the_file() -> None:

@@ -7,8 +7,8 @@ So every kind of work is stacked, whatever else it does.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
@@ -46,32 +46,6 @@ class CancelledError(BaseException):
 # -----------------------------------------------------------------------------
 
 
-class Threads:
-    """Threads that are used again."""
-
-    def __init__(self) -> None:
-        self._idle: list[SimpleQueue[Callable[[], None] | None]] = []
-
-    def run(self, function: Callable[[], None]) -> None:
-        """Run a function in a thread of its own."""
-        if self._idle:
-            inbox = self._idle.pop()
-        else:
-            inbox = SimpleQueue()
-            threading.Thread(target=self._work, args=(inbox,), daemon=True).start()
-        inbox.put(function)
-
-    def _work(self, inbox: SimpleQueue[Callable[[], None] | None]) -> None:
-        while (function := inbox.get()) is not None:
-            function()
-            self._idle.append(inbox)
-
-    def close(self) -> None:
-        """End the idle threads."""
-        while self._idle:
-            self._idle.pop().put(None)
-
-
 class Suspendable(Generic[Result]):
     """Work that waits for the results of calls.
 
@@ -79,8 +53,8 @@ class Suspendable(Generic[Result]):
     ----------
     work : Callable
         The work; it is given itself, for :meth:`ask`.
-    threads : Threads
-        Threads to run in.
+    threads : ThreadPoolExecutor
+        Threads to run in, one for each work at least.
 
     Attributes
     ----------
@@ -90,7 +64,9 @@ class Suspendable(Generic[Result]):
         What it returned.
     """
 
-    def __init__(self, work: Callable[[Suspendable[Result]], Result], threads: Threads) -> None:
+    def __init__(
+        self, work: Callable[[Suspendable[Result]], Result], threads: ThreadPoolExecutor
+    ) -> None:
         self._inbox: SimpleQueue[Any] = SimpleQueue()
         self._outbox: SimpleQueue[tuple[Call | None, BaseException | None]] = SimpleQueue()
         self.call: Call | None = None
@@ -104,7 +80,7 @@ class Suspendable(Generic[Result]):
             else:
                 self._outbox.put((None, None))
 
-        threads.run(run)
+        threads.submit(run)
         self._wait()
 
     def ask(self, call: Call) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,7 +22,6 @@ from raceme.simulation.stacked.clients import (
     ClientEngine,
     NotStackedError,
     Suspendable,
-    Threads,
 )
 from raceme.simulation.stacked.training import (
     Batches,
@@ -88,7 +88,7 @@ class Stacked:
             )
         self._device = torch.device(device)
         self._stack = Stack(self._device, memory, precision)
-        self._threads = Threads()
+        self._threads = ThreadPoolExecutor(_MOST_TOGETHER)
         self._jobs: dict[str, PendingReply] = {}
         self._done: dict[str, _Done] = {}
 
@@ -129,7 +129,7 @@ class Stacked:
         """Drop all that is left, and the samples."""
         self._jobs, self._done = {}, {}
         self._stack.close()
-        self._threads.close()
+        self._threads.shutdown()
 
     def _work(self, message_id: str) -> None:
         """Do the work of a message together with all other pending work."""

@@ -99,14 +99,16 @@ class StackedNetwork:
         if graph is None:
             if hidden_dropout or self.buffers:
                 raise ValueError("it cannot be traced, and has buffers or dropout")
-            return _whole(self.network.module.train(step.training), arrays, x)
+            whole = _functional(self.network.module.train(step.training))
+            out: Tensor = _mapped(whole, arrays, x)
+            return out
         values: dict[fx.Node, Value] = {}
         for node in graph.nodes:
             match node.op:
                 case "placeholder":
                     values[node] = x
                 case "output":
-                    out: Tensor = values[node.args[0]]
+                    out = values[node.args[0]]
                     return out
                 case "get_attr":
                     values[node] = arrays[self._name(str(node.target))]
@@ -396,8 +398,3 @@ def _functional(module: nn.Module) -> Callable[..., Value]:
         return functional_call(module, arrays, args, kwargs)
 
     return call
-
-
-def _whole(module: nn.Module, arrays: Mapping[str, Tensor], x: Tensor) -> Tensor:
-    out: Tensor = _mapped(_functional(module), arrays, x)
-    return out
