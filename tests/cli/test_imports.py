@@ -92,7 +92,6 @@ DEVICE = ("device", "--superlink", "127.0.0.1:1")
         ("serve",),
         ("serve", "--out", "run", "--certificates", "missing"),
         ("serve", "--out", "run", "--metrics", "nowhere"),
-        ("up", "--delay", "3", "--loss", "-1"),
         ("fleet", "status", "nowhere"),
         ("certs", "--out", "certs"),
         ("compare", "casa", "--budget", "time=soon"),
