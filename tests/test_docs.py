@@ -92,6 +92,13 @@ def test_pages_are_short_enough_to_be_read() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= MOST_WORDS_OF_README
 
 
+def test_every_picture_is_on_a_page() -> None:
+    pages = [*PAGES, ROOT / "mkdocs.yml"]
+    text = "".join(page.read_text(encoding="utf-8") for page in pages)
+    pictures = {picture.name for picture in (ROOT / "docs" / "images").iterdir()}
+    assert {name for name in pictures if f"images/{name}" not in text} == set()
+
+
 def test_every_page_is_in_the_navigation_of_the_site() -> None:
     site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     named = set(re.findall(r"(?<=[ :])[\w/-]+\.md$", site, re.MULTILINE))
