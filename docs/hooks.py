@@ -55,7 +55,7 @@ def keys_page() -> str:
         "# Keys\n\nEach key is an option (`--lr 0.1`), an assignment (`--set lr=0.1`), a line of a "
         "TOML file (`--config`), and an argument in Python (`lr=0.1`). `raceme list --keys WORD` "
         "lists those with a word. Keys of a method follow those of a run.\n\n"
-        '<input id="keys-filter" type="search" placeholder="Filter keys, e.g. staleness" '
+        '<input id="keys-filter" type="search" placeholder="Filter, e.g. staleness" '
         'aria-label="Filter keys" class="md-input">\n\n' + "\n\n".join(tables) + "\n"
     )
 

@@ -17,7 +17,7 @@ import typer
 from strategy_stubs import STUB
 
 from raceme.cli import app
-from raceme.core.config import check_key, general_keys, parse_assignment
+from raceme.core.config import all_keys, check_key, general_keys, parse_assignment
 from raceme.experiments.suites import all_shipped, load_suite
 
 ROOT = Path(__file__).parent.parent
@@ -92,6 +92,13 @@ def test_pages_are_short_enough_to_be_read() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= MOST_WORDS_OF_README
 
 
+def test_every_picture_is_on_a_page() -> None:
+    pages = [*PAGES, ROOT / "mkdocs.yml"]
+    text = "".join(page.read_text(encoding="utf-8") for page in pages)
+    pictures = {picture.name for picture in (ROOT / "docs" / "images").iterdir()}
+    assert {name for name in pictures if f"images/{name}" not in text} == set()
+
+
 def test_every_page_is_in_the_navigation_of_the_site() -> None:
     site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     named = set(re.findall(r"(?<=[ :])[\w/-]+\.md$", site, re.MULTILINE))
@@ -127,6 +134,19 @@ def test_commands_are_understood(page: Path) -> None:
             wanted = {label for label in (given["methods"] or "").split(",") if label}
             for suite in map(load_suite, chosen):
                 assert wanted <= {method.label for method in suite.methods}, arguments
+
+
+def test_the_page_of_the_keys_has_each_key_once_below_a_topic() -> None:
+    pytest.importorskip("mkdocs")
+    page = runpy.run_path(str(ROOT / "docs" / "hooks.py"))["keys_page"]()
+    heads = re.findall(r"^## (.+)$", page, re.MULTILINE)
+    assert heads[:6] == [
+        *("Run", "Local training", "Limits and evaluations", "Features", "Attacks", "Datasets")
+    ]
+    assert len(set(heads)) == len(heads)
+    assert sorted(re.findall(r"^\| `([\w.-]+)`", page, re.MULTILINE)) == sorted(all_keys())
+    # docs/javascripts/keys.js reads it.
+    assert 'id="keys-filter"' in page
 
 
 def test_links_of_a_page_in_a_folder_are_links_of_the_site() -> None:

@@ -482,12 +482,13 @@ def _warn_if_late(
 ) -> None:
     """Warn if a change begins after the end of the run, according to limits and devices."""
     most, rounds = config.max_updates or math.inf, config.max_rounds
+    all_updates = plural(config.max_updates or 0, "update")
     # At the end a request of each other client is open. A round has one update at least.
     limit, end_of = {
-        "requests": (most + config.num_clients - 2, plural(most, "update")),
-        "rounds": (rounds, plural(rounds, "round")) if rounds else (most, plural(most, "update")),
+        "requests": (most + config.num_clients - 2, all_updates),
+        "rounds": (rounds, plural(rounds, "round")) if rounds else (most, all_updates),
         "seconds": (config.max_time or math.inf, f"{config.max_time:g} seconds"),
-        "updates": (most, plural(most, "update")),
+        "updates": (most, all_updates),
     }.get(unit, (math.inf, ""))
     if first > limit:
         log.warning(
