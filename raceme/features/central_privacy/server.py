@@ -310,6 +310,7 @@ def account() -> ModuleType:
         It is not installed.
     """
     try:
-        return import_module("dp_accounting.gaussian_mechanism")
+        found: ModuleType = import_module("dp_accounting").gaussian_mechanism
     except ModuleNotFoundError as error:
         raise explained(error) from None
+    return found
