@@ -24,7 +24,7 @@ from raceme.core.errors import UserError
 from raceme.core.feature import Feature, FeatureContext
 from raceme.core.messages import Vector
 from raceme.core.progress import Plan
-from raceme.core.requests import Outcome, Update
+from raceme.core.requests import Outcome, Request, Update
 from raceme.core.strategy import Method, Needs
 from raceme.features.central_privacy.server import CentralPrivacy, affordable, clipped, epsilon_of
 from raceme.runs.experiment import build_strategy, resolve
@@ -216,6 +216,21 @@ def test_a_method_sees_nothing_but_the_update() -> None:
         assert update.num_examples == 1
         assert math.isnan(update.train_loss)
         assert (update.metrics, update.numbers, update.mixture) == ({}, {}, ())
+
+
+class Curious(Compared):
+    """Asks for losses without having declared it."""
+
+    def request_for(self, client: str) -> Request:
+        """Return the question."""
+        return Request(client, kind="losses")
+
+
+def test_a_method_asks_for_nothing_but_training() -> None:
+    method = Curious()
+    private(method, 1.0)
+    with pytest.raises(UserError, match="work of kind 'losses', whose answer gets none"):
+        ran(method, fleet(), 3)
 
 
 # Bounds.
