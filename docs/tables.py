@@ -30,7 +30,7 @@ from scipy.stats import PermutationMethod, kendalltau, wilcoxon
 from raceme.core.config import read_toml, write_toml
 
 DOCS = Path(__file__).parent
-PAGES = ("results*.md", "research/panicle*.md")
+PAGES = ("results*.md", "research/panicle*.md", "research/privacy.md")
 METHODS = "research/method*.md"
 """Pages of methods, which have many tables of advice and options: these need no mark."""
 NEVER = "/"
@@ -1204,6 +1204,35 @@ def fair(docs: Path) -> Table:
     return Table(heads, rows)
 
 
+# Privacy ----------------------------------------------------------------------------------------
+
+
+def privacy(docs: Path) -> Table:
+    """Accuracy against ε of central differential privacy."""
+    files = {"no noise": "none", "ε = 32": "32", "ε = 8": "8", "ε = 2": "2"}
+    of = [Experiment.read(docs, f"privacy-eps-{name}") for name in files.values()]
+    methods = ("fedavg", "fedbuff", "panicle")
+    return Table(("<method", *files), lines(code(*methods), *(accuracy(one, 1) for one in of)))
+
+
+def sketches(docs: Path) -> Table:
+    """Groups that Panicle finds from sketches with noise."""
+    of = [Experiment.read(docs, f"sketches-{clients}") for clients in (20, 60)]
+
+    def found(one: Experiment, method: str) -> str:
+        runs = one.runs(method)
+        return f"{sum(run['clusters'] == 4 and run['purity'] == 1 for run in runs)} of {len(runs)}"
+
+    rows = {"models, no noise": "models"} | {f"{e}": f"eps-{e}" for e in (800, 400, 200, 100)}
+    cells = [(partial(found, one), accuracy(one, 1)) for one in of]
+    heads = ("<ε", "20 clients: four groups", "accuracy %", "60 clients: four groups", "accuracy %")
+    body = [
+        [title, *(cell(method) for pair in cells for cell in pair)]
+        for title, method in rows.items()
+    ]
+    return Table(heads, body)
+
+
 _PAPER_300 = "accuracy %, paper (300 rounds)"
 _CHARACTERS = "accuracy %, paper, FEMNIST (300 rounds)"
 _SEEDS_75 = "ours (75 rounds, seeds 0, 1, 2)"
@@ -1385,6 +1414,8 @@ TABLES: dict[str, Callable[[Path], Table]] = {
     "c-faacl-sequential": sequential,
     "poisoning-late": poisoning_late,
     "fair": fair,
+    "privacy": privacy,
+    "sketches": sketches,
     "panicle-regret": panicle_regret,
     "panicle-natural": panicle_natural,
     "panicle-alone": panicle_alone,

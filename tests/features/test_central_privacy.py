@@ -24,7 +24,7 @@ from raceme.core.errors import UserError
 from raceme.core.feature import Feature, FeatureContext
 from raceme.core.messages import Vector
 from raceme.core.progress import Plan
-from raceme.core.requests import Outcome, Update
+from raceme.core.requests import Outcome, Request, Update
 from raceme.core.strategy import Method, Needs
 from raceme.features.central_privacy.server import CentralPrivacy, affordable, clipped, epsilon_of
 from raceme.runs.experiment import build_strategy, resolve
@@ -170,21 +170,22 @@ def test_methods_of_sums_move_by_the_weighted_sum_of_changes(make: Any, whole: i
 
 
 @pytest.mark.parametrize(
-    ("make", "clients", "moved"),
+    ("make", "seconds", "moved"),
     [
-        (half, 1, 0.5),
-        (buffer, 3, 1 / 3),
-        # All three of a buffer are of one client.
-        (buffer, 1, 1.0),
-        (FedAvg, 3, 1 / 3),
-        (Compared, 1, 1.0),
+        (half, [1.0], 0.5),
+        (buffer, [1.0] * 3, 1 / 3),
+        # Two, or all three, of the updates in a buffer are of one client.
+        (buffer, [1.0, 2.0], 2 / 3),
+        (buffer, [1.0], 1.0),
+        (FedAvg, [1.0] * 3, 1 / 3),
+        (Compared, [1.0], 1.0),
     ],
 )
-def test_the_noise_has_the_stated_variance(make: Any, clients: int, moved: float) -> None:
+def test_the_noise_has_the_stated_variance(make: Any, seconds: list[float], moved: float) -> None:
     method = make()
     seen = private(method, 2.0, **{"privacy-clip": 0.7})
     # Clients return what they were sent: what moves the model is noise.
-    ran(method, grid_of(pulled_app(), devices(*[1.0] * clients)), 900)
+    ran(method, grid_of(pulled_app(), devices(*seconds)), 900)
     versions = dict(zip(seen.versions, seen.models, strict=True))
     steps = np.diff([np.zeros(8), *(versions[v] for v in sorted(versions) if v)], axis=0)
     # A client moves a version by its clip times this share: twice that is the noise.
@@ -217,6 +218,21 @@ def test_a_method_sees_nothing_but_the_update() -> None:
         assert (update.metrics, update.numbers, update.mixture) == ({}, {}, ())
 
 
+class Curious(Compared):
+    """Asks for losses without having declared it."""
+
+    def request_for(self, client: str) -> Request:
+        """Return the question."""
+        return Request(client, kind="losses")
+
+
+def test_a_method_asks_for_nothing_but_training() -> None:
+    method = Curious()
+    private(method, 1.0)
+    with pytest.raises(UserError, match="work of kind 'losses', whose answer gets none"):
+        ran(method, fleet(), 3)
+
+
 # Bounds.
 
 
@@ -245,6 +261,16 @@ def test_a_bound_on_updates_ends_the_run_when_all_have_reached_it(make: Any) -> 
     assert len(of(events.UpdateApplied, seen)) == 18
     assert method.models[0].version == {FedAvg: 6, buffer: 6}.get(make, 18)
     assert seen[-1].reason == "each client has contributed 6 updates"
+
+
+def test_a_run_does_not_end_while_updates_wait_that_are_paid_for() -> None:
+    method = half()
+    private(method, 1.0, **{"privacy-updates": 2})
+    ran(method, fleet(), 1000)
+    privacy, context = next(iter(method.features)), method.features._connected
+    assert privacy.ends(context)
+    privacy.state.unused[99] = True
+    assert not privacy.ends(context)
 
 
 def test_a_resumed_run_gets_no_budget_back() -> None:

@@ -42,9 +42,9 @@ from raceme.core.errors import UserError, plural
 from raceme.core.events import MeasureSchema
 from raceme.core.feature import Feature, FeatureContext, Refusal
 from raceme.core.gaussian import gaussian_noise, seeded_key
-from raceme.core.messages import FINISHED_AT, STARTED_AT, ModelSpec, Vector
+from raceme.core.messages import FINISHED_AT, STARTED_AT, TRAIN, ModelSpec, Vector
 from raceme.core.registry import explained
-from raceme.core.requests import InFlight, Outcome, Update
+from raceme.core.requests import InFlight, Outcome, Request, Update
 from raceme.features.central_privacy import Options
 
 if TYPE_CHECKING:
@@ -160,6 +160,21 @@ class CentralPrivacy(Feature):
             )
 
     # Updates.
+
+    def on_request(self, request: Request, context: FeatureContext) -> Request:
+        """Refuse work that the method has not declared, and whose answer gets no noise.
+
+        Raises
+        ------
+        UserError
+            It is other work than training.
+        """
+        if request.kind != TRAIN:
+            raise UserError(
+                f"privacy-central puts noise on updates, and the method asks {request.client} for "
+                f"work of kind '{request.kind}', whose answer gets none."
+            )
+        return request
 
     def on_update(self, update: Update, context: FeatureContext) -> Update | Refusal:
         """Clip an update, and count it; with noise unless it enters a sum."""
@@ -310,6 +325,7 @@ def account() -> ModuleType:
         It is not installed.
     """
     try:
-        return import_module("dp_accounting.gaussian_mechanism")
+        found: ModuleType = import_module("dp_accounting").gaussian_mechanism
     except ModuleNotFoundError as error:
         raise explained(error) from None
+    return found
