@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -435,6 +436,22 @@ def test_features_that_need_no_single_update_work_beside_it(keys: dict[str, Any]
     assert not run.of(UpdateRejected)
     if "score-uploads" in keys:
         assert any(event.accuracy_after is not None for event in run.of(UpdateApplied))
+
+
+@pytest.mark.slow
+def test_sums_are_equal_wherever_clients_work(tmp_path: Path) -> None:
+    keys = {**KEPT, "strategy": "fedbuff", "clients": 8, "max-updates": 30, "secure": True}
+    found = {}
+    for name, changes in {
+        "here": {},
+        "processes": {"workers": "1"},
+        "vectorised": {"vectorised": True},
+    }.items():
+        config = RunConfig.from_mapping({**keys, **changes, "out": str(tmp_path / name)})
+        found[name] = simulate(config)
+    for outcome in found.values():
+        assert outcome.summary["bytes_up"] == found["here"].summary["bytes_up"]
+        assert outcome.summary["accuracy"] == pytest.approx(found["here"].summary["accuracy"])
 
 
 # -----------------------------------------------------------------------------
