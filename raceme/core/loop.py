@@ -309,7 +309,7 @@ class Loop:
             return ""
         if not isinstance(grid, Foreseeing) or grid.arrivals_ahead():
             return ""
-        return f"{plural(len(progress.held), 'update')} of all clients wait for {progress.held_for}"
+        return f"all clients wait for {progress.held_for}"
 
     def _is_quiescent(self) -> bool:
         """Return whether no client will ever train again.

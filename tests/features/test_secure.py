@@ -6,11 +6,12 @@ import copy
 import pickle
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Context, Message
+from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from raceme.client_app import client_app
@@ -18,6 +19,8 @@ from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
 from raceme.core.events import Event, Measured, RunEnded, UpdateApplied, UpdateRejected
 from raceme.core.messages import from_array, to_array
+from raceme.features.secure import Options
+from raceme.features.secure.client import Secrets, work
 from raceme.features.secure.protocol import (
     KEYS,
     MASKED,
@@ -214,6 +217,87 @@ def test_rounding_depends_on_the_change_only_and_leaves_numpys_generator_alone()
 
 
 # -----------------------------------------------------------------------------
+# A member that is asked for too much.
+# -----------------------------------------------------------------------------
+
+
+def cohort(members: int) -> list[Secrets]:
+    """Return members that have all shares of each other."""
+    made = [Secrets.new() for _ in range(members)]
+    keys = np.stack([member.public for member in made])
+    sent = [member.encrypted_shares(keys, at, least=3) for at, member in enumerate(made)]
+    for at, member in enumerate(made):
+        others = [other for other in range(members) if other != at]
+        member.take_shares(np.stack([sent[other][at] for other in others]), others)
+    return made
+
+
+def test_members_together_remove_the_masks_of_those_that_answered() -> None:
+    members, size = cohort(5), 50
+    total = sum(member.masks(size) for member in members[:4])
+    revealed = [member.revealed([0, 1, 2, 3], [4]) for member in members[:4]]
+    for row in range(4):
+        total -= mask(combined([shares[row].tobytes() for shares in revealed], 5), size)
+    gone = combined([shares[4].tobytes() for shares in revealed], 5)
+    public = {at: members[at].public[:33].tobytes() for at in range(4)}
+    assert not (total + common_masks(gone, 4, public, size)).any()
+
+
+@pytest.mark.parametrize(
+    ("answered", "missing", "words"),
+    [
+        ([0, 1, 2, 3, 4], [4], "other members"),
+        ([0, 1, 2, 3], [], "other members"),
+        ([1, 2, 3, 4], [0], "other members"),
+        ([0, 0, 1, 2], [3, 4], "other members"),
+        ([0, 1, 2], [3, 4], "a sum of 3 updates is too small"),
+    ],
+)
+def test_a_member_reveals_no_more_than_a_sum_needs(
+    answered: list[int], missing: list[int], words: str
+) -> None:
+    with pytest.raises(ProtocolError, match=words):
+        cohort(5)[0].revealed(answered, missing)
+
+
+def test_a_member_takes_part_in_no_impossible_cohort() -> None:
+    made = [Secrets.new() for _ in range(5)]
+    keys = np.stack([member.public for member in made])
+    with pytest.raises(ProtocolError, match="a cohort of 4 members, not of 5"):
+        made[0].encrypted_shares(keys[:4], 0, least=5)
+    with pytest.raises(ProtocolError, match="two members have one key"):
+        made[0].encrypted_shares(np.stack([*keys[:4], keys[1]]), 0, least=5)
+    with pytest.raises(ProtocolError, match="own keys are missing"):
+        made[0].encrypted_shares(keys, 1, least=5)
+    other = cohort(5)[0]
+    with pytest.raises(ProtocolError, match="are too few"):
+        other.take_shares(np.zeros((2, 248), np.uint8), [1, 2])
+
+
+def test_stages_are_answered_in_order_and_once() -> None:
+    context = Context(1, 7, {}, RecordDict(), {})
+    context.state["secure-change"] = array_record(
+        {"secure-change": to_array(np.zeros(3, np.float32))}
+    )
+    kept = cohort(5)[0]
+    kept.stage = MASKED
+    context.state["secure-secrets"] = kept.record()
+
+    def ask(stage: str) -> Message:
+        told = {STAGE: stage, "kind": "secure", "task": 1}
+        told |= {"secure-answered": [0, 1, 2, 3], "secure-missing": [4]}
+        message = Message(RecordDict({"config": ConfigRecord(told)}), 7, "train")
+        return work(message, context, lambda message, context: message, Options(secure=True))
+
+    with pytest.raises(ProtocolError, match="secure-masked does not follow secure-masked"):
+        ask(MASKED)
+    ask(UNMASK)
+    for stage in (UNMASK, KEYS):
+        with pytest.raises(ProtocolError, match="there is no update to sum"):
+            ask(stage)
+
+
+# -----------------------------------------------------------------------------
 # Sums.
 # -----------------------------------------------------------------------------
 
@@ -335,6 +419,39 @@ def test_a_sketch_in_place_of_an_update_is_refused() -> None:
     run = Run("fedbuff", cheat, secure=True, clients=6, **{"max-updates": 10})
     assert {event.client for event in run.of(UpdateRejected)} == {"client-0"}
     assert run.of(UpdateRejected)[0].reason == "its public keys are invalid"
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"own-model": True, "score-uploads": True},
+        {"fair": "clients", "devices": "slow30x10"},
+        {"eval-tasks": True, "drift": "swap-all", "drift-at": "2s"},
+    ],
+    ids=lambda keys: next(iter(keys)),
+)
+def test_features_that_need_no_single_update_work_beside_it(keys: dict[str, Any]) -> None:
+    run = Run("fedbuff", secure=True, clients=8, **{"max-updates": 40, **keys})
+    assert len(run.of(UpdateApplied)) >= 40
+    assert not run.of(UpdateRejected)
+    if "score-uploads" in keys:
+        assert any(event.accuracy_after is not None for event in run.of(UpdateApplied))
+
+
+@pytest.mark.slow
+def test_sums_are_equal_wherever_clients_work(tmp_path: Path) -> None:
+    keys = {**KEPT, "strategy": "fedbuff", "clients": 8, "max-updates": 30, "secure": True}
+    found = {}
+    for name, changes in {
+        "here": {},
+        "processes": {"workers": "1"},
+        "vectorised": {"vectorised": True},
+    }.items():
+        config = RunConfig.from_mapping({**keys, **changes, "out": str(tmp_path / name)})
+        found[name] = simulate(config)
+    for outcome in found.values():
+        assert outcome.summary["bytes_up"] == found["here"].summary["bytes_up"]
+        assert outcome.summary["accuracy"] == pytest.approx(found["here"].summary["accuracy"])
 
 
 # -----------------------------------------------------------------------------
@@ -530,7 +647,7 @@ def test_a_fleet_that_never_has_a_cohort_is_warned_of_and_the_simulation_ends(
     )
     assert "Cluster 0 has 4 clients online: updates wait until it has 5" in caplog.text
     (ended,) = [event for event in events if isinstance(event, RunEnded)]
-    assert ended.reason.startswith("4 updates of all clients wait for cohorts of 5 members")
+    assert ended.reason.startswith("all clients wait for cohorts of 5 members")
 
 
 def test_the_feature_takes_no_part_without_its_key() -> None:
