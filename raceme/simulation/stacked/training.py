@@ -855,9 +855,6 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
-PRECISIONS = ("float32", "tf32", "bf16")
-
-
 @contextmanager
 def exactness(device: torch.device, precision: str) -> Iterator[None]:
     """Let a GPU compute products in a precision: exact ones of float32 by default."""
