@@ -1219,18 +1219,15 @@ def sketches(docs: Path) -> Table:
     """Groups that Panicle finds from sketches with noise."""
     of = [Experiment.read(docs, f"sketches-{clients}") for clients in (20, 60)]
 
-    def found(one: Experiment, method: str) -> str:
-        runs = one.runs(method)
-        return f"{sum(run['clusters'] == 4 and run['purity'] == 1 for run in runs)} of {len(runs)}"
-
-    rows = {"models, no noise": "models"} | {f"{e}": f"eps-{e}" for e in (800, 400, 200, 100)}
-    cells = [(partial(found, one), accuracy(one, 1)) for one in of]
-    heads = ("<ε", "20 clients: four groups", "accuracy %", "60 clients: four groups", "accuracy %")
-    body = [
-        [title, *(cell(method) for pair in cells for cell in pair)]
-        for title, method in rows.items()
+    titles = {"models": "none: models"} | {f"eps-{e}": str(e) for e in (800, 400, 200, 100)}
+    cells = [
+        cell
+        for one in of
+        for cell in (whole(one, "clusters"), by_seed(one, 2, "purity"), accuracy(one, 1))
     ]
-    return Table(heads, body)
+    heads = [f"{head}, {n} clients" for n in (20, 60) for head in ("clusters", "purity")]
+    heads.insert(2, "accuracy %")
+    return Table(("<ε", *heads, "accuracy %"), lines(titles, *cells))
 
 
 _PAPER_300 = "accuracy %, paper (300 rounds)"

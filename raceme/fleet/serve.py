@@ -226,6 +226,7 @@ class Metrics(EventHandler, Collector):
                 self._verdicts.labels(verdict)
         self._evaluations = Counter("raceme_evaluations", "Evaluations", registry=self._registry)
         self.evaluated: Evaluated | None = None
+        self._measured: dict[str, Measured] = {}
         self.rollouts: Rollouts | None = None
         self.certificate_until: datetime | None = None
         found = Gauge("raceme_clusters", "Cluster models", registry=self._registry)
@@ -260,6 +261,11 @@ class Metrics(EventHandler, Collector):
         """Keep the latest evaluation."""
         self._evaluations.inc()
         self.evaluated = event
+
+    def on_measured(self, event: Measured) -> None:
+        """Keep the latest value of a measure that has one number."""
+        if not event.schema.per and isinstance(event.values.get(event.schema.value), int | float):
+            self._measured[event.schema.name] = event
 
     def on_update_judged(self, event: UpdateJudged) -> None:
         """Note an update that a feature keeps out: its rejection follows."""
@@ -364,6 +370,9 @@ class Metrics(EventHandler, Collector):
         """Yield gauges of devices, messages and quality, as of the moment of the request."""
         if self.evaluated is not None:
             yield from self._quality(self.evaluated)
+        for name, event in self._measured.items():
+            value = float(event.values[event.schema.value])
+            yield GaugeMetricFamily(f"raceme_measure_{name}", event.schema.heading, value)
         if self.rollouts is not None:
             yield from self._versions(self.rollouts)
         if self.certificate_until is not None:

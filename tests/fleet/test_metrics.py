@@ -31,11 +31,13 @@ from raceme.core.events import (
     Evaluated,
     Event,
     Measure,
+    Measured,
     UpdateApplied,
     UpdateJudged,
     UpdateRejected,
     Verdict,
 )
+from raceme.features.central_privacy.server import PRIVACY
 from raceme.fleet.certificates import make_certificates, make_token
 from raceme.fleet.serve import MOST_DEVICES, REASONS, Metrics, StatusPort, fields_of, label_of
 from raceme.flower.link_state import LinkState
@@ -110,6 +112,13 @@ def test_quality_is_that_of_the_latest_evaluation() -> None:
     assert found["raceme_cluster_accuracy", "4"] == pytest.approx(0.2)
     assert found["raceme_cluster_devices", "0"] == 2
     assert found["raceme_cluster_devices", "4"] == 1
+
+
+def test_a_measure_of_one_number_is_the_latest() -> None:
+    def measured(epsilon: float) -> Measured:
+        return Measured(1.0, 4, PRIVACY, {"client": "a", "participations": 1, "epsilon": epsilon})
+
+    assert samples_after(measured(1.5), measured(2.5))["raceme_measure_privacy", ""] == 2.5
 
 
 def test_of_an_error_the_largest_is_the_worst() -> None:
