@@ -490,7 +490,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_that_is_said(
     ("keys", "reason"),
     [
         ({"strategy": "fedbuff"}, "strategy is 'casa' there and 'fedbuff' here"),
-        ({"lr": 0.25}, "of another run: lr is [0-9.]+ there and 0.25 here[.]"),
+        ({"lr": 0.25}, "to another run: lr is [0-9.]+ there and 0.25 here[.]"),
         ({"clients": 4, "seed": 9}, "clients is 3 there and 4 here; seed is 0 there and 9 here"),
     ],
 )
