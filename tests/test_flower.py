@@ -54,19 +54,19 @@ def test_casa_over_grpc_with_two_supernodes(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs raceme[simulation]")
-def test_casa_on_ray_with_two_supernodes(tmp_path: Path) -> None:
+def test_casa_on_ray_with_four_supernodes(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with loopback(tmp_path) as place:
         # What `flwr run .` starts by itself stays alive afterwards; this one stops with the test.
         place.superlink("--insecure", "--simulation")
         # Clients join while others are at work: there are enough updates for all to join.
-        keys = f'max-updates=20 clients=2 out="{out}"'
-        fleet = "num-supernodes=2 client-resources-num-cpus=1"
+        keys = f'max-updates=40 clients=4 out="{out}"'
+        fleet = "num-supernodes=4 client-resources-num-cpus=1"
         run = place.flwr(
             "run", str(ROOT), "--stream", "--federation-config", fleet, "--run-config", keys
         )
         run.wait(240)
-        check_run(run.text(), out, updates=20, clients=2)
+        check_run(run.text(), out, updates=40, clients=4)
 
 
 @pytest.mark.slow
