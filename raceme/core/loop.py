@@ -683,12 +683,14 @@ class Loop:
         """Ask further, release or refuse what features hold; return whether any task has ended."""
         features, has_ended = self._method.features, False
         for feature, item in features.pending():
+            client = item.task.client if isinstance(item, Update) else item.client
+            if client not in self._progress.held:
+                # What was done for another one has ended its task.
+                continue
             if isinstance(item, Request):
                 self._ask_further(item)
                 continue
-            has_ended = True
-            client = item.client if isinstance(item, Refusal) else item.task.client
-            task = self._let_go(client)
+            has_ended, task = True, self._let_go(client)
             try:
                 if isinstance(item, Refusal):
                     raise InvalidReplyError(item.reason)

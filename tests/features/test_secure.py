@@ -581,6 +581,19 @@ def test_a_device_without_the_feature_is_refused() -> None:
     assert len(run.of(UpdateApplied)) == 10
 
 
+def test_invalid_keys_do_not_spoil_the_cohort_of_others() -> None:
+    def spoiled(message: Message, reply: Message, context: Context) -> Message | None:
+        if stage_of(message) != "train" or context.node_config["partition-id"] != 0:
+            return None
+        reply.content["numbers"] = array_record({KEYS: to_array(np.full(66, 5, np.uint8))})
+        return reply
+
+    run = Run("fedavg", spoiled, secure=True, clients=6, **{"max-updates": 5})
+    (refused,) = run.of(UpdateRejected)
+    assert (refused.client, refused.reason) == ("client-0", "its public keys are invalid")
+    assert run.sums == [(5, 5)]
+
+
 def test_two_devices_of_one_key_are_not_in_one_cohort() -> None:
     keys: list[np.ndarray] = []
 

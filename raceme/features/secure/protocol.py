@@ -78,6 +78,15 @@ def public_key(private: bytes) -> bytes:
     return point.public_bytes(Encoding.X962, PublicFormat.CompressedPoint)
 
 
+def is_public_key(public: bytes) -> bool:
+    """Return whether bytes are a public key, i.e. a point of the curve."""
+    try:
+        ec.EllipticCurvePublicKey.from_encoded_point(_CURVE, public)
+    except ValueError:
+        return False
+    return True
+
+
 def common_key(private: bytes, public: bytes) -> bytes:
     """Return the key that two members derive from the private key of one and the other's public.
 
@@ -86,10 +95,9 @@ def common_key(private: bytes, public: bytes) -> bytes:
     ProtocolError
         It is no public key.
     """
-    try:
-        other = ec.EllipticCurvePublicKey.from_encoded_point(_CURVE, public)
-    except ValueError:
-        raise ProtocolError("a public key is invalid") from None
+    if not is_public_key(public):
+        raise ProtocolError("a public key is invalid")
+    other = ec.EllipticCurvePublicKey.from_encoded_point(_CURVE, public)
     return generate_shared_key(_private(private), other)
 
 

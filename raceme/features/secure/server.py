@@ -53,6 +53,7 @@ from raceme.features.secure.protocol import (
     Scale,
     combined,
     common_masks,
+    is_public_key,
     mask,
     mean_of,
     public_key,
@@ -302,7 +303,9 @@ class Secure(Feature):
 
     def _checked(self, keys: NDArray[Any]) -> str:
         """Return why a member's keys are refused, or an empty text."""
-        if keys.shape != (2 * KEY_BYTES,) or keys.dtype != np.uint8:
+        has_form = keys.shape == (2 * KEY_BYTES,) and keys.dtype == np.uint8
+        # Other members would fail for an invalid one.
+        if not has_form or not all(is_public_key(key.tobytes()) for key in np.split(keys, 2)):
             return "its public keys are invalid"
         if any(np.array_equal(keys, other.keys) for other in self.state.members.values()):
             return "its keys are those of another member: is the device a copy?"
