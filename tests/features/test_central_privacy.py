@@ -21,7 +21,7 @@ from raceme.core import events
 from raceme.core.chain import Chain
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
-from raceme.core.feature import Feature, FeatureContext
+from raceme.core.feature import Feature, FeatureContext, Refusal
 from raceme.core.messages import Vector
 from raceme.core.progress import Plan
 from raceme.core.requests import Outcome, Request, Update
@@ -271,6 +271,16 @@ def test_a_run_does_not_end_while_updates_wait_that_are_paid_for() -> None:
     assert privacy.ends(context)
     privacy.state.unused[99] = True
     assert not privacy.ends(context)
+
+
+def test_an_update_beyond_the_bound_is_refused() -> None:
+    method = half()
+    seen = private(method, 1.0, **{"privacy-updates": 2})
+    ran(method, fleet(), 1000)
+    privacy, (_, update) = next(iter(method.features)), seen.parts[-1]
+    before = copy.deepcopy(privacy.state)
+    assert isinstance(privacy.on_update(update, method.features._connected), Refusal)
+    assert privacy.state == before
 
 
 def test_a_resumed_run_gets_no_budget_back() -> None:
