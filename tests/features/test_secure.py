@@ -619,6 +619,7 @@ def test_two_devices_of_one_key_are_not_in_one_cohort() -> None:
         ({"protection": "trust"}, "protection judges single updates: leave it out"),
         ({"upload": "int8"}, "upload is shorter than masks may be: leave it out"),
         ({"discrepancy": True}, "discrepancy compares single updates: leave it out"),
+        ({"privacy-central": 1.0}, "privacy-central clips single updates: leave it out"),
         ({"clients": 4}, "no cohort of 5 members forms, as 4 clients work at a time"),
         ({"strategy": "fedavg", "fedavg.fraction": 0.2}, "as 2 clients work at a time"),
         ({"strategy": "panicle"}, "sketches of 1024 numbers, by which clients are grouped"),

@@ -245,6 +245,7 @@ class Secure(Feature):
             "protection": (config.value("protection") != "none", "judges single updates"),
             "upload": (config.value("upload") != "float32", "is shorter than masks may be"),
             "discrepancy": (config.value("discrepancy"), "compares single updates"),
+            "privacy-central": (config.value("privacy-central") > 0, "clips single updates"),
         }
         for key, (is_on, reason) in refused.items():
             if is_on:
