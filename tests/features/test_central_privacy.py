@@ -369,6 +369,6 @@ def test_a_delta_that_says_little_is_warned_of(caplog: pytest.LogCaptureFixture)
 
 
 def test_without_the_library_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "dp_accounting.gaussian_mechanism", None)
+    monkeypatch.setitem(sys.modules, "dp_accounting", None)
     with pytest.raises(UserError, match=r"dp_accounting is not installed.*privacy\]'"):
         build_strategy(resolve(RunConfig.from_mapping({"privacy-central": 5.0})))
