@@ -99,6 +99,7 @@ def test_a_task_is_at_most_a_page(page: Path) -> None:
     assert len(page.read_text(encoding="utf-8").split()) <= MOST_WORDS
 
 
+@pytest.mark.slow
 def test_my_data(tmp_path: Path) -> None:
     follow("my-data", tmp_path)
     figures = summary(tmp_path / "people-run")

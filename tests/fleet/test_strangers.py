@@ -261,10 +261,8 @@ def memory(process_id: int) -> int:
 BOMB = 256 << 20
 
 
-@pytest.mark.parametrize(
-    "call",
-    ["raceme.Fleet/Greet", pytest.param("flwr.proto.Fleet/ActivateNode", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("call", ["raceme.Fleet/Greet", "flwr.proto.Fleet/ActivateNode"])
 def test_a_call_of_a_stranger_takes_no_memory(tmp_path: Path, call: str) -> None:
     certs = tmp_path / "certs"
     make_certificates(certs, ["127.0.0.1"], ["kitchen"])
