@@ -113,7 +113,7 @@ list(grid.send_and_receive(messages(grid)))
     def take_part() -> None:
         keys = generate_keys()
         with suppress(StoppedError), connect(endpoint, keys, calls, register=True) as link:
-            while True:
+            while not stop.is_set():
                 received.append(link.receive(0.5))
 
     node = Thread(target=take_part)
