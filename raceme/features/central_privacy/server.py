@@ -254,7 +254,7 @@ class CentralPrivacy(Feature):
         """Return why the run ends: no client that is online may contribute more."""
         taken = self.state.participations
         # Updates that wait for the end of a round are paid for.
-        if self.state.unused or not 0 < context.online <= len(taken):
+        if self._most == math.inf or self.state.unused or not 0 < context.online <= len(taken):
             return ""
         if not all(self.holds(client, context) for client in context.clients):
             return ""

@@ -217,16 +217,20 @@ class OwnModel(Feature):
             return
         are_enough = len(known) >= _FEWEST
         chance = chance_above_zero([one.better for one in known]) if are_enough else 0.5
-        growing = chance_above_zero([one.better - one.before for one in known])
         if tasks >= _MIXED and chance <= 1 - _SURE:
             state.rules[cluster] = MIXED
-        elif chance >= _LIKELY and growing <= 1 - _LIKELY and tasks < _SHRINKING:
+        elif chance >= _LIKELY and tasks < _SHRINKING and _is_shrinking(known):
             # The received model catches up: it learns more slowly, or was under attack.
             return
         elif tasks >= _ALONE and chance >= _SURE:
             state.rules[cluster] = ALONE
         elif tasks >= _LONGEST:
             state.rules[cluster] = ALONE if chance >= _LIKELY else MIXED
+
+
+def _is_shrinking(known: Sequence[Comparison]) -> bool:
+    """Return whether clients' own models have likely been further ahead before."""
+    return chance_above_zero([one.better - one.before for one in known]) <= 1 - _LIKELY
 
 
 def chance_above_zero(values: Sequence[float]) -> float:

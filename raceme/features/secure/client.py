@@ -21,6 +21,7 @@ from raceme.features.secure.protocol import (
     KEYS,
     MASKED,
     MISSING,
+    NEXT,
     POSITION,
     SECURE,
     SHARES,
@@ -51,8 +52,6 @@ from raceme.flower.secure_sums import (
 
 _CHANGE, _SECRETS = "secure-change", "secure-secrets"
 """Records of a client's state: the change of the model that is to be summed, and its secrets."""
-_ORDER = {KEYS: SHARES, SHARES: MASKED, MASKED: UNMASK}
-"""The stage that may follow each stage, once."""
 
 
 def work(
@@ -213,7 +212,7 @@ def _stage(message: Message, asked: dict[str, Any], context: Context, options: O
         raise ProtocolError("there is no update to sum")
     own = Secrets.new() if stage == KEYS else Secrets.of(state.config_records[_SECRETS])
     # In order and each once, as a second answer might reveal a second secret of a member.
-    if stage != KEYS and _ORDER.get(own.stage) != stage:
+    if stage != KEYS and NEXT.get(own.stage) != stage:
         raise ProtocolError(f"{stage} does not follow {own.stage}")
     own.stage = stage
     rows: Bytes = np.empty(0, np.uint8)

@@ -35,6 +35,8 @@ STAGE, POSITION, WEIGHT = "secure-stage", "secure-position", "secure-weight"
 ANSWERED, MISSING = "secure-answered", "secure-missing"
 KEYS, SHARES, MASKED, UNMASK = "secure-keys", "secure-shares", "secure-masked", "secure-unmask"
 """Stages; arrays in messages have the names of the first three."""
+NEXT = {KEYS: SHARES, SHARES: MASKED, MASKED: UNMASK}
+"""The stage that follows each stage."""
 
 KEY_BYTES = 33
 """Length of a public key; a member has two, one after the other."""

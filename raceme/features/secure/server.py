@@ -39,6 +39,7 @@ from raceme.features.secure.protocol import (
     KEYS,
     MASKED,
     MISSING,
+    NEXT,
     POSITION,
     SECURE,
     SHARE_BYTES,
@@ -75,7 +76,6 @@ SUM = MeasureSchema(
 )
 """One event per cohort; the seconds are those from the first member's update to the sum."""
 
-_NEXT = {KEYS: SHARES, SHARES: MASKED, MASKED: UNMASK}
 _SHORTEST = 16 * SIZE
 """Fewest weights of a model of which a sketch shows little."""
 _NO_KEYS: Bytes = np.empty(0, np.uint8)
@@ -421,7 +421,7 @@ class Secure(Feature):
                 yield from self._renewed(client, context)
             if cohort.stage == SHARES:
                 self._weigh(cohort, context)
-            cohort.stage, cohort.began = _NEXT[cohort.stage], context.now()
+            cohort.stage, cohort.began = NEXT[cohort.stage], context.now()
             yield from self._requests(cohort, context)
 
     def _weigh(self, cohort: Cohort, context: FeatureContext) -> None:
