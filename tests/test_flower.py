@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import re
 import tomllib
 from pathlib import Path
@@ -59,14 +60,15 @@ def test_casa_on_ray_with_four_supernodes(tmp_path: Path) -> None:
     with loopback(tmp_path) as place:
         # What `flwr run .` starts by itself stays alive afterwards; this one stops with the test.
         place.superlink("--insecure", "--simulation")
-        # Clients join while others are at work: there are enough updates for all to join.
-        keys = f'max-updates=40 clients=4 out="{out}"'
-        fleet = "num-supernodes=4 client-resources-num-cpus=1"
+        # One process, in which all greetings come before any task: a second one that is still
+        # starting would keep its greeting while the first makes all updates.
+        keys = f'max-updates=12 clients=4 out="{out}"'
+        fleet = f"num-supernodes=4 client-resources-num-cpus={os.cpu_count()}"
         run = place.flwr(
             "run", str(ROOT), "--stream", "--federation-config", fleet, "--run-config", keys
         )
         run.wait(240)
-        check_run(run.text(), out, updates=40, clients=4)
+        check_run(run.text(), out, updates=12, clients=4)
 
 
 @pytest.mark.slow
