@@ -27,7 +27,6 @@ from raceme.features.secure.protocol import (
     SHARES,
     STAGE,
     TOKEN_BYTES,
-    UNMASK,
     WEIGHT,
     Bytes,
     Masked,
