@@ -146,6 +146,8 @@ class Registry(Mapping[str, Any]):
         Attribute with the dataclass of the object's options.
     prefixed : bool
         Whether keys of options are prefixed with the object's name: ``casa.gamma``.
+    own_options : bool
+        Whether Raceme's own objects may have options. Without, they are not imported to ask.
     """
 
     def __init__(
@@ -158,10 +160,11 @@ class Registry(Mapping[str, Any]):
         fits: Callable[[Any], bool] = callable,
         declares: str = "options_type",
         prefixed: bool = False,
+        own_options: bool = True,
     ) -> None:
         self.kind, self.group, self.prefixed = kind, group, prefixed
         self._targets, self._expected = dict(targets), expected
-        self._fits, self._declares = fits, declares
+        self._fits, self._declares, self._own_options = fits, declares, own_options
 
     def __getitem__(self, name: str) -> Any:
         """Return the object of a name.
@@ -287,6 +290,8 @@ class Registry(Mapping[str, Any]):
         UserError
             When no such name exists.
         """
+        if not self._own_options and self.is_own(name):
+            return None
         found: type[Any] | None = getattr(self[name], self._declares, None)
         return found
 
@@ -851,6 +856,7 @@ MODELS = Registry(
     ),
     group="raceme.models",
     expected="def {name}(input_shape, num_classes)",
+    own_options=False,
 )
 
 DEVICES = Registry(

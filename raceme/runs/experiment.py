@@ -88,7 +88,7 @@ from raceme.training.local import LARGEST_SHIFT
 log = logging.getLogger("raceme.run")
 
 _CLIENT_APP = "raceme.client_app:app"
-_ATTACKED_APP = "raceme.simulation.attacks:app"
+_ATTACKED_APP = "raceme.simulation.attackers:app"
 _WRITER_SECONDS = 30.0
 """Time after which a server app whose SuperLink died has released its folder."""
 

@@ -23,11 +23,11 @@ from raceme.datasets.source import DataShape, Target
 from raceme.flower.messages import identify_process
 from raceme.runs import experiment
 from raceme.simulation import Device
+from raceme.simulation.attackers import app
 from raceme.simulation.attacks import (
     Backdoor,
     BoostOptions,
     SignFlip,
-    app,
     attack_of,
     attackers_of,
     evaluation_settings,
