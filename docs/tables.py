@@ -147,43 +147,57 @@ def _shared(rows: Sequence[dict[str, Any]], part: str) -> dict[str, Any]:
     return shared
 
 
+def _compared(folder: Path) -> dict[str, Any]:
+    """Return the ``compare.json`` of a comparison."""
+    try:
+        of: dict[str, Any] = json.loads((folder / "compare.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise TableError(f"{folder} has no compare.json: run the comparison first") from None
+    return of
+
+
 def pack(folder: Path) -> str:
     """Return the data file of a comparison: the inverse of :meth:`Experiment.unpack`.
+
+    Of a folder with a comparison for each variant of a suite, methods are named
+    ``VARIANT/METHOD``, and the title is that of the first.
 
     Raises
     ------
     TableError
         The folder has no finished comparison.
     """
-    try:
-        of = json.loads((folder / "compare.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise TableError(f"{folder} has no compare.json: run the comparison first") from None
+    parts = sorted(path.parent for path in folder.glob("*/compare.json"))
+    if (folder / "compare.json").exists() or not parts:
+        parts = [folder]
+    of = _compared(parts[0])
     methods: dict[str, Any] = {}
     rows: list[dict[str, Any]] = []
     versions: dict[str, str] = {}
-    tried = [entry for entries in of["sweeps"].values() for entry in entries]
-    for entry in (*of["methods"], *tried):
-        for run in entry["runs"]:
-            path = folder / run["folder"]
-            kind, _, seed = path.name.partition("-")
-            summary = json.loads((path / "summary.json").read_text(encoding="utf-8"))
-            keys = dict(read_toml(path / "config.toml"))
-            del keys["seed"]
-            # Where the data lie on the machine that ran it is of no use elsewhere.
-            keys |= {"data-root": "data"} if keys.get("data-root") else {}
-            versions = summary["versions"]
-            # Of updates by client a table has no use.
-            left_out = {*_ASKED, "target", "versions", "protection"}
-            figures = {k: v for k, v in summary.items() if v is not None and k not in left_out}
-            figures["cluster_sizes"] = list(figures["cluster_sizes"].values())
-            row = {"method": path.parent.name, "seed": int(seed)}
-            row |= {} if kind == "seed" else {"kind": kind}
-            rows.append(row | {"configuration": keys, "figures": figures})
-            kept = ("label", "asynchronous", "options", "published")
-            methods.setdefault(
-                path.parent.name, {key: entry[key] for key in kept if entry.get(key)}
-            )
+    for part in parts:
+        prefix = "" if part == folder else f"{part.name}/"
+        compared = _compared(part)
+        tried = [entry for entries in compared["sweeps"].values() for entry in entries]
+        for entry in (*compared["methods"], *tried):
+            for run in entry["runs"]:
+                path = part / run["folder"]
+                kind, _, seed = path.name.partition("-")
+                summary = json.loads((path / "summary.json").read_text(encoding="utf-8"))
+                keys = dict(read_toml(path / "config.toml"))
+                del keys["seed"]
+                # Where the data lie on the machine that ran it is of no use elsewhere.
+                keys |= {"data-root": "data"} if keys.get("data-root") else {}
+                versions = summary["versions"]
+                # Tables have no use for counts by client, nor for the help of a user's keys.
+                left_out = {*_ASKED, "target", "versions", "protection", "verdicts", "own_keys"}
+                figures = {k: v for k, v in summary.items() if v is not None and k not in left_out}
+                figures["cluster_sizes"] = list(figures["cluster_sizes"].values())
+                name = f"{prefix}{path.parent.name}"
+                row = {"method": name, "seed": int(seed)}
+                row |= {} if kind == "seed" else {"kind": kind}
+                rows.append(row | {"configuration": keys, "figures": figures})
+                kept = ("label", "asynchronous", "options", "published")
+                methods.setdefault(name, {key: entry[key] for key in kept if entry.get(key)})
     if not rows:
         raise TableError(f"{folder} has no finished run")
     suite = {key: of[key] for key in _OF_SUITE if of.get(key) is not None}
@@ -1184,6 +1198,46 @@ def poisoning_late(docs: Path) -> Table:
         )
     ]
     return Table(heads, rows)
+
+
+def attacked(
+    docs: Path,
+    name: str,
+    methods: Sequence[str],
+    attacks: Mapping[str, str],
+    groups: Sequence[str] = ("",),
+) -> Table:
+    """Accuracy of honest clients under attacks, by method: mean, worst seed, and worst client.
+
+    Parameters
+    ----------
+    attacks : Mapping[str, str]
+        Variants without the number of groups, to that whose clients are as many and honest.
+    groups : Sequence[str]
+        Endings of variants, for the number of true groups.
+    """
+    of = Experiment.read(docs, name)
+
+    def found(variant: str, method: str) -> list[tuple[float, float]]:
+        runs = of.runs(f"{variant}/{method}")
+        return [(100 * run["honest_accuracy"], 100 * run["worst_honest_accuracy"]) for run in runs]
+
+    rows = []
+    for ending in groups:
+        for attack, base in attacks.items():
+            cells = [attack if attack != base else f"{attack} (no attack)"]
+            for method in methods:
+                here, there = found(attack + ending, method), found(base + ending, method)
+                mean = statistics.fmean(honest for honest, _ in here)
+                cell = f"{mean:.1f} ({min(worst for _, worst in here):.1f})"
+                if attack != base:
+                    losses = [b - a for (a, _), (b, _) in zip(here, there, strict=True)]
+                    lost = statistics.fmean(losses)
+                    cell += f" {-lost:+.1f} ({-max(losses):+.1f})"
+                cells.append(cell)
+            rows.append([*([ending.removeprefix("-")] if ending else []), *cells])
+    heads = ("attack", *(f"`{method.removesuffix(' trust own')}`" for method in methods))
+    return Table((*(["groups"] if any(groups) else []), "<" + heads[0], *heads[1:]), rows)
 
 
 def fair(docs: Path) -> Table:
