@@ -1227,6 +1227,9 @@ def attacked(
         runs = of.runs(f"{variant}{ending}/{method}")
         return [(100 * run["honest_accuracy"], 100 * run["worst_honest_accuracy"]) for run in runs]
 
+    def change(points: float) -> str:
+        return f"{points:+.1f}".replace("-", "−").replace("−0.0", "0.0").replace("+0.0", "0.0")
+
     def cell(attack: str, method: str) -> str:
         here, there = found(attack, method), found(attacks[attack], method)
         mean = statistics.fmean(honest for honest, _ in here)
@@ -1234,7 +1237,7 @@ def attacked(
         if attack == attacks[attack]:
             return shown
         gains = [a - b for (a, _), (b, _) in zip(here, there, strict=True)]
-        return f"{shown} {statistics.fmean(gains):+.1f}, {min(gains):+.1f}"
+        return f"{shown} {change(statistics.fmean(gains))}, {change(min(gains))}"
 
     rows = [[f"`{attack}`", *(cell(attack, method) for method in methods)] for attack in attacks]
     return Table(("attack", *(f"`{method.split()[0]}`" for method in methods)), rows)
