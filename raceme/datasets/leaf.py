@@ -532,7 +532,7 @@ _EXPECTED_TEXT = (
     "(roles + 1,): role i said text[offset[i]:offset[i + 1]]"
 )
 _INNER = ("", "shakespeare_by_role")
-"""Folders that are looked for under data-root."""
+"""Folders under data-root that are searched."""
 
 
 @dataclass(frozen=True)

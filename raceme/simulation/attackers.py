@@ -1,7 +1,7 @@
 """The ClientApp of a simulation in which some clients attack.
 
-Honest clients answer as in any other run, but for tests of a backdoor, and an attacker's evaluation
-is honest too.
+Honest clients answer as in any other run, except that they also measure the success of a backdoor.
+Attackers evaluate models honestly.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _POISONED, _PUSH = "poisoned", "push"
 _FIRST_MODEL = "attack-first-model"
 """Record of an attacker's state: the first model that it received."""
 _MOST_KNOWN = 10
-"""Honest clients whose updates an informed attacker knows at most: it trains for each of them."""
+"""Maximum number of honest clients that an informed attacker knows, and for which it trains."""
 
 app = ClientApp()
 
@@ -55,6 +55,7 @@ app = ClientApp()
 def _respond(
     honestly: Callable[[Message, Context], Message], message: Message, context: Context
 ) -> Message:
+    """Return the honest or the attacker's reply to a message."""
     work = client_app.work_of(message, context)
     config, own = work.client.config, int(context.node_config["partition-id"])
     attack = attack_of(config)
@@ -94,16 +95,16 @@ app.query()(partial(_respond, client_app.query))
 
 
 def _impersonated(number: int, message: Message, context: Context) -> ClientWork:
-    """Return what a message would ask of another client, which has kept nothing."""
+    """Return the work that a message would request from another client without stored state."""
     node = {**context.node_config, "partition-id": number}
     run, own = context.run_config, RecordDict()
     return client_app.work_of(message, Context(context.run_id, context.node_id, node, own, run))
 
 
 def _success(work: ClientWork, attack: Attack) -> dict[str, Metric]:
-    """Return the success of an attack in the model that a client is tested with, as a metric.
+    """Return the attack's success in the tested model as a metric.
 
-    Empty if the client has no samples to trigger.
+    It is empty if the client has no samples of other classes than the target.
     """
     client = work.client
     if (triggered := attack.triggered(client.test)) is None:
@@ -113,7 +114,7 @@ def _success(work: ClientWork, attack: Attack) -> dict[str, Metric]:
 
 
 def _change(work: ClientWork) -> Vector | None:
-    """Return the weights of an honest client's Δ; None if it is not to train."""
+    """Return an honest client's update Δ of the weights; None if it does not train."""
     answer = answer_to(work)
     if answer.model is None:
         return None
@@ -122,7 +123,7 @@ def _change(work: ClientWork) -> Vector | None:
 
 
 def _others(config: RunConfig, own: int) -> list[int]:
-    """Return the honest clients that an informed attacker knows, those of its group first."""
+    """Return the honest clients that an informed attacker knows, if possible of its group."""
     groups, honest = datasets.true_groups(config), honest_clients(config, own)
     mates = [number for number in honest if groups[number] == groups[own]]
     knows_all = attack_of(config).options.attack_knows != OWN_GROUP or not mates
@@ -130,7 +131,7 @@ def _others(config: RunConfig, own: int) -> list[int]:
 
 
 def _poisoned_work(work: ClientWork, attack: Attack) -> ClientWork:
-    """Return the work on the labels that an attacker trains on; it is tested on the true ones."""
+    """Return the work with poisoned training and validation samples."""
 
     def poisoned(client: LocalClient) -> LocalClient:
         rng = generator(client.config.seed, _POISONED, crc32(client.id.encode()))
@@ -154,10 +155,10 @@ def _poisoned_answer(
     attack: Attack,
     honest: Sequence[Vector],
 ) -> WorkResult:
-    """Return an answer whose model is what an attacker sends.
+    """Return an answer with the model that an attacker sends.
 
-    Attacks make the weights, as only these are compared; running statistics are those of the model
-    that it trained or replays, and counters stay as they are.
+    The attack chooses the weights, since only these are compared. Running statistics are those of
+    the trained or replayed model, and counters stay unchanged.
     """
     spec = ModelSpec.of(model)
     sent = spec.unpack(model)
@@ -181,7 +182,10 @@ def _poisoned_answer(
 
 
 def _received(work: ClientWork, told: Mapping[str, object], spec: ModelSpec) -> Vector:
-    """Return the model that was trained: of several the chosen one, or else their mean."""
+    """Return the model from which training started.
+
+    Of several received models, this is the chosen one, or else their mean.
+    """
     records = work.arrays
     if ARRAYS in records:
         return spec.unpack(records[ARRAYS])

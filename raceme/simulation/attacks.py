@@ -291,7 +291,7 @@ class NoAttack(Attack):
     options_type = None
 
 
-class Scale(Attack):
+class ScaleAttack(Attack):
     """Attackers send their update multiplied by 1000, or by attack-factor."""
 
     options_type = ScaleOptions
@@ -466,7 +466,7 @@ def _exchanged(values: NDArray[Any]) -> NDArray[Any]:
     return np.asarray(values.max() + values.min() - values, values.dtype)
 
 
-class Noise(Attack):
+class NoiseAttack(Attack):
     """Attackers add Gaussian noise to each weight, of 0.2 lengths of their update (BASGD's)."""
 
     options_type = NoiseAttackOptions
