@@ -1165,6 +1165,15 @@ def panicle_personalized(docs: Path) -> Table:
 
 # Attacks ----------------------------------------------------------------------------------------
 
+_FAST = ("casa", "fedbuff", "flexcfl-async", "panicle")
+_FAST_ATTACKS = dict.fromkeys(["none", "rush", "boil", "wedge", "split", "backdoor"], "none")
+_FAST_ATTACKS |= {"visitors": "visitors", "sybils": "visitors"}
+_INFORMED = ("casa", "flexcfl-async", "ifca-async", "fedbuff", "fedasync")
+_KNOWN_ATTACKS = (
+    "clean absent edge-anti edge-push sign-flip sign-flip-x3 mimic min-max min-sum long-good "
+    "replay hidden-push hidden-anti hidden-gain pulse false-group"
+)
+
 
 def poisoning_late(docs: Path) -> Table:
     """Late sybils and backdoors by method, without and with the filter."""
@@ -1201,43 +1210,37 @@ def poisoning_late(docs: Path) -> Table:
 
 
 def attacked(
-    docs: Path,
-    name: str,
-    methods: Sequence[str],
-    attacks: Mapping[str, str],
-    groups: Sequence[str] = ("",),
+    docs: Path, name: str, methods: Sequence[str], attacks: Mapping[str, str], ending: str = ""
 ) -> Table:
-    """Accuracy of honest clients under attacks, by method: mean, worst seed, and worst client.
+    """Accuracy of honest clients under attacks, by method.
 
     Parameters
     ----------
     attacks : Mapping[str, str]
-        Variants without the number of groups, to that whose clients are as many and honest.
-    groups : Sequence[str]
-        Endings of variants, for the number of true groups.
+        Variants, to that in which the same clients are honest.
+    ending : str
+        What the names of all variants end with.
     """
     of = Experiment.read(docs, name)
 
     def found(variant: str, method: str) -> list[tuple[float, float]]:
-        runs = of.runs(f"{variant}/{method}")
+        runs = of.runs(f"{variant}{ending}/{method}")
         return [(100 * run["honest_accuracy"], 100 * run["worst_honest_accuracy"]) for run in runs]
 
-    rows = []
-    for ending in groups:
-        for attack, base in attacks.items():
-            cells = [attack if attack != base else f"{attack} (no attack)"]
-            for method in methods:
-                here, there = found(attack + ending, method), found(base + ending, method)
-                mean = statistics.fmean(honest for honest, _ in here)
-                cell = f"{mean:.1f} ({min(worst for _, worst in here):.1f})"
-                if attack != base:
-                    losses = [b - a for (a, _), (b, _) in zip(here, there, strict=True)]
-                    lost = statistics.fmean(losses)
-                    cell += f" {-lost:+.1f} ({-max(losses):+.1f})"
-                cells.append(cell)
-            rows.append([*([ending.removeprefix("-")] if ending else []), *cells])
-    heads = ("attack", *(f"`{method.removesuffix(' trust own')}`" for method in methods))
-    return Table((*(["groups"] if any(groups) else []), "<" + heads[0], *heads[1:]), rows)
+    def change(points: float) -> str:
+        return f"{points:+.1f}".replace("-", "−").replace("−0.0", "0.0").replace("+0.0", "0.0")
+
+    def cell(attack: str, method: str) -> str:
+        here, there = found(attack, method), found(attacks[attack], method)
+        mean = statistics.fmean(honest for honest, _ in here)
+        shown = f"{mean:.1f} ({statistics.fmean(worst for _, worst in here):.1f})"
+        if attack == attacks[attack]:
+            return shown
+        gains = [a - b for (a, _), (b, _) in zip(here, there, strict=True)]
+        return f"{shown} {change(statistics.fmean(gains))}, {change(min(gains))}"
+
+    rows = [[f"`{attack}`", *(cell(attack, method) for method in methods)] for attack in attacks]
+    return Table(("attack", *(f"`{method.split()[0]}`" for method in methods)), rows)
 
 
 def fair(docs: Path) -> Table:
@@ -1464,6 +1467,22 @@ TABLES: dict[str, Callable[[Path], Table]] = {
     "faacl-table-fashion": faacl_fashion,
     "c-faacl-sequential": sequential,
     "poisoning-late": poisoning_late,
+    "fast-attacks-1": partial(
+        attacked, name="fast-attacks", methods=_FAST, attacks=_FAST_ATTACKS, ending="-1"
+    ),
+    "fast-attacks-4": partial(
+        attacked,
+        name="fast-attacks",
+        methods=_FAST,
+        attacks={**_FAST_ATTACKS, "labels": "none"},
+        ending="-4",
+    ),
+    "informed-own": partial(
+        attacked,
+        name="informed-own",
+        methods=(*(f"{method} trust own" for method in _INFORMED), "panicle trust"),
+        attacks=dict.fromkeys(_KNOWN_ATTACKS.split(), "clean"),
+    ),
     "fair": fair,
     "privacy": privacy,
     "sketches": sketches,
