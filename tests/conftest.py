@@ -1,4 +1,4 @@
-"""What all tests have in common."""
+"""Fixtures of all tests."""
 
 import logging
 import os

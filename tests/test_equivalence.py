@@ -1,4 +1,4 @@
-"""Results are those of the committed hashes: runs of every method, keys, suites, configurations.
+"""Results match the committed hashes: runs of all methods, keys, suites, configurations.
 
 The hashes of runs in ``benchmarks/equivalence.json`` hold on the platform that made them (its
 processor, and its versions of torch, numpy and others; see ``fingerprint``). Elsewhere a few runs

@@ -1,4 +1,4 @@
-"""What a notebook shows of a run and of a comparison."""
+"""Runs and comparisons in a notebook."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A folder, suite or archive from somebody else runs no code unless the user trusts it."""
+"""A folder, suite or archive from others runs no code unless the user trusts it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tables of the results pages are those that the data files give."""
+"""The tables of the results pages agree with the data files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table "Trust" of docs/security.md: each row has tests, and what it promises is tested."""
+"""The table "Trust" of docs/security.md: each promise has tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many examples a client is believed to have."""
+"""Bounds on the numbers of examples that clients state."""
 
 from __future__ import annotations
 

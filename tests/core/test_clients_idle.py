@@ -1,4 +1,4 @@
-"""Who is idle, who of them rests, and some of them drawn at random."""
+"""Idle clients: back-off, and random draws among those that are ready."""
 
 from __future__ import annotations
 

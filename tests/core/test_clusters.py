@@ -1,4 +1,4 @@
-"""Who belongs where: every verb and its one report, bad placements, ids, merged models."""
+"""Clusters: every change and its report, invalid placements, ids, merged models."""
 
 from __future__ import annotations
 

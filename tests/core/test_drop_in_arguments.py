@@ -1,4 +1,4 @@
-"""What a strategy can be made with in the place of one of Flower's."""
+"""Arguments of a strategy that replaces one of Flower's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replies of users' ClientApps that are unlike what was hoped for."""
+"""Unexpected replies of users' ClientApps."""
 
 from __future__ import annotations
 

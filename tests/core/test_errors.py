@@ -1,4 +1,4 @@
-"""Text of unknown origin is one printable line; lines about a device say which it is."""
+"""Text of unknown origin becomes one printable line; lines about a device name it."""
 
 from __future__ import annotations
 

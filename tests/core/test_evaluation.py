@@ -1,4 +1,4 @@
-"""Evaluations where testing is no longer free: one set of models, each client when it is free."""
+"""Evaluations that cost time: all clients test the same models, each when it is idle."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def accuracy(*distances: float) -> float:
     return float(np.mean([1 / (1 + abs(d) * np.sqrt(8)) for d in distances]))
 
 
-def test_all_test_the_models_of_one_moment_each_when_it_is_next_free() -> None:
+def test_all_clients_test_the_same_models_each_when_it_is_next_idle() -> None:
     # Targets 8 and −8; c0 needs 1 s, c1 3 s. The model is 2 at 1 s and 3.5 at 2 s; at 3 s c1's
     # −4 makes it −0.25, and then c0's (3.5 + 8) / 2 = 5.75 makes it 2.75.
     grid = costly(grid_of(pulled_app([8 * ONES, -8 * ONES]), devices(1.0, 3.0)))

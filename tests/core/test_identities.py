@@ -1,4 +1,4 @@
-"""Ids that are bound to keys: who is let in, who is not, and that nobody else suffers for it."""
+"""Ids bound to keys: accepted and refused nodes, and no effect on other clients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Labels of clients: what is one, whose count, and which clients take part because of them."""
+"""Labels of clients: their format, their source, and the selection of clients by label."""
 
 from __future__ import annotations
 

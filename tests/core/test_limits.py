@@ -1,4 +1,4 @@
-"""Files and values that somebody has made to do harm: one line, and no memory taken."""
+"""Hostile files and values are refused in one line, without allocating memory."""
 
 from __future__ import annotations
 

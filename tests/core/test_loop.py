@@ -1,4 +1,4 @@
-"""The asynchronous event loop: short runs traced by hand, and everything that can go wrong."""
+"""The asynchronous event loop: short runs traced by hand, and all kinds of failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model as a flat vector and on the wire, and what is refused as one."""
+"""A model as a flat vector and in messages, and invalid models."""
 
 import io
 import pickle

@@ -1,4 +1,4 @@
-"""What a task is charged for is what a client does."""
+"""Simulated tasks cost the time of the clients' work."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Clients that state what cannot be: what reaches a run's events, log, store and pages."""
+"""Clients that state impossible values: effects on a run's events, log, store and pages."""
 
 from __future__ import annotations
 

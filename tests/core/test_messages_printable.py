@@ -1,4 +1,4 @@
-"""What a client says, made printable and bounded: the one place where that happens."""
+"""Statements of clients are made printable and bounded."""
 
 from __future__ import annotations
 

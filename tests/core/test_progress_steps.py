@@ -1,4 +1,4 @@
-"""What happens at a moment of its own: timers of methods, and data that move on."""
+"""Events at given times: wake-ups of methods, and clients' data that change."""
 
 from __future__ import annotations
 

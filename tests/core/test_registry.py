@@ -1,4 +1,4 @@
-"""Names of a user's own: how they are found, and what is said of those that cannot be used."""
+"""Names of users' own parts: how they are found, and errors about unusable ones."""
 
 from __future__ import annotations
 

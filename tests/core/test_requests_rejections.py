@@ -1,4 +1,4 @@
-"""Replies that are unusable: which they are, and what becomes of their clients."""
+"""Unusable replies: how they are recognised, and the back-off of their clients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests of every kind through the loop: what travels, what comes back, what is refused."""
+"""Requests of every kind through the loop: messages, replies and refusals."""
 
 from __future__ import annotations
 

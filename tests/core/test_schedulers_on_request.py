@@ -1,4 +1,4 @@
-"""Clients that decide when they work: their times by hand, their losses, and who hurries."""
+"""Clients that decide when they work: request times by hand, and their losses."""
 
 from __future__ import annotations
 

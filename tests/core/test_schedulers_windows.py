@@ -1,4 +1,4 @@
-"""Windows of time, traced by hand: who works, who waits for others, what is acted on together."""
+"""Windows of time, traced by hand: working clients, waiting clients, joint updates."""
 
 from __future__ import annotations
 

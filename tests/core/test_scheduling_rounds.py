@@ -1,4 +1,4 @@
-"""Flower's own rounds on the same clock: FedAvg by hand, limits, what is left out."""
+"""Flower's own rounds on the same clock: FedAvg by hand, limits, omitted replies."""
 
 import random
 from collections import Counter

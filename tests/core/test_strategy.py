@@ -1,4 +1,4 @@
-"""The staleness of an update: the core's rule, whatever became of the cluster meanwhile."""
+"""The staleness of an update, also if its cluster was split or merged meanwhile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Python, an editor and mypy know of a method's arguments."""
+"""A method's arguments in Python's signatures, editors and mypy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Waiting on the wall clock: polling that backs off, with a clock of the test's own."""
+"""Waiting on the wall clock: polls with growing pauses, on a test's own clock."""
 
 from collections.abc import Iterable
 

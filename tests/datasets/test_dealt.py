@@ -1,4 +1,4 @@
-"""What a server has of each distribution: nobody else has it, and what is wrong is said."""
+"""Samples of each distribution that a server holds out, and invalid numbers of them."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Sources: a user's own function, and files that are not what they seem."""
+"""Sources: a user's own function, and hostile files."""
 
 from __future__ import annotations
 

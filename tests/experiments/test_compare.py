@@ -1,4 +1,4 @@
-"""Comparisons: the same conditions for all, nothing finished lost or redone, the numbers right."""
+"""Comparisons: equal conditions, no finished run lost or repeated, correct numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a person sees of a comparison where there is no terminal."""
+"""The progress of a comparison in output without a terminal."""
 
 from __future__ import annotations
 

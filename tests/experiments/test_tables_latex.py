@@ -1,4 +1,4 @@
-"""A comparison as a LaTeX table: what is bold, what is escaped, and that it compiles."""
+"""A comparison as a LaTeX table: bold cells, escaped characters, compilation."""
 
 from __future__ import annotations
 

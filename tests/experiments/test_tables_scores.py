@@ -1,4 +1,4 @@
-"""Comparisons of several scores: columns, published numbers, and what is drawn, by hand."""
+"""Comparisons of several scores: columns, published numbers and plots, by hand."""
 
 from __future__ import annotations
 

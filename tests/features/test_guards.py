@@ -1,4 +1,4 @@
-"""What a guard does with updates: by their length, and by their direction."""
+"""Guards: decisions by the length and by the direction of updates."""
 
 from __future__ import annotations
 

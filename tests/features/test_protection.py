@@ -1,4 +1,4 @@
-"""Protected runs of any method: what it sees of poison, what is reported, and how it resumes."""
+"""Protected runs of any method: attacked updates, reports, and resumption."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run with attackers or a protection leaves in its summary and its store."""
+"""The summary and store of a run with attackers or a protection."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`raceme certs`: what it writes, who may read it, and that nothing is overwritten."""
+"""`raceme certs`: its files, their permissions, and that none is overwritten."""
 
 from __future__ import annotations
 

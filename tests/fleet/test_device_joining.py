@@ -1,4 +1,4 @@
-"""A device that is not let in: why, and what it does then; against Flower's Fleet API."""
+"""A device that the server refuses: reasons and reactions, against Flower's Fleet API."""
 
 from __future__ import annotations
 

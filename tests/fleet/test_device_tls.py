@@ -1,4 +1,4 @@
-"""TLS of a device: what it says of servers that it cannot or should not believe."""
+"""TLS of a device: errors about unknown, wrong and expired certificates."""
 
 from __future__ import annotations
 

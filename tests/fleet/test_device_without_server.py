@@ -1,4 +1,4 @@
-"""A device is installed without the extra ``server``, and needs nothing of it."""
+"""A device works without the packages of the extra ``server``."""
 
 from __future__ import annotations
 

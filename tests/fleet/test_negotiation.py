@@ -1,4 +1,4 @@
-"""Raceme's devices and stock SuperNodes at one server: who is told what, and in which form."""
+"""Raceme's devices and stock SuperNodes at one server: each gets the form that it reads."""
 
 from __future__ import annotations
 

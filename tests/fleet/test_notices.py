@@ -1,4 +1,4 @@
-"""Notices to the operator: what is told, once, and that it arrives."""
+"""Notices to the operator: each problem is reported once, and notices arrive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a server tells those who watch it."""
+"""Metrics, event log and alerts of a server."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_reasons_have_labels(reason: str, label: str) -> None:
     assert label_of(reason) == label
 
 
-def test_devices_messages_and_silences_are_those_of_the_moment(tmp_path: Path) -> None:
+def test_metrics_show_the_current_devices_messages_and_silences(tmp_path: Path) -> None:
     with serving(tmp_path) as server, light_device(server) as link:
         names = {link.node_id: 'kit"chen\n\x1b[1m'}
         metrics, clock = metrics_of(names, server.state)

@@ -1,4 +1,4 @@
-"""What connections of strangers do to a server: nothing that ends a run."""
+"""Connections of strangers do not end a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Devices that answer with nothing of use do not end the run of others."""
+"""Devices with useless replies do not end a run."""
 
 from __future__ import annotations
 

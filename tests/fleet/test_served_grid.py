@@ -1,4 +1,4 @@
-"""A grid in the process of its Fleet API: messages, nodes, and what survives a restart."""
+"""A grid in the process of its Fleet API: messages, nodes, and restarts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Versions come into use on devices: over gRPC, with light devices in this process."""
+"""Devices get new model versions over gRPC, with light devices in this process."""
 
 from __future__ import annotations
 

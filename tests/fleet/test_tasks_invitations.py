@@ -1,4 +1,4 @@
-"""Devices that decide when they train: what they hold, and when they let it go."""
+"""Devices that decide when they train: pending invitations, and when they end."""
 
 from __future__ import annotations
 

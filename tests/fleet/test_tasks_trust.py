@@ -1,4 +1,4 @@
-"""What a device does for a server is what its owner has allowed: models, data, apps."""
+"""A device does only work that its owner has allowed: models, data, apps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a device, and the binding of ids to keys, rely on in Flower's Fleet API."""
+"""Properties of Flower's Fleet API on which devices and key bindings rely."""
 
 from __future__ import annotations
 

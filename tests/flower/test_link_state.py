@@ -120,9 +120,7 @@ def test_an_observer_hears_of_messages_replies_and_nodes(state: LinkState) -> No
     assert heard[2:] == ["news"]
 
 
-def test_a_reply_of_which_the_rest_does_not_come_is_given_up(
-    state: LinkState, clock: Clock
-) -> None:
+def test_a_reply_that_stays_incomplete_is_given_up(state: LinkState, clock: Clock) -> None:
     message = asked(state, supernode(state))
     reply = reply_to(message)
     session, missing = state.announce(reply.head, reply.tree)

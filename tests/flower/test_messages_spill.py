@@ -1,4 +1,4 @@
-"""Models beyond a budget of memory wait in a file, and come back bit by bit."""
+"""Models beyond a memory budget are moved to a file, and come back bit for bit."""
 
 import gc
 import pickle

@@ -123,7 +123,7 @@ def test_a_run_that_cannot_begin_leaves_the_folder_for_the_next(tmp_path: Path) 
     assert not CheckpointFolder(tmp_path / "out").path.exists()
 
 
-def test_a_moment_without_file_descriptors_loses_no_event(tmp_path: Path) -> None:
+def test_a_brief_lack_of_file_descriptors_loses_no_event(tmp_path: Path) -> None:
     """As when connections have taken them all."""
     event = UpdateApplied(1, 1.0, "a", 0, 0, 0, 0.5, 0.5, 0.1, 4, 4)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

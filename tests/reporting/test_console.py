@@ -195,7 +195,7 @@ def test_a_line_that_is_printed_anyway_counts() -> None:
     assert [line.split(" updates")[0] for line in lines] == ["evaluated at 7"]
 
 
-def test_of_a_resumed_run_only_what_it_did_itself_says_how_long_the_rest_takes() -> None:
+def test_the_remaining_time_of_a_resumed_run_ignores_its_earlier_part() -> None:
     # Ten updates in 10 s from the 60th on: 30 are left.
     text = console_after(*((float(second), applied(60 + second)) for second in range(1, 11)))
     assert text.splitlines() == ["70 of 100 updates: t = 70.0 s · 0 clusters · 1/s · 30 s left"]

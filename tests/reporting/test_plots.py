@@ -1,4 +1,4 @@
-"""Every figure of every kind of run can be drawn, without a warning, and shows what there is."""
+"""Every figure of every kind of run can be drawn without a warning."""
 
 from __future__ import annotations
 

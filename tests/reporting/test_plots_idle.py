@@ -1,4 +1,4 @@
-"""How long clients wait in windows: the distribution by hand, and what is drawn of it."""
+"""Waiting times of clients in windows: the distribution by hand, and its plot."""
 
 from __future__ import annotations
 

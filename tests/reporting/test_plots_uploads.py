@@ -1,4 +1,4 @@
-"""What is drawn of scored uploads and of mixtures."""
+"""Plots of scored uploads and of mixtures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server: who may look, what is served, and the run as a stream of events."""
+"""The dashboard's server: access, files, and the run as a stream of events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Comparisons as the page is told of them: one, or a suite of several cases."""
+"""Data of comparisons for the dashboard: one case, or a suite of several."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clusters as streams: nothing is lost on the way, and little crosses."""
+"""Clusters as streams: every client is drawn, and few streams cross."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run survives the end of its process: checkpoints, going on, and what cannot be gone on with."""
+"""Checkpoints: a run continues after its process has ended, or is refused with a reason."""
 
 import copy
 import json

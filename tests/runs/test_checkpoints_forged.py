@@ -1,4 +1,4 @@
-"""Checkpoints that another version wrote, or somebody made up: refused in a line."""
+"""Checkpoints of other versions, and forged ones, are refused in one line."""
 
 from __future__ import annotations
 

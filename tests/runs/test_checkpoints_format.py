@@ -1,4 +1,4 @@
-"""The format of checkpoints is raised whenever what they consist of changes."""
+"""The format number of checkpoints is raised whenever a state changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run from its configuration: warnings are events of it."""
+"""A run from its configuration: its warnings are events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The end of a run's process: an orphan ends by itself, and only one writes to a folder."""
+"""The end of a run's process: orphans end, and one process writes to a folder at a time."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""The end of a terminal: a run ends in order, a device goes offline, `nohup` is heeded."""
+"""The end of a terminal: a run ends in order, a device goes offline, `nohup` is respected."""
 
 from __future__ import annotations
 

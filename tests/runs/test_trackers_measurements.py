@@ -1,4 +1,4 @@
-"""What trackers are told, by hand."""
+"""Measurements for trackers, by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attacks of simulated clients: who attacks, what they send, and that all others are as ever."""
+"""Attacks of simulated clients: attackers, their updates, and unchanged honest clients."""
 
 from __future__ import annotations
 

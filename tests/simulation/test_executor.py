@@ -1,4 +1,4 @@
-"""Executors: the same results wherever the work is done, and whatever happens to the workers."""
+"""Executors give the same results, also if workers die."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ray tasks: the same results as in one process, and whatever happens to nodes and processes."""
+"""Ray tasks give the same results as one process, also if processes die."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CASA's buffers: what is compared, what is dropped, what is stored once."""
+"""CASA's buffers: compared pairs, dropped models, shared storage."""
 
 import numpy as np
 import pytest

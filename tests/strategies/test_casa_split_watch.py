@@ -1,4 +1,4 @@
-"""Skipping work exactly: bounded eigenvalues, and the same decisions as always looking."""
+"""Skipped split checks: bounds on eigenvalues, and unchanged decisions."""
 
 import numpy as np
 import pytest

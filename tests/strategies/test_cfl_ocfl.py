@@ -1,4 +1,4 @@
-"""OCFL: temperature and parts by hand, the moment of the division, newcomers."""
+"""OCFL: temperature and parts by hand, the time of the division, newcomers."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""C-FAACL: what clients remember, the two searches, new concepts; by hand and in runs."""
+"""C-FAACL: remembered samples, the two searches, new concepts; by hand and in runs."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_a_search_without_answers_founds_nothing_and_is_repeated(
     next_task(made, {"c0": 5.0, "c1": 6.0})
     while work := [one for one in made.hand_out() if one.kind in (MATCH, LEND)]:
         for one in work:
-            made.end(made.dispatch(one))
+            made.end(made.open_task(one))
     assert "c0 lacks an answer of its search: it will search again" in caplog.text
     assert homes(made.method) == {"c0": 1, "c1": 2}
     assert made.method.state.memory == {"c0": {0: 1}, "c1": {0: 2}}
@@ -198,7 +198,7 @@ def test_one_missing_answer_leaves_open_whether_a_concept_is_new() -> None:
     while work := [one for one in made.hand_out() if one.kind == MATCH]:
         for one in work:
             if one.client == "c1":
-                made.end(made.dispatch(one))
+                made.end(made.open_task(one))
             else:
                 home = {"validation": ("c0",), "memory-0": ("1",)}
                 made._found(one, lambda m, c, where: HOME if m in home[where] else FAR, ())  # noqa: B023
@@ -282,7 +282,7 @@ def test_a_task_of_too_few_samples_for_a_test_is_an_error_before_a_run(
 
 def test_what_was_trained_before_data_moved_on_is_not_what_was_learned_of_them() -> None:
     made = bench()
-    training = [made.dispatch(work) for work in made.hand_out()]
+    training = [made.open_task(work) for work in made.hand_out()]
     assert [task.kind for task in training] == ["train", "train"]
     # Data move on while the round runs; whoever is given more to do in it learns them.
     made.step = 1

@@ -1,4 +1,4 @@
-"""Flower's robust strategies under the loop: what becomes of outliers, and what is reported."""
+"""Flower's robust strategies under the loop: outliers, and reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ACE and ACED: the mean of all latest gradients by hand, and which of them are young enough."""
+"""ACE and ACED: the mean of the latest gradients by hand, and the limit of their age."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Groups that arrive together, traced by hand: who takes how many steps, and who waits for whom."""
+"""Groups that arrive together, traced by hand: local steps, and waiting clients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FLUX: when the model is ripe, scaling, elbow and density groups by hand, newcomers."""
+"""FLUX: the end of the warm-up, scaling, elbow and density groups by hand, newcomers."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""ICFL: the threshold and the running means by hand, who goes where, groups on a grid."""
+"""ICFL: the threshold and the running means by hand, moves of clients, groups on a grid."""
 
 import numpy as np
 import pytest

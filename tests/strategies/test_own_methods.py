@@ -1,4 +1,4 @@
-"""Methods that other loops bend: soft clusters on request, groups in windows with a budget."""
+"""Users' own methods with built-in schedulers: soft clusters on request, and windows."""
 
 from __future__ import annotations
 

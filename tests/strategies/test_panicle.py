@@ -1,4 +1,4 @@
-"""Panicle: placed by probes, clustered by evidence, repaired; and what it survives."""
+"""Panicle: placement by probes, clusters by silhouette scores, reassignment, failures."""
 
 import dataclasses
 
@@ -195,14 +195,14 @@ def test_clusters_that_are_one_group_are_merged_and_reported() -> None:
     assert seen[0].score > seen[0].threshold == strategy.parameters.level
 
 
-def test_clusters_without_evidence_are_given_up() -> None:
+def test_clusters_with_a_low_silhouette_score_are_given_up() -> None:
     strategy = probed({f"c{i}": EAST for i in range(6)})
     wrong(strategy, ["c0", "c1", "c2"])
     strategy._search_groups()
     assert len(strategy.models) == 1
 
 
-def test_a_wrong_split_is_repaired_even_if_nothing_new_is_known() -> None:
+def test_a_wrong_split_is_undone_without_new_probes() -> None:
     strategy = two_groups()
     wrong(strategy, ["c0", "c3"], ["c1", "c4"])
     for _ in range(10):

@@ -47,7 +47,7 @@ def test_a_client_moves_to_the_group_that_it_is_nearer_to() -> None:
 
 
 @pytest.mark.parametrize(("across", "is_given_up"), [(0.24, True), (0.26, False)])
-def test_clusters_are_given_up_if_their_evidence_is_clearly_too_little(
+def test_clusters_are_given_up_if_their_silhouette_score_is_clearly_too_low(
     across: float, is_given_up: bool
 ) -> None:
     # They needed 0.6, and have `across` / 0.5: given up below 0.5.

@@ -1,4 +1,4 @@
-"""What clients state of their data: directions, moments, gradients; and weighted training."""
+"""Clients' statements about their data: directions, moments, gradients."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Clients in memory: what stays, what is dropped, and what a device need not import."""
+"""Clients in memory: cached and dropped data, and imports of a device."""
 
 from __future__ import annotations
 

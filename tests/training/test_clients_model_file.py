@@ -1,4 +1,4 @@
-"""The model for a device's application: a file that is whole whenever it is read."""
+"""The model for a device's application: the file is whole whenever it is read."""
 
 from __future__ import annotations
 

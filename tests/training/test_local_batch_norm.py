@@ -1,4 +1,4 @@
-"""Batch normalisation that stays at home (FedBN), by hand and in every kind of work."""
+"""Batch normalisation that stays on the client (FedBN), by hand and in all kinds of work."""
 
 from __future__ import annotations
 

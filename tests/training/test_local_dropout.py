@@ -1,4 +1,4 @@
-"""Networks that drop units at random: which ones depends on the task, and on nothing else."""
+"""Networks with dropout: the dropped units depend on the task alone."""
 
 from __future__ import annotations
 

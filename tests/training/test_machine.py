@@ -1,4 +1,4 @@
-"""Where a device trains, and on how many threads."""
+"""The processor and the number of threads on which a device trains."""
 
 from __future__ import annotations
 

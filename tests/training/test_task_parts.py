@@ -1,4 +1,4 @@
-"""A client's parts for each of its tasks: training, tests of former tasks, what is borrowed."""
+"""A client's parts for each of its tasks: training, tests of former tasks, borrowed weights."""
 
 from __future__ import annotations
 

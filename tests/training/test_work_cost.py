@@ -1,4 +1,4 @@
-"""What work costs a device: the CPU seconds that it states, and those that are refused."""
+"""The cost of work for a device: valid and refused CPU seconds."""
 
 from __future__ import annotations
 

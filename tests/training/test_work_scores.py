@@ -1,4 +1,4 @@
-"""What a client tests beside its training, and that its training is none the worse for it."""
+"""Tests beside a client's training, which they do not change."""
 
 from __future__ import annotations
 

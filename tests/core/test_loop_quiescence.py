@@ -1,4 +1,4 @@
-"""Runs on virtual time that end when nothing is left that could ever change anything."""
+"""Runs on virtual time end when no event can change anything any more."""
 
 from __future__ import annotations
 
