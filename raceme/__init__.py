@@ -434,7 +434,9 @@ def _keys(
 
         if "dataset" in keys:
             raise UserError("data replaces a dataset: leave one of them out.")
-        named = {item.name: keys.pop(key_of(item.name), item.default) for item in fields(ColumnRoles)}
+        named = {
+            item.name: keys.pop(key_of(item.name), item.default) for item in fields(ColumnRoles)
+        }
         keys |= {"dataset": "arrays", "data-fingerprint": keep(data, ColumnRoles(**named))}
     return keys
 
