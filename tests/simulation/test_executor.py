@@ -31,7 +31,7 @@ from raceme.flower.messages import CLIENT_APP_RAISED_EXCEPTION
 from raceme.runs import experiment
 from raceme.simulation import Executor, InProcess, Node, Pool, VirtualGrid, executor_for
 from raceme.simulation.devices import Device
-from raceme.simulation.executor import _held_back
+from raceme.simulation.executor import _blocked_signals
 from raceme.simulation.stacked import Stacked
 from raceme.training import models
 
@@ -207,7 +207,7 @@ def test_a_signal_that_comes_while_a_worker_is_started_is_not_lost() -> None:
     told: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
     try:
-        with _held_back():
+        with _blocked_signals():
             # To this thread: another one of the tests' process would not hold it back.
             signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
             assert not told

@@ -62,7 +62,7 @@ def test_a_fixed_warm_up_asks_for_no_scores() -> None:
     made = with_clients(FLUX(FLUXParameters(warmup=2)), 1)
     assert SCORES not in made.needs.kinds
     made.scheduling.state.number = 1
-    assert not made._asks()
+    assert not made._queries_before_round()
     assert not made._is_warm_up_over()
     made.scheduling.state.number = 2
     assert made._is_warm_up_over()
