@@ -38,7 +38,8 @@ DRIFTS: dict[str, dict[str, Any]] = {
     "rotate": {"drift": "rotate", "rotate-degrees": 180, **HALF},
     "concepts": {"drift": "concepts", "concepts": 4, "concept-samples": "same"},
     "gas": {
-        "dataset": "gas-drift",
+        "dataset": "npz-folder",
+        "data-folder": "gas-drift",
         "drift": "in-order",
         "in-order-lag": 3,
         "drift-at": "every 200 updates",

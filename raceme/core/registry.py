@@ -717,7 +717,6 @@ DATASETS = Registry(
             "datasets.npz": "Npz NpzFolder",
             "datasets.given": "Table arrays=Given",
             "datasets.leaf": "Characters Femnist Leaf Text",
-            "datasets.sensors": "harbox=HarBox Imu UciHar Fsdd GasDrift BeijingAir HitBearing",
         }
     ),
     group="raceme.datasets",

@@ -24,7 +24,7 @@ from raceme.core.files import ReadingError, free_bytes, parse_json, read_text
 from raceme.core.options import option
 from raceme.datasets import npz, source
 from raceme.datasets.npz import MOST_CLASSES, NpzFolder, standardised
-from raceme.datasets.source import Arrays, Dataset, DataShape, Indices, Source, cached
+from raceme.datasets.source import Arrays, Dataset, DataShape, Defaults, Indices, Source, cached
 
 _PARSED = 8
 """Minimum memory of parsed JSON per byte."""
@@ -400,7 +400,6 @@ class Characters(NpzFolder):
     default_lr = 0.01
     default_clients = 200
     options_type = CharacterOptions
-    inner = ("unipen_by_writer",)
 
     def load(self, config: RunConfig) -> Dataset:
         """Return the samples of the largest writers, one client each."""
@@ -424,6 +423,13 @@ class Characters(NpzFolder):
                 groups=groups,
             )
         )
+
+    def defaults(self, config: RunConfig) -> Defaults:
+        """Return the defaults of the papers."""
+        return Source.defaults(self, config)
+
+    def _folders(self, config: RunConfig) -> Sequence[str]:
+        return ("", "unipen_by_writer")
 
     def count_clients(self, config: RunConfig) -> int:
         """Return 200, as in the papers, or all writers if fewer."""

@@ -17,7 +17,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import pairwise
@@ -201,6 +201,25 @@ class ClientData:
     all_training: int | None = None
 
 
+@dataclass(frozen=True)
+class Defaults:
+    """Defaults of a run on a dataset; None stands for one suited to the shape of the data.
+
+    Attributes
+    ----------
+    model : str or None
+        Network.
+    lr : float or None
+        Learning rate.
+    target_accuracy : float or None
+        Target mean client accuracy; for a regression, the mean absolute error.
+    """
+
+    model: str | None = None
+    lr: float | None = field(default=None, metadata={"above": 0})
+    target_accuracy: float | None = field(default=None, metadata={"above": 0})
+
+
 class Source:
     """Base class of the sources of datasets.
 
@@ -253,6 +272,18 @@ class Source:
             return self.fixed_shape
         clients = self.count_clients(config) if config.clients is None else config.clients
         return self.load(config.with_values(clients=clients)).shape
+
+    def defaults(self, config: RunConfig) -> Defaults:
+        """Return the defaults of a run.
+
+        Raises
+        ------
+        UserError
+            They are stated in a file that is invalid.
+        """
+        if self.default_model is None:
+            return Defaults()
+        return Defaults(self.default_model, self.default_lr, self.target_accuracy)
 
     def form(self, config: RunConfig) -> Dataset | None:
         """Return a dataset without samples, if known without loading; else None."""

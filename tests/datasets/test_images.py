@@ -314,10 +314,10 @@ def test_noise_grows_from_group_to_group() -> None:
 
 
 def test_rotation_needs_images() -> None:
-    config = RunConfig(dataset="imu", partition="rotation-groups")
+    config = RunConfig(dataset="synthetic", partition="rotation-groups")
     from raceme.datasets.partition import skew
 
-    with pytest.raises(UserError, match="turns images, and imu has inputs of shape"):
+    with pytest.raises(UserError, match="turns images, and synthetic has inputs of shape"):
         skew(np.zeros((2, 5), np.float32), config, 1, 0, "train")
     deal, labels = PARTITIONERS["rotation-groups"], np.arange(100) % 10
     with pytest.raises(UserError, match="is not even one"):

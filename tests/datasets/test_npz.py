@@ -13,7 +13,7 @@ from raceme import datasets
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
 from raceme.datasets.images import read_idx
-from raceme.datasets.source import DataShape, Target, suited
+from raceme.datasets.source import Dataset, DataShape, Target, suited
 from raceme.runs import experiment
 from raceme.training import models
 
@@ -297,6 +297,66 @@ def test_idx_files_of_16_by_16_pixels(tmp_path: Path) -> None:
         datasets.load(RunConfig(dataset="usps"))
 
 
+# What dataset.toml says.
+
+
+def test_a_description_has_the_defaults_of_runs(tmp_path: Path) -> None:
+    write(tmp_path, "1", shape=(13, 24))
+    assert datasets.with_defaults(folder(tmp_path)).model == "cnn1d"
+    (tmp_path / "dataset.toml").write_text('model = "mclr"\nlr = 0.02\ntarget-accuracy = 0.7\n')
+    config = datasets.with_defaults(folder(tmp_path))
+    assert (config.model, config.lr, datasets.default_target(config)) == ("mclr", 0.02, 0.7)
+    config = datasets.with_defaults(folder(tmp_path, model="mlp", lr=0.3))
+    assert (config.model, config.lr) == ("mlp", 0.3)
+
+
+def test_inputs_are_used_as_they_are_where_the_description_says_so(tmp_path: Path) -> None:
+    x = np.arange(6.0).reshape(6, 1)
+    write(tmp_path, "1", x=x, heldout=np.arange(6) > 3)
+    assert datasets.client_data(folder(tmp_path), 0).x_train.mean() == pytest.approx(0.0)
+    (tmp_path / "dataset.toml").write_text("normalise = false\n")
+    datasets.forget()
+    assert datasets.client_data(folder(tmp_path), 0).x_train.ravel().tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("modle = 'mlp'", r"Unknown key of .*dataset.toml 'modle'. Did you mean 'model'"),
+        ("lr = -1.0", r"lr in .*dataset.toml must be greater than 0, got -1"),
+        ("model = 'os:system'", r"Unknown model in .*dataset.toml 'os:system'"),
+        ("model", r"The description .*dataset.toml is not valid TOML"),
+    ],
+)
+def test_a_wrong_description_is_one_clear_line(tmp_path: Path, text: str, message: str) -> None:
+    write(tmp_path, "1")
+    (tmp_path / "dataset.toml").write_text(text)
+    with pytest.raises(UserError, match=message):
+        datasets.with_defaults(folder(tmp_path))
+
+
+def test_a_folder_below_data_root(tmp_path: Path) -> None:
+    (tmp_path / "people").mkdir()
+    write(tmp_path / "people", "anna")
+    config = RunConfig.from_mapping(
+        {"dataset": "npz-folder", "data-root": str(tmp_path), "data-folder": "people"}
+    )
+    assert datasets.client_names(config) == ("anna",)
+
+
+def test_periods_are_whole_numbers_of_all_samples_of_all_files(tmp_path: Path) -> None:
+    write(tmp_path, "1", period=np.arange(6) // 2)
+    found = datasets.load(folder(tmp_path, clients=1)).periods
+    assert found is not None
+    assert found.tolist() == [0, 0, 1, 1, 2, 2]
+    write(tmp_path, "2")
+    with pytest.raises(UserError, match="have a period of each sample and others have not"):
+        datasets.load(folder(tmp_path, clients=2))
+    write(tmp_path, "2", period=np.arange(5))
+    with pytest.raises(UserError, match=r"2.npz: period must hold whole numbers, shape \(6,\)"):
+        datasets.load(folder(tmp_path, clients=2))
+
+
 # Real files.
 
 
@@ -440,12 +500,32 @@ def test_a_folder_takes_the_four_arrays_of_a_device_and_a_quantity_that_never_ch
     assert datasets.client_data(folder(tmp_path), 0).y_test.tolist() == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("dataset", ["fsdd", "characters"])
-def test_datasets_of_classes_refuse_a_quantity(tmp_path: Path, dataset: str) -> None:
-    x = np.zeros((4, 1, 28, 28) if dataset == "characters" else (4, 32, 32), np.float32)
-    np.savez(tmp_path / "a.npz", x=x, y=np.arange(4.0), unit="K")
-    with pytest.raises(UserError, match=r"holds no (characters|spectra)"):
-        datasets.load(RunConfig(dataset=dataset, data_root=str(tmp_path), clients=1))
+def test_characters_are_no_quantity(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", x=np.zeros((4, 1, 28, 28)), y=np.arange(4.0), unit="K")
+    with pytest.raises(UserError, match=r"holds no characters"):
+        datasets.load(RunConfig(dataset="characters", data_root=str(tmp_path), clients=1))
+
+
+@pytest.mark.parametrize("partition", ["label-groups", "dirichlet", "classes"])
+def test_quantities_are_not_dealt_by_label(partition: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = np.zeros((40, 3), np.float32)
+    y = np.linspace(0, 1, 40, dtype=np.float32)
+    whole = Dataset(x, y, num_classes=0, target=Target("K"))
+    monkeypatch.setattr(datasets, "_load", lambda config: whole)
+    monkeypatch.setattr(datasets, "_data_shape", lambda config: whole.shape)
+    config = RunConfig(dataset="digits", clients=4, partition=partition)
+    with pytest.raises(UserError, match=f"partition {partition} needs classes, and the labels"):
+        datasets.true_groups(config)
+    assert datasets.true_groups(config.with_values(partition="iid")) == (None,) * 4
+    datasets._deal.cache_clear()
+    datasets._drift.cache_clear()
+
+
+@pytest.mark.parametrize("model", ["mlp", "mclr", "gru", "lstm", "cnn1d", "mlp128"])
+def test_models_of_a_quantity_have_one_output(tmp_path: Path, model: str) -> None:
+    write(tmp_path, "1", shape=(13, 24), unit="K")
+    *_, bias = models.initial_arrays(folder(tmp_path, clients=1, model=model)).values()
+    assert bias.shape == (1,)
 
 
 # What a server has.
