@@ -559,7 +559,7 @@ def _made(value: Any, folder: Path) -> Any:
             y = np.arange(90) % 6
             inputs = rng.normal(size=(90, 128)) + number + y[:, None] * rng.normal(size=128)
             np.savez(path / f"batch_{number:02d}.npz", x=inputs, y=y)
-        script, out = Path(__file__).with_name("convert_sensors.py"), folder / "converted"
+        script, out = Path(__file__).with_name("convert_data.py"), folder / "converted"
         made = [script, "gas-drift", path, out, "--clients", "5", "--seed", str(_BASE["seed"])]
         subprocess.run([sys.executable, *made], check=True, capture_output=True)
         return str(out)

@@ -41,7 +41,7 @@ FOLDERS = {
 }
 """Where each dataset's files are below the folder of all.
 
-`convert_sensors.py` makes the folders of the last five.
+`convert_data.py` makes the folders of the last five.
 """
 
 

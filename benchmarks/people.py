@@ -25,7 +25,7 @@ class PeopleOptions:
 
 
 class People(NpzFolder):
-    """The first people of UCI HAR, each with few windows: `convert_sensors.py uci-har`."""
+    """The first people of UCI HAR, each with few windows: `convert_data.py uci-har`."""
 
     options_type = PeopleOptions
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.convert_sensors import convert, standardised_windows
+from benchmarks.convert_data import convert, standardised_windows
 from raceme import datasets
 from raceme.core.config import RunConfig
 from raceme.datasets.source import ClientData, DataShape, Target

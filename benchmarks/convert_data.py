@@ -1,6 +1,6 @@
 """Convert recordings of sensors to folders for ``--dataset npz-folder``.
 
-``python benchmarks/convert_sensors.py harbox data/large_scale_HARBox data/harbox`` reads the files
+``python benchmarks/convert_data.py harbox data/large_scale_HARBox data/harbox`` reads the files
 of the second argument and writes an .npz file per client, and ``dataset.toml``, into the third.
 docs/research/datasets.md describes the sources and their files.
 """
