@@ -1,4 +1,4 @@
-"""Convert recordings of sensors to folders for ``--dataset npz-folder``.
+"""Convert recordings of sensors, and text, to folders for ``--dataset npz-folder``.
 
 ``python benchmarks/convert_data.py harbox data/large_scale_HARBox data/harbox`` reads the files
 of the second argument and writes an .npz file per client, and ``dataset.toml``, into the third.
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from raceme.datasets.source import generator, with_tail
+from raceme.datasets.source import generator
 
 PERIOD = "period"
 
@@ -128,7 +128,7 @@ def air(root: Path, arguments: argparse.Namespace) -> Iterator[_Client]:
         # The window that ends before hour t is sample t - hours; the last has no next hour.
         windows = np.lib.stride_tricks.sliding_window_view(inputs, hours, axis=0)[:-1]
         dust, period = readings[hours:, 0], periods(len(readings), arguments.period)[hours:]
-        own = np.arange(len(dust))[:: arguments.step]
+        own = np.arange(len(dust))[:: arguments.step or 3]
         own = own[np.isfinite(dust[own])]
         train, test = divided(own, period, arguments.test_fraction, hours)
         arrays = _with_test(windows, dust, train, test)
@@ -165,7 +165,7 @@ def divided(
     tested_until = -1
     for number in np.unique(period[own]):
         samples = own[period[own] == number]
-        _, tested = with_tail(samples, share)
+        _, tested = _with_tail(samples, share)
         apart = (samples + hours < tested[0]) & (samples > tested_until)
         test.append(tested)
         train.append(samples[apart])
@@ -174,7 +174,7 @@ def divided(
 
 
 # -----------------------------------------------------------------------------
-# HIT bearings, Gas Sensor Array Drift, Free Spoken Digit Dataset.
+# HIT bearings, Gas Sensor Array Drift, Free Spoken Digit Dataset, Shakespeare.
 # -----------------------------------------------------------------------------
 
 
@@ -194,7 +194,7 @@ def bearings(root: Path, arguments: argparse.Namespace) -> Iterator[_Client]:
             x, y = file["x"].astype(np.float16), file["y"].astype(np.int64)
         for part in range(parts):
             faults = [np.array_split(np.flatnonzero(y == f), parts)[part] for f in np.unique(y)]
-            halves = [with_tail(own, arguments.test_fraction) for own in faults]
+            halves = [_with_tail(own, arguments.test_fraction) for own in faults]
             train, test = (np.concatenate(half) for half in zip(*halves, strict=True))
             arrays = _with_test(x, y, train, test) | {"group": _one(machines.index(key[0]))}
             yield arrays | {"num_classes": _one(7)}
@@ -235,11 +235,42 @@ def spoken(root: Path, arguments: argparse.Namespace) -> Iterator[_Client]:
             yield {"x": x[own], "y": y[own], "group": _one(speaker), "num_classes": _one(10)}
 
 
+def shakespeare(root: Path, arguments: argparse.Namespace) -> Iterator[_Client]:
+    """Yield the roles with the most text: each character with those before it, as numbers.
+
+    The last share of a role's text is for testing, without overlap. Every character that occurs is
+    a class.
+    """
+    (path,) = root.glob("*.npz")
+    with np.load(path) as file:
+        text, offset = file["text"], file["offset"].astype(np.int64)
+    codes, symbols = np.unique(text, return_inverse=True)
+    symbols, length = symbols.astype(np.uint8), arguments.length
+    windows = np.lib.stride_tricks.sliding_window_view(symbols, length)
+    count = 0
+    for role in np.argsort(-np.diff(offset), kind="stable"):
+        first, size = offset[role], int(offset[role + 1] - offset[role])
+        cut = int(size * (1.0 - arguments.test_fraction))
+        train = first + np.arange(0, cut - length, arguments.step or length)
+        test = first + np.arange(cut, size - length, arguments.step or length)
+        if len(train) and len(test) and count < arguments.clients:
+            own, count = np.concatenate([train, test]), count + 1
+            heldout = np.repeat([False, True], [len(train), len(test)])
+            arrays = {"x": windows[own], "y": symbols[own + length], "heldout": heldout}
+            yield arrays | {"num_classes": _one(len(codes))}
+
+
 def _parts(clients: int, groups: int) -> list[int]:
     """Return how many of the clients each group has: as equal as possible, the first ones more."""
     if clients < groups:
         raise SystemExit(f"There are {groups} recordings: give at least as many --clients.")
     return [len(part) for part in np.array_split(np.arange(clients), groups)]
+
+
+def _with_tail(own: NDArray[np.int64], share: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Split off a share of samples at the end, with at least one sample in each part."""
+    count = int(np.clip(round(share * len(own)), 1, max(1, len(own) - 1)))
+    return own[: len(own) - count], own[len(own) - count :]
 
 
 def _with_test(x: _Array, y: _Array, train: _Array, test: _Array) -> dict[str, _Array]:
@@ -271,6 +302,7 @@ SOURCES = {
     "beijing-air": Source(air, 12, _described("mclr", 12.0)),
     "hit-bearing": Source(bearings, 24),
     "gas-drift": Source(gas, 20),
+    "shakespeare": Source(shakespeare, 100, "lr = 0.5\ntarget-accuracy = 0.4\n"),
     "fsdd": Source(spoken, 24, 'model = "cnn"\nlr = 0.05\n'),
 }
 
@@ -285,7 +317,8 @@ def main() -> None:
     parser.add_argument("--test-fraction", type=float, default=0.2)
     parser.add_argument("--seed", type=int, default=0, help="gas-drift: decides who has what")
     parser.add_argument("--hours", type=int, default=24, help="beijing-air: hours of a window")
-    parser.add_argument("--step", type=int, default=3, help="beijing-air: hours between windows")
+    parser.add_argument("--length", type=int, default=80, help="shakespeare: characters")
+    parser.add_argument("--step", type=int, help="hours (3) or characters (80) between samples")
     parser.add_argument("--period", choices=MONTHS, default="season", help="beijing-air: periods")
     arguments = parser.parse_args()
     convert(arguments)

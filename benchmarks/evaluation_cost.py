@@ -31,8 +31,8 @@ FOLDERS = {
     "cifar10": "",
     "image-folder": "CIFAR10-images",
     "characters": "",
-    "text": "",
     "npz-folder": "omniglot_small_by_drawer",
+    "shakespeare": "shakespeare",
     "uci-har": "uci-har",
     "fsdd": "fsdd",
     "gas-drift": "gas-drift",
@@ -41,7 +41,7 @@ FOLDERS = {
 }
 """Where each dataset's files are below the folder of all.
 
-`convert_data.py` makes the folders of the last five.
+`convert_data.py` makes the folders of the last six.
 """
 
 

@@ -716,7 +716,7 @@ DATASETS = Registry(
             "datasets.images": "Mnist FashionMnist Cifar10 ImageFolder Usps Emnist DigitsByOrigin",
             "datasets.npz": "Npz NpzFolder",
             "datasets.given": "Table arrays=Given",
-            "datasets.leaf": "Characters Femnist Leaf Text",
+            "datasets.leaf": "Characters Femnist Leaf",
         }
     ),
     group="raceme.datasets",

@@ -527,12 +527,6 @@ def spans(sizes: Iterable[int]) -> list[Indices]:
     return [np.arange(start, end) for start, end in pairwise(np.cumsum([0, *sizes]).tolist())]
 
 
-def with_tail(own: Indices, share: float) -> tuple[Indices, Indices]:
-    """Split off a share of samples at the end, with at least one sample in each part."""
-    count = int(np.clip(round(share * len(own)), 1, max(1, len(own) - 1)))
-    return own[: len(own) - count], own[len(own) - count :]
-
-
 def by_test(
     members: Sequence[Indices], test: NDArray[np.bool_] | None
 ) -> tuple[tuple[Indices, ...], tuple[Indices, ...] | None]:

@@ -8,11 +8,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from benchmarks.convert_data import convert, standardised_windows
 from raceme import datasets
 from raceme.core.config import RunConfig
+from raceme.core.training_settings import TrainingSettings
 from raceme.datasets.source import ClientData, DataShape, Target
+from raceme.training import models
+from raceme.training.local import evaluate, train
+from raceme.training.models import Network, Samples
 
 REAL = Path(os.environ.get("RACEME_TEST_DATA", "../shared/data"))
 DUST = Target("µg/m³", 79.79, 80.82)
@@ -22,7 +27,7 @@ MARCH, APRIL = 31 * 24, 30 * 24
 def converted(dataset: str, source: Path, out: Path, **given: object) -> RunConfig:
     """Convert files, and return a run on all clients."""
     defaults = {"clients": None, "test_fraction": 0.2, "seed": 0, "hours": 24, "step": 1}
-    defaults["period"] = "season"
+    defaults |= {"period": "season", "length": 80}
     convert(Namespace(dataset=dataset, source=source, out=out, **(defaults | given)))
     return datasets.with_defaults(RunConfig(dataset="npz-folder", data_root=str(out)))
 
@@ -234,6 +239,40 @@ def test_the_clients_of_a_speaker_have_its_recordings_in_turn(tmp_path: Path) ->
     # An uneven number gives the first speaker more clients.
     config = converted("fsdd", source, tmp_path / "three", clients=3)
     assert datasets.true_groups(config) == (0, 0, 1)
+
+
+def write_text(path: Path, said: dict[str, str]) -> Path:
+    path.mkdir()
+    offset = np.cumsum([0, *(len(words) for words in said.values())])
+    text = np.frombuffer("".join(said.values()).encode(), np.uint8)
+    np.savez(path / "roles.npz", text=text, offset=offset, names=list(said))
+    return path
+
+
+def test_text_becomes_the_next_character_from_those_before(tmp_path: Path) -> None:
+    source = write_text(tmp_path / "source", {"A": "abc", "B": "abcdefghij" * 2})
+    given = {"length": 3, "step": 2, "test_fraction": 0.5}
+    config = converted("shakespeare", source, tmp_path / "out", **given)
+    # Too short for two samples: A is no client.
+    assert (config.clients, config.model, config.lr) == (1, "gru", 0.5)
+    data = datasets.client_data(config, 0)
+    # abcdefghij|abcdefghij: from 0, 2, 4 and 6, and the same again in the half for testing.
+    assert data.x_train.tolist() == [[0, 1, 2], [2, 3, 4], [4, 5, 6], [6, 7, 8]]
+    assert data.y_train.tolist() == [3, 5, 7, 9]
+    assert data.x_test.tolist() == data.x_train.tolist()
+    assert datasets.data_shape(config) == DataShape((3,), 10, 10)
+    assert datasets.default_target(config) == 0.4
+
+
+def test_a_gru_learns_which_character_comes_next(tmp_path: Path) -> None:
+    source = write_text(tmp_path / "source", {"A": "abcd" * 300})
+    config = converted("shakespeare", source, tmp_path / "out", length=8)
+    data, shape = datasets.client_data(config, 0), datasets.data_shape(config)
+    network = Network(models.build("gru", shape.input_shape, 4, tokens=shape.tokens))
+    torch.set_num_threads(1)
+    samples = Samples(data.x_train, data.y_train)
+    train(network, samples, TrainingSettings(0.5), np.random.default_rng(0))
+    assert evaluate(network, Samples(data.x_test, data.y_test))[0] == 1.0
 
 
 @pytest.mark.parametrize(

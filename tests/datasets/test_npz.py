@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from raceme import datasets
 from raceme.core.config import RunConfig
@@ -203,72 +202,6 @@ def test_the_model_that_suits_fits(shape: DataShape, model: str) -> None:
     name, lr = suited(shape)
     assert (name, lr > 0) == (model, True)
     models.build(name, shape.input_shape, shape.num_classes, tokens=shape.tokens)
-
-
-# Text.
-
-
-def write_text(path: Path, said: dict[str, str]) -> None:
-    offset = np.cumsum([0, *(len(words) for words in said.values())])
-    text = np.frombuffer("".join(said.values()).encode(), np.uint8)
-    np.savez(path / "roles.npz", text=text, offset=offset, names=list(said))
-
-
-def text_config(root: Path, **keys: object) -> RunConfig:
-    return RunConfig.from_mapping({"dataset": "text", "data-root": str(root), **keys})
-
-
-def test_text_becomes_the_next_character_from_those_before(tmp_path: Path) -> None:
-    write_text(tmp_path, {"A": "abc", "B": "abcdefghij" * 2})
-    config = text_config(tmp_path, **{"text-length": 3, "text-step": 2, "test-fraction": 0.5})
-    # Too short for two samples: A is no client.
-    assert datasets.with_defaults(config).clients == 1
-    data = datasets.client_data(config, 0)
-    # abcdefghij|abcdefghij: from 0, 2, 4 and 6, and the same again in the half for testing.
-    assert data.x_train.tolist() == [[0, 1, 2], [2, 3, 4], [4, 5, 6], [6, 7, 8]]
-    assert data.y_train.tolist() == [3, 5, 7, 9]
-    assert data.x_test.tolist() == data.x_train.tolist()
-    assert datasets.data_shape(config) == DataShape((3,), 10, 10)
-    assert datasets.with_defaults(config).model == "gru"
-    with pytest.raises(UserError, match="Too many clients: 2, but only 1 roles"):
-        datasets.load(config.with_values(clients=2))
-
-
-def test_a_gru_learns_which_character_comes_next(tmp_path: Path) -> None:
-
-    from raceme.core.training_settings import TrainingSettings
-    from raceme.training.local import evaluate, train
-    from raceme.training.models import Network, Samples
-
-    write_text(tmp_path, {"A": "abcd" * 300})
-    config = text_config(tmp_path, **{"text-length": 8, "text-step": 1})
-    data, shape = datasets.client_data(config, 0), datasets.data_shape(config)
-    network = Network(models.build("gru", shape.input_shape, 4, tokens=shape.tokens))
-    torch.set_num_threads(1)
-    samples = Samples(data.x_train, data.y_train)
-    train(network, samples, TrainingSettings(0.5), np.random.default_rng(0))
-    assert evaluate(network, Samples(data.x_test, data.y_test))[0] == 1.0
-
-
-@pytest.mark.parametrize(
-    ("arrays", "message"),
-    [
-        ({"text": np.zeros(9, np.uint8)}, "lacks offset"),
-        ({"text": np.zeros(9), "offset": [0, 9]}, "does not fit together"),
-        ({"text": np.zeros(9, np.uint8), "offset": [0, 10]}, "does not fit together"),
-        ({"text": np.zeros(9, np.uint8), "offset": [5, 0]}, "does not fit together"),
-    ],
-)
-def test_what_is_wrong_with_text_is_said(
-    tmp_path: Path, arrays: dict[str, object], message: str
-) -> None:
-    with pytest.raises(UserError, match="text needs the folder"):
-        datasets.load(RunConfig(dataset="text"))
-    with pytest.raises(UserError, match="there is not one"):
-        datasets.load(text_config(tmp_path))
-    np.savez(tmp_path / "roles.npz", **arrays)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match=message):
-        datasets.load(text_config(tmp_path))
 
 
 # USPS.
