@@ -6,7 +6,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -97,11 +97,6 @@ MNIST_FILES = (
     "t10k-labels-idx1-ubyte",
 )
 """The idx files, uncompressed."""
-EMNIST_FILES = tuple(
-    f"emnist-letters-{part}-{kind}-ubyte"
-    for part in ("train", "test")
-    for kind in ("images-idx3", "labels-idx1")
-)
 _BYTES = 0x08
 """The code of unsigned bytes in an idx file's head."""
 
@@ -113,22 +108,16 @@ class IdxImages(ImageSource):
     ----------
     folders : tuple[str, ...]
         Folders under data-root that may hold the files.
-    files : tuple[str, ...]
-        Images and labels for training, and those for testing.
     mean, std : float
         Mean and deviation of the pixels, from 0 to 1.
-    labels : tuple[int, int]
-        Smallest and largest label in the files.
     classes : tuple[str, ...]
         Names of the classes.
     """
 
     fixed_shape: DataShape
     folders: tuple[str, ...]
-    files: tuple[str, ...] = MNIST_FILES
     mean: float
     std: float
-    labels = (0, 9)
     classes: tuple[str, ...] = ()
 
     def load(self, config: RunConfig) -> Dataset:
@@ -142,12 +131,12 @@ class IdxImages(ImageSource):
 
     def _found(self, config: RunConfig) -> list[Path]:
         """Return the files; fetch missing ones if requested."""
-        find, folder = source.all_of(self.files), Path(config.data_root) / self.folders[0]
+        find, folder = source.all_of(MNIST_FILES), Path(config.data_root) / self.folders[0]
         if self.torchvision and config.download and not find(folder):
             self._from_torchvision(config, folder)
-        missing = [name for name in self.files if not (folder / name).is_file()]
-        some = f" (missing: {', '.join(missing)})" if len(missing) < len(self.files) else ""
-        expected = f"{folder}/ with {', '.join(self.files)}, uncompressed{some}"
+        missing = [name for name in MNIST_FILES if not (folder / name).is_file()]
+        some = f" (missing: {', '.join(missing)})" if len(missing) < len(MNIST_FILES) else ""
+        expected = f"{folder}/ with {', '.join(MNIST_FILES)}, uncompressed{some}"
         hint = self._how_to_fetch(config)
         return source.find_under(config, self.name, self.folders, find, expected, hint)
 
@@ -157,11 +146,11 @@ class IdxImages(ImageSource):
             x, y = np.concatenate([train_x, test_x]), np.concatenate([train_y, test_y])
         except (UserError, ValueError) as error:
             raise self._unusable("read", files[0].parent, error, config) from error
-        side, (lowest, highest) = self.fixed_shape.input_shape[1], self.labels
+        side, highest = self.fixed_shape.input_shape[1], self.fixed_shape.num_classes - 1
         fits = x.shape[1:] == (side, side) and y.shape == (len(x),) and len(y) > 0
-        if not fits or not lowest <= y.min() <= y.max() <= highest:
+        if not fits or y.max() > highest:
             what = (
-                f"expected images of {side}x{side} pixels and as many labels from {lowest} to "
+                f"expected images of {side}x{side} pixels and as many labels from 0 to "
                 f"{highest}, got {x.shape} and {y.shape}"
             )
             raise self._unusable("read", files[0].parent, what, config)
@@ -169,7 +158,7 @@ class IdxImages(ImageSource):
 
     @property
     def _expected(self) -> str:
-        return f"Expected there: {', '.join(self.files)}, uncompressed."
+        return f"Expected there: {', '.join(MNIST_FILES)}, uncompressed."
 
 
 def read_idx(path: Path) -> NDArray[np.uint8]:
@@ -240,35 +229,6 @@ class Usps(IdxImages):
     folders = ("usps", "USPS", "USPS/raw", "")
     mean = 0.2573
     std = 0.3864
-
-
-class Emnist(IdxImages):
-    """EMNIST: the handwritten letters a to j, 28x28 pixels (data-root).
-
-    The files are those of Cohen et al. 2017.
-    """
-
-    fixed_shape = DataShape((1, 28, 28), 10)
-
-    name = "emnist"
-    folders = ("EMNIST/raw", "emnist", "")
-    files = EMNIST_FILES
-    mean, std = 0.0, 1.0
-    labels = (1, 26)
-    classes = tuple("abcdefghij")
-
-    def load(self, config: RunConfig) -> Dataset:
-        """Return train and test images of ten letters pooled, shape (N, 1, 28, 28)."""
-        dataset = super().load(config)
-        x: Any = dataset.x
-        return replace(dataset, mean=float(x.mean()) / 255, std=float(x.std()) / 255)
-
-    def _read(self, files: Sequence[Path], config: RunConfig) -> Arrays:
-        arrays = super()._read(files, config)
-        kept = arrays["y"] <= self.fixed_shape.num_classes
-        # Upright: the files store transposed images.
-        upright = np.ascontiguousarray(arrays["x"][kept].transpose(0, 1, 3, 2))
-        return {"x": upright, "y": arrays["y"][kept] - 1}
 
 
 # -----------------------------------------------------------------------------
