@@ -30,8 +30,8 @@ Data = Mapping[Any, Any] | Iterable[Any]
 """The samples of each client; see :func:`run`."""
 
 _TURN = RLock()
-"""Held by a run or a comparison: those of other threads would draw from the same process-wide
-generators, and start worker processes while this one's script is hidden."""
+"""Lock of a run or a comparison. Runs of other threads would draw from the same process-wide
+generators, and could start worker processes while the user's script is hidden."""
 
 # Imports are lazy, since most importers of this package call none of these functions.
 
@@ -440,7 +440,7 @@ def _keys(
 
 
 def _plain(value: Any) -> Any:
-    """Return numpy's numbers as Python's, and paths as text."""
+    """Convert numpy's numbers to Python's, and paths to text."""
     import numpy as np
 
     plain = value.item() if isinstance(value, np.generic) else value

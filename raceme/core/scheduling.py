@@ -238,7 +238,7 @@ class Scheduler(ABC):
         Raises
         ------
         InvalidReplyError
-            It comes too late to be of any use.
+            It comes too late to be aggregated.
         """
         return [update]
 
@@ -269,7 +269,7 @@ class Scheduler(ABC):
         """Return whether a client will never train again while its data stay at a step."""
         return False
 
-    def hopeless(self) -> str:
+    def no_progress_reason(self) -> str:
         """Return why the run cannot progress, or an empty text."""
         return ""
 
@@ -279,7 +279,7 @@ class Scheduler(ABC):
         return tree
 
     def load_state_dict(self, tree: Mapping[str, Any]) -> None:
-        """Continue from what :meth:`state_dict` returned."""
+        """Restore the state that :meth:`state_dict` returned."""
         self.state = from_tree(type(self.state), tree)
 
 
@@ -308,15 +308,15 @@ class FlowerArguments:
 
     fraction_train: float = option(
         1.0,
-        "share of the connected nodes that train: in a round, or at a time where there are none",
+        "share of the connected nodes that train in a round, or at a time if there are no rounds",
         above=0,
         high=1,
     )
     fraction_evaluate: float = option(
         1.0, "share of the connected nodes that test models after each round", low=0, high=1
     )
-    min_train_nodes: int = option(2, "nodes that train at least, as far as connected", low=0)
-    min_evaluate_nodes: int = option(2, "nodes that test at least, as far as connected", low=0)
+    min_train_nodes: int = option(2, "least number of nodes that train, if connected", low=0)
+    min_evaluate_nodes: int = option(2, "least number of nodes that test, if connected", low=0)
     min_available_nodes: int = option(
         2, "nodes that must be connected before the run begins", low=0
     )
@@ -348,7 +348,7 @@ class FlowerArguments:
 
 
 def _share(online: int, fraction: float, least: int) -> int:
-    # As Flower rounds it, so that a run has as many nodes as with Flower's own strategy.
+    # Rounded as in Flower, so that as many nodes take part as with Flower's own strategy.
     return min(online, max(int(fraction * online), least))
 
 
@@ -363,7 +363,7 @@ class RoundsParameters:
     """Parameters of every round-based method."""
 
     in_rounds: ClassVar[bool] = True
-    """Updates come in whole rounds, whose number a suite may plan."""
+    """Updates come in whole rounds, so that a suite may set their number."""
 
     fraction: float = option(
         1.0, "share of the online clients that train in a round", above=0, high=1
@@ -411,7 +411,7 @@ class RoundState:
     picked : dict[str, bool]
         Clients that took part in any round, for sampling in turn.
     begun : dict[str, dict[int, bool]]
-        Models that each participant trains or has trained, if it may train several.
+        Models that each participant trains or has trained, if participants train several.
     asking : OpenQueries
         Open queries before the next round.
     """
@@ -435,9 +435,9 @@ class InRounds(Scheduler):
     """Round-based scheduling: some clients work, and their updates are aggregated together.
 
     A round waits for its slowest participant, with a limit: work times out after twice its client's
-    longest time (for new clients, twenty times the slowest answer of any), or when its client goes
-    offline. Otherwise a lost message would cost a round the whole timeout of a task (Bonawitz et
-    al., MLSys 2019, section 2.2, also closes rounds at a time limit).
+    longest time (for new clients, twenty times the slowest answer of any client), or when its
+    client goes offline. Without the limit, a lost message would delay a round by the whole timeout
+    of a task. Bonawitz et al. (MLSys 2019, section 2.2) also close rounds at a time limit.
 
     A client that timed out gets twice the time at its next attempt, at most eight times, since it
     may have become slower; after the m-th consecutive timeout it is excluded for 2^(m−1) − 1
@@ -584,7 +584,7 @@ class InRounds(Scheduler):
         return {ROUND: self.state.number}
 
     def sent(self, task: InFlight, now: float) -> None:
-        """Record the task of a participant; other work is not the round's."""
+        """Record the task of a participant; other work does not belong to the round."""
         state = self.state
         state.asking.sent(task)
         if state.unsent.pop(task.client, None) is None:
@@ -657,7 +657,7 @@ class InRounds(Scheduler):
         waited_for = [client for client in self.state.open if client not in self.state.away]
         if not waited_for:
             return math.inf
-        # Computed once, not per client: it is called at every answer of a round.
+        # Computed once for all clients, since this method is called at every answer of a round.
         longest = self.state.longest.values()
         middle = median(longest) if longest else math.inf
         slowest = max(longest, default=math.inf)

@@ -18,7 +18,7 @@ from PIL import Image
 
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError, os_errors_as_user_errors, plural
-from raceme.core.files import ReadingError, check_regular, check_room
+from raceme.core.files import ReadingError, check_memory, check_regular
 from raceme.core.options import option
 from raceme.datasets import source
 from raceme.datasets.source import (
@@ -98,7 +98,7 @@ MNIST_FILES = (
 )
 """The idx files, uncompressed."""
 _BYTES = 0x08
-"""The code of unsigned bytes in an idx file's head."""
+"""Code of unsigned bytes in the header of an idx file."""
 
 
 class IdxImages(ImageSource):
@@ -289,7 +289,7 @@ class ImageFolder(ImageSource):
             )
         tree = read_tree(Path(config.data_root))
         x = images(tree, config.read(ImageFolderOptions).image_size)
-        # Near the mean and deviation of photographs; one pair serves all channels.
+        # Typical mean and deviation of photographs, the same for all channels.
         classes = tree.classes
         return Dataset(x, tree.labels, len(classes), mean=0.5, std=0.25, labels=classes)
 
@@ -346,7 +346,7 @@ def _by_class(folder: Path) -> Mapping[str, Sequence[Path]]:
 
 def _decoded(files: Sequence[Path], size: int) -> NDArray[np.uint8]:
     first = _decode(files[0], size)
-    check_room(2 * len(files) * first.size, f"All {len(files)} images, each like {files[0]},")
+    check_memory(2 * len(files) * first.size, f"All {len(files)} images, each like {files[0]},")
     pixels = np.empty((len(files), 3, *first.shape[:2]), np.uint8)
     for index, file in enumerate(files):
         image = _decode(file, size)
@@ -505,7 +505,7 @@ class DigitsByOrigin(ImageSource):
 
 
 def _groups(config: RunConfig) -> list[list[str]]:
-    """Read the key ``origins``: groups separated by commas, what is in a group joined by +."""
+    """Parse the key ``origins``: groups separated by commas; the sets of a group by ``+``."""
     text = config.read(OriginOptions).origins
     groups = [[name.strip() for name in part.split("+")] for part in text.lower().split(",")]
     names = [name for group in groups for name in group]

@@ -315,7 +315,7 @@ class Npz(Source):
         return _common_shape({path: read(path) for path in present})
 
     def is_elsewhere(self, config: RunConfig) -> bool:
-        """Return whether no file is named, as on the server of real devices."""
+        """Return whether no file is given, as on the server of real devices."""
         return not config.read(NpzOptions).data_file
 
     def count_clients(self, config: RunConfig) -> int:
@@ -641,9 +641,9 @@ def _target(arrays: Arrays, users: Sequence[Indices]) -> Target | None:
 def standardised(dataset: Dataset) -> Dataset:
     """Return a dataset whose inputs have mean 0 and deviation 1 over the training samples.
 
-    Bytes are scaled to [0, 1] first and have one mean and deviation together. Otherwise each
-    channel has its own: of windows the shorter axis, of images the first. Of vectors each feature
-    has, unless they are spectra or waves. Constant channels become zero.
+    Bytes are scaled to [0, 1] first, and have one common mean and deviation. Otherwise each channel
+    has its own: the shorter axis of windows, the first of images. Each feature of a vector has its
+    own, unless the vector is a spectrum or a wave. Constant channels become zero.
     """
     assert dataset.users is not None
     axes = _channel_axes(dataset.x.shape[1:], dataset.x.dtype == np.uint8)

@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError, os_errors_as_user_errors, plural
-from raceme.core.files import ReadingError, check_regular, check_room
+from raceme.core.files import ReadingError, check_memory, check_regular
 from raceme.core.options import option
 from raceme.core.registry import explained
 
@@ -323,7 +323,7 @@ class Loaded(Source):
         self._name, self._function = name, function
 
     def load(self, config: RunConfig) -> Dataset:
-        """Return what the function returns.
+        """Return the function's dataset, after checking it.
 
         Raises
         ------
@@ -366,7 +366,7 @@ class Loaded(Source):
 
 
 def _misfit(dataset: Dataset) -> str:
-    """Return what is wrong with a user's dataset; empty if nothing is."""
+    """Return the error in a user's dataset; empty if there is none."""
     x, y = dataset.x, dataset.y
     if not (isinstance(x, np.ndarray) and isinstance(y, np.ndarray)):
         return f"x and y must be numpy arrays, got {type(x).__name__} and {type(y).__name__}"
@@ -486,7 +486,7 @@ def find_under(
 
 
 def all_of(files: Sequence[str]) -> Callable[[Path], list[Path]]:
-    """Return a finder of files that are read together: all or none."""
+    """Return a finder of several files, which returns all of them or nothing."""
 
     def find(folder: Path) -> list[Path]:
         found = [folder / file for file in files]
@@ -837,7 +837,7 @@ def read_arrays(path: Path, names: Collection[str] | None = None) -> dict[str, N
     check_regular(path)
     with path.open("rb") as file:
         if file.read(len(_MAGIC)) == _MAGIC:
-            raise ReadingError("it holds a single array and is no .npz archive")
+            raise ReadingError("it has a single array and is not an .npz archive")
     # numpy and zipfile raise various exceptions for foreign files.
     try:
         with ZipFile(path) as archive:
@@ -873,7 +873,7 @@ def _read(path: Path, archive: ZipFile, info: Any) -> NDArray[Any]:
     size = math.prod(shape) * dtype.itemsize
     if min(shape, default=0) < 0 or start.tell() + size != info.file_size:
         raise ReadingError(f"the size of {name} is not that of its header, shape {shape}")
-    check_room(_COPIES * size, f"{name} in {path}")
+    check_memory(_COPIES * size, f"{name} in {path}")
     with archive.open(info) as member:
         array: NDArray[Any] = npy.read_array(member, allow_pickle=False)
     return array

@@ -297,7 +297,7 @@ _IN_COLUMNS: dict[type[Any], type[Any]] = {
     events.UpdateRejected: Rejections,
     events.Evaluated: Evaluations,
 }
-"""Events of which a long run has millions, and the arrays that they become."""
+"""Events that may be millions in a long run, and the arrays that store them."""
 
 _DTYPES = {"Integers": np.int64, "Floats": np.float64, "Texts": np.str_, "Flags": np.bool_}
 _CODES = {"Integers": "q", "Floats": "d", "Flags": "b"}

@@ -96,6 +96,8 @@ DEVICE = ("device", "--superlink", "127.0.0.1:1")
         ("certs", "--out", "certs"),
         ("compare", "casa", "--budget", "time=soon"),
         ("compare", "casa", "--seeds", "5..2"),
+        ("run", "--seeds", "3"),
+        ("run", "--attackers", "0.3"),
     ],
     ids=" ".join,
 )

@@ -40,24 +40,24 @@ def ended(seen: Sequence[events.Event]) -> events.RunEnded:
     return last
 
 
-def test_a_run_ends_when_everybody_has_looked_and_no_data_will_change() -> None:
+def test_a_run_ends_when_all_clients_have_measured_and_no_data_will_change() -> None:
     seen = run([Device(), Device(seconds_per_round=3.0)])
     # They look as soon as they have trained: the second one after 3 s.
     reason = "at rest: no client's loss rises, and no data will change"
     assert ended(seen) == events.RunEnded(3.0, 2, reason, Ending.AT_REST)
 
 
-def test_data_that_move_with_uploads_are_looked_at_until_they_move_no_more() -> None:
+def test_data_that_change_with_uploads_are_measured_until_they_change_no_more() -> None:
     seen = run([Device()] * 3, [1.0, 1.2, 1.5, 1.8], Schedule("uploads", (1.0, 2.0, 3.0)))
     assert (ended(seen).updates, ended(seen).ending) == (12, Ending.AT_REST)
 
 
-def test_data_that_have_moved_and_are_no_harder_are_at_rest() -> None:
+def test_clients_whose_changed_data_are_no_harder_are_quiescent() -> None:
     seen = run([Device()] * 3, [1.0, 0.0], Schedule("uploads", (1.0,)))
     assert (ended(seen).updates, ended(seen).ending) == (3, Ending.AT_REST)
 
 
-def test_data_that_others_uploads_move_are_looked_at_again() -> None:
+def test_data_that_change_with_others_uploads_are_measured_again() -> None:
     # c0 has looked when the slow c1's upload moves all data on.
     devices = [Device(), Device(seconds_per_round=30.0)]
     seen = run(devices, [1.0, 1.2], Schedule("updates", (2.0,)))
@@ -72,7 +72,7 @@ def test_data_that_others_uploads_move_are_looked_at_again() -> None:
         (Schedule("seconds", every=100.0), 5, Ending.LIMIT),
     ],
 )
-def test_nothing_is_at_rest_before_the_last_moment_at_which_time_moves_data(
+def test_no_client_is_quiescent_before_the_last_change_by_time(
     drift: Schedule, updates: int, ending: Ending
 ) -> None:
     seen = run([Device()], [1.0, 1.2, 1.5, 1.8, 2.1, 2.4], drift)
@@ -91,7 +91,7 @@ def test_nothing_is_at_rest_before_the_last_moment_at_which_time_moves_data(
         (((0.0, 10.0), (400.0, math.inf)), 2),
     ],
 )
-def test_who_is_yet_to_come_is_waited_for_unless_it_is_at_rest(
+def test_absent_clients_are_waited_for_unless_they_are_quiescent(
     online: tuple[tuple[float, float], ...], updates: int
 ) -> None:
     seen = run([Device(), Device(online=online)])
@@ -99,7 +99,7 @@ def test_who_is_yet_to_come_is_waited_for_unless_it_is_at_rest(
     assert ended(seen).time < 90.0
 
 
-def test_devices_that_come_and_go_for_ever_come_to_rest_too() -> None:
+def test_devices_that_come_and_go_for_ever_become_quiescent() -> None:
     comes = Device(seconds_per_round=15.0, mean_online=20.0, mean_offline=30.0)
     seen = run([Device(), *[comes] * 4])
     # Whoever loses its work by going offline is waited for; who has looked is not.
@@ -110,5 +110,5 @@ def test_devices_that_come_and_go_for_ever_come_to_rest_too() -> None:
 
 
 @pytest.mark.parametrize("requests", ["poisson", "fixed"])
-def test_clients_that_wait_for_times_are_never_at_rest(requests: str) -> None:
+def test_clients_that_train_at_fixed_times_are_never_quiescent(requests: str) -> None:
     assert ended(run([Device()], requests=requests)).ending is Ending.LIMIT

@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 from raceme import datasets
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
-from raceme.datasets.given import Columns, keep
+from raceme.datasets.given import ColumnRoles, keep
 from raceme.datasets.source import Dataset
 from raceme.reporting.artefacts import export_model
 
@@ -27,7 +27,7 @@ PAIR = (X, Y)
 FOUR = (X[:4], Y[:4], X[4:], Y[4:])
 
 
-def given(data: Any, columns: Columns | None = None, **values: Any) -> RunConfig:
+def given(data: Any, columns: ColumnRoles | None = None, **values: Any) -> RunConfig:
     keys = {"dataset": "arrays", "data-fingerprint": keep(data, columns), **values}
     return datasets.with_defaults(RunConfig.from_mapping(keys))
 
@@ -158,12 +158,12 @@ def check_people(config: RunConfig) -> None:
 
 @pytest.mark.parametrize("kind", [pandas.DataFrame, lambda columns: Rows(**columns)])
 def test_a_table_of_all_clients(kind: Any) -> None:
-    columns = Columns(target="activity", client_id="person")
+    columns = ColumnRoles(target="activity", client_id="person")
     check_people(given(kind(PEOPLE), columns))
-    chosen = given(kind(PEOPLE), Columns("activity", "person", inputs="x"))
+    chosen = given(kind(PEOPLE), ColumnRoles("activity", "person", inputs="x"))
     shape = datasets.data_shape(chosen)
     assert (shape.input_shape, shape.tokens) == ((1,), 0)
-    quantity = given(kind(PEOPLE), Columns("y", "person", inputs="x", unit="m"))
+    quantity = given(kind(PEOPLE), ColumnRoles("y", "person", inputs="x", unit="m"))
     target = datasets.data_shape(quantity).target
     assert target is not None
     assert (target.unit, target.mean) == ("m", 1.375)

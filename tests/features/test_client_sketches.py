@@ -51,7 +51,7 @@ def test_clients_that_pull_one_way_lie_together_while_the_model_moves() -> None:
         models[0].move(5 * RNG.normal(size=LENGTH).astype(np.float32))
         pulls.take(number, client, 0, start + np.float32(0.1) * way)
         pulls.close(number)
-    clients, rows = pulls.seen_from_the_mean(models, everybody_in(0).__getitem__)
+    clients, rows = pulls.relative_to_mean(models, everybody_in(0).__getitem__)
     assert clients == list("abcd")
     assert cosine(rows[0], rows[2]) > 0.99
     assert cosine(rows[1], rows[3]) > 0.99
@@ -66,7 +66,7 @@ def test_clients_of_different_clusters_lie_apart_though_they_change_nothing() ->
         pulls.send(number, models, weights, False)
         served = sum(share * models[k].vector for k, share in weights.items())
         pulls.take(number, client, 0, np.asarray(served, np.float32))
-    _, rows = pulls.seen_from_the_mean(models, placement.__getitem__)
+    _, rows = pulls.relative_to_mean(models, placement.__getitem__)
     assert cosine(rows[0], rows[1]) < -0.9
     # Half of both is the mean of all.
     assert np.linalg.norm(rows[2]) < 0.01 * np.linalg.norm(rows[0])
@@ -77,7 +77,7 @@ def test_a_client_that_chooses_started_from_its_choice() -> None:
     models = {1: Model(START + EAST), 2: Model(START + WEST)}
     pulls.send(0, models, {1: 1.0, 2: 1.0}, True)
     pulls.take(0, "a", 2, models[2].vector)
-    _, rows = pulls.seen_from_the_mean(models, {"a": {2: 1.0}}.__getitem__)
+    _, rows = pulls.relative_to_mean(models, {"a": {2: 1.0}}.__getitem__)
     assert rows[0] == pytest.approx(np.zeros(SKETCH_SIZE), abs=1e-3)
 
 
@@ -92,7 +92,7 @@ def test_a_new_client_is_taken_at_once_and_then_in_its_turn() -> None:
                 pulls.send(number, models, {0: 1.0}, False)
             pulls.take(number, client, 0, START + (EAST if look == 0 else WEST))
             pulls.close(number)
-        clients, found = pulls.seen_from_the_mean(models, everybody_in(0).__getitem__)
+        clients, found = pulls.relative_to_mean(models, everybody_in(0).__getitem__)
         rows = dict(zip(clients, found, strict=True))
     assert taken == ["a0", "b0", "b3", "a4"]
     # 0.3 of the latest, and 0.7 of what was before.
@@ -104,6 +104,6 @@ def test_a_task_from_before_a_restart_is_left_out() -> None:
     pulls = ClientEmbedding(Sketch(LENGTH))
     pulls.take(7, "a", 0, START)
     pulls.close(7)
-    clients, rows = pulls.seen_from_the_mean({0: Model(START)}, everybody_in(0).__getitem__)
+    clients, rows = pulls.relative_to_mean({0: Model(START)}, everybody_in(0).__getitem__)
     assert clients == []
     assert rows.shape == (0, SKETCH_SIZE)

@@ -121,7 +121,7 @@ def test_a_device_of_another_protocol_is_told_the_command_that_updates_it(
     ("version", "digest", "said"),
     [
         ("0.1.9", "", "has raceme 0.1.9, this is "),
-        (None, "abc", "with other code than here"),
+        (None, "abc", "but with different code"),
         (None, "", ""),
     ],
 )
@@ -196,7 +196,7 @@ def test_a_reply_that_cannot_be_read_is_an_error_reply(server: Server) -> None:
         reply = Message(message.content, reply_to=message)
         assert server.state.accept(link.node_id, other, encode(reply))
         (reply,) = server.wait(other)
-        assert "not what was announced" in reply.error.reason
+        assert "differs from its announcement" in reply.error.reason
         assert key
 
 

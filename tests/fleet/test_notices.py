@@ -41,7 +41,7 @@ class Situation:
         """Look some time later; return what is said then."""
         self.now += seconds
         before = len(self.said)
-        assert self.notices.look() is False
+        assert self.notices.check() is False
         return self.said[before:]
 
     def evaluated(self, score: float, unit: str | None = None) -> list[str]:

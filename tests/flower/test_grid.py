@@ -230,7 +230,7 @@ def test_a_reply_that_says_it_is_another_clients_is_an_error(link: Link) -> None
     announced.missing.clear()
     (reply,) = upload.pull_messages([mine])
     assert reply.has_error()
-    assert "another one than was announced" in reply.error.reason
+    assert "differs from its announcement" in reply.error.reason
     assert reply.metadata.src_node_id == link.nodes[0]
 
 

@@ -19,7 +19,7 @@ from raceme.flower.messages import (
     set_message_id,
     without_content,
 )
-from raceme.flower.objects import UPLOAD_SECONDS, Uploads
+from raceme.flower.objects import UPLOAD_SECONDS, UploadSessions
 
 
 @dataclass
@@ -46,7 +46,7 @@ def state() -> LinkState:
 @pytest.fixture
 def clock(state: LinkState) -> Clock:
     clock = Clock()
-    state._uploads = Uploads(clock)
+    state._uploads = UploadSessions(clock)
     return clock
 
 

@@ -16,7 +16,7 @@ import pytest
 from raceme.cli.fleet import devices, show, status, versions
 from raceme.core.errors import UserError
 from raceme.records import control as module
-from raceme.records.control import ControlSocket, command, served_here, the_served_run
+from raceme.records.control import ControlSocket, command, only_served_run, served_here
 from raceme.records.folder import CONTROL, only_writer
 
 THREADS: list[str] = []
@@ -74,7 +74,7 @@ def test_a_command_is_carried_out_in_the_thread_of_the_run(run: Path) -> None:
     ("name", "arguments", "said"),
     [
         ("add", {"first": 1, "second": 0}, "Nothing to add"),
-        ("add", {"fist": 1}, "understands the command otherwise"),
+        ("add", {"fist": 1}, "has another form of this command"),
         ("rol", {}, "has no command 'rol'"),
         ("fail", {}, r"failed in the server: RuntimeError: a bug\\x1b"),
     ],
@@ -202,15 +202,15 @@ def test_the_run_that_is_served_here_is_found(
 ) -> None:
     monkeypatch.setenv("RACEME_CACHE", str(tmp_path / "cache"))
     with pytest.raises(UserError, match="No running server of this user"):
-        the_served_run()
+        only_served_run()
     with served_here(tmp_path / "run"):
         servers = tmp_path / "cache" / "servers"
         # A process that was killed leaves its note; ids are at most 2²².
         (servers / "9999999").write_text("/gone")
-        assert the_served_run() == tmp_path / "run"
+        assert only_served_run() == tmp_path / "run"
         (servers / str(os.getppid())).write_text("/another")
         with pytest.raises(UserError, match=f"name one: /another, {tmp_path}/run"):
-            the_served_run()
+            only_served_run()
         (servers / str(os.getppid())).unlink()
     with pytest.raises(UserError, match="No running server of this user"):
-        the_served_run()
+        only_served_run()

@@ -339,7 +339,7 @@ def test_a_folder_that_is_no_app(tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text('[project]\nname = "a"\nversion = "1"')
     assert "Missing [tool.flwr.app] section" in error(tmp_path)
     (tmp_path / "pyproject.toml").write_text("[project")
-    assert "is no Flower app" in error(tmp_path)
+    assert "is not a Flower app" in error(tmp_path)
 
 
 def test_run_config_is_overridden_as_by_flwr_run(tmp_path: Path) -> None:

@@ -23,11 +23,11 @@ from raceme.datasets.source import DataShape, Target
 from raceme.flower.messages import identify_process
 from raceme.runs import experiment
 from raceme.simulation import Device
+from raceme.simulation.attackers import app
 from raceme.simulation.attacks import (
     Backdoor,
     BoostOptions,
     SignFlip,
-    app,
     attack_of,
     attackers_of,
     evaluation_settings,
@@ -394,7 +394,7 @@ def test_liars_are_believed_up_to_what_is_plausible() -> None:
         assert fleet.clients[name].num_examples == (1000 * size if number in liars else size)
         # All have as many, but for one or two: ten times the median, and a little for the spread.
         most = 11 * size if number in liars else size
-        assert size <= fleet.counted(name) <= most
+        assert size <= fleet.plausible_examples(name) <= most
 
 
 def test_a_liar_states_another_model_than_it_has_trained() -> None:

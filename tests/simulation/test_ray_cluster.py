@@ -77,7 +77,7 @@ def test_the_task_of_a_process_that_dies_is_done_again_and_that_is_said(
 ) -> None:
     check_repeating(tasks, tmp_path)
     (line,) = [record.getMessage() for record in caplog.records if record.name == "raceme.workers"]
-    assert "and repeats it elsewhere: The worker died unexpectedly" in line
+    assert "and repeats it on another node: The worker died unexpectedly" in line
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from raceme.strategies import (
     FedDriftParameters,
     Method,
 )
-from raceme.strategies.feddrift import Concepts
+from raceme.strategies.feddrift import ConceptAssignments
 
 Losses = dict[str, dict[int, float]]
 
@@ -42,8 +42,8 @@ class Bench:
             self.idle.add(client)
 
     @property
-    def concepts(self) -> Concepts:
-        concepts: Concepts = self.method.state.concepts
+    def concepts(self) -> ConceptAssignments:
+        concepts: ConceptAssignments = self.method.state.concepts
         return concepts
 
     def hand_out(self) -> list[Any]:
@@ -321,7 +321,7 @@ def test_a_round_does_not_wait_for_scores_that_were_lost() -> None:
         ({}, "no accuracy of every model and step"),
         ({ACCURACIES: np.ones((2, 2), np.float32)}, "no accuracy of every model and step"),
         ({ACCURACIES: np.ones((1, 2), np.int64)}, "no accuracy of every model and step"),
-        ({ACCURACIES: np.full((1, 1), 1.5, np.float32)}, "no shares"),
+        ({ACCURACIES: np.full((1, 1), 1.5, np.float32)}, "not between 0 and 1"),
     ],
 )
 def test_scores_that_are_none_are_refused(numbers: dict[str, Any], reason: str) -> None:

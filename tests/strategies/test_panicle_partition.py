@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from raceme.strategies.panicle.probes import Partition, best_partition, better_partition
+from raceme.strategies.panicle.probes import ScoredGroups, best_partition, better_partition
 
 LEVEL = 0.6
 
 
-def better(distances: np.ndarray, now: np.ndarray) -> Partition | None:
+def better(distances: np.ndarray, now: np.ndarray) -> ScoredGroups | None:
     """What becomes of clusters, by two estimates that are alike."""
     return better_partition(np.stack([distances, distances]), now, LEVEL)
 

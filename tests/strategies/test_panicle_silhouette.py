@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from raceme.strategies.panicle.probes import (
     FLOOR,
-    Partition,
+    ScoredGroups,
     best_partition,
     floor_by_chance,
     silhouettes,
@@ -21,7 +21,7 @@ def grouped(sizes: list[int], within: float, between: float) -> np.ndarray:
     return distances
 
 
-def best(*estimates: np.ndarray) -> Partition:
+def best(*estimates: np.ndarray) -> ScoredGroups:
     """The groups by two estimates of the distances, alike unless both are given."""
     return best_partition(np.stack([estimates[0], estimates[-1]]))
 

@@ -3,6 +3,6 @@
 # Names of kinds of work, records and settings that both halves of the method use.
 
 TRAIN_SKETCH = "train-sketch"
-"""Train as a probe, and return only a noisy sketch of the model's direction."""
+"""Kind of work: train as a probe, and return only a noisy sketch of the model's direction."""
 SKETCH_NOISE = "sketch-noise"
-"""Standard deviation of the noise on each number of a sketch, whose length is 1: a setting."""
+"""Setting: standard deviation of the noise on each number of a sketch, whose length is 1."""

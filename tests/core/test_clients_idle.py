@@ -27,7 +27,7 @@ def idle_of(ready_at: dict[int, float], clients: int) -> Idle:
     st.integers(1, 40),
     st.integers(0, 2**32 - 1),
 )
-def test_as_many_as_there_are_places_are_drawn_of_those_that_need_no_rest(
+def test_idle_clients_are_drawn_until_all_places_are_taken(
     ready_at: dict[int, float], most: int, seed: int
 ) -> None:
     idle = idle_of(ready_at, 200)
@@ -38,7 +38,7 @@ def test_as_many_as_there_are_places_are_drawn_of_those_that_need_no_rest(
 
 
 @pytest.mark.parametrize("busy", [0, 150], ids=["many idle", "few idle"])
-def test_each_is_drawn_as_often_as_the_others(busy: int) -> None:
+def test_all_idle_clients_are_drawn_equally_often(busy: int) -> None:
     idle, rng = idle_of(dict.fromkeys(range(busy, 160), 0.0), 160), np.random.default_rng(0)
     times = 100 * (160 - busy)
     counts = Counter(client.client_id for _ in range(times) for client in idle.draw(NOW, 1, rng))
@@ -48,7 +48,7 @@ def test_each_is_drawn_as_often_as_the_others(busy: int) -> None:
     assert max(counts.values()) < 150
 
 
-def test_few_of_many_are_drawn_without_a_look_at_all() -> None:
+def test_drawing_few_clients_of_many_does_not_inspect_all() -> None:
     class Watched(dict[str, bool]):
         looks = 0
 
@@ -66,7 +66,7 @@ def test_few_of_many_are_drawn_without_a_look_at_all() -> None:
     assert names.looks > before
 
 
-def test_a_newcomer_is_drawn_too_and_who_left_is_not() -> None:
+def test_newcomers_are_drawn_and_clients_that_left_are_not() -> None:
     every = {f"c{number}": Client(f"c{number}", 1) for number in range(2)}
     idle = Idle(dict.fromkeys(every, True), every)
     every["late"] = Client("late", 1)
@@ -76,7 +76,7 @@ def test_a_newcomer_is_drawn_too_and_who_left_is_not() -> None:
     assert {client.client_id for client in idle.draw(NOW, 3, rng)} == {"c1", "late"}
 
 
-def test_who_rests_is_waited_for() -> None:
+def test_a_client_that_backs_off_is_waited_for() -> None:
     idle = idle_of({0: 0.0, 1: 12.0, 2: 11.0}, 3)
     assert idle.next_ready(NOW) == 11.0
     assert idle.next_ready(11.0) == 12.0
@@ -84,7 +84,7 @@ def test_who_rests_is_waited_for() -> None:
     assert idle.next_ready(11.0) == math.inf
 
 
-def test_what_is_made_of_a_saved_state_draws_the_same() -> None:
+def test_a_restored_state_draws_the_same_clients() -> None:
     every = {f"c{number}": Client(f"c{number}", 1) for number in range(30)}
     names = dict.fromkeys(every, True)
     idle = Idle(names, every)

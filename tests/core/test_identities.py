@@ -89,7 +89,7 @@ def test_an_app_that_states_no_id_takes_part_with_a_key_that_is_known(listed: Pa
         bound.check(1, "node-1")
 
 
-def test_the_grid_is_asked_once_for_all_that_are_there(listed: Path) -> None:
+def test_the_grid_is_queried_once_for_all_nodes(listed: Path) -> None:
     nodes = Nodes(0, 1)
     bound = BoundToKeys(listed, nodes)
     bound.check(0, "c0")
@@ -100,7 +100,7 @@ def test_the_grid_is_asked_once_for_all_that_are_there(listed: Path) -> None:
     assert nodes.asked == 2
 
 
-def test_a_node_that_is_just_offline_is_asked_again(listed: Path) -> None:
+def test_a_node_that_was_offline_is_queried_again(listed: Path) -> None:
     nodes = Nodes()
     bound = BoundToKeys(listed, nodes)
     with pytest.raises(ForeignIdError, match="node 0 was gone before its key was known"):
@@ -219,7 +219,7 @@ def run_with(
     return seen
 
 
-def test_a_thief_that_comes_first_gets_nothing_and_locks_nobody_out(
+def test_a_node_with_a_stolen_id_gets_no_work_and_locks_nobody_out(
     listed: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     # The thief has the key of c1 and is asked before c0 is.
@@ -247,7 +247,7 @@ def test_honest_clients_all_take_part(listed: Path) -> None:
     assert not of(events.ClaimRefused, seen)
 
 
-def test_who_is_put_on_the_list_during_a_run_takes_part_in_it(listed: Path) -> None:
+def test_a_device_registered_during_a_run_takes_part(listed: Path) -> None:
     def add(event: events.Event) -> None:
         if isinstance(event, events.ClaimRefused):
             listed.write_text(listed.read_text() + line(2, "late"))
@@ -286,7 +286,7 @@ def test_a_change_of_a_registered_key_is_an_event(listed: Path) -> None:
     assert told == [("c0", "rotated"), ("c7", "revoked")]
 
 
-def test_who_was_refused_is_asked_again_when_the_file_has_changed() -> None:
+def test_a_refused_node_is_queried_again_when_the_file_has_changed() -> None:
     fleet = Fleet()
     fleet.refused[7] = ""
     assert fleet.changes([7]) == ([], [])

@@ -20,7 +20,7 @@ from nodes import write_device
 import raceme as package
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
-from raceme.fleet.tasks import Apps, Interrupter, Invitations, Tasks, When, parse_when
+from raceme.fleet.tasks import Apps, Interrupter, Invitations, TaskRunner, When, parse_when
 from raceme.flower.fleet_client import Link
 from raceme.flower.messages import NODE_UNAVAILABLE, Run, identify_process, set_message_id
 from raceme.training import models
@@ -194,7 +194,7 @@ def look(invitations: Invitations, loss: float, stamp: tuple[int, int, int] | No
     held = invitations.due()
     assert held is not None
     assert held.looks
-    invitations.looked(held, loss, stamp)
+    invitations.decide_by_loss(held, loss, stamp)
     now = invitations.due()
     return now is not None and not now.looks
 
@@ -299,7 +299,7 @@ class Board:
         self.interrupter = Interrupter(grace)
         node = {"device-id": "kitchen", "data-file": str(self.path)}
         self.invitations = Invitations(parse_when(when), self.clock, Middle())
-        self.tasks = Tasks(apps, node, self.interrupter, self.invitations)
+        self.tasks = TaskRunner(apps, node, self.interrupter, self.invitations)
 
     def receive(self, kind: str = "train", **settings: object) -> None:
         """Get a message, as if from the SuperLink."""
@@ -313,7 +313,7 @@ class Board:
     def follow(self, seconds: float) -> bool:
         """Let some time pass, and the device do what it wishes."""
         self.clock.now += seconds
-        return self.tasks.follow_wish(self.wire)
+        return self.tasks.handle_due_invitation(self.wire)
 
     def replace_data(self, change: Callable[[np.ndarray], np.ndarray]) -> None:
         """Replace the labels of the data file."""
@@ -419,7 +419,7 @@ def test_a_training_that_was_ended_is_wished_for_again(tmp_path: Path, apps: App
     board.clock.now += 10.0
     held = board.invitations.due()
     assert held is not None
-    board.invitations.looked(held, 99.0, None)
+    board.invitations.decide_by_loss(held, 99.0, None)
     board.interrupter.stop()
     assert board.follow(0.0)
     assert board.wire.sent[-1].has_error()

@@ -16,7 +16,7 @@ from processes import free_port, loopback, raceme, wait_until
 
 from raceme.core.signals import StopSignal
 from raceme.fleet.device import DeviceOptions, PatientCalls, _stay_online
-from raceme.fleet.tasks import Apps, Interrupter, Tasks
+from raceme.fleet.tasks import Apps, Interrupter, TaskRunner
 from raceme.flower import fleet_client as fleet
 from raceme.flower.fleet_protocol import Keys, generate_keys
 
@@ -25,7 +25,7 @@ from raceme.flower.fleet_protocol import Keys, generate_keys
 def device(api: FleetApi, keys: Keys) -> Iterator[None]:
     """Let a device try to be online."""
     stop = StopSignal()
-    tasks = Tasks(Apps(), {}, Interrupter(0.0))
+    tasks = TaskRunner(Apps(), {}, Interrupter(0.0))
     options = DeviceOptions(api.endpoint, lambda: keys)
     thread = threading.Thread(target=_stay_online, args=(options, tasks, stop, stop))
     thread.start()

@@ -26,7 +26,7 @@ def test_steps_are_as_many_passes_as_a_client_makes(samples: int, batch: int, st
     assert mini_batches(charged, samples) == pytest.approx(steps)
 
 
-def test_of_fewer_samples_than_a_mini_batch_a_step_is_a_pass() -> None:
+def test_a_step_on_fewer_samples_than_a_mini_batch_is_a_pass() -> None:
     settings = {BATCH_SIZE: 500, LOCAL_EPOCHS: 2}
     assert mini_batches(settings, 50) == 2
     assert short_task(settings, 50, 4)[TASK_SHARE] == 2.0

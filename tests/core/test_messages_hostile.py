@@ -70,7 +70,7 @@ def grid_with(spoiled: int = 0, clients: int = 5, **stated: object) -> VirtualGr
         ({"step": FORGED}, "step"),
     ],
 )
-def test_a_test_that_cannot_be_is_refused_and_counted(
+def test_an_impossible_test_result_is_refused_and_counted(
     stated: dict[str, object], why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     method = half()
@@ -87,13 +87,13 @@ def test_a_test_that_cannot_be_is_refused_and_counted(
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, LARGEST, -1.0, 0.0])
-def test_what_honest_clients_may_measure_is_taken(loss: float) -> None:
+def test_possible_test_results_are_accepted(loss: float) -> None:
     seen = run(half(), grid_with(loss=loss), num_rounds=2)
     assert of(events.UpdateRejected, seen) == []
     assert all(len(test.per_client) == 5 for test in of(events.Evaluated, seen))
 
 
-def test_losses_as_large_as_they_may_be_have_a_mean() -> None:
+def test_the_largest_accepted_losses_have_a_finite_mean() -> None:
     app = pulled_app([ONES] * 4)
     for index in range(4):
         app = stating(app, index, loss=LARGEST)
@@ -191,7 +191,7 @@ SPOILED = {
 
 
 @pytest.mark.parametrize("name", SPOILED)
-def test_a_reply_that_cannot_be_is_one_short_printable_line(
+def test_an_impossible_reply_is_reported_in_one_short_printable_line(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     def spoil(reply: Message, index: int) -> Message:
@@ -249,7 +249,7 @@ def test_a_client_without_a_decent_name_is_refused_in_a_short_line(
     assert all(line.isprintable() and len(line) < 500 for line in caplog.text.splitlines())
 
 
-def test_nothing_of_it_is_written_to_the_log_file(tmp_path: Path) -> None:
+def test_hostile_statements_are_not_written_to_the_log_file(tmp_path: Path) -> None:
     with log_file(tmp_path / "run.log"):
         logging.getLogger("raceme").setLevel(logging.INFO)
         logging.getLogger("raceme").warning("it says: %s", FORGED + HUGE)

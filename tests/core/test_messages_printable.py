@@ -48,7 +48,7 @@ BACKWARDS, C1, SEPARATOR, HALF = "a\u202eb\u2066", "\x9b31m", "a\u2028b", "\ud80
         (b"\x1b", "b'\\x1b'"),
     ],
 )
-def test_what_a_client_says_is_one_printable_line(said: object, shown: str) -> None:
+def test_a_clients_text_is_one_printable_line(said: object, shown: str) -> None:
     assert printable(said) == shown
 
 
@@ -63,12 +63,12 @@ def test_a_line_is_short_and_steers_no_terminal(said: object, longest: int) -> N
 @pytest.mark.parametrize(
     "said", ["ab" * 15_000_000, [0] * 1_000_000, 10**6000, b"x" * 10**7], ids=len_of
 )
-def test_megabytes_make_a_short_line(said: object) -> None:
+def test_megabytes_of_text_become_a_short_line(said: object) -> None:
     assert len(printable(said)) <= 300
     assert len(quoted(said)) <= 62
 
 
-def test_what_is_left_out_is_marked() -> None:
+def test_omitted_text_is_marked() -> None:
     assert printable("abcdef", 4) == "abc…"
     assert printable("abcd", 4) == "abcd"
 
@@ -78,7 +78,7 @@ def test_a_text_is_quoted_and_a_number_is_not() -> None:
 
 
 @pytest.mark.parametrize("value", [0, 1, -3.5, LARGEST, -LARGEST, math.inf])
-def test_numbers_that_a_client_may_state(value: float) -> None:
+def test_valid_numbers_are_accepted(value: float) -> None:
     assert number_of("loss", value) == value
 
 
@@ -89,12 +89,12 @@ def test_numbers_that_a_client_may_state(value: float) -> None:
         type(value).__name__ + str(value)[:9] if not isinstance(value, int) else "whole"
     ),
 )
-def test_numbers_that_no_client_may_state(value: object) -> None:
+def test_invalid_numbers_are_refused(value: object) -> None:
     with pytest.raises(InvalidReplyError, match="'loss'"):
         number_of("loss", value)
 
 
-def test_not_a_number_is_let_through() -> None:
+def test_nan_is_accepted() -> None:
     assert math.isnan(number_of("loss", math.nan))
 
 
@@ -107,26 +107,26 @@ def test_not_a_number_is_let_through() -> None:
         ({"loss": 1e300}, "too large"),
     ],
 )
-def test_metrics_that_are_refused(record: dict[str, float], why: str) -> None:
+def test_invalid_metrics_are_refused(record: dict[str, float], why: str) -> None:
     with pytest.raises(InvalidReplyError, match=why):
         metrics_of(record)
 
 
-def test_lists_are_no_metrics() -> None:
+def test_lists_are_refused_as_metrics() -> None:
     assert metrics_of({"loss": 1, "shares": [1.0]}) == {"loss": 1.0}
 
 
 @pytest.mark.parametrize("stated", ["", "a" * 129, "a\x1b", "a\n", b"a", None, 1.5, ["a"]])
-def test_what_is_no_name(stated: object) -> None:
+def test_invalid_names_of_metrics_are_refused(stated: object) -> None:
     assert name_of(stated) is None
 
 
-def test_what_is_a_name() -> None:
+def test_valid_names_of_metrics_are_accepted() -> None:
     assert name_of("gerät-7") == "gerät-7"
     assert name_of(7) == "7"
 
 
-def test_units() -> None:
+def test_units_are_checked() -> None:
     assert unit_of(None) is None
     assert unit_of("µg/m³") == "µg/m³"
     for stated in ("m" * 33, "m\x1b[31m", 3, b"m"):

@@ -15,7 +15,7 @@ def model(*values: float, version: int = 0) -> Model:
     return Model(np.array(values, np.float32), version)
 
 
-def test_mixing_by_hand() -> None:
+def test_mixing_matches_numbers_computed_by_hand() -> None:
     one = model(1.0, 2.0, version=4)
     # 0.75 · (1, 2) + 0.25 · (5, −2).
     one.mix(np.array([5.0, -2.0], np.float32), 0.25)
@@ -39,21 +39,21 @@ def test_a_model_larger_than_a_block_is_mixed_whole() -> None:
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
-def test_nothing_and_all_are_shares(alpha: float) -> None:
+def test_zero_and_one_are_valid_shares(alpha: float) -> None:
     one = model(1.0)
     one.mix(np.array([3.0], np.float32), alpha)
     assert one.vector.tolist() == [1.0 + 2.0 * alpha]
 
 
 @pytest.mark.parametrize("alpha", [-0.01, 1.26, np.nan])
-def test_what_is_no_share_is_refused(alpha: float) -> None:
+def test_numbers_outside_of_zero_to_one_are_no_shares(alpha: float) -> None:
     one = model(1.0)
     with pytest.raises(ValueError, match="must be between 0 and 1, got"):
         one.mix(np.array([3.0], np.float32), alpha)
     assert (one.vector.tolist(), one.version) == ([1.0], 0)
 
 
-def test_other_changes_by_hand() -> None:
+def test_other_changes_match_numbers_computed_by_hand() -> None:
     one = model(1.0, 2.0)
     one.move(np.array([0.5, -1.0], np.float32))
     assert (one.vector.tolist(), one.version) == ([1.5, 1.0], 1)
@@ -115,7 +115,7 @@ def test_nobody_can_set_the_version_or_the_vector() -> None:
     assert one.version == 0
 
 
-def test_whatever_it_is_made_from_it_holds_float32() -> None:
+def test_a_model_holds_float32_whatever_its_source() -> None:
     one = Model(np.arange(6).reshape(2, 3).T[0])
     assert one.vector.dtype == np.float32
     one.mix(np.float32([2, 1]), 0.5)

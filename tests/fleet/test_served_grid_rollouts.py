@@ -249,7 +249,7 @@ def test_a_worse_version_is_held_and_an_operator_goes_back(
         assert run.in_use() == target
         # The answer to the test that was under way has changed nothing.
         reasons = [event.reason for event in run.decided if event.outcome == "held"]
-        assert "an operator has gone back to another" in reasons
+        assert "an operator has rolled back to another" in reasons
         with pytest.raises(UserError, match=r"Version 999 of cluster 0 is not kept; there are \d"):
             run.do(lambda: run.rollouts.rollback(0, 999))
         with pytest.raises(UserError, match="There is no cluster 5: there are 0"):
@@ -287,10 +287,10 @@ def test_trouble_ends_nothing_and_another_process_goes_on(
     with running(tmp_path) as run:
         devices = Devices(run.server, tmp_path)
         devices.behave("is broken")
-        until(lambda: "Versions cannot be kept: " in caplog.text, caplog)
+        until(lambda: "Versions cannot be stored: " in caplog.text, caplog)
         seen = run.updates()
         until(lambda: run.updates() > seen + 12, caplog)
-        assert caplog.text.count("Versions cannot be kept: ") == 1
+        assert caplog.text.count("Versions cannot be stored: ") == 1
         blocked.unlink()
         until(lambda: "could not use it" in caplog.text, caplog)
         assert run.in_use() == 0

@@ -157,7 +157,7 @@ def trained(loss: float = 1.0, **options: float) -> Bench:
     return bench
 
 
-def test_a_client_trains_first_and_then_looks_at_once_and_at_its_times() -> None:
+def test_a_client_trains_first_and_then_measures_at_once_and_at_its_times() -> None:
     bench = trained()
     assert not evaluate(bench, 1.0, 0.5, 1.5)
     assert bench.policy.state.known == {"c0": 1.0}
@@ -188,7 +188,7 @@ def test_a_loss_that_rises_slowly_is_compared_with_the_lowest() -> None:
     assert evaluate(bench, 23.0, 1.125)
 
 
-def test_data_that_have_moved_on_before_the_first_look_are_compared_with_the_training() -> None:
+def test_data_that_changed_before_the_first_measurement_are_compared_with_the_training() -> None:
     assert evaluate(trained(loss=1.0), 1.0, 1.5, step=1)
     assert not evaluate(trained(loss=1.0), 1.0, 1.5, step=0)
     assert not evaluate(trained(loss=1.4), 1.0, 1.5, step=1)
@@ -202,7 +202,7 @@ def test_data_that_have_moved_on_before_the_first_look_are_compared_with_the_tra
     "numbers",
     [{}, {LOSSES: np.ones((2, 3))}, {LOSSES: np.ones(3)}, {LOSSES: np.ones((1, 0))}],
 )
-def test_what_is_no_loss_of_the_model_is_refused_and_looked_for_again(
+def test_an_invalid_loss_is_refused_and_requested_again(
     numbers: dict[str, np.ndarray],
 ) -> None:
     bench = trained()
@@ -216,7 +216,7 @@ def test_what_is_no_loss_of_the_model_is_refused_and_looked_for_again(
     assert bench.work(2.0, kind=LOSSES) == ["c0"]
 
 
-def test_the_answer_to_other_work_is_none_of_the_policys() -> None:
+def test_the_scheduler_ignores_answers_to_other_work() -> None:
     bench = trained()
     other = InFlight(99, "c0", 0, 0, 0, 1.0, 0, kind=LOSSES)
     losses = {LOSSES: np.full((1, 2), 9.0)}
@@ -226,7 +226,7 @@ def test_the_answer_to_other_work_is_none_of_the_policys() -> None:
     assert bench.policy.state.known == {}
 
 
-def test_on_virtual_time_clients_train_only_once_their_data_have_moved() -> None:
+def test_on_virtual_time_clients_train_only_after_their_data_have_changed() -> None:
     # Data move at 25 s and 45 s; only the second time does the loss rise by more than a tenth.
     strategy = Asks(asking("loss", 10.0))
     seen: list[events.Event] = []
@@ -252,7 +252,7 @@ def test_on_virtual_time_clients_train_only_once_their_data_have_moved() -> None
 # Who hurries.
 
 
-def test_a_client_that_asks_too_soon_waits_which_is_said_once_and_counted(
+def test_a_client_that_asks_too_soon_waits_and_is_logged_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("raceme"), "propagate", True)
@@ -271,8 +271,8 @@ def test_a_client_that_asks_too_soon_waits_which_is_said_once_and_counted(
     assert policy.state.early == {"c0": 3}
     # A record may be handled twice, by handlers that other tests have left.
     assert [r.getMessage() for r in dict.fromkeys(caplog.records)] == [
-        "c0 wants to upload sooner than 5 s after its last upload: it has to wait "
-        "(least-seconds; this is said once)"
+        "c0 would upload less than 5 s after its last upload: it has to wait "
+        "(least-seconds; logged once per client)"
     ]
 
 
@@ -286,7 +286,7 @@ def test_a_patient_client_does_not_wait() -> None:
     assert bench.policy.state.early == {}
 
 
-def test_looks_are_no_uploads_but_training_waits() -> None:
+def test_measurements_are_no_uploads_but_training_waits() -> None:
     bench = trained(least_seconds=20.0)
     evaluate(bench, 1.0, 1.0)
     assert evaluate(bench, 3.0, 2.0)
@@ -315,7 +315,7 @@ def test_a_device_that_comes_back_too_soon_is_refused_and_invited_later() -> Non
     bench.work(0.0)
     assert bench.answer("c0", 1.0) == ["c0"]
     assert bench.work(1.0) == ["c0"]
-    too_soon = r"it came 2\.5 s after its last upload: at least 5 s must lie between two"
+    too_soon = r"it came 2\.5 s after its last upload: two uploads must be at least 5 s apart"
     with pytest.raises(InvalidReplyError, match=too_soon):
         bench.answer("c0", 3.5)
     bench.idle.add("c0")

@@ -132,8 +132,8 @@ def test_rejections_of_less_than_half_of_the_clients_do_not_count_as_a_useless_r
     progress = method.progress
     progress.fleet.clients.update(dict.fromkeys(("a", "b", "c"), None))  # type: ignore[arg-type]
     progress.rejected_in_a_row = {"a": 10_000}
-    assert not progress.uselessness()
+    assert not progress.reason_of_uselessness()
     progress.rejected_in_a_row = {"a": 10_000, "b": 20}
-    assert progress.uselessness().startswith("the last 10020 replies were unusable")
+    assert progress.reason_of_uselessness().startswith("the last 10020 replies were unusable")
     progress.rejected_in_a_row = {"a": 40, "b": 40}
-    assert not progress.uselessness()
+    assert not progress.reason_of_uselessness()

@@ -11,7 +11,7 @@ from raceme.core.clusters import Model
 from raceme.core.evaluation import Packer
 from raceme.core.messages import ModelSpec
 from raceme.core.state import from_tree, to_tree
-from raceme.flower.messages import Shelf, SpillFile, array, spill_arrays
+from raceme.flower.messages import SpillFile, VectorStore, array, spill_arrays
 from raceme.strategies.panicle.strategy import PanicleState
 
 SPEC = ModelSpec(("a", "b"), ((3,), (2, 2)), ("float32", "float32"))
@@ -44,24 +44,24 @@ def test_arrays_that_are_gone_leave_room_for_others() -> None:
     assert (spill.in_memory, spill.in_file) == (9, 0)
 
 
-def test_a_shelf_gives_back_what_it_was_given_from_memory_and_from_the_file() -> None:
-    shelf = Shelf(budget=2 * 28)
+def test_a_vector_store_returns_its_vectors_from_memory_and_from_the_file() -> None:
+    store = VectorStore(budget=2 * 28)
     for number in range(5):
-        shelf[str(number)] = vector(number)
-    assert shelf._spill.in_memory == 56
-    assert shelf._spill.in_file == 84
-    assert all(np.array_equal(shelf[str(number)], vector(number)) for number in range(5))
-    shelf["0"] = vector(9)
-    del shelf["4"]
-    assert np.array_equal(shelf.pop("0"), vector(9))
-    assert shelf.pop("0", None) is None
-    assert (shelf._spill.in_memory, shelf._spill.in_file) == (28, 56)
+        store[str(number)] = vector(number)
+    assert store._spill.in_memory == 56
+    assert store._spill.in_file == 84
+    assert all(np.array_equal(store[str(number)], vector(number)) for number in range(5))
+    store["0"] = vector(9)
+    del store["4"]
+    assert np.array_equal(store.pop("0"), vector(9))
+    assert store.pop("0", None) is None
+    assert (store._spill.in_memory, store._spill.in_file) == (28, 56)
 
 
 def test_latest_models_in_a_file_can_be_saved() -> None:
     for budget in (0, 10**6):
         state = PanicleState(vector(9))
-        state.latest = Shelf(budget=budget)
+        state.latest = VectorStore(budget=budget)
         for number in range(6):
             state.latest[str(number % 4)] = vector(number)
         restored = from_tree(PanicleState, to_tree(state))

@@ -26,7 +26,7 @@ def probe() -> tuple[Probe, int]:
     return ModelProbe(Network(module), ModelSpec.of(arrays), proxies), 2
 
 
-def test_the_losses_of_each_sample_under_each_model() -> None:
+def test_the_probe_returns_the_loss_of_each_sample_under_each_model() -> None:
     measure, size = probe()
     flat, steep = np.zeros(size, np.float32), np.array([math.log(3.0), 0.0], np.float32)
     # Scores of zero: log 2 each. Scores (log 3, 0) for x = 1: log(1 + 1/3); for x = 0 log 2 again.

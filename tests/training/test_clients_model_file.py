@@ -146,5 +146,5 @@ def test_a_path_that_cannot_be_is_refused_at_the_start(tmp_path: Path) -> None:
     assert checked_model_file(tmp_path / "model.pt") == str(tmp_path / "model.pt")
     with pytest.raises(UserError, match="is not a regular file"):
         checked_model_file(tmp_path)
-    with pytest.raises(UserError, match="its folder is missing or another user's"):
+    with pytest.raises(UserError, match="its folder is missing or belongs to another"):
         checked_model_file(tmp_path / "none" / "model.pt")

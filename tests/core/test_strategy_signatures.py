@@ -76,6 +76,6 @@ def test_mypy_finds_wrong_arguments_only(tmp_path: Path) -> None:
     assert wrong == ["3", "4", "5", "6"], made.stdout + made.stderr
 
 
-def test_parameters_that_are_no_dataclass_are_said() -> None:
+def test_parameters_must_be_a_dataclass() -> None:
     with pytest.raises(UserError, match=r"^Mine.parameters_type must be a @dataclass"):
         type("Mine", (Method,), {"parameters_type": type("MineParameters", (), {"alpha": 0.5})})

@@ -228,7 +228,7 @@ def test_a_request_to_stop_ends_a_round_at_once() -> None:
     assert seen[-1] == events.RunEnded(1.0, 0, "asked to stop", Ending.INTERRUPTED)
 
 
-def test_newcomers_take_part_from_the_next_round_on_and_leavers_no_more() -> None:
+def test_newcomers_take_part_from_the_next_round_on() -> None:
     seen: list[events.Event] = []
     late, early = Device(online=((1.5, 100.0),)), Device(online=((0.0, 3.5),))
     grid = grid_of(pulled_app(), [Device(), late, early])

@@ -128,7 +128,7 @@ def test_no_method_lets_an_invalid_reply_into_a_model(method: type[Method]) -> N
     assert all(not model.vector.any() for model in strategy.models.values())
 
 
-def test_a_client_rests_longer_after_every_reply_of_no_use() -> None:
+def test_a_client_backs_off_longer_after_each_invalid_reply() -> None:
     broken = pulled_app(change=lambda reply, index: fails(reply, index) if index else reply)
     seen = run(half(), grid_of(broken, devices(1.0, 1.0)), num_rounds=300)
     times = [r.time for r in of(events.UpdateRejected, seen)]
@@ -136,7 +136,7 @@ def test_a_client_rests_longer_after_every_reply_of_no_use() -> None:
     assert np.diff([0.0, *times]).tolist() == [1, 1, 2, 4, 8, 16, 32, 61, 61, 61]
 
 
-def test_a_valid_reply_ends_the_rests() -> None:
+def test_a_valid_reply_ends_the_back_off() -> None:
     attempts: Counter[int] = Counter()
 
     def change(reply: Message, index: int) -> Message:
@@ -167,7 +167,7 @@ def test_an_error_that_all_clients_raise_ends_a_simulation_and_is_its_reason() -
     assert seen[-1].reason.endswith("OSError: the disk is full")
 
 
-def test_a_fleet_of_which_nothing_is_valid_ends_the_run_and_says_why() -> None:
+def test_a_run_without_valid_replies_ends_and_names_the_reason() -> None:
     def fails_in_its_own_way(reply: Message, index: int) -> Message:
         raise OSError(f"disk {index} is full")
 
@@ -238,7 +238,7 @@ def on_grid(kind: type[VirtualGrid], strategy: Method, seconds: float) -> list[e
 
 
 @pytest.mark.parametrize(("kind", "whose"), [(Echoing, "c0"), (Intruded, "node 666")])
-def test_a_reply_that_nobody_waits_for_changes_nothing_and_is_counted(
+def test_an_unexpected_reply_changes_nothing_and_is_counted(
     kind: type[VirtualGrid], whose: str
 ) -> None:
     plain, disturbed = half(), half()

@@ -155,7 +155,7 @@ def test_a_server_that_is_not_the_one_meant_is_an_error_at_once() -> None:
     ]:
         with serving(certified) as address, pytest.raises(UserError) as refused:
             connect(address, AUTHORITY.pem())
-        assert "is not the SuperLink that it should be" in str(refused.value)
+        assert "is not the expected SuperLink" in str(refused.value)
         assert said in str(refused.value)
 
 

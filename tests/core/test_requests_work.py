@@ -126,7 +126,7 @@ def test_answers_of_every_kind_reach_the_method() -> None:
     assert update.phase == "train"
 
 
-def test_a_round_of_answers_is_a_round() -> None:
+def test_a_round_may_consist_of_answers() -> None:
     class InTurn(Asking):
         def scheduler(self) -> Scheduler:
             return InRounds()
@@ -181,7 +181,7 @@ def brings_no_metrics(reply: Message, index: int) -> Message:
         (brings_no_metrics, "missing records: 0 MetricRecords, not 1"),
     ],
 )
-def test_an_answer_to_something_else_is_refused_in_one_line(
+def test_an_answer_to_other_work_is_refused_in_one_line(
     spoil: Change, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     spoiled: list[Message] = []
@@ -208,7 +208,7 @@ def trained_for_losses(reply: Message, index: int) -> Message:
     return reply
 
 
-def test_a_model_that_answers_other_work_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_in_reply_to_other_work_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     grid = grid_of(pulled_app(change=trained_for_losses), devices(1.0))
     seen = run(FedAsync(), grid, max_time=1.5)
     assert [r.reason for r in of(events.UpdateRejected, seen)] == [
@@ -263,7 +263,7 @@ def test_racemes_own_clients_answer_every_kind() -> None:
 # Mistakes of a method.
 
 
-def test_work_for_a_client_that_is_away_is_a_mistake_of_the_method() -> None:
+def test_a_method_must_not_request_work_of_an_offline_client() -> None:
     class Confused(FedAsync):
         def request_for(self, client: str) -> Request:
             return Request("c1")
@@ -301,7 +301,7 @@ def test_a_method_must_say_what_becomes_of_updates() -> None:
         Method().run(grid_of(pulled_app(), devices(1.0)), MODEL, 1)
 
 
-def test_a_model_that_work_names_is_the_one_that_its_update_started_from() -> None:
+def test_an_update_starts_from_the_model_that_its_request_names() -> None:
     class Named(FedAsync):
         """Serves a mixture of two models, but lets clients train the second."""
 

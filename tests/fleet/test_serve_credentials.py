@@ -132,7 +132,7 @@ def test_a_registry_that_breaks_while_it_is_in_use_leaves_all_their_keys(
     caplog.clear()
     assert [list(registry().values()) for _ in range(3)] == [["kitchen"]] * 3
     (line,) = caplog.messages
-    assert "devices cannot be read: No such file or directory. The keys known so far" in line
+    assert "devices cannot be read: No such file or directory. The former keys stay" in line
     (folder / "away").rename(folder / "devices")
     assert registry() == before
 

@@ -152,23 +152,23 @@ def test_a_synchronous_update_does_not_wait_for_lost_clients() -> None:
     assert bench.work(2.0) == ["c0"]
 
 
-def test_a_budget_without_any_finished_update_is_hopeless(
+def test_a_window_too_short_for_any_update_ends_the_run(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     policy = InWindows(2.0, everybody)
     bench = Bench(policy, 2)
     for window in range(3):
-        assert policy.hopeless() == ""
+        assert policy.no_progress_reason() == ""
         bench.work(2.0 * window)
         bench.wake(2.0 * window + 2.0)
-    assert "no update fits into the budget of 2 s" in policy.hopeless()
+    assert "no update fits into the budget of 2 s" in policy.no_progress_reason()
     # The first window says so at once, as a run may have no third one.
     assert [record.args for record in caplog.records] == [(1, 2.0)]
     # One that is done makes up for all.
     bench.work(6.0)
     bench.answer("c0", 7.0)
     bench.wake(8.0)
-    assert policy.hopeless() == ""
+    assert policy.no_progress_reason() == ""
 
 
 def test_a_window_can_be_saved_and_continued() -> None:
@@ -206,7 +206,7 @@ def test_windows_on_virtual_time() -> None:
     assert grid.state_dict()["arrived"] == []
 
 
-def test_all_replies_at_the_end_of_a_window_are_in_time() -> None:
+def test_replies_at_the_very_end_of_a_window_count() -> None:
     # Both members answer at 5 and at 10 s, the end of the window.
     seen = run(Windowed(), [Device(5.0), Device(5.0)], updates=0, max_rounds=1)
     assert updates_of(seen) == [
