@@ -1,4 +1,4 @@
-"""Convert recordings of sensors, and text, to folders for ``--dataset npz-folder``.
+"""Convert data of published experiments to folders for ``--dataset npz-folder``.
 
 ``python benchmarks/convert_data.py harbox data/large_scale_HARBox data/harbox`` reads the files
 of the second argument and writes an .npz file per client, and ``dataset.toml``, into the third.
@@ -14,11 +14,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from scipy.io import loadmat
+from torch.nn.functional import interpolate
 
+from raceme.core.config import RunConfig
+from raceme.datasets.images import Mnist, Usps, images, read_tree
 from raceme.datasets.source import generator
 
 PERIOD = "period"
+UNCHANGED = "mean = 0.0\nstd = 1.0\n"
+"""Lines of ``dataset.toml`` for inputs that are used as they are."""
 
 _Array = NDArray[Any]
 
@@ -260,6 +267,67 @@ def shakespeare(root: Path, arguments: argparse.Namespace) -> Iterator[_Client]:
             yield arrays | {"num_classes": _one(len(codes))}
 
 
+# -----------------------------------------------------------------------------
+# Digits of different origin: Li and Zhu, "Towards Client Driven Federated Learning" (CDFL), mix the
+# digits of MNIST and USPS, of SVHN's house numbers, and of CCPD's number plates.
+# -----------------------------------------------------------------------------
+
+
+_GREY, _COLOUR = (1, 28, 28), (3, 32, 32)
+"""Shapes of the images: MNIST's, or the paper's if an origin has colours."""
+_COLOURED = {"svhn", "ccpd"}
+
+
+def by_origin(root: Path, arguments: argparse.Namespace) -> Iterator[_Client]:
+    """Yield clients of each origin, a true group; groups have equal numbers of clients.
+
+    A client has a random part of its group's samples; the origins of a group mix by size.
+    """
+    groups = _origins(arguments)
+    shape = _COLOUR if _is_coloured(arguments) else _GREY
+    rng = generator(arguments.seed, "digits-by-origin")
+    for group, parts in enumerate(_parts(arguments.clients, len(groups))):
+        sets = [_digits(name, root) for name in groups[group]]
+        x = np.concatenate([resized(images, shape) for images, _ in sets])
+        y = np.concatenate([labels for _, labels in sets])
+        for part in np.array_split(rng.permutation(len(y)), parts):
+            own = np.sort(part)
+            yield {"x": x[own], "y": y[own], "group": _one(group), "num_classes": _one(10)}
+
+
+def _origins(arguments: argparse.Namespace) -> list[list[str]]:
+    """Return the groups: separated by commas, the sets of a group joined by +."""
+    return [part.split("+") for part in arguments.origins.split(",")]
+
+
+def _is_coloured(arguments: argparse.Namespace) -> bool:
+    return any(name in _COLOURED for group in _origins(arguments) for name in group)
+
+
+def _digits(name: str, root: Path) -> tuple[_Array, _Array]:
+    """Return the images and the labels of an origin."""
+    if name == "svhn":
+        files = [loadmat(root / "SVHN" / f"{part}_32x32.mat") for part in ("train", "test")]
+        # (height, width, channels, samples); the digit 0 has the label 10.
+        x = np.concatenate([np.moveaxis(file["X"], (3, 2), (0, 1)) for file in files])
+        return x, np.concatenate([file["y"].ravel() for file in files]).astype(np.int64) % 10
+    if name == "ccpd":
+        tree = read_tree(root / "CCPD")
+        return images(tree, _COLOUR[1]), np.array([int(of) for of in tree.classes])[tree.labels]
+    known = {"mnist": Mnist, "usps": Usps}[name]
+    data = known().load(RunConfig(dataset=name, data_root=str(root)))
+    return np.asarray(data.x, np.uint8), data.y
+
+
+def resized(x: _Array, shape: tuple[int, ...]) -> _Array:
+    """Resize images bilinearly to a shape at least as large; copy grey to all channels."""
+    channels, side = shape[0], shape[1]
+    if x.shape[2] != side:
+        small = torch.from_numpy(np.asarray(x, np.float32))
+        x = interpolate(small, (side, side), mode="bilinear").round().to(torch.uint8).numpy()
+    return x if x.shape[1] == channels else np.repeat(x, channels, axis=1)
+
+
 def _parts(clients: int, groups: int) -> list[int]:
     """Return how many of the clients each group has: as equal as possible, the first ones more."""
     if clients < groups:
@@ -288,22 +356,23 @@ class Source(NamedTuple):
 
     clients_of: Callable[[Path, argparse.Namespace], Iterator[_Client]]
     clients: int
-    description: str = "normalise = false\n"
+    description: str = UNCHANGED
 
 
 def _described(model: str, target: float) -> str:
-    return f'model = "{model}"\nlr = 0.01\ntarget-accuracy = {target}\nnormalise = false\n'
+    return f'model = "{model}"\nlr = 0.01\ntarget-accuracy = {target}\n'
 
 
 SOURCES = {
-    "harbox": Source(harbox, 120, _described("mlp", 0.75)),
-    "imu": Source(imu, 7, _described("mlp", 0.8)),
+    "harbox": Source(harbox, 120, _described("mlp", 0.75) + UNCHANGED),
+    "imu": Source(imu, 7, _described("mlp", 0.8) + UNCHANGED),
     "uci-har": Source(uci_har, 30, ""),
-    "beijing-air": Source(air, 12, _described("mclr", 12.0)),
+    "beijing-air": Source(air, 12, _described("mclr", 12.0) + UNCHANGED),
     "hit-bearing": Source(bearings, 24),
     "gas-drift": Source(gas, 20),
     "shakespeare": Source(shakespeare, 100, "lr = 0.5\ntarget-accuracy = 0.4\n"),
     "fsdd": Source(spoken, 24, 'model = "cnn"\nlr = 0.05\n'),
+    "digits-by-origin": Source(by_origin, 40, _described("cnn", 0.95)),
 }
 
 
@@ -315,7 +384,8 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="folder for a file per client")
     parser.add_argument("--clients", type=int, help="number of clients, the dataset's by default")
     parser.add_argument("--test-fraction", type=float, default=0.2)
-    parser.add_argument("--seed", type=int, default=0, help="gas-drift: decides who has what")
+    parser.add_argument("--seed", type=int, default=0, help="decides which client has what")
+    parser.add_argument("--origins", default="mnist,usps", help="groups; + joins sets to one")
     parser.add_argument("--hours", type=int, default=24, help="beijing-air: hours of a window")
     parser.add_argument("--length", type=int, default=80, help="shakespeare: characters")
     parser.add_argument("--step", type=int, help="hours (3) or characters (80) between samples")
@@ -335,8 +405,12 @@ def convert(arguments: argparse.Namespace) -> None:
         count += 1
     if not count:
         raise SystemExit(f"{arguments.source} has no files of {arguments.dataset}.")
-    if source.description:
-        (arguments.out / "dataset.toml").write_text(source.description, encoding="utf-8")
+    text = source.description
+    if arguments.dataset == "digits-by-origin":
+        mean, std = (0.5, 0.25) if _is_coloured(arguments) else (Mnist.mean, Mnist.std)
+        text += f"mean = {mean}\nstd = {std}\n"
+    if text:
+        (arguments.out / "dataset.toml").write_text(text, encoding="utf-8")
     print(f"{count} clients in {arguments.out}")
 
 

@@ -27,11 +27,11 @@ FOLDERS = {
     "synthetic": "",
     "mnist": "",
     "fashion-mnist": "",
-    "digits-by-origin": "",
     "cifar10": "",
     "image-folder": "CIFAR10-images",
     "characters": "",
     "npz-folder": "omniglot_small_by_drawer",
+    "digits-by-origin": "digits-by-origin",
     "shakespeare": "shakespeare",
     "uci-har": "uci-har",
     "fsdd": "fsdd",
@@ -41,7 +41,7 @@ FOLDERS = {
 }
 """Where each dataset's files are below the folder of all.
 
-`convert_data.py` makes the folders of the last six.
+`convert_data.py` makes the folders of the last seven.
 """
 
 

@@ -718,7 +718,7 @@ DATASETS = Registry(
     _named(
         {
             "datasets.source": "Digits Synthetic",
-            "datasets.images": "Mnist FashionMnist Cifar10 ImageFolder Usps DigitsByOrigin",
+            "datasets.images": "Mnist FashionMnist Cifar10 ImageFolder Usps",
             "datasets.npz": "Npz NpzFolder",
             "datasets.given": "Table arrays=Given",
             "datasets.leaf": "Characters Femnist Leaf",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from logging import getLogger
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -493,11 +493,12 @@ class Description(Defaults):
 
     Attributes
     ----------
-    normalise : bool
-        Whether float inputs are standardised.
+    mean, std : float
+        What inputs are normalised by, bytes from 0 to 1; without `std`, by the training samples.
     """
 
-    normalise: bool = True
+    mean: float = 0.0
+    std: float | None = field(default=None, metadata={"above": 0})
 
     @classmethod
     def of(cls, folder: Path) -> Description:
@@ -518,6 +519,8 @@ class Description(Defaults):
         if (model := found.get("model")) is not None:
             # A folder of data does not name code.
             check_known(f"model in {path}", model, list(filter(MODELS.is_own, MODELS)))
+        if "mean" in found and "std" not in found:
+            raise UserError(f"{path} has mean alone: mean and std are given together.")
         return cls(**{keys[name].name: value for name, value in found.items()})
 
 
@@ -537,8 +540,12 @@ class NpzFolder(Source):
         folder, paths = self._files(config)
         names = tuple(path.stem for path in paths[: config.num_clients])
         dataset = replace(dataset, names=names)
-        is_kept = dataset.tokens or not Description.of(folder).normalise
-        return dataset if is_kept else standardised(dataset)
+        stated = Description.of(folder)
+        if dataset.tokens:
+            return dataset
+        if stated.std is None:
+            return standardised(dataset)
+        return replace(dataset, mean=stated.mean, std=stated.std)
 
     def defaults(self, config: RunConfig) -> Defaults:
         """Return the defaults in ``dataset.toml``, if the folder is known."""

@@ -506,22 +506,6 @@ def check_clients(config: RunConfig, count: int, there: str) -> None:
         raise UserError(f"Too many clients: {config.num_clients}, but {there}")
 
 
-def shared_out(config: RunConfig, count: int, what: str) -> list[Indices]:
-    """Divide the clients evenly, in order, among groups, at least one client each.
-
-    Raises
-    ------
-    UserError
-        There are more groups than clients.
-    """
-    if config.num_clients < count:
-        raise UserError(
-            f"{what}, each with at least one client: take at least {count} clients, got "
-            f"{config.num_clients}."
-        )
-    return np.array_split(np.arange(config.num_clients), count)
-
-
 def spans(sizes: Iterable[int]) -> list[Indices]:
     """Return consecutive ranges of positions with the given sizes."""
     return [np.arange(start, end) for start, end in pairwise(np.cumsum([0, *sizes]).tolist())]

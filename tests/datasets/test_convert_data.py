@@ -9,11 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
+from scipy.io import savemat
 
-from benchmarks.convert_data import convert, standardised_windows
+from benchmarks.convert_data import convert, resized, standardised_windows
 from raceme import datasets
 from raceme.core.config import RunConfig
 from raceme.core.training_settings import TrainingSettings
+from raceme.datasets.images import MNIST_FILES
 from raceme.datasets.source import ClientData, DataShape, Target
 from raceme.training import models
 from raceme.training.local import evaluate, train
@@ -27,7 +30,7 @@ MARCH, APRIL = 31 * 24, 30 * 24
 def converted(dataset: str, source: Path, out: Path, **given: object) -> RunConfig:
     """Convert files, and return a run on all clients."""
     defaults = {"clients": None, "test_fraction": 0.2, "seed": 0, "hours": 24, "step": 1}
-    defaults |= {"period": "season", "length": 80}
+    defaults |= {"period": "season", "length": 80, "origins": "mnist,usps"}
     convert(Namespace(dataset=dataset, source=source, out=out, **(defaults | given)))
     return datasets.with_defaults(RunConfig(dataset="npz-folder", data_root=str(out)))
 
@@ -239,6 +242,86 @@ def test_the_clients_of_a_speaker_have_its_recordings_in_turn(tmp_path: Path) ->
     # An uneven number gives the first speaker more clients.
     config = converted("fsdd", source, tmp_path / "three", clients=3)
     assert datasets.true_groups(config) == (0, 0, 1)
+
+
+# Digits of different origin.
+
+
+def write_idx(folder: Path, side: int, level: int, sizes: tuple[int, int]) -> None:
+    """Write digits whose pixels all have one level of grey."""
+    folder.mkdir(parents=True)
+    for (images, labels), size in zip((MNIST_FILES[:2], MNIST_FILES[2:]), sizes, strict=True):
+        x = np.full((size, side, side), level, np.uint8)
+        y = (np.arange(size) % 10).astype(np.uint8)
+        for name, values in ((images, x), (labels, y)):
+            head = bytes([0, 0, 8, values.ndim]) + np.array(values.shape, ">u4").tobytes()
+            (folder / name).write_bytes(head + values.tobytes())
+
+
+@pytest.fixture
+def digits(tmp_path: Path) -> Path:
+    write_idx(tmp_path / "MNIST" / "raw", 28, 100, (40, 20))
+    write_idx(tmp_path / "usps", 16, 200, (20, 10))
+    return tmp_path
+
+
+def test_each_origin_is_the_true_group_of_as_many_clients(digits: Path) -> None:
+    config = converted("digits-by-origin", digits, digits / "out", clients=4)
+    assert (config.model, config.lr, datasets.default_target(config)) == ("cnn", 0.01, 0.95)
+    assert datasets.data_shape(config).input_shape == (1, 28, 28)
+    assert datasets.true_groups(config) == (0, 0, 1, 1)
+    data = datasets.load(config)
+    assert data.users is not None
+    assert [len(own) for own in data.users] == [30, 30, 15, 15]
+    for client, level in enumerate((100, 100, 200, 200)):
+        assert (data.x[data.users[client]] == level).all()
+    assert (data.mean, data.std) == (0.1307, 0.3081)
+
+
+def test_a_mixture_of_origins(digits: Path) -> None:
+    config = converted("digits-by-origin", digits, digits / "out", clients=4)
+    keys = {"mixture-size-low": 20, "mixture-size-high": 20, "drift": "mixture"}
+    data = datasets.client_data(RunConfig.from_mapping({**config.to_mapping(), **keys}), 3)
+    dark = data.x_train[:, 0, 0, 0] > (150 / 255 - 0.1307) / 0.3081
+    assert data.mixture is not None
+    assert dark.mean() == pytest.approx(data.mixture[1])
+    assert 0.4 <= data.mixture[1] <= 0.9
+
+
+def test_small_digits_are_enlarged_bilinearly() -> None:
+    image = np.random.default_rng(0).integers(0, 256, (1, 1, 16, 16), np.uint8)
+    wanted = Image.fromarray(image[0, 0]).resize((28, 28), Image.Resampling.BILINEAR)
+    enlarged = resized(image, (1, 28, 28))[0, 0].astype(int)
+    assert np.abs(enlarged - np.asarray(wanted).astype(int)).max() <= 1
+    assert resized(image, (3, 32, 32)).shape == (1, 3, 32, 32)
+
+
+def test_colours_where_an_origin_has_them(digits: Path) -> None:
+    (digits / "SVHN").mkdir()
+    x = np.zeros((32, 32, 3, 10), np.uint8)
+    x[:, :, 1] = 50
+    for name in ("train_32x32.mat", "test_32x32.mat"):
+        savemat(digits / "SVHN" / name, {"X": x, "y": np.arange(1, 11)[:, None]})
+    for digit in (3, 8):
+        (digits / "CCPD" / str(digit)).mkdir(parents=True)
+        for number in range(4):
+            Image.new("RGB", (20, 30), (0, 0, 90)).save(digits / "CCPD" / f"{digit}/{number}.png")
+    given = {"clients": 3, "origins": "mnist+usps,svhn,ccpd"}
+    config = converted("digits-by-origin", digits, digits / "out", **given)
+    data = datasets.load(config)
+    assert data.users is not None
+    assert data.x.shape == (90 + 20 + 8, 3, 32, 32)
+    assert data.groups == (0, 1, 2)
+    assert (data.mean, data.std) == (0.5, 0.25)
+    # SVHN's digit 0 has the label 10.
+    assert np.bincount(data.y[data.users[1]]).tolist() == [2] * 10
+    assert sorted(data.y[data.users[2]].tolist()) == [3] * 4 + [8] * 4
+    at = [own[0] for own in data.users]
+    assert data.x[at[1], :, 4, 4].tolist() == [0, 50, 0]
+    assert data.x[at[2], :, 4, 4].tolist() == [0, 0, 90]
+
+
+# Text.
 
 
 def write_text(path: Path, said: dict[str, str]) -> Path:

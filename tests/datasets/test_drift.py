@@ -405,7 +405,7 @@ def test_a_task_without_a_test_sample_of_its_own_borrows_one(tmp_path: Path) -> 
         ("swap-all", {"clients": 1}, "needs at least 2 clients"),
         ("swap-part", {"partition": "iid"}, "there are no two such clients"),
         ("rotate", {"dataset": "synthetic"}, r"synthetic has inputs of shape \(60,\)"),
-        ("label-shift", {"label_shift": 10}, "leaves the labels of 10 classes as they are"),
+        ("label-shift", {"label_shift": 10}, "label-shift 10 does not change the labels of 10 classes"),
         ("mixture", {"partition": "iid"}, "these clients have no groups"),
         ("mixture", {"groups": "1"}, "these clients have only one"),
         ("mixture", {"mixture_main_low": 0.95}, "mixture-main-low 0.95 is above"),
@@ -820,7 +820,7 @@ def recorded(root: Path, **keys: object) -> RunConfig:
         period = np.repeat([0, 1, 2], [8, 4, 6])
         x = np.column_stack([5.0 * period, client * 100 + np.arange(18.0)])
         np.savez(root / f"client-{client}.npz", x=x, y=np.arange(18) % 2, period=period)
-    (root / "dataset.toml").write_text("normalise = false\n")
+    (root / "dataset.toml").write_text("mean = 0.0\nstd = 1.0\n")
     given = {"dataset": "npz-folder", "data-root": str(root), "drift": "in-order", **keys}
     return datasets.with_clients(RunConfig.from_mapping(given))
 

@@ -247,7 +247,7 @@ def test_inputs_are_used_as_they_are_where_the_description_says_so(tmp_path: Pat
     x = np.arange(6.0).reshape(6, 1)
     write(tmp_path, "1", x=x, heldout=np.arange(6) > 3)
     assert datasets.client_data(folder(tmp_path), 0).x_train.mean() == pytest.approx(0.0)
-    (tmp_path / "dataset.toml").write_text("normalise = false\n")
+    (tmp_path / "dataset.toml").write_text("mean = 0.0\nstd = 1.0\n")
     datasets.forget()
     assert datasets.client_data(folder(tmp_path), 0).x_train.ravel().tolist() == [0, 1, 2, 3]
 
@@ -256,6 +256,7 @@ def test_inputs_are_used_as_they_are_where_the_description_says_so(tmp_path: Pat
     ("text", "message"),
     [
         ("modle = 'mlp'", r"Unknown key of .*dataset.toml 'modle'. Did you mean 'model'"),
+        ("mean = 1.0", r"dataset.toml has mean alone: mean and std are given together"),
         ("lr = -1.0", r"lr in .*dataset.toml must be greater than 0, got -1"),
         ("model = 'os:system'", r"Unknown model in .*dataset.toml 'os:system'"),
         ("model", r"The description .*dataset.toml is not valid TOML"),
