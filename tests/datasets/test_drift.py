@@ -405,7 +405,11 @@ def test_a_task_without_a_test_sample_of_its_own_borrows_one(tmp_path: Path) -> 
         ("swap-all", {"clients": 1}, "needs at least 2 clients"),
         ("swap-part", {"partition": "iid"}, "there are no two such clients"),
         ("rotate", {"dataset": "synthetic"}, r"synthetic has inputs of shape \(60,\)"),
-        ("label-shift", {"label_shift": 10}, "label-shift 10 does not change the labels of 10 classes"),
+        (
+            "label-shift",
+            {"label_shift": 10},
+            "label-shift 10 does not change the labels of 10 classes",
+        ),
         ("mixture", {"partition": "iid"}, "these clients have no groups"),
         ("mixture", {"groups": "1"}, "these clients have only one"),
         ("mixture", {"mixture_main_low": 0.95}, "mixture-main-low 0.95 is above"),
