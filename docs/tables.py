@@ -1210,7 +1210,13 @@ def poisoning_late(docs: Path) -> Table:
 
 
 def attacked(
-    docs: Path, name: str, methods: Sequence[str], attacks: Mapping[str, str], ending: str = ""
+    docs: Path,
+    name: str,
+    methods: Sequence[str],
+    attacks: Mapping[str, str],
+    ending: str = "",
+    *,
+    has_worst: bool = True,
 ) -> Table:
     """Accuracy of honest clients under attacks, by method.
 
@@ -1220,23 +1226,32 @@ def attacked(
         Variants, to that in which the same clients are honest.
     ending : str
         What the names of all variants end with.
+    has_worst : bool
+        Whether runs without attack know which clients would have attacked.
     """
     of = Experiment.read(docs, name)
 
-    def found(variant: str, method: str) -> list[tuple[float, float]]:
-        runs = of.runs(f"{variant}{ending}/{method}")
-        return [(100 * run["honest_accuracy"], 100 * run["worst_honest_accuracy"]) for run in runs]
+    def figures(attack: str, method: str, *names: str) -> list[float]:
+        runs = of.runs(f"{attack}{ending}/{method.replace(' ', '-')}")
+        return [100 * next(run[name] for name in names if name in run) for run in runs]
+
+    def honest(attack: str, method: str) -> list[float]:
+        # Without an attack in the configuration all clients are honest.
+        return figures(attack, method, "honest_accuracy", "accuracy")
 
     def change(points: float) -> str:
         return f"{points:+.1f}".replace("-", "−").replace("−0.0", "0.0").replace("+0.0", "0.0")
 
     def cell(attack: str, method: str) -> str:
-        here, there = found(attack, method), found(attacks[attack], method)
-        mean = statistics.fmean(honest for honest, _ in here)
-        shown = f"{mean:.1f} ({statistics.fmean(worst for _, worst in here):.1f})"
+        shown = f"{statistics.fmean(honest(attack, method)):.1f}"
+        if attack == attacks[attack] and not has_worst:
+            return shown
+        worst = figures(attack, method, "worst_honest_accuracy")
+        shown += f" ({statistics.fmean(worst):.1f})"
         if attack == attacks[attack]:
             return shown
-        gains = [a - b for (a, _), (b, _) in zip(here, there, strict=True)]
+        pairs = zip(honest(attack, method), honest(attacks[attack], method), strict=True)
+        gains = [attacked - calm for attacked, calm in pairs]
         return f"{shown} {change(statistics.fmean(gains))}, {change(min(gains))}"
 
     rows = [[f"`{attack}`", *(cell(attack, method) for method in methods)] for attack in attacks]
@@ -1482,6 +1497,7 @@ TABLES: dict[str, Callable[[Path], Table]] = {
         name="informed-own",
         methods=(*(f"{method} trust own" for method in _INFORMED), "panicle trust"),
         attacks=dict.fromkeys(_KNOWN_ATTACKS.split(), "clean"),
+        has_worst=False,
     ),
     "fair": fair,
     "privacy": privacy,

@@ -428,12 +428,14 @@ def _keys(
         if registry is not None and not isinstance(value, bool | int | float):
             keys[name] = registry.name_of(value)
     if data is not None:
-        from raceme.datasets.given import Columns, keep
+        from raceme.datasets.given import ColumnRoles, keep
 
         if "dataset" in keys:
             raise UserError("data replaces a dataset: leave one of them out.")
-        named = {item.name: keys.pop(key_of(item.name), item.default) for item in fields(Columns)}
-        keys |= {"dataset": "arrays", "data-fingerprint": keep(data, Columns(**named))}
+        named = {
+            item.name: keys.pop(key_of(item.name), item.default) for item in fields(ColumnRoles)
+        }
+        keys |= {"dataset": "arrays", "data-fingerprint": keep(data, ColumnRoles(**named))}
     return keys
 
 

@@ -71,7 +71,7 @@ def test_hashes_tell_methods_apart_by_what_they_do(tmp_path: Path) -> None:
         assert fedavg[name] != fedprox[name]
 
 
-def test_a_case_that_does_not_exist_is_said(tmp_path: Path) -> None:
+def test_a_case_that_does_not_exist_is_reported(tmp_path: Path) -> None:
     done = script("write", tmp_path / "none.json", "--only", "fedavgg")
     assert done.returncode == 1
     assert done.stderr == "no case is called fedavgg\n"

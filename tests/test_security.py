@@ -16,7 +16,7 @@ TESTS = {
     "operator of the server": [
         "test_security.py::test_the_page_says_what_every_kind_of_work_reveals",
         "training/test_client_app_privacy.py::test_a_private_device_does_no_work_that_would_tell_more",
-        "fleet/test_tasks_trust.py::test_which_files_are_read_is_for_the_owner_to_say",
+        "fleet/test_tasks_trust.py::test_only_the_owner_decides_which_files_are_read",
     ],
     "SuperLink (Flower's)": [
         "core/test_messages_hostile.py::test_an_impossible_reply_is_reported_in_one_short_printable_line",
@@ -33,8 +33,8 @@ TESTS = {
         "test_client_work_that_a_server_names_is_imported_only_if_the_owner_named_it",
     ],
     "source of data files, checkpoints, configurations, suites": [
-        "test_received.py::test_who_looks_imports_nothing",
-        "test_received.py::test_who_needs_the_code_says_what_it_would_import",
+        "test_received.py::test_viewing_a_folder_imports_nothing",
+        "test_received.py::test_commands_that_need_the_code_name_it",
         "test_received.py::test_no_command_imports",
         "test_received.py::test_a_suite_needs_trust",
         "test_received.py::test_open_work_of_a_checkpoint_needs_trust",
@@ -57,7 +57,7 @@ def test_every_party_has_tests() -> None:
 
 
 @pytest.mark.parametrize("test", [test for tests in TESTS.values() for test in tests])
-def test_they_exist(test: str) -> None:
+def test_the_tests_of_each_party_exist(test: str) -> None:
     file, _, name = test.partition("::")
     tree = ast.parse((ROOT / "tests" / file).read_text(encoding="utf-8"))
     assert name in [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]

@@ -59,7 +59,7 @@ _FLEET_CHECK_SECONDS = 5.0
 """Interval of checks of the online nodes while replies arrive."""
 _GREETING_SECONDS = 60.0
 """Time within which a new node is expected to answer its greeting."""
-_REST_SECONDS = (0.0, 1.0, 3.0, 7.0, 15.0, 31.0, 60.0)
+_BACK_OFF_SECONDS = (0.0, 1.0, 3.0, 7.0, 15.0, 31.0, 60.0)
 """Back-off of a client after 1, 2, … consecutive failures."""
 
 
@@ -323,10 +323,12 @@ class Loop:
         new data at any time.
         """
         fleet, grid, steps = self._fleet, self._grid, self._steps
-        rests = self._method.scheduling.is_quiescent
+        is_quiescent = self._method.scheduling.is_quiescent
         # Called after every update, but cheap: for most schedulers the first client is not
         # quiescent.
-        if not all(rests(client, steps.current(client)) for client in fleet.by_node.values()):
+        if not all(
+            is_quiescent(client, steps.current(client)) for client in fleet.by_node.values()
+        ):
             return False
         if not fleet.by_node or not isinstance(grid, Foreseeing) or steps.next_time() < math.inf:
             return False
@@ -336,7 +338,9 @@ class Loop:
         ahead = grid.arrivals_ahead()
         # Any offline client may return.
         away = [name for name, client in fleet.clients.items() if ahead and client.node_id is None]
-        return all(ahead.values()) and all(rests(client, steps.current(client)) for client in away)
+        return all(ahead.values()) and all(
+            is_quiescent(client, steps.current(client)) for client in away
+        )
 
     def _evaluation_is_due(self) -> bool:
         progress = self._progress
@@ -377,10 +381,10 @@ class Loop:
 
     def _wake(self) -> bool:
         """Let the scheduler act on due events; return whether there were any."""
-        now, dispatch = self.now(), self._method.scheduling
-        if dispatch.wake_at() > now:
+        now, scheduling = self.now(), self._method.scheduling
+        if scheduling.wake_at() > now:
             return False
-        late, released = dispatch.wake(now)
+        late, released = scheduling.wake(now)
         self._apply(released)
         self._give_up(late)
         return True
@@ -391,13 +395,13 @@ class Loop:
         late = [message_id for message_id, task in open_tasks if task.number in numbers]
         self._clock.forget(late)
         for message_id in late:
-            task, dispatch = self._progress.in_flight.pop(message_id), self._method.scheduling
-            self._refuse(task, dispatch.timeout_reason, rests=dispatch.backs_off_when_late)
+            task, scheduling = self._progress.in_flight.pop(message_id), self._method.scheduling
+            self._refuse(task, scheduling.timeout_reason, backs_off=scheduling.backs_off_when_late)
         held = self._progress.held.items()
         for client in [name for name, task in held if task.number in numbers]:
             # Its update arrived in time and is held.
             self._refuse(
-                self._stop_holding(client), self._method.scheduling.timeout_reason, rests=False
+                self._stop_holding(client), self._method.scheduling.timeout_reason, backs_off=False
             )
 
     def _open_message_ids(self) -> Collection[str]:
@@ -533,14 +537,14 @@ class Loop:
         if places is not None and places <= 0:
             return
         rng, greeting = self._method.rng, self._greeting_is_open()
-        moment = SelectionContext(self.now(), self._fleet, self._idle, rng, greeting, places)
-        wanted = list(self._method.requests(moment))
+        context = SelectionContext(self.now(), self._fleet, self._idle, rng, greeting, places)
+        wanted = list(self._method.requests(context))
         progress = self._progress
         is_alone = not progress.in_flight and not progress.further
         if not wanted and is_alone and self._idle.holds is not None:
             # Features withhold work from clients only while others work; none does.
             holds, self._idle.holds = self._idle.holds, None
-            wanted = list(self._method.requests(moment))
+            wanted = list(self._method.requests(context))
             self._idle.holds = holds
         if places is not None and len(wanted) > places:
             order = rng.permutation(len(wanted))[:places]
@@ -868,7 +872,7 @@ class Loop:
         return update if counted == update.num_examples else replace(update, num_examples=counted)
 
     def _refuse(
-        self, task: InFlight, reason: str, rests: bool = True, is_away: bool = False
+        self, task: InFlight, reason: str, backs_off: bool = True, is_away: bool = False
     ) -> None:
         """Count and report an unusable reply; its client backs off longer each time."""
         self._method.close_task(task)
@@ -880,9 +884,11 @@ class Loop:
         extra = about(task.client, cluster=task.cluster, request=task.number)
         log.warning("The %s of %s was rejected: %s", task.reply, task.client, reason, extra=extra)
         self._observe(events.UpdateRejected(now, task.client, reason, task.sent_at))
-        if is_away or rests:
-            client.ready_at = now + _REST_SECONDS[min(client.failures, len(_REST_SECONDS) - 1)]
-        if rests and not is_away:
+        if is_away or backs_off:
+            client.ready_at = (
+                now + _BACK_OFF_SECONDS[min(client.failures, len(_BACK_OFF_SECONDS) - 1)]
+            )
+        if backs_off and not is_away:
             client.failures += 1
         self._mark_idle(task.client)
         self._apply(self._method.scheduling.lost(task, now))

@@ -195,14 +195,14 @@ class OnRequest(Scheduler):
 
     # Selection.
 
-    def choose(self, moment: SelectionContext) -> Sequence[Client]:
+    def choose(self, context: SelectionContext) -> Sequence[Client]:
         """Return the idle clients with a due request."""
         due, chosen = self.state.due, []
-        for client in moment.idle.ready(moment.now):
+        for client in context.idle.ready(context.now):
             name = client.client_id
             if name not in due:
-                due[name] = self._earliest_request(name, self._next_request_time(client, moment))
-            if due[name] <= moment.now:
+                due[name] = self._earliest_request(name, self._next_request_time(client, context))
+            if due[name] <= context.now:
                 chosen.append(client)
         return chosen
 
@@ -279,18 +279,18 @@ class OnRequest(Scheduler):
 
     # Times of requests.
 
-    def _next_request_time(self, client: Client, moment: SelectionContext) -> float:
+    def _next_request_time(self, client: Client, context: SelectionContext) -> float:
         """Return the time of an idle client's next request."""
-        name, now, state = client.client_id, moment.now, self.state
+        name, now, state = client.client_id, context.now, self.state
         if self._next_request is not None:
-            return self._next_request(client, now, moment.rng)
+            return self._next_request(client, now, context.rng)
         if self._mode == POISSON:
-            return now + float(moment.rng.exponential(self._parameters.request_seconds))
+            return now + float(context.rng.exponential(self._parameters.request_seconds))
         # With mode ``loss``, only repeated evaluations wait.
         at_once = name not in state.known or name in state.risen
         if self._mode == DEVICE or (self._mode == LOSS and at_once):
             return now
-        return self._next_periodic_time(name, now, moment.rng)
+        return self._next_periodic_time(name, now, context.rng)
 
     def _next_periodic_time(self, client: str, now: float, rng: np.random.Generator) -> float:
         """Return the next of a client's periodic times."""
@@ -464,32 +464,32 @@ class InWindows(Scheduler):
 
     # Selection.
 
-    def choose(self, moment: SelectionContext) -> Sequence[Client]:
+    def choose(self, context: SelectionContext) -> Sequence[Client]:
         """Return the members that train next; open a window if none is open."""
         state = self.state
-        if moment.now >= state.ends_at and not moment.greeting:
-            online = moment.fleet.online()
+        if context.now >= state.ends_at and not context.greeting:
+            online = context.fleet.online()
             if online:
-                chosen = self._members(online, moment.rng)
+                chosen = self._members(online, context.rng)
                 number, fruitless = state.number + 1, state.fruitless
                 self.state = state = WindowState(
                     number,
-                    moment.now + self._budget,
+                    context.now + self._budget,
                     {client.client_id: True for client in chosen},
                     fruitless=fruitless,
                 )
-        ready = [c for c in moment.idle.ready(moment.now) if c.client_id in state.members]
+        ready = [c for c in context.idle.ready(context.now) if c.client_id in state.members]
         together: dict[int, list[Client]] = {}
         alone = []
         for client in ready:
             group = self._group_of(client.client_id)
             if group is None or not (self._gathers(group) or self._is_under_way(group)):
-                self._end_wait(client.client_id, moment.now)
+                self._end_wait(client.client_id, context.now)
                 alone.append(client)
             else:
-                state.waiting.setdefault(client.client_id, moment.now)
+                state.waiting.setdefault(client.client_id, context.now)
                 together.setdefault(group, []).append(client)
-        return [*alone, *self._complete_groups(together, moment.now)]
+        return [*alone, *self._complete_groups(together, context.now)]
 
     def _complete_groups(self, together: dict[int, list[Client]], now: float) -> list[Client]:
         """Return the members of the groups whose members are all idle."""

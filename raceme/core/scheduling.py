@@ -218,10 +218,10 @@ class Scheduler(ABC):
         return False
 
     @abstractmethod
-    def choose(self, moment: SelectionContext) -> Sequence[Client]:
+    def choose(self, context: SelectionContext) -> Sequence[Client]:
         """Return the idle clients to give work to."""
 
-    def queries(self, moment: SelectionContext) -> Sequence[Request] | None:
+    def queries(self, context: SelectionContext) -> Sequence[Request] | None:
         """Return the queries before work; None if work may begin."""
         return None
 
@@ -291,11 +291,11 @@ class EveryIdle(Scheduler):
     def __init__(self) -> None:
         self.state = NoState()
 
-    def choose(self, moment: SelectionContext) -> Sequence[Client]:
+    def choose(self, context: SelectionContext) -> Sequence[Client]:
         """Return all idle clients, up to the number of places."""
-        if moment.places is None:
-            return moment.idle.ready(moment.now)
-        return moment.idle.draw(moment.now, moment.places, moment.rng)
+        if context.places is None:
+            return context.idle.ready(context.now)
+        return context.idle.draw(context.now, context.places, context.rng)
 
 
 MetricsFn = Callable[[list[RecordDict], str], MetricRecord]
@@ -475,7 +475,7 @@ class InRounds(Scheduler):
         returns: Callable[[str], bool] = lambda client: False,
         sampling: str = RANDOM,
         models: Callable[[str], Iterable[int]] | None = None,
-        queries: Callable[[SelectionContext], Sequence[Request] | None] = lambda moment: None,
+        queries: Callable[[SelectionContext], Sequence[Request] | None] = lambda context: None,
     ) -> None:
         self._fraction, self._sampling = fraction, sampling
         self._participants = participants or self._share
@@ -483,9 +483,9 @@ class InRounds(Scheduler):
         self._models, self._queries = models, queries
         self.state = RoundState()
 
-    def queries(self, moment: SelectionContext) -> Sequence[Request] | None:
+    def queries(self, context: SelectionContext) -> Sequence[Request] | None:
         """Return the queries before the next round; None if it may begin."""
-        return self._queries(moment)
+        return self._queries(context)
 
     @property
     def rounds(self) -> int:
@@ -511,7 +511,7 @@ class InRounds(Scheduler):
 
     def ask_first(
         self,
-        moment: SelectionContext,
+        context: SelectionContext,
         wanted: Callable[[str], bool] = lambda client: True,
         every: int = 1,
         patience: float = _ASKING_SECONDS,
@@ -522,7 +522,7 @@ class InRounds(Scheduler):
 
         Parameters
         ----------
-        moment : SelectionContext
+        context : SelectionContext
             The loop's selection context.
         wanted : Callable
             Whether to query a client, given by its id; by default all idle ones.
@@ -532,38 +532,38 @@ class InRounds(Scheduler):
             Time limit for answers in seconds.
         """
         state = self.state
-        if state.running or moment.greeting:
+        if state.running or context.greeting:
             return None
         if not state.asking.is_open and state.asking.is_due(state.number, every):
-            if any(wanted(client) for client in moment.busy()) and state.asking.holds(
-                moment.now, patience
+            if any(wanted(client) for client in context.busy()) and state.asking.holds(
+                context.now, patience
             ):
                 return []
-            ready = [client.client_id for client in moment.idle.ready(moment.now)]
-            state.asking.begin(filter(wanted, ready), state.number, moment.now + patience)
+            ready = [client.client_id for client in context.idle.ready(context.now)]
+            state.asking.begin(filter(wanted, ready), state.number, context.now + patience)
         if not state.asking.is_open:
             return None
-        return [client for client in state.asking.unasked if client in moment.idle]
+        return [client for client in state.asking.unasked if client in context.idle]
 
-    def choose(self, moment: SelectionContext) -> Sequence[Client]:
+    def choose(self, context: SelectionContext) -> Sequence[Client]:
         """Begin a round if necessary; return the participants to send work to."""
         state = self.state
         if not state.running:
-            self._begin(moment)
+            self._begin(context)
         chosen = [
-            moment.fleet.clients[client]
+            context.fleet.clients[client]
             for client in state.unsent
-            if client in moment.idle and moment.fleet.clients[client].ready_at <= moment.now
+            if client in context.idle and context.fleet.clients[client].ready_at <= context.now
         ]
         return chosen
 
-    def _begin(self, moment: SelectionContext) -> None:
+    def _begin(self, context: SelectionContext) -> None:
         """Choose participants among the online clients without a back-off that are not held."""
-        if moment.greeting:
+        if context.greeting:
             return
         state = self.state
-        rested = (c for c in moment.fleet.online() if c.ready_at <= moment.now)
-        online = moment.idle.not_held(rested)
+        rested = (c for c in context.fleet.online() if c.ready_at <= context.now)
+        online = context.idle.not_held(rested)
         # Without other clients, no client is delayed.
         late = {c for c, number in state.backs_off_until.items() if number > state.number + 1}
         online = [c for c in online if c.client_id not in late] or online
@@ -572,7 +572,7 @@ class InRounds(Scheduler):
         state.number += 1
         state.running = True
         state.begun = {}
-        chosen = self._participants(online, moment.rng)
+        chosen = self._participants(online, context.rng)
         state.unsent = {client.client_id: True for client in chosen}
 
     def settings(self, work: Request) -> Mapping[str, Value]:

@@ -507,12 +507,12 @@ class Method(Strategy):
         likeness = getattr(self.state, "likeness", None)
         return None if likeness is None else likeness()
 
-    def requests(self, moment: SelectionContext) -> Iterable[Request]:
+    def requests(self, context: SelectionContext) -> Iterable[Request]:
         """Return the current requests to clients: queries before a round, or work."""
-        asked = self.scheduling.queries(moment)
+        asked = self.scheduling.queries(context)
         if asked is not None:
             return asked
-        requests = [self.request_for(one.client_id) for one in self.scheduling.choose(moment)]
+        requests = [self.request_for(one.client_id) for one in self.scheduling.choose(context)]
         for request in requests:
             if not isinstance(request, Request):
                 raise UserError(

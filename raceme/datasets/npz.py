@@ -371,9 +371,8 @@ def checked_part(path: Path, arrays: Mapping[str, NDArray[np.generic]]) -> Part:
     is_stated = "num_classes" in arrays or bool(labels)
     largest = -1.0 if y.dtype.kind == "U" else float(y.max())
     num_classes = max(len(labels), num_classes_of(path, arrays, largest, quantity))
-    group, periods = _group(path, arrays), arrays.get(PERIOD)
-    if periods is not None:
-        periods = checked_labels(path, PERIOD, periods, len(y))
+    group, stated = _group(path, arrays), arrays.get(PERIOD)
+    periods = None if stated is None else checked_labels(path, PERIOD, stated, len(y))
     return Part(
         np.concatenate(x), y, test, num_classes, quantity, group, is_stated, labels, periods
     )

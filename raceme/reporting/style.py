@@ -421,7 +421,7 @@ class ChangePoint:
         """Label of its mark."""
         low, high = self.steps
         step = f"step{'' if low == high else 's'} {self.step}"
-        return step if self.clients is None else f"{self.whose}: {step}"
+        return step if self.clients is None else f"{self.affected_clients}: {step}"
 
 
 def change_points(changes: Sequence[DataChanged]) -> list[ChangePoint]:

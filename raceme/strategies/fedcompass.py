@@ -117,15 +117,15 @@ class ByArrival(Scheduler):
 
     # Selection.
 
-    def choose(self, moment: SelectionContext) -> Sequence[Client]:
+    def choose(self, context: SelectionContext) -> Sequence[Client]:
         """Return the idle clients not waiting in a group, the fastest first."""
         state = self.state
-        ready = [c for c in moment.idle.ready(moment.now) if c.client_id not in state.home]
-        if moment.places is not None:
-            ready = list(sample(ready, moment.places, moment.rng))
+        ready = [c for c in context.idle.ready(context.now) if c.client_id not in state.home]
+        if context.places is not None:
+            ready = list(sample(ready, context.places, context.rng))
         ready.sort(key=lambda client: state.seconds.get(client.client_id, math.inf))
         for client in ready:
-            self._assign(client.client_id, moment.now)
+            self._assign(client.client_id, context.now)
         return ready
 
     def _assign(self, client: str, now: float) -> None:

@@ -700,12 +700,12 @@ class FedDrift(FollowsConcepts):
 
     # Before a round: scores.
 
-    def _queries(self, moment: SelectionContext) -> Sequence[Request] | None:
+    def _queries(self, context: SelectionContext) -> Sequence[Request] | None:
         """Query clients with new data; process all answers before the round."""
-        asked = self.scheduling.ask_first(moment, self._should_measure, patience=_ASKING_SECONDS)
+        asked = self.scheduling.ask_first(context, self._should_measure, patience=_ASKING_SECONDS)
         if asked is not None:
             return [self._scoring(c) for c in asked]
-        if self.state.answered and not (self.scheduling.state.running or moment.greeting):
+        if self.state.answered and not (self.scheduling.state.running or context.greeting):
             self._process_scores()
         return None
 

@@ -69,12 +69,12 @@ class Fielding(AveragingRounds):
     state: FieldingState
     scheduling: InRounds
 
-    def _queries(self, moment: SelectionContext) -> Sequence[Request] | None:
+    def _queries(self, context: SelectionContext) -> Sequence[Request] | None:
         """Ask all clients for their label counts; place them, and then let a round begin."""
-        asked = self.scheduling.ask_first(moment, self.state.answers)
+        asked = self.scheduling.ask_first(context, self.state.answers)
         if asked is not None:
             return [Request(client, LABEL_COUNTS, models=()) for client in asked]
-        if not (self.scheduling.state.running or moment.greeting):
+        if not (self.scheduling.state.running or context.greeting):
             self._place()
         return None
 

@@ -480,10 +480,10 @@ class FlexCFL(GroupsByStart):
 
     # Before a round: detection of changed data.
 
-    def _queries(self, moment: SelectionContext) -> Sequence[Request] | None:
+    def _queries(self, context: SelectionContext) -> Sequence[Request] | None:
         """Query label counts before each round."""
         if self.parameters.counts_labels:
-            asked = self.scheduling.ask_first(moment, self.state.answers)
+            asked = self.scheduling.ask_first(context, self.state.answers)
             if asked is not None:
                 return [Request(client, LABEL_COUNTS, models=()) for client in asked]
         return None

@@ -142,15 +142,15 @@ class IFCA(ChoosesModel, AveragingRounds):
         kinds = needs.kinds | {LABEL_COUNTS, SCORES}
         return replace(needs, kinds=kinds, classes="count their labels unless detect=none")
 
-    def _queries(self, moment: SelectionContext) -> Sequence[Request] | None:
+    def _queries(self, context: SelectionContext) -> Sequence[Request] | None:
         """Query label counts before each round, and then the choices of changed clients."""
         if self.parameters.detect == "none":
             return None
         state = self.state
-        asked = self.scheduling.ask_first(moment, state.answers)
+        asked = self.scheduling.ask_first(context, state.answers)
         if asked is None:
             asked = self.scheduling.ask_first(
-                moment, lambda client: client in state.cold and state.answers(client), every=0
+                context, lambda client: client in state.cold and state.answers(client), every=0
             )
         if asked is None:
             return None

@@ -730,7 +730,7 @@ class AveragingRounds(Method):
             self.parameters.fraction, sampling=self.parameters.sampling, queries=self._queries
         )
 
-    def _queries(self, moment: SelectionContext) -> Sequence[Request] | None:
+    def _queries(self, context: SelectionContext) -> Sequence[Request] | None:
         """Return the current queries; None if the next round may begin."""
         return None
 
@@ -758,7 +758,7 @@ class QueriesFirst(AveragingRounds):
     state: QueryState
 
     @abstractmethod
-    def _queries(self, moment: SelectionContext) -> Sequence[Request] | None:
+    def _queries(self, context: SelectionContext) -> Sequence[Request] | None:
         """Return the current queries; None if the next round may begin."""
 
     def _has_tries(self, client: str) -> bool:

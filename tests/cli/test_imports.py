@@ -101,7 +101,7 @@ DEVICE = ("device", "--superlink", "127.0.0.1:1")
     ],
     ids=" ".join,
 )
-def test_mistakes_of_typing_need_no_torch(arguments: tuple[str, ...], tmp_path: Path) -> None:
+def test_mistyped_commands_need_no_torch(arguments: tuple[str, ...], tmp_path: Path) -> None:
     assert "torch" not in imported(command(*arguments), tmp_path)
 
 

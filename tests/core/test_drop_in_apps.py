@@ -138,7 +138,7 @@ def test_panicle_trains_the_regression_of_a_quickstart_in_a_few_rounds(
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_run_too_short_to_train_says_so(lines: list[str]) -> None:
+def test_a_run_too_short_to_train_reports_it(lines: list[str]) -> None:
     grid = grid_of(numpy_app(), nodes=6)
     Panicle().start(grid, initial_numpy(), max_updates=6)
     (said,) = (line for line in lines if "changed no model" in line)
@@ -267,7 +267,7 @@ def test_the_pytorch_quickstart_splits_and_its_models_load(lines: list[str]) -> 
     assert float(ended) >= sum(rounds) - 0.5 > 1.0
 
 
-def test_the_scikit_learn_quickstart(lines: list[str]) -> None:
+def test_the_scikit_learn_quickstart_runs(lines: list[str]) -> None:
     result = FedBuff(k=2).start(grid_of(sklearn_app()), initial_regression(), num_rounds=3)
     coefficients, intercept = result.arrays.to_numpy_ndarrays()
     assert coefficients.shape == (CLASSES, INPUTS)
@@ -487,7 +487,7 @@ def test_a_test_is_of_the_round_that_is_over(name: str) -> None:
 
 
 @pytest.mark.parametrize("raises", [True, False])
-def test_a_test_that_fails_is_told_once_for_each_client(raises: bool, lines: list[str]) -> None:
+def test_a_test_that_fails_is_reported_once_for_each_client(raises: bool, lines: list[str]) -> None:
     def evaluate(msg: Message, context: Context) -> Message:
         if raises:
             raise ValueError("no test data")

@@ -74,7 +74,7 @@ def test_a_condition_names_each_label_once() -> None:
         Labels(where="id=c0,id=c1")
 
 
-def test_an_id_that_no_simulated_client_has_is_said_at_the_start(tmp_path: Path) -> None:
+def test_an_id_that_no_simulated_client_has_is_reported_at_the_start(tmp_path: Path) -> None:
     keys = {"clients": 4, "max-updates": 4, "out": str(tmp_path / "out")}
     config = RunConfig.from_mapping({**keys, "where": "id=client-1|client-9"})
     with pytest.raises(UserError, match=r"Unknown client in where 'client-9'. .*Valid: client-0, "):

@@ -137,7 +137,7 @@ def test_other_work_leaves_a_request_as_it_is() -> None:
 def evaluate(bench: Bench, now: float, *losses: float, step: int = 0) -> bool:
     """Let c0 look at its loss, which it must want now; return whether it will train."""
     assert bench.policy.evaluates_loss("c0")
-    assert [c.client_id for c in bench.policy.choose(bench.moment(now))] == ["c0"]
+    assert [c.client_id for c in bench.policy.choose(bench.selection_context(now))] == ["c0"]
     task = InFlight(bench.number, "c0", 0, 0, 0, now, 0, kind=LOSSES, step=step)
     bench.number += 1
     bench.policy.sent(task, now)
@@ -161,7 +161,7 @@ def test_a_client_trains_first_and_then_measures_at_once_and_at_its_times() -> N
     bench = trained()
     assert not evaluate(bench, 1.0, 0.5, 1.5)
     assert bench.policy.state.known == {"c0": 1.0}
-    assert bench.policy.choose(bench.moment(1.0)) == []
+    assert bench.policy.choose(bench.selection_context(1.0)) == []
     assert bench.policy.wake_at() == 3.0
 
 

@@ -265,7 +265,7 @@ def question(bench: Bench, client: str, number: int) -> InFlight:
 def asked(bench: Bench, now: float, **how: int) -> list[str] | None:
     policy = bench.policy
     assert isinstance(policy, InRounds)
-    return policy.ask_first(bench.moment(now), **how)
+    return policy.ask_first(bench.selection_context(now), **how)
 
 
 def test_a_round_waits_for_the_answers_to_what_was_asked_before_it() -> None:
@@ -296,7 +296,7 @@ def test_queries_wait_for_clients_under_test() -> None:
     policy = bench.policy
     assert isinstance(policy, InRounds)
     other = InRounds()
-    assert other.ask_first(bench.moment(5.0), lambda client: client == "c2") == ["c2"]
+    assert other.ask_first(bench.selection_context(5.0), lambda client: client == "c2") == ["c2"]
     bench.idle.add("c1")
     assert asked(bench, 7.0) == ["c0", "c2", "c1"]
     # For ever nobody is waited for.

@@ -278,7 +278,7 @@ def test_each_origin_is_the_true_group_of_as_many_clients(digits: Path) -> None:
     assert (data.mean, data.std) == (0.1307, 0.3081)
 
 
-def test_a_mixture_of_origins(digits: Path) -> None:
+def test_clients_mix_digits_of_several_origins(digits: Path) -> None:
     config = converted("digits-by-origin", digits, digits / "out", clients=4)
     keys = {"mixture-size-low": 20, "mixture-size-high": 20, "drift": "mixture"}
     data = datasets.client_data(RunConfig.from_mapping({**config.to_mapping(), **keys}), 3)
@@ -296,7 +296,7 @@ def test_small_digits_are_enlarged_bilinearly() -> None:
     assert resized(image, (3, 32, 32)).shape == (1, 3, 32, 32)
 
 
-def test_colours_where_an_origin_has_them(digits: Path) -> None:
+def test_origins_keep_their_colours(digits: Path) -> None:
     (digits / "SVHN").mkdir()
     x = np.zeros((32, 32, 3, 10), np.uint8)
     x[:, :, 1] = 50

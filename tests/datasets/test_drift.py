@@ -36,14 +36,14 @@ CHANGING = sorted(set(DRIFTS) - {"none", "in-order", "scenario-stream"})
 # When the step moves.
 
 
-def test_moments_move_the_step_one_by_one_and_at_the_moment_itself() -> None:
+def test_the_step_rises_by_one_at_each_given_time() -> None:
     schedule = parse_schedule("120s, 240s")
     steps = [schedule.step(time, 9999, 9999) for time in (0.0, 119.9, 120.0, 239.9, 240.0, 1e9)]
     assert steps == [0, 0, 1, 1, 2, 2]
     assert [schedule.next_time(time) for time in (0.0, 120.0, 240.0)] == [120.0, 240.0, math.inf]
 
 
-def test_a_period_moves_the_step_again_and_again() -> None:
+def test_the_step_rises_after_each_period() -> None:
     schedule = parse_schedule("every 60s")
     assert [schedule.step(t, 0, 0) for t in (0, 59.9, 60, 179, 180)] == [0, 0, 1, 2, 3]
     # 0.3 / 0.1 is 2.9999999999999996.
@@ -64,7 +64,7 @@ def test_a_period_moves_the_step_again_and_again() -> None:
         ("1.5 s", Schedule("seconds", (1.5,))),
     ],
 )
-def test_what_can_be_written(text: str, schedule: Schedule) -> None:
+def test_all_forms_of_a_schedule_are_read(text: str, schedule: Schedule) -> None:
     assert parse_schedule(text) == schedule
 
 
@@ -95,7 +95,7 @@ def test_only_uploads_are_counted_by_client() -> None:
         ("every round, 70s", "mixes rounds and seconds"),
     ],
 )
-def test_a_schedule_that_cannot_be_meant_is_one_clear_line(text: str, message: str) -> None:
+def test_an_impossible_schedule_is_one_clear_line(text: str, message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
         parse_schedule(text)
     assert "\n" not in str(caught.value)
@@ -114,7 +114,7 @@ def test_rounds_that_are_over_are_counted() -> None:
         moments.step(9.0, 99, 99, None)
 
 
-def test_every_drift_has_a_schedule_of_its_own_and_none_has_none() -> None:
+def test_every_drift_but_none_has_a_default_schedule() -> None:
     assert schedule_of(RunConfig(clients=12)) is None
     for name in CHANGING:
         assert isinstance(schedule_of(config_of(name)), Schedule)
@@ -123,7 +123,7 @@ def test_every_drift_has_a_schedule_of_its_own_and_none_has_none() -> None:
     assert schedule_of(config_of("rotate", drift_at="9s")) == Schedule("seconds", (9.0,))
 
 
-def test_when_data_change_is_nothing_to_say_of_data_that_do_not() -> None:
+def test_a_schedule_without_a_drift_is_refused() -> None:
     with pytest.raises(UserError, match=r"drift-at is read by drift .*; this run has drift none"):
         RunConfig.from_mapping({"drift-at": "60s"})
 
@@ -142,7 +142,7 @@ def test_a_step_is_the_same_whoever_asks_and_whatever_was_asked_before(name: str
 
 
 @pytest.mark.parametrize("name", ["swap-all", "swap-part", "rotate", "label-shift", "noise"])
-def test_step_zero_is_what_was_dealt_out(name: str) -> None:
+def test_step_zero_has_the_original_data(name: str) -> None:
     # Of incremental, mixture and tasks it is the first part, draw and task.
     still = datasets.all_clients(RunConfig(clients=12))
     for before, after in zip(still, all_at(config_of(name, drift_seed=5), 0), strict=True):
@@ -249,7 +249,7 @@ def test_no_exchange_leaves_a_client_without_test_samples(tmp_path: Path) -> Non
     assert 0 < exchanged < 12
 
 
-def test_an_evolution_keeps_few_states_and_reaches_any() -> None:
+def test_a_drift_stores_few_states_and_reaches_any_step() -> None:
     made: list[int] = []
 
     def advance(state: int, step: int) -> int:
@@ -321,7 +321,7 @@ def test_a_quarter_more_training_samples_come_with_every_step_and_none_goes() ->
     assert same(data, whole)
 
 
-def test_shares_of_the_rest_leave_fewer_samples_with_every_step() -> None:
+def test_training_samples_that_remain_become_fewer_with_every_step() -> None:
     config = config_of("incremental", incremental_of="rest")
     count = len(datasets.client_data(RunConfig(clients=12), 5).y_train)
     seen: set[bytes] = set()
@@ -405,11 +405,7 @@ def test_a_task_without_a_test_sample_of_its_own_borrows_one(tmp_path: Path) -> 
         ("swap-all", {"clients": 1}, "needs at least 2 clients"),
         ("swap-part", {"partition": "iid"}, "there are no two such clients"),
         ("rotate", {"dataset": "synthetic"}, r"synthetic has inputs of shape \(60,\)"),
-        (
-            "label-shift",
-            {"label_shift": 10},
-            "label-shift 10 does not change the labels of 10 classes",
-        ),
+        ("label-shift", {"label_shift": 10}, "does not change the labels of 10 classes"),
         ("mixture", {"partition": "iid"}, "these clients have no groups"),
         ("mixture", {"groups": "1"}, "these clients have only one"),
         ("mixture", {"mixture_main_low": 0.95}, "mixture-main-low 0.95 is above"),
@@ -418,7 +414,7 @@ def test_a_task_without_a_test_sample_of_its_own_borrows_one(tmp_path: Path) -> 
         ("rotat", {}, "Unknown drift 'rotat'. Did you mean 'rotate'"),
     ],
 )
-def test_data_that_cannot_change_so_are_one_clear_line(
+def test_data_that_a_drift_cannot_change_are_one_clear_line(
     drift: str, keys: dict[str, object], message: str
 ) -> None:
     with pytest.raises(UserError, match=message) as caught:
@@ -525,7 +521,7 @@ def test_each_step_has_training_samples_of_its_own() -> None:
         ({"concept_steps": 500}, "too few for a new one at each of 500 steps"),
     ],
 )
-def test_what_the_data_cannot_do_is_an_error(keys: dict[str, object], error: str) -> None:
+def test_a_drift_that_the_data_cannot_have_is_an_error(keys: dict[str, object], error: str) -> None:
     with pytest.raises(UserError, match=error):
         datasets.true_groups(concepts_config(**keys))
 
@@ -609,7 +605,7 @@ def test_a_mixture_of_images_turned_by_angles_that_are_no_right_ones() -> None:
         assert 0.39 <= drawn.mixture[client // 2] <= 0.91
 
 
-def test_options_of_a_mixture() -> None:
+def test_invalid_options_of_a_mixture_are_refused() -> None:
     redrawn = config_of("mixture", mixture_main="redrawn")
     mains = {datasets.client_data(redrawn, 0, step).group for step in range(30)}
     assert mains == {0, 1, 2, 3}
@@ -656,7 +652,7 @@ def concepts_of(config: RunConfig, steps: int = 5) -> np.ndarray:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_who_has_which_concept(seed: int) -> None:
+def test_concepts_are_assigned_to_clients_at_random(seed: int) -> None:
     table = concepts_of(stream_config(seed=seed, stream_steps=10), 10)
     assert (table == table[:, :1]).all()
     assert set(table[:, 0].tolist()) == {0, 1}
@@ -723,7 +719,7 @@ def test_the_fewest_samples_of_any_step_are_known_before(scenario: str) -> None:
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_samples_are_seen_as_the_concept_of_the_step_shows_them(scenario: str) -> None:
+def test_samples_have_the_labels_of_the_concept_of_their_step(scenario: str) -> None:
     config = stream_config(scenario, stream_mode="multi-task")
     dataset = datasets.load(config)
     seen = Scenario(ScenarioOptions(scenario), config.seed)

@@ -42,7 +42,7 @@ def folder_config(root: Path, **values: object) -> RunConfig:
 
 
 @pytest.mark.parametrize("parts", [("train", "test"), ("",)])
-def test_an_image_folder(tmp_path: Path, parts: tuple[str, ...]) -> None:
+def test_an_image_folder_is_read(tmp_path: Path, parts: tuple[str, ...]) -> None:
     write_folder(tmp_path / "images", parts, each=6)
     (tmp_path / "images" / parts[0] / "ant" / "notes.txt").write_text("no image")
     data = datasets.load(folder_config(tmp_path / "images"))
@@ -100,7 +100,7 @@ def test_images_of_different_sizes_need_a_size(tmp_path: Path) -> None:
     assert datasets.load(folder_config(tmp_path, image_size=6)).x.shape == (25, 3, 6, 6)
 
 
-def test_what_is_wrong_with_an_image_folder(tmp_path: Path) -> None:
+def test_mistakes_in_an_image_folder_are_reported(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--data-root DIR"):
         datasets.load(RunConfig(dataset="image-folder"))
     with pytest.raises(UserError, match=r"Cannot read .*nowhere"):
@@ -114,7 +114,9 @@ def test_what_is_wrong_with_an_image_folder(tmp_path: Path) -> None:
         datasets.load(folder_config(tmp_path / "two"))
 
 
-def test_cifar10_from_torchvision_s_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cifar10_is_read_from_torchvisions_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torchvision_class = import_datasets().CIFAR10
     folder = tmp_path / "cifar-10-batches-py"
     folder.mkdir()
@@ -140,7 +142,7 @@ def test_cifar10_from_torchvision_s_files(tmp_path: Path, monkeypatch: pytest.Mo
         datasets.load(config)
 
 
-def test_cifar10_from_images(tmp_path: Path) -> None:
+def test_cifar10_is_read_from_image_files(tmp_path: Path) -> None:
     for label in range(10):
         write_image(
             tmp_path / "CIFAR10-images/train" / f"{label}" / "a.png", (label, 0, 0), (32, 32)
@@ -153,7 +155,7 @@ def test_cifar10_from_images(tmp_path: Path) -> None:
     np.testing.assert_array_equal(data.x[:, 0, 5, 5], data.y)
 
 
-def test_cifar10_without_files(tmp_path: Path) -> None:
+def test_missing_cifar10_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cifar-10-batches-py/ or CIFAR10-images/"):
         datasets.load(RunConfig(dataset="cifar10"))
     with pytest.raises(UserError, match="--download"):
@@ -215,7 +217,7 @@ def test_femnist_without_a_test_part_is_divided(tmp_path: Path) -> None:
     assert (len(client.y_train), len(client.y_test)) == (8, 2)
 
 
-def test_what_is_wrong_with_femnist(tmp_path: Path) -> None:
+def test_mistakes_in_femnist_are_reported(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"not under .*preprocess.sh"):
         datasets.load(femnist_config(tmp_path, 2))
     path = tmp_path / "train" / "a.json"
@@ -235,7 +237,7 @@ def test_what_is_wrong_with_femnist(tmp_path: Path) -> None:
         datasets.load(femnist_config(tmp_path, 1))
 
 
-def test_femnist_with_some_characters_only(tmp_path: Path) -> None:
+def test_femnist_may_be_limited_to_some_characters(tmp_path: Path) -> None:
     # 36 is a, 45 is j.
     write_leaf(tmp_path / "all_data/a.json", {"f0": [1] * 9 + [36], "f1": [45, 36, 40, 61]})
     keys = {"dataset": "femnist", "data-root": str(tmp_path), "characters": "a-j"}
@@ -291,7 +293,7 @@ def test_other_angles_are_bilinear_and_bring_blank_corners_into_view() -> None:
     )
 
 
-def test_what_comes_into_view_is_black_and_not_the_mean_colour(tmp_path: Path) -> None:
+def test_corners_that_come_into_view_are_black(tmp_path: Path) -> None:
     write_folder(tmp_path, each=8)
     keys = {"partition": "rotation-groups", "groups": "3", "clients": 3}
     turned = datasets.client_data(folder_config(tmp_path, **keys), 1)
@@ -323,7 +325,7 @@ def test_rotation_needs_images() -> None:
 
 
 @pytest.mark.parametrize(("name", "shape"), [("cifar10", (3, 32, 32)), ("femnist", (1, 28, 28))])
-def test_the_cnn_fits(name: str, shape: tuple[int, ...]) -> None:
+def test_the_default_network_fits(name: str, shape: tuple[int, ...]) -> None:
     config = RunConfig(dataset=name)
     assert datasets.data_shape(config).input_shape == shape
     assert datasets.with_defaults(config).model == "cnn"

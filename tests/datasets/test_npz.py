@@ -63,14 +63,14 @@ def test_the_constant_guess_of_a_quantity_is_the_mean(tmp_path: Path) -> None:
     assert datasets.constant_guess(datasets.with_defaults(folder(tmp_path))) == pytest.approx(1.0)
 
 
-def test_a_file_whose_name_is_no_clients_is_said(tmp_path: Path) -> None:
+def test_a_file_without_a_clients_name_is_reported(tmp_path: Path) -> None:
     write(tmp_path, "Anna Müller")
     write(tmp_path, "Ben\u00a0Meier")
     with pytest.raises(UserError, match=r"The client 'Ben\\xa0Meier' needs another name"):
         datasets.load(folder(tmp_path, clients=2))
 
 
-def test_what_is_held_out_is_tested_with_and_nothing_else(tmp_path: Path) -> None:
+def test_only_held_out_samples_are_tested(tmp_path: Path) -> None:
     held = np.array([False, True, False, False, True, False])
     write(tmp_path, "1", heldout=held)
     data = datasets.client_data(folder(tmp_path), 0)
@@ -87,7 +87,7 @@ def test_files_may_hold_the_four_arrays_of_a_devices_own_file(tmp_path: Path) ->
         datasets.load(folder(tmp_path))
 
 
-def test_windows_are_normalised_by_channel_over_what_is_not_held_out(tmp_path: Path) -> None:
+def test_windows_are_normalised_by_channel_over_training_samples(tmp_path: Path) -> None:
     # Two channels of four readings: the second is a hundred times larger, and constant.
     x = np.zeros((4, 2, 4), np.float16)
     x[:, 0] = [[[1, 3, 1, 3]], [[1, 3, 1, 3]], [[9, 9, 9, 9]], [[1, 3, 1, 3]]][0]
@@ -105,7 +105,7 @@ def test_windows_are_normalised_by_channel_over_what_is_not_held_out(tmp_path: P
 @pytest.mark.parametrize(
     ("shape", "axis"), [((2, 5), 1), ((5, 2), 2), ((4, 4), 1), ((3, 8, 8), 1), ((7,), 1)]
 )
-def test_which_axis_is_that_of_the_channels(
+def test_the_axis_of_the_channels_is_recognised(
     tmp_path: Path, shape: tuple[int, ...], axis: int
 ) -> None:
     write(tmp_path, "1", 200, shape, heldout=np.arange(200) > 149)
@@ -160,7 +160,7 @@ def test_groups_are_stated_or_told_from_the_names(tmp_path: Path) -> None:
         ({"num_classes": np.array(2)}, "num_classes must be one whole number, at least 3"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_said(
+def test_mistakes_in_a_file_are_reported(
     tmp_path: Path, arrays: dict[str, object], message: str
 ) -> None:
     write(tmp_path, "7", **arrays)  # type: ignore[arg-type]
@@ -169,7 +169,7 @@ def test_what_is_wrong_with_a_file_is_said(
     assert "7.npz" in str(caught.value)
 
 
-def test_what_is_wrong_with_a_folder_is_said(tmp_path: Path) -> None:
+def test_mistakes_in_a_folder_are_reported(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="npz-folder needs the folder"):
         datasets.load(RunConfig(dataset="npz-folder"))
     with pytest.raises(UserError, match=r"no .npz files in .*Expected in each file"):
@@ -198,7 +198,7 @@ def test_what_is_wrong_with_a_folder_is_said(tmp_path: Path) -> None:
         (DataShape((80,), 77, tokens=77), "gru"),
     ],
 )
-def test_the_model_that_suits_fits(shape: DataShape, model: str) -> None:
+def test_the_default_model_fits(shape: DataShape, model: str) -> None:
     name, lr = suited(shape)
     assert (name, lr > 0) == (model, True)
     models.build(name, shape.input_shape, shape.num_classes, tokens=shape.tokens)
@@ -207,7 +207,7 @@ def test_the_model_that_suits_fits(shape: DataShape, model: str) -> None:
 # USPS.
 
 
-def test_idx_files_of_16_by_16_pixels(tmp_path: Path) -> None:
+def test_usps_files_of_16_by_16_pixels_are_read(tmp_path: Path) -> None:
     (tmp_path / "usps").mkdir()
     for name, count in (("train", 60), ("t10k", 20)):
         images = np.full((count, 16, 16), count, np.uint8)
@@ -381,14 +381,14 @@ def test_whole_numbers_without_one_are_classes(tmp_path: Path) -> None:
         ({**CELSIUS, "y_test": np.array(["a"] * 3)}, "y_test must hold numbers"),
     ],
 )
-def test_what_is_wrong_with_a_quantity(
+def test_mistakes_in_a_quantity_are_reported(
     tmp_path: Path, arrays: dict[str, object], told: str
 ) -> None:
     with pytest.raises(UserError, match=told):
         datasets.load(device(write_quantity(tmp_path / "a.npz", **arrays)))
 
 
-def test_files_of_one_model_say_the_same(tmp_path: Path) -> None:
+def test_files_of_one_model_must_agree(tmp_path: Path) -> None:
     write_quantity(tmp_path / "d0.npz", **CELSIUS)
     write_quantity(tmp_path / "d1.npz", **{**CELSIUS, "y_std": 5.0})
     run = device(tmp_path / "d{client}.npz").with_values(clients=2)
@@ -404,7 +404,7 @@ def test_files_of_one_model_say_the_same(tmp_path: Path) -> None:
 # A folder of files.
 
 
-def test_a_folder_s_quantity_is_scaled_by_what_is_for_training(tmp_path: Path) -> None:
+def test_a_quantity_is_scaled_by_the_training_samples_of_all_files(tmp_path: Path) -> None:
     x = np.arange(8.0).reshape(4, 2)
     held = np.array([False, False, True, True])
     for name, first in (("a", 1.0), ("b", 3.0)):
@@ -470,7 +470,7 @@ def proxy(path: Path, **more: object) -> None:
     np.savez(path, **{"x": x, "y": y, "x_train": x, "y_train": y, **CELSIUS, **more})  # type: ignore[arg-type]
 
 
-def test_a_server_s_own_samples_are_scaled_alike(tmp_path: Path) -> None:
+def test_a_servers_own_samples_have_the_same_scale(tmp_path: Path) -> None:
     (tmp_path / "sets").mkdir()
     for name in ("a", "b"):
         proxy(tmp_path / "sets" / f"{name}.npz")

@@ -61,7 +61,7 @@ def test_a_device_that_has_just_been_registered_is_online_at_once(
     assert not said("an earlier process")
 
 
-def test_a_device_whose_former_self_was_online_lets_the_strategy_notice(
+def test_the_strategy_notices_a_device_that_joins_again(
     said: Callable[[str], bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("raceme.fleet.device._ABSENCE_SECONDS", 0.1)

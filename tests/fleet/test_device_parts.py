@@ -71,7 +71,7 @@ def trap(path: Path) -> str:
     return f"open({str(path)!r}, 'w').close()\n{IDLE_CLIENT}"
 
 
-def test_an_app_that_is_what_it_was_announced_as_runs() -> None:
+def test_an_app_with_the_announced_hash_runs() -> None:
     data = bundle()
     assert load(data, announced(data), trusted=("tests/small",)).has_content()
 
@@ -194,7 +194,7 @@ def calls(stop: StopSignal | None = None) -> PatientCalls:
 
 
 @pytest.mark.parametrize("code", [CODE.UNAUTHENTICATED, CODE.FAILED_PRECONDITION])
-def test_a_clock_that_is_not_accepted_may_come_right(
+def test_a_refused_clock_may_be_set_later(
     code: grpc.StatusCode, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A SuperLink says it with the first code, `raceme serve` with the second."""
@@ -266,7 +266,7 @@ def test_a_device_whose_reply_cannot_be_delivered_joins_again(tmp_path: Path) ->
         (
             Failure(CODE.RESOURCE_EXHAUSTED, "Received message larger than max (9 vs. 8)"),
             RejoinError,
-            r"takes no reply of this size: .* \(9 vs. 8\)",
+            r"refuses a reply of this size: .* \(9 vs. 8\)",
         ),
     ],
 )

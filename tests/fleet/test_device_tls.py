@@ -133,7 +133,7 @@ def logged(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], str]]:
         (NOW + DAY, NOW + 2 * DAY, "is not valid yet", "set the time, or if it is right, make"),
     ],
 )
-def test_a_certificate_that_is_over_or_early_is_called_so_and_waited_for(
+def test_an_expired_or_early_certificate_is_reported_and_waited_for(
     since: datetime, until: datetime, said: str, remedy: str, logged: Callable[[], str]
 ) -> None:
     with serving(AUTHORITY.server(since, until)) as address, pytest.raises(StoppedError):
@@ -145,7 +145,7 @@ def test_a_certificate_that_is_over_or_early_is_called_so_and_waited_for(
     assert "authority" not in logged()
 
 
-def test_a_server_that_is_not_the_one_meant_is_an_error_at_once() -> None:
+def test_another_server_than_expected_is_an_error_at_once() -> None:
     other = Authority.made("other")
     for certified, said in [
         (other.server(), "does not come from the authority"),
@@ -170,7 +170,7 @@ def test_a_server_of_another_authority_of_the_same_name_is_an_error_at_once(tmp_
         connect(address, (tmp_path / "other" / "ca.crt").read_bytes())
 
 
-def test_a_server_that_is_certified_as_it_should_be_is_connected_to() -> None:
+def test_a_server_with_a_valid_certificate_is_connected_to() -> None:
     # That it is no SuperLink is what is found out then.
     with (
         serving(AUTHORITY.server()) as address,

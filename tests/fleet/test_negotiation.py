@@ -145,7 +145,7 @@ def test_a_device_of_another_version_with_the_protocol_is_welcome_and_both_sides
     assert said in caplog.text
 
 
-def test_a_greeting_without_what_is_new_is_read() -> None:
+def test_a_greeting_without_newer_fields_is_read() -> None:
     assert Greeting.from_bytes(b'{"protocol": 2, "version": "0.2.0", "later": 1}\0') == Greeting(
         2, "0.2.0"
     )
@@ -162,7 +162,7 @@ def test_a_greeting_without_what_is_new_is_read() -> None:
         (wire.SEND, wire.SendRequest(5, "a", b"").to_bytes(), grpc.StatusCode.UNAUTHENTICATED),
     ],
 )
-def test_calls_that_are_none_are_refused(
+def test_invalid_calls_are_refused(
     server: Server, method: str, request_bytes: bytes, code: grpc.StatusCode
 ) -> None:
     with light_device(server) as link:
@@ -200,7 +200,7 @@ def test_a_reply_that_cannot_be_read_is_an_error_reply(server: Server) -> None:
         assert key
 
 
-def test_what_nobody_has_any_more_is_told_as_lost(server: Server) -> None:
+def test_messages_without_a_copy_are_reported_as_lost(server: Server) -> None:
     with light_device(server) as link:
         server.state._cache = MessageCache(most_bytes=0)
         key = server.push(link.node_id, 1)

@@ -67,7 +67,7 @@ def test_an_app_with_its_own_strategy_beside_a_stock_supernode(tmp_path: Path) -
     assert np.abs(weights).max() > 0.1
 
 
-def test_what_cannot_work_is_said_before_devices_come(tmp_path: Path) -> None:
+def test_an_impossible_app_is_refused_before_devices_join(tmp_path: Path) -> None:
     for keys, app, said in (
         ({}, tmp_path, "no pyproject.toml"),
         ({"seed": 1}, APP, "name a method with --strategy"),

@@ -41,7 +41,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "certs"
 
 
-def test_what_raceme_certs_makes_is_taken(folder: Path) -> None:
+def test_certificates_of_raceme_certs_are_accepted(folder: Path) -> None:
     certificates = read_certificates(folder)
     assert certificates.certificate == (folder / "server.crt").read_bytes()
     assert certificates.key == (folder / "server.key").read_bytes()

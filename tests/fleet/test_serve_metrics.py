@@ -303,7 +303,7 @@ def test_figures_come_in_the_text_that_is_accepted(accept: str, is_open: bool) -
     assert body.endswith(b"# EOF\n") == is_open
 
 
-def test_beyond_loopback_tokens_decide_over_https(
+def test_beyond_loopback_a_token_over_https_is_required(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     make_certificates(tmp_path, ["server.example.org"], [])

@@ -105,7 +105,7 @@ PORTS = pytest.mark.parametrize("port_of", [status_port, dashboard])
 
 
 @PORTS
-def test_connections_that_drip_are_closed(port_of: type, tmp_path: Path) -> None:
+def test_connections_that_send_too_slowly_are_closed(port_of: type, tmp_path: Path) -> None:
     with port_of(tmp_path) as port, ExitStack() as stack:
         (dripping,) = connect(port, 1, stack)
         dripping.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nX: ")
@@ -187,7 +187,7 @@ def test_handshakes_of_tls_that_do_not_come_are_given_up(tmp_path: Path) -> None
 
 
 @PORTS
-def test_of_a_body_that_is_refused_little_is_read(port_of: type, tmp_path: Path) -> None:
+def test_a_refused_body_is_hardly_read(port_of: type, tmp_path: Path) -> None:
     with port_of(tmp_path) as port, ExitStack() as stack:
         (sender,) = connect(port, 1, stack)
         head = f"POST /login HTTP/1.1\r\nHost: localhost\r\nContent-Length: {1 << 30}\r\n\r\n"
@@ -200,7 +200,7 @@ def test_of_a_body_that_is_refused_little_is_read(port_of: type, tmp_path: Path)
         assert sent < 1 << 28
 
 
-def test_of_nodes_that_register_and_never_come_the_latest_are_kept() -> None:
+def test_of_nodes_that_register_without_connecting_the_latest_are_kept() -> None:
     state = LinkState(APP)
     online = state.register(b"device")
     assert state.activate(online, 30.0)
@@ -214,7 +214,7 @@ def test_of_nodes_that_register_and_never_come_the_latest_are_kept() -> None:
     assert made[0] not in state.nodes
 
 
-def test_a_name_that_was_pointed_here_gets_no_figures() -> None:
+def test_another_host_name_that_points_to_the_server_gets_no_metrics() -> None:
     with status_port(Path()) as port:
         assert "200" in ask(port, f"127.0.0.1:{port}", "/metrics")
         assert "400" in ask(port, f"evil.example:{port}", "/metrics")

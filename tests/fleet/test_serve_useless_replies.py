@@ -97,7 +97,7 @@ def test_the_reason_of_a_rejection_is_a_short_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_one_that_leaves_and_comes_back_ends_no_run(tmp_path: Path) -> None:
+def test_a_device_that_keeps_reconnecting_does_not_end_the_run(tmp_path: Path) -> None:
     keys = [ec.generate_private_key(ec.SECP384R1()) for _ in range(2)]
     pems = [key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()) for key in keys]
     seen: list[events.Event] = []

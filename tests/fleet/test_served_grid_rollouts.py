@@ -278,7 +278,7 @@ def test_versions_are_made_no_more_often_than_asked(
         devices.kill()
 
 
-def test_trouble_ends_nothing_and_another_process_goes_on(
+def test_errors_do_not_end_the_server_and_another_process_continues(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Versions cannot be kept, then a canary cannot use one, then the server is another one."""

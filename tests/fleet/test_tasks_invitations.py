@@ -40,7 +40,7 @@ from raceme.training import models
         ("drift=2.5%", When("drift", 10.0, 0.025)),
     ],
 )
-def test_when_a_device_trains(text: str, when: When) -> None:
+def test_the_option_when_is_read(text: str, when: When) -> None:
     assert parse_when(text) == when
 
 
@@ -57,7 +57,7 @@ def test_when_a_device_trains(text: str, when: When) -> None:
         ("drift", "soon", "--look must be a time"),
     ],
 )
-def test_what_is_no_wish_is_explained(text: str, look: str, match: str) -> None:
+def test_an_invalid_wish_to_train_is_explained(text: str, look: str, match: str) -> None:
     with pytest.raises(UserError, match=match):
         parse_when(text, look)
 
@@ -96,11 +96,11 @@ def holding(text: str, look: str = "10s") -> tuple[Invitations, Clock]:
     return Invitations(parse_when(text, look), clock, Middle()), clock
 
 
-def test_who_accepts_at_once_holds_nothing() -> None:
+def test_a_device_that_accepts_at_once_holds_no_invitation() -> None:
     assert not holding("at-once")[0].take(invitation())
 
 
-def test_only_invitations_are_held() -> None:
+def test_only_invitations_are_stored() -> None:
     invitations, _ = holding("interval=60s")
     assert not invitations.take(invitation(invitation=False))
     assert not invitations.take(invitation(invitation="yes"))
@@ -108,7 +108,7 @@ def test_only_invitations_are_held() -> None:
     assert invitations.take(invitation())
 
 
-def test_an_interval_has_times_of_its_own() -> None:
+def test_a_device_that_trains_at_intervals_has_its_own_times() -> None:
     # It began at 100 s: its times are 130 s, 190 s, 250 s.
     invitations, clock = holding("interval=60s")
     assert invitations.next_in() == math.inf
@@ -243,7 +243,7 @@ def test_data_that_were_replaced_since_the_training_are_compared_with_it() -> No
     assert look(invitations, 1.8, (2, 1, 1))
 
 
-def test_a_wish_of_which_nothing_came_is_not_forgotten() -> None:
+def test_an_interrupted_training_is_still_due() -> None:
     invitations, _ = drifting()
     invitations.failed(7)
     invitations.take(invitation())
@@ -252,7 +252,7 @@ def test_a_wish_of_which_nothing_came_is_not_forgotten() -> None:
     assert not held.looks
 
 
-def test_after_five_looks_that_fail_the_device_trains() -> None:
+def test_after_five_failed_measurements_the_device_trains() -> None:
     invitations, clock = drifting()
     for loss in (*[math.nan] * 4, 1.0, *[math.nan] * 5):
         assert not look(invitations, loss)
@@ -381,7 +381,7 @@ def test_a_device_trains_again_when_its_data_were_replaced_by_others(
     assert board.wire.sent[-1].content["config"] == ConfigRecord({"task": 3})
 
 
-def test_a_file_that_cannot_be_read_just_now_is_looked_at_again(
+def test_an_unreadable_file_is_read_again_later(
     tmp_path: Path, apps: Apps, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("raceme"), "propagate", True)
@@ -399,7 +399,7 @@ def test_a_file_that_cannot_be_read_just_now_is_looked_at_again(
     assert len(board.wire.sent) == 1
 
 
-def test_a_device_that_stops_returns_what_it_holds(tmp_path: Path, apps: Apps) -> None:
+def test_a_device_that_stops_returns_its_invitations(tmp_path: Path, apps: Apps) -> None:
     board = Board(tmp_path, apps, "interval=60s")
     board.receive(invitation=True, task=1)
     board.tasks.return_invitations(board.wire)
@@ -409,7 +409,7 @@ def test_a_device_that_stops_returns_what_it_holds(tmp_path: Path, apps: Apps) -
     assert board.invitations.next_in() == math.inf
 
 
-def test_a_training_that_was_ended_is_wished_for_again(tmp_path: Path, apps: Apps) -> None:
+def test_an_ended_training_is_repeated(tmp_path: Path, apps: Apps) -> None:
     board = Board(tmp_path, apps, "drift", grace=0.0)
     board.receive(invitation=True, task=1)
     assert board.follow(0.0)

@@ -110,7 +110,7 @@ def test_models_that_an_installed_package_declares_are_built(
         ("set = 'download=true'", "download"),
     ],
 )
-def test_which_files_are_read_is_for_the_owner_to_say(config: str, key: str) -> None:
+def test_only_the_owner_decides_which_files_are_read(config: str, key: str) -> None:
     with pytest.raises(RefusedAppError, match=f"{key} is set by this device's owner"):
         ask(config)
     ask(config, data_root="/data", download=True)
@@ -141,7 +141,7 @@ def test_a_configuration_that_cannot_be_read_is_an_error_reply_not_a_crash(confi
         ask(config)
 
 
-def test_a_device_that_trusts_everything_looks_at_nothing() -> None:
+def test_a_device_that_trusts_everything_checks_nothing() -> None:
     for config in (*HOSTILE_MODELS, "data-root = '/home/anna'"):
         ask(config, Trust())
 
@@ -153,7 +153,7 @@ def test_the_configuration_of_another_app_is_its_own_business() -> None:
     assert loaded.config["model"] == "backup:x"
 
 
-def test_what_the_owner_says_of_data_wins_however_a_run_says_it(tmp_path: Path) -> None:
+def test_the_owners_data_keys_win_over_the_runs(tmp_path: Path) -> None:
     own, other = tmp_path / "own.npz", tmp_path / "other.npz"
     write_device(own)
     write_device(other, classes=2)
@@ -174,14 +174,14 @@ def test_what_the_owner_says_of_data_wins_however_a_run_says_it(tmp_path: Path) 
         (("raceme/raceme",), ("os:system; x",), "MODULE:FUNCTION"),
     ],
 )
-def test_trust_that_makes_no_sense_is_refused(
+def test_invalid_trust_is_refused(
     apps: tuple[str, ...], models: tuple[str, ...], said: str
 ) -> None:
     with pytest.raises(UserError, match=said):
         Trust(apps, models)
 
 
-def test_the_command_hands_on_whom_it_is_told_to_trust(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_passes_the_trusted_publishers_on(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[device.DeviceOptions] = []
     monkeypatch.setattr(device, "run_device", told.append)
     options = ["--trusted-app", "raceme/raceme", "--trusted-model", "a.b:c"]

@@ -165,7 +165,7 @@ def test_the_rest_of_a_reply_is_taken_when_it_has_come(link: Link) -> None:
     assert list(link.grid.pull_messages([])) == []
 
 
-def test_what_has_arrived_is_not_fetched_again(link: Link) -> None:
+def test_received_parts_are_not_fetched_again(link: Link) -> None:
     slow = link.ask(link.nodes[0])
     left = link.answer(slow, link.nodes[0], parts=4)
     for _ in range(20):
@@ -187,7 +187,7 @@ def test_the_rest_of_a_reply_that_never_comes_is_an_error(link: Link) -> None:
     link.now[0] = 59.0 + 60.0
     (reply,) = link.grid.pull_messages([slow, fast])
     assert reply.has_error()
-    assert "has not come for 60 s" in reply.error.reason
+    assert "has not arrived within 60 s" in reply.error.reason
     assert reply.metadata.reply_to_message_id == slow
     assert reply.metadata.src_node_id == link.nodes[0]
 

@@ -141,9 +141,7 @@ def test_a_reply_of_which_the_rest_does_not_come_is_given_up(
     assert not taken.has_error()
 
 
-def test_whoever_asks_for_an_overdue_object_is_told_that_it_will_not_come(
-    state: LinkState, clock: Clock
-) -> None:
+def test_an_overdue_object_is_unknown(state: LinkState, clock: Clock) -> None:
     reply = reply_to(asked(state, supernode(state)))
     _, missing = state.announce(reply.head, reply.tree)
     assert state.get_object(missing[0]) == b""
@@ -287,7 +285,7 @@ def test_a_node_is_online_as_long_as_its_heartbeats_promise(
     assert state.node_of(b"key") is None
 
 
-def test_what_a_node_was_given_is_lost_when_it_begins_anew(state: LinkState) -> None:
+def test_a_node_that_registers_again_loses_its_work(state: LinkState) -> None:
     node = supernode(state)
     message = asked(state, node)
     state.deactivate(node)
@@ -333,7 +331,7 @@ def test_messages_are_refused_that_state_too_little(state: LinkState) -> None:
     assert len(state.objects) == 0
 
 
-def test_a_jump_is_told_once_and_small_corrections_are_none(
+def test_a_jump_of_the_clock_is_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     wall, steady = 1000.0, 5.0

@@ -109,7 +109,7 @@ def test_thirty_doublings_stay_thirty_objects() -> None:
     assert len(store) == 31
 
 
-def test_what_is_to_come_differs_from_what_is_not_known() -> None:
+def test_expected_objects_differ_from_unknown_ones() -> None:
     store = ObjectStore()
     store.announce(tree("m", tree("a")))
     assert (store.get("a"), store.get("x")) == (b"", None)
@@ -139,7 +139,7 @@ CHILD = hashlib.sha256(b"").hexdigest()
         (b"\xff  4\0body", "decode"),
     ],
 )
-def test_what_is_no_object_is_refused(content: bytes, reason: str) -> None:
+def test_an_invalid_object_is_refused(content: bytes, reason: str) -> None:
     check_object(f"ArrayRecord {CHILD},{CHILD} 4\0body".encode())
     with pytest.raises(ValueError, match=reason):
         check_object(content)

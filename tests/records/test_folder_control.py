@@ -79,7 +79,7 @@ def test_a_command_is_carried_out_in_the_thread_of_the_run(run: Path) -> None:
         ("fail", {}, r"failed in the server: RuntimeError: a bug\\x1b"),
     ],
 )
-def test_what_is_wrong_is_one_line_and_the_run_goes_on(
+def test_a_mistake_is_one_line_and_the_run_goes_on(
     run: Path, name: str, arguments: dict[str, object], said: str
 ) -> None:
     with at_work(run, add=add, fail=fail):
@@ -121,7 +121,7 @@ def spoken(run: Path, line: bytes) -> Any:
         b'{"protocol": 9, "command": "add", "arguments": {"first": 1}}\n',
     ],
 )
-def test_any_line_is_answered(run: Path, line: bytes) -> None:
+def test_every_line_gets_an_answer(run: Path, line: bytes) -> None:
     with at_work(run, add=add):
         try:
             assert "error" in spoken(run, line)
@@ -143,7 +143,7 @@ def test_a_server_of_another_version_is_named(run: Path, monkeypatch: pytest.Mon
             command(run, "status")
 
 
-def test_no_server_and_no_run_are_told_apart(run: Path) -> None:
+def test_no_server_and_no_run_are_distinguished(run: Path) -> None:
     with pytest.raises(UserError, match="No server runs in"):
         command(run, "status")
     with only_writer(run), pytest.raises(UserError, match="takes no commands"):

@@ -196,7 +196,7 @@ def test_a_phone_and_a_large_zoom_show_all_of_it(
     assert small == [], "fingers need 24 pixels"
 
 
-def test_what_a_click_opens_a_key_closes(replayed: Browser) -> None:
+def test_a_key_closes_a_panel_that_a_click_opened(replayed: Browser) -> None:
     from selenium.webdriver.common.keys import Keys
 
     replayed.run("document.getElementById('panel-clients').scrollIntoView()")

@@ -87,7 +87,7 @@ def same(a: Any, b: Any) -> bool:
 
 @settings(max_examples=80)
 @given(tree=TREES, note=st.dictionaries(st.sampled_from("abc"), TEXTS))
-def test_what_is_written_is_read(
+def test_written_checkpoints_are_read_back(
     tmp_path_factory: pytest.TempPathFactory, tree: Any, note: dict[str, str]
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "trees" / "1.safetensors"
@@ -98,7 +98,7 @@ def test_what_is_written_is_read(
     assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 
-def test_what_occurs_twice_is_written_once(tmp_path: Path) -> None:
+def test_repeated_arrays_are_written_once(tmp_path: Path) -> None:
     array, data = np.arange(10_000.0), bytes(50_000)
     tree = {"a": [array, array, array.reshape(100, 100)], "b": [data, data]}
     write_tree(tmp_path / "1", tree, {})
@@ -330,7 +330,7 @@ def test_a_killed_run_ends_bit_for_bit_as_if_nothing_had_been(
 
 
 @pytest.mark.parametrize("name", ["fedbuff", "fedavg"])
-def test_so_does_one_of_another_method(
+def test_a_killed_run_of_another_method_ends_bit_for_bit(
     name: str, command: Commands, churn: str, whole: dict[str, Path], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
@@ -451,7 +451,7 @@ def test_the_last_two_are_kept_and_a_finished_run_can_be_made_longer(
     assert "max-updates = 20" in (out / "config.toml").read_text()
 
 
-def test_what_follows_a_resumed_run_is_not_told_of_its_former_end(out: Path) -> None:
+def test_observers_of_a_resumed_run_do_not_get_its_former_end(out: Path) -> None:
     before, source, said = RunSource(out), RunSource(out), []
     before.read_all()
     assert any('"summary":{' in piece for piece in before.pieces)
@@ -473,7 +473,7 @@ def test_what_follows_a_resumed_run_is_not_told_of_its_former_end(out: Path) -> 
     assert not any('"summary"' in piece for piece in source.pieces)
 
 
-def test_a_damaged_checkpoint_is_passed_over_and_that_is_said(
+def test_a_damaged_checkpoint_is_passed_over_and_that_is_reported(
     out: Path, finished: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     newest = out / "checkpoint" / "00000003.safetensors"

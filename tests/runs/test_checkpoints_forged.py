@@ -81,7 +81,7 @@ def test_a_checkpoint_of_another_format_is_refused_and_says_who_wrote_it(out: Pa
     assert can_resume(out, config)
 
 
-def test_one_of_another_version_with_the_same_format_is_used_and_that_is_said(
+def test_a_checkpoint_of_another_version_with_the_same_format_is_used_and_reported(
     out: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     logging.getLogger("raceme").propagate = True
@@ -111,7 +111,7 @@ HUGE = b'{"tree": {"dtype": "F32", "shape": [1099511627776], "data_offsets": [0,
         lambda path: path.write_bytes(header(HUGE)),
     ],
 )
-def test_what_is_no_checkpoint_is_passed_over(make: Callable[[Path], Any], out: Path) -> None:
+def test_an_invalid_checkpoint_is_passed_over(make: Callable[[Path], Any], out: Path) -> None:
     path = checkpoint_of(out)
     path.unlink()
     make(path)
@@ -165,6 +165,6 @@ def put(*way: Any, value: Any) -> Callable[[Any, Any], Any]:
         put("grid", "arrived", value=[[]]),
     ],
 )
-def test_a_tree_that_was_made_up_is_refused(change: Callable[[Any, Any], Any], out: Path) -> None:
+def test_a_forged_checkpoint_is_refused(change: Callable[[Any, Any], Any], out: Path) -> None:
     rewrite(out, change)
     assert refusal(out).startswith(("The checkpoint ", "There is no", "The run ", f"{out}"))

@@ -9,7 +9,7 @@ from state_fields import SNAPSHOT, state_fields
 from raceme.runs.checkpoints import STATE
 
 
-def test_whoever_changes_a_state_raises_its_format() -> None:
+def test_a_changed_state_needs_a_new_format_number() -> None:
     """After a change: raise STATE, then `python tests/runs/state_fields.py`.
 
     What is only new, a method's state, needs the second alone.

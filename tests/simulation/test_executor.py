@@ -272,7 +272,7 @@ def test_a_worker_that_cannot_start_is_the_users_to_know(target: str, reason: st
     pool.close()
 
 
-def test_too_little_shared_memory_is_said_with_the_amount() -> None:
+def test_too_little_shared_memory_is_reported_with_the_amount() -> None:
     pool = Pool("pool_apps:app", workers=1, slot_bytes=5 * 10**15)
     record = ArrayRecord({"w": Array(np.zeros(3))})
     with pytest.raises(UserError, match=r"10,000,000,000 MB of shared memory.*--workers 0"):
@@ -336,6 +336,6 @@ def test_an_impossible_number_of_workers_is_refused(workers: str) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there_is_said() -> None:
+def test_a_gpu_that_is_not_there_is_reported() -> None:
     with pytest.raises(UserError, match=r"--device cuda.*finds no CUDA GPU.*--device cpu"):
         executor_for(APP, device="cuda")

@@ -128,10 +128,12 @@ def test_what_a_client_has_brought_is_kept_when_it_goes() -> None:
 
 def test_few_places_are_dealt_out_by_chance() -> None:
     made = bench(5)
-    moment = made.moment(0.0)
-    assert len(made.policy.choose(moment)) == 5
+    context = made.selection_context(0.0)
+    assert len(made.policy.choose(context)) == 5
     few = bench(5)
-    assert len(few.policy.choose(type(moment)(0.0, few.fleet, few.idle, moment.rng, places=2))) == 2
+    assert (
+        len(few.policy.choose(type(context)(0.0, few.fleet, few.idle, context.rng, places=2))) == 2
+    )
 
 
 def test_a_client_that_needs_no_time_fits_in_anywhere() -> None:

@@ -48,8 +48,8 @@ class Bench:
 
     def hand_out(self) -> list[Any]:
         """Let the method give work; return it."""
-        moment = SelectionContext(0.0, self.method.progress.fleet, self.idle, self.method.rng)
-        return list(self.method.requests(moment))
+        context = SelectionContext(0.0, self.method.progress.fleet, self.idle, self.method.rng)
+        return list(self.method.requests(context))
 
     def dispatch(self, work: Any) -> InFlight:
         """Make the task of some work, as the loop would."""

@@ -185,7 +185,7 @@ def private_grid(**node: Any) -> VirtualGrid:
 
 
 @pytest.mark.parametrize(("ratio", "updates"), [(1.0, 1), (0.5, 4), (3.0, 1), (20.0, 25)])
-def test_what_is_spent_is_what_gaussian_noise_gives(ratio: float, updates: int) -> None:
+def test_the_spent_budget_is_that_of_gaussian_noise(ratio: float, updates: int) -> None:
     privacy = LocalPrivacy(epsilon=ratio * math.sqrt(2 * math.log(1.25e5)))
     epsilon, mu = privacy.spent(updates), ratio * math.sqrt(updates)
     # δ is the mass of N(0, 1) over e^ε times N(-μ, 1): where the log ratio is above ε.
@@ -196,7 +196,7 @@ def test_what_is_spent_is_what_gaussian_noise_gives(ratio: float, updates: int) 
     assert np.trapezoid(above, x) == pytest.approx(1e-5, rel=1e-3)
 
 
-def test_a_small_budget_is_kept_and_a_large_one_is_not_what_it_says() -> None:
+def test_a_small_epsilon_is_kept_and_a_large_one_is_exceeded() -> None:
     assert LocalPrivacy(epsilon=1.0).spent(1) < 1.0
     assert LocalPrivacy(epsilon=100.0).spent(1) > 250
     assert LocalPrivacy(epsilon=1.0).spent(20) < 20

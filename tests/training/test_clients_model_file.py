@@ -93,7 +93,7 @@ def test_the_file_holds_a_mixture_with_the_devices_own_model(tmp_path: Path) -> 
     np.testing.assert_allclose(mixed, received * (1.0 + 2.0 * share), rtol=1e-4, atol=1e-6)
 
 
-def test_a_device_without_a_file_says_so() -> None:
+def test_a_device_without_a_file_reports_it() -> None:
     assert dict(use(None).metric_records["metrics"]) == {"uses": 0}
 
 
@@ -134,7 +134,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["model.pt"]
 
 
-def test_a_file_that_is_none_is_rewritten(tmp_path: Path) -> None:
+def test_an_invalid_model_file_is_rewritten(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
     path.write_bytes(b"something else")
     assert "used-version" not in use(path, None).config_records["config"]
@@ -142,7 +142,7 @@ def test_a_file_that_is_none_is_rewritten(tmp_path: Path) -> None:
     assert read(path)[1]["version"] == 4
 
 
-def test_a_path_that_cannot_be_is_refused_at_the_start(tmp_path: Path) -> None:
+def test_an_impossible_path_is_refused_at_the_start(tmp_path: Path) -> None:
     assert checked_model_file(tmp_path / "model.pt") == str(tmp_path / "model.pt")
     with pytest.raises(UserError, match="is not a regular file"):
         checked_model_file(tmp_path)

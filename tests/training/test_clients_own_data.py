@@ -20,7 +20,7 @@ def context(node: int = 5, **config: int) -> Context:
     return Context(1, node, dict(config), RecordDict(), {})
 
 
-def test_a_client_of_arrays_or_tensors() -> None:
+def test_a_client_may_have_arrays_or_tensors() -> None:
     data = OwnData(nn.Linear(3, 3), torch.zeros(4, 3), torch.tensor(Y), X, Y, lr=0.5)
     client = data.client(context(**{"partition-id": 2}))
     assert (client.id, client.num_classes, len(client.train)) == ("client-2", 3, 4)
@@ -32,12 +32,12 @@ def test_a_client_of_arrays_or_tensors() -> None:
 
 
 @pytest.mark.parametrize(("x", "y"), [(X[:3], Y), (X[:0], Y[:0]), (X, Y - 1), (X, Y.reshape(2, 2))])
-def test_samples_that_do_not_fit_are_said(x: np.ndarray, y: np.ndarray) -> None:
+def test_samples_that_do_not_fit_are_reported(x: np.ndarray, y: np.ndarray) -> None:
     with pytest.raises(UserError, match="OwnData: x_test and y_test must be as many inputs as"):
         OwnData(nn.Linear(3, 3), X, Y, x, y).client(context())
 
 
-def test_messages_without_a_kind_are_the_users() -> None:
+def test_messages_without_a_kind_are_left_to_the_user() -> None:
     identify_process()
     loaded: list[int] = []
 

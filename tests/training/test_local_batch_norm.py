@@ -141,7 +141,7 @@ def test_of_a_residual_network_all_but_batch_normalisation_travels(tmp_path: Pat
     assert len(moved) == len(own)
 
 
-def test_what_a_client_keeps_is_the_same_in_worker_processes(tmp_path: Path) -> None:
+def test_stored_batch_normalisation_is_the_same_in_worker_processes(tmp_path: Path) -> None:
     replies, states = [], []
     for executor in (InProcess(app), Pool("raceme.client_app:app", workers=1)):
         identify_process()

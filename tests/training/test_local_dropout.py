@@ -42,7 +42,7 @@ def trained(executor: Executor, order: list[tuple[str, int]]) -> dict[int, np.nd
     return outputs
 
 
-def test_what_is_dropped_depends_on_neither_the_order_nor_torchs_generator() -> None:
+def test_dropped_units_depend_on_neither_the_order_nor_torchs_generator() -> None:
     executor = InProcess(client_app.app)
     one = trained(executor, [("train", 0), ("train", 1), ("train", 2)])
     torch.manual_seed(99)

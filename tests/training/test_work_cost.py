@@ -25,11 +25,11 @@ def test_a_client_states_its_seconds_where_times_are_asked_for_and_nowhere_else(
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -1e-9, 1e12, 1e308, 10**400])
-def test_a_cost_that_cannot_be_is_refused(value: float) -> None:
+def test_an_impossible_cost_is_refused(value: float) -> None:
     with pytest.raises(InvalidReplyError):
         cpu_seconds_of({"cpu-seconds": value})
 
 
 @given(st.floats(0, MOST_SECONDS))
-def test_a_cost_that_can_be_is_taken_as_it_is(seconds: float) -> None:
+def test_a_possible_cost_is_accepted(seconds: float) -> None:
     assert cpu_seconds_of({"cpu-seconds": seconds, "train-loss": 1.0}) == seconds

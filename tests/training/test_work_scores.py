@@ -51,7 +51,7 @@ def test_upload_and_download_are_tested_on_the_data_of_the_upload(other: ArrayRe
     assert len(datasets.client_data(CONFIG, 2, 3).y_test) == metrics["num-examples"]
 
 
-def test_before_its_first_upload_a_client_has_got_nothing_in_return() -> None:
+def test_before_its_first_upload_a_client_has_no_second_score() -> None:
     assert SCORES & set(train({"step": 0, "scored": True})["metrics"]) == SCORES - {
         "accuracy-after"
     }
@@ -63,7 +63,7 @@ def test_nothing_is_tested_unless_it_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize("kind", ["train", "train-best"])
-def test_what_is_trained_does_not_depend_on_the_tests(kind: str, other: ArrayRecord) -> None:
+def test_training_does_not_depend_on_the_tests(kind: str, other: ArrayRecord) -> None:
     records = several(INITIAL, other) if kind == "train-best" else {"arrays": other}
     asked: Settings = {"kind": kind, "task": 6, "step": 1}
     plain = train(asked, records)
@@ -81,7 +81,7 @@ def test_data_that_never_change_are_their_own_former_ones(other: ArrayRecord) ->
 
 
 @pytest.mark.parametrize("step", [-1, 0.5, "1"])
-def test_a_former_step_that_is_none_is_an_error(step: int | float | str) -> None:
+def test_an_invalid_former_step_is_an_error(step: int | float | str) -> None:
     with pytest.raises(ValueError, match="former-step must be a whole number of at least 0"):
         train({"scored": True, "former-step": step})
 

@@ -96,6 +96,6 @@ def test_a_model_that_is_broken_scores_the_largest_loss() -> None:
 
 
 @pytest.mark.parametrize("steps", [[], [-1], [1, 1], 2, "1,2", [0.5]])
-def test_steps_that_are_none_are_an_error(steps: object) -> None:
+def test_invalid_steps_are_an_error(steps: object) -> None:
     with pytest.raises(ValueError, match="steps must be different whole numbers of at least 0"):
         trained({"steps": steps})

@@ -133,7 +133,7 @@ def test_a_device_whose_file_was_replaced_does_not_test_on_what_it_had(tmp_path:
     assert np.isfinite(ask(node, wanted, **several(initial))).all()
 
 
-def test_data_that_cannot_be_loaded_are_missing(tmp_path: Path) -> None:
+def test_data_that_cannot_be_loaded_have_no_score(tmp_path: Path) -> None:
     path = tmp_path / "own.npz"
     write_device(path, classes=4)
     config = RunConfig(dataset="npz", model="mclr", drift="tasks", clients=1)

@@ -496,17 +496,17 @@ class _StackedTerm:
 
     def load(self, terms: Sequence[Pull | Frozen]) -> None:
         """Load the clients' terms, all of one kind, with one transfer per part."""
-        n, pulls = len(terms), [term for term in terms if isinstance(term, Pull)]
+        n, attractions = len(terms), [term for term in terms if isinstance(term, Pull)]
         if self._frozen is not None:
             frozen = [term.weights for term in terms if isinstance(term, Frozen)]
             self._frozen[:n] = torch.stack(frozen)
             return
         assert self._strength is not None
-        strengths = [torch.as_tensor(pull.strength).reshape(-1) for pull in pulls]
+        strengths = [torch.as_tensor(pull.strength).reshape(-1) for pull in attractions]
         self._strength[:n] = torch.stack(strengths)
         for there, values in (
-            (self._anchor, [pull.anchor for pull in pulls]),
-            (self._where, [pull.where for pull in pulls]),
+            (self._anchor, [pull.anchor for pull in attractions]),
+            (self._where, [pull.where for pull in attractions]),
         ):
             if there is not None:
                 there[:n] = torch.stack([own for own in values if own is not None])

@@ -139,9 +139,9 @@ class FedSoft(Method):
 
     # Every few rounds: importance.
 
-    def _queries(self, moment: SelectionContext) -> Sequence[Request] | None:
+    def _queries(self, context: SelectionContext) -> Sequence[Request] | None:
         """Query losses before every few rounds."""
-        asked = self.scheduling.ask_first(moment, every=self.parameters.estimate_every)
+        asked = self.scheduling.ask_first(context, every=self.parameters.estimate_every)
         if asked is not None:
             return [self._measure(client) for client in asked]
         return None

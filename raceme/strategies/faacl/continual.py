@@ -263,11 +263,11 @@ class CFAACL(FAACL):
 
     # Before a round: searches, then Cluster Support and Cluster Merge.
 
-    def _queries(self, moment: SelectionContext) -> Sequence[Request] | None:
+    def _queries(self, context: SelectionContext) -> Sequence[Request] | None:
         """Return the evaluations of searches and comparisons; None if the round may start."""
-        asked: Sequence[Request] | None = self._search(moment)
+        asked: Sequence[Request] | None = self._search(context)
         if asked is None:
-            asked = super()._queries(moment)
+            asked = super()._queries(context)
         if asked is None and not self.scheduling.state.running:
             self._notice_new_data(self.state.memory)
         return asked
@@ -334,14 +334,14 @@ class CFAACL(FAACL):
 
     # Searches for the clusters of new data between two rounds, Algorithms 8 and 9.
 
-    def _search(self, moment: SelectionContext) -> list[Request] | None:
+    def _search(self, context: SelectionContext) -> list[Request] | None:
         """Return the evaluations of the present stage; None without a search."""
         state, rounds = self.state, self.scheduling
-        if not state.local or rounds.state.running or moment.greeting:
+        if not state.local or rounds.state.running or context.greeting:
             return None
         while state.local:
             asked = rounds.ask_first(
-                moment, self._has_untried_request, every=0, patience=ASKING_SECONDS
+                context, self._has_untried_request, every=0, patience=ASKING_SECONDS
             )
             if asked is not None:
                 return [self._work(client) for client in asked]

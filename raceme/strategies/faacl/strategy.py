@@ -558,14 +558,14 @@ class FAACL(FindsSupport):
 
     # Cluster Support and Cluster Merge, Algorithms 2 and 3, between two rounds.
 
-    def _queries(self, moment: SelectionContext) -> Sequence[Request] | None:
+    def _queries(self, context: SelectionContext) -> Sequence[Request] | None:
         """Return the evaluations of clients; None if the next round may start."""
         if not self.state.is_due:
             return None
-        asked = self.scheduling.ask_first(moment, self._compares, patience=ASKING_SECONDS)
+        asked = self.scheduling.ask_first(context, self._compares, patience=ASKING_SECONDS)
         if asked is not None:
             return [comparison(self, c, self._compared_by(c)) for c in asked]
-        if not (self.scheduling.state.running or moment.greeting):
+        if not (self.scheduling.state.running or context.greeting):
             self._process_losses()
         return None
 

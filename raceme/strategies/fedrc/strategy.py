@@ -106,9 +106,9 @@ class FedRC(Method):
 
     # Before a round: the E-step.
 
-    def _queries(self, moment: SelectionContext) -> Sequence[Request] | None:
+    def _queries(self, context: SelectionContext) -> Sequence[Request] | None:
         """Query all clients for responsibilities before each round."""
-        asked = self.scheduling.ask_first(moment)
+        asked = self.scheduling.ask_first(context)
         if asked is not None:
             return [self._assign(client) for client in asked]
         return None

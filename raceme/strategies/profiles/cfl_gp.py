@@ -132,17 +132,17 @@ class CFLGP(QueriesFirst):
 
     # Before a clustering round: gradients.
 
-    def _queries(self, moment: SelectionContext) -> Sequence[Request] | None:
+    def _queries(self, context: SelectionContext) -> Sequence[Request] | None:
         """Query gradients before clustering rounds, and cluster the clients."""
         rounds = self.scheduling.state
-        if self._is_due(rounds.number, moment) and not (rounds.running or moment.greeting):
-            asked = self.scheduling.ask_first(moment, self._should_answer, every=0)
+        if self._is_due(rounds.number, context) and not (rounds.running or context.greeting):
+            asked = self.scheduling.ask_first(context, self._should_answer, every=0)
             if asked is not None:
                 return [self._question(client) for client in asked]
             self._cluster(rounds.number)
         return None
 
-    def _is_due(self, number: int, moment: SelectionContext) -> bool:
+    def _is_due(self, number: int, context: SelectionContext) -> bool:
         """Return whether a round, numbered from 0, is a clustering round."""
         state, options = self.state, self.parameters
         if state.clustered == number:
@@ -152,8 +152,8 @@ class CFLGP(QueriesFirst):
         return any(
             client.client_id not in state.profiles
             and self._has_tries(client.client_id)
-            and client.client_id in moment.idle
-            for client in moment.fleet.online()
+            and client.client_id in context.idle
+            for client in context.fleet.online()
         )
 
     def _should_answer(self, client: str) -> bool:

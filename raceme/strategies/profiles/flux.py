@@ -135,11 +135,11 @@ class FLUX(QueriesFirst):
 
     # Before a round: ripeness of the common model, and descriptors.
 
-    def _queries(self, moment: SelectionContext) -> Sequence[Request] | None:
+    def _queries(self, context: SelectionContext) -> Sequence[Request] | None:
         """Return the queries of the present phase; None if the round may start."""
-        while not (self.scheduling.state.running or moment.greeting):
+        while not (self.scheduling.state.running or context.greeting):
             if self._queries_before_round():
-                asked = self.scheduling.ask_first(moment, self._should_answer, every=0)
+                asked = self.scheduling.ask_first(context, self._should_answer, every=0)
                 if asked is not None:
                     return [self._question(client) for client in asked]
             if not self._advance():

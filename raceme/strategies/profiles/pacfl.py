@@ -100,12 +100,12 @@ class PACFL(QueriesFirst):
 
     # Before the first round, and for newcomers: directions.
 
-    def _queries(self, moment: SelectionContext) -> Sequence[Request] | None:
+    def _queries(self, context: SelectionContext) -> Sequence[Request] | None:
         """Query clients without directions, and cluster if there are new ones."""
-        asked = self.scheduling.ask_first(moment, self._should_answer, every=0)
+        asked = self.scheduling.ask_first(context, self._should_answer, every=0)
         if asked is not None:
             return [self._question(client) for client in asked]
-        if self.state.is_new and not (self.scheduling.state.running or moment.greeting):
+        if self.state.is_new and not (self.scheduling.state.running or context.greeting):
             self._cluster()
         return None
 
