@@ -268,7 +268,6 @@ def simulate(
     examples: int | None = None,
     evaluation_share: float | None = None,
     max_time: float = math.inf,
-    max_wall_time: float = math.inf,
     **parameters: Any,
 ) -> OpenSimulation:
     """Run any Flower app on virtual time, as `raceme simulate` does.
@@ -296,8 +295,8 @@ def simulate(
         replies.
     evaluation_share : float, optional
         Time of an evaluation as a share of a training task's; by default it takes none.
-    max_time, max_wall_time : float
-        Limits in seconds of virtual time and of wall time.
+    max_time : float
+        Limit of virtual time, in seconds.
     **parameters
         Hyper-parameters of `strategy`: ``gamma=0.2``.
 
@@ -344,7 +343,6 @@ def simulate(
                 seed=_plain(seed),
                 out=None if out is None else _path(out),
                 max_time=_plain(max_time),
-                max_wall_time=_plain(max_wall_time),
                 examples=_plain(examples),
                 evaluation_share=_plain(evaluation_share),
                 node_config=pairs(node_config),

@@ -718,11 +718,10 @@ DATASETS = Registry(
     _named(
         {
             "datasets.source": "Digits Synthetic",
-            "datasets.images": "Mnist FashionMnist Cifar10 ImageFolder Usps Emnist DigitsByOrigin",
+            "datasets.images": "Mnist FashionMnist Cifar10 ImageFolder Usps",
             "datasets.npz": "Npz NpzFolder",
             "datasets.given": "Table arrays=Given",
-            "datasets.leaf": "Characters Femnist Leaf Text",
-            "datasets.sensors": "harbox=HarBox Imu UciHar Fsdd GasDrift BeijingAir HitBearing",
+            "datasets.leaf": "Characters Femnist Leaf",
         }
     ),
     group="raceme.datasets",

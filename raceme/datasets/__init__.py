@@ -99,9 +99,11 @@ def with_defaults(config: RunConfig) -> RunConfig:
     """
     config = with_clients(config)
     chosen = source_of(config)
-    model, lr = chosen.default_model, chosen.default_lr
+    stated = chosen.defaults(config)
+    model, lr = stated.model, chosen.default_lr
     if model is None and config.model is None:
         model, lr = suited(data_shape(config))
+    lr = lr if stated.lr is None else stated.lr
     return config.with_values(
         model=model if config.model is None else config.model,
         lr=lr if config.lr is None else config.lr,
@@ -148,8 +150,9 @@ def default_target(config: RunConfig) -> float:
         There is no such dataset, or it cannot be read.
     """
     source = source_of(config)
-    if source.default_model is not None:
-        return source.target_accuracy
+    stated = source.defaults(config).target_accuracy
+    if stated is not None:
+        return stated
     return suited_target(data_shape(config), source.target_accuracy)
 
 

@@ -930,7 +930,7 @@ class InOrder(Drift):
         if self.dealt.dataset.periods is None:
             raise UserError(
                 "drift in-order needs the time of each sample, and "
-                f"{self.dealt.config.dataset} has none: take gas-drift or beijing-air."
+                f"{self.dealt.config.dataset} has none: take npz-folder, with an array period."
             )
         lag, last = self.options.in_order_lag, self._last
         if lag > last:

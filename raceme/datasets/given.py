@@ -29,6 +29,7 @@ from raceme.datasets import source
 from raceme.datasets.npz import (
     FOUR_ARRAYS,
     LABEL_ARRAYS,
+    PERIOD,
     NpzOptions,
     checked_part,
     dataset_of,
@@ -408,7 +409,8 @@ def _arrays(path: Path, given: Any, columns: ColumnRoles) -> dict[str, NDArray[A
             f"{path} must be {_EXPECTED_CLIENT}; got an object of type {type(given).__name__}."
         )
     needed = ("x", "y") if "x" in given else FOUR_ARRAYS
-    unknown = given.keys() - {*needed, "heldout", "group", "class_names", *LABEL_ARRAYS}
+    others = {"heldout", "group", PERIOD, "class_names", *LABEL_ARRAYS}
+    unknown = given.keys() - {*needed, *others}
     if unknown or (missing := [name for name in needed if name not in given]):
         problem = f"has {sorted(map(str, unknown))[0]}" if unknown else f"lacks {missing[0]}"
         raise UserError(f"{path} {problem}. Expected: {_EXPECTED_CLIENT}.")

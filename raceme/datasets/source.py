@@ -17,7 +17,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import pairwise
@@ -201,6 +201,25 @@ class ClientData:
     all_training: int | None = None
 
 
+@dataclass(frozen=True)
+class Defaults:
+    """Defaults of a run on a dataset; None stands for one suited to the shape of the data.
+
+    Attributes
+    ----------
+    model : str or None
+        Network.
+    lr : float or None
+        Learning rate.
+    target_accuracy : float or None
+        Target mean client accuracy; for a regression, the mean absolute error.
+    """
+
+    model: str | None = None
+    lr: float | None = field(default=None, metadata={"above": 0})
+    target_accuracy: float | None = field(default=None, metadata={"above": 0})
+
+
 class Source:
     """Base class of the sources of datasets.
 
@@ -253,6 +272,18 @@ class Source:
             return self.fixed_shape
         clients = self.count_clients(config) if config.clients is None else config.clients
         return self.load(config.with_values(clients=clients)).shape
+
+    def defaults(self, config: RunConfig) -> Defaults:
+        """Return the defaults of a run.
+
+        Raises
+        ------
+        UserError
+            They are stated in a file that is invalid.
+        """
+        if self.default_model is None:
+            return Defaults()
+        return Defaults(self.default_model, self.default_lr, self.target_accuracy)
 
     def form(self, config: RunConfig) -> Dataset | None:
         """Return a dataset without samples, if known without loading; else None."""
@@ -475,31 +506,9 @@ def check_clients(config: RunConfig, count: int, there: str) -> None:
         raise UserError(f"Too many clients: {config.num_clients}, but {there}")
 
 
-def shared_out(config: RunConfig, count: int, what: str) -> list[Indices]:
-    """Divide the clients evenly, in order, among groups, at least one client each.
-
-    Raises
-    ------
-    UserError
-        There are more groups than clients.
-    """
-    if config.num_clients < count:
-        raise UserError(
-            f"{what}, each with at least one client: take at least {count} clients, got "
-            f"{config.num_clients}."
-        )
-    return np.array_split(np.arange(config.num_clients), count)
-
-
 def spans(sizes: Iterable[int]) -> list[Indices]:
     """Return consecutive ranges of positions with the given sizes."""
     return [np.arange(start, end) for start, end in pairwise(np.cumsum([0, *sizes]).tolist())]
-
-
-def with_tail(own: Indices, share: float) -> tuple[Indices, Indices]:
-    """Split off a share of samples at the end, with at least one sample in each part."""
-    count = int(np.clip(round(share * len(own)), 1, max(1, len(own) - 1)))
-    return own[: len(own) - count], own[len(own) - count :]
 
 
 def by_test(

@@ -41,7 +41,6 @@ WANDB = "wandb"
 """Folder of Weights & Biases' files."""
 WANDB_RUN = "wandb-run.txt"
 """Id of the Weights & Biases run, for resumption."""
-WALL_TIMES = "wall-times.csv"
 ERROR = "error.txt"
 """Traceback of a failed run."""
 MESSAGES = "messages.csv"
@@ -61,7 +60,6 @@ _FILES = {
     STORE,
     SUMMARY,
     WANDB_RUN,
-    WALL_TIMES,
     "accuracy.png",
     "clusters.png",
     "devices.png",

@@ -56,7 +56,6 @@ from raceme.records.folder import (
     removed_on_failure,
     resumed_folder,
 )
-from raceme.records.record import WallTimes
 from raceme.records.store import RunStore, each_event
 from raceme.records.summary import RunSummary
 from raceme.runs.checkpoints import Checkpointer, CheckpointFolder, restore, resuming
@@ -641,9 +640,6 @@ def execute(
             after = None
             if restored:
                 after = summary.time if restored.events else -math.inf
-            if is_virtual:
-                # On real devices the run's time is wall time.
-                listening.append(WallTimes(out, wall_time, after).observe)
             observing = [feature.observer(out, after) for feature in strategy.features]
             listening += filter(None, observing)
 

@@ -7,7 +7,6 @@ import logging
 import math
 import re
 import shlex
-import signal
 import sys
 import threading
 import time
@@ -20,7 +19,6 @@ from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from functools import partial, wraps
 from pathlib import Path
-from types import FrameType
 from typing import Any, TypeVar
 
 from flwr.app import Context, Message, MessageType, RecordDict
@@ -37,7 +35,6 @@ from raceme.core.messages import CONFIG, KIND, category
 from raceme.core.options import SECONDS, Value, convert, option
 from raceme.core.registry import STRATEGIES
 from raceme.core.scheduling import FlowerArguments
-from raceme.core.signals import handled_by
 from raceme.core.strategy import Method
 from raceme.datasets.source import own_randomness, seed_process, without_operators
 from raceme.flower import app as compat
@@ -946,8 +943,6 @@ class Settings:
         Output folder; by default a new one.
     max_time : float
         Virtual time in seconds at which the ServerApp is ended.
-    max_wall_time : float
-        Wall time in seconds at which the ServerApp is ended.
     examples : int or None
         Training examples of each client, for profiles with times per sample; None: from replies.
     evaluation_share : float or None
@@ -971,7 +966,6 @@ class Settings:
     seed: int = option(0, "seed", low=0)
     out: Path | None = None
     max_time: float = option(math.inf, "limit of virtual time", unit=SECONDS, above=0)
-    max_wall_time: float = option(math.inf, "limit of wall time", unit=SECONDS, above=0)
     examples: int | None = option(None, "training examples of each client", low=1)
     evaluation_share: float | None = option(None, "time of an evaluation", low=0)
     node_config: tuple[str, ...] = ()
@@ -1084,8 +1078,7 @@ def simulate(settings: Settings) -> Simulated:
         # Random numbers drawn while importing do not count.
         seed_process([settings.seed, _SERVER])
         context = compat.server_context(grid.run.run_id, app.run_config)
-        with _wall_limit(settings.max_wall_time):
-            ending, reason = call_server(app, lambda: server_app(grid, context))
+        ending, reason = call_server(app, lambda: server_app(grid, context))
         if grid.check_training is not None and ending is AppEnding.RETURNED:
             grid.check_training()
         for exchange in grid.unanswered():
@@ -1147,27 +1140,6 @@ def _show(error: Exception, folder: Path) -> None:
         own = own.tb_next
     sys.stdout.flush()
     traceback.print_exception(type(error), error, own or frames)
-
-
-@contextmanager
-def _wall_limit(seconds: float) -> Iterator[None]:
-    """Halt the body after some seconds of wall time."""
-    if seconds == math.inf:
-        yield
-        return
-
-    def halt(number: int, frame: FrameType | None) -> None:
-        raise Halted(
-            f"the ServerApp had not returned after {seconds:g} s of this machine's time "
-            "(--max-wall-time)"
-        )
-
-    with handled_by(halt, signal.SIGALRM):
-        signal.setitimer(signal.ITIMER_REAL, seconds)
-        try:
-            yield
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0.0)
 
 
 # -----------------------------------------------------------------------------

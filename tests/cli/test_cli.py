@@ -40,7 +40,6 @@ FILES = {
     "similarity.npz",
     "similarity.png",
     "summary.json",
-    "wall-times.csv",
 }
 
 

@@ -16,18 +16,20 @@ from raceme import datasets
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
 from raceme.core.registry import DRIFTS
+from raceme.datasets.dealt import Dealt
 from raceme.datasets.drift import (
     Evolution,
     Schedule,
     SwapPart,
+    drift_of,
     exchanged,
     parse_schedule,
     schedule_of,
 )
-from raceme.datasets.partition import Scenario, ScenarioOptions, rotated
+from raceme.datasets.partition import Partition, Scenario, ScenarioOptions, rotated
+from raceme.datasets.source import Dataset, Target
 
-# In-order needs data with a time, tests/datasets/test_recordings.py, and scenario-stream a
-# partition without groups, tests/datasets/test_scenario_stream.py.
+# In-order needs data with a time, and scenario-stream a partition without groups.
 CHANGING = sorted(set(DRIFTS) - {"none", "in-order", "scenario-stream"})
 
 
@@ -807,3 +809,72 @@ def test_a_run_whose_end_is_not_known_may_be_long_enough() -> None:
 def test_what_the_data_cannot_do_is_an_error_stream(keys: dict[str, object], error: str) -> None:
     with pytest.raises(UserError, match=error):
         datasets.true_groups(stream_config(**keys))
+
+
+# Data recorded over a long time, and clients that meet them in order.
+
+
+def recorded(root: Path, **keys: object) -> RunConfig:
+    """Return a run on five clients, each with 8, 4 and 6 samples of three periods."""
+    for client in range(5):
+        period = np.repeat([0, 1, 2], [8, 4, 6])
+        x = np.column_stack([5.0 * period, client * 100 + np.arange(18.0)])
+        np.savez(root / f"client-{client}.npz", x=x, y=np.arange(18) % 2, period=period)
+    (root / "dataset.toml").write_text("mean = 0.0\nstd = 1.0\n")
+    given = {"dataset": "npz-folder", "data-root": str(root), "drift": "in-order", **keys}
+    return datasets.with_clients(RunConfig.from_mapping(given))
+
+
+def test_in_order_a_step_is_a_period_for_training_and_testing_alike(tmp_path: Path) -> None:
+    config = recorded(tmp_path)
+    whole = datasets.client_data(config.with_values(drift="none"), 3)
+    sizes = []
+    for step, period in ((0, 0), (1, 1), (2, 2), (3, 2), (50, 2)):
+        data = datasets.client_data(config, 3, step)
+        for part in (data.x_train, data.x_test):
+            assert set(part[:, 0]) == {5.0 * period}
+        sizes.append(len(data.y_train) + len(data.y_test))
+        trained, tested = (set(part[:, 1]) for part in (data.x_train, data.x_test))
+        assert not trained & tested
+        # A period whose samples are all for training lends one for testing.
+        assert trained <= set(whole.x_train[:, 1])
+        assert data.group is None
+    assert sizes == [8, 4, 6, 6, 6]
+
+
+def test_with_a_lag_clients_are_in_different_periods_which_are_their_groups(tmp_path: Path) -> None:
+    config = recorded(tmp_path, **{"in-order-lag": 1})
+    # Of five clients the last two are one period behind.
+    assert datasets.true_groups(config, 0) == (0, 0, 0, 0, 0)
+    assert datasets.true_groups(config, 1) == (1, 1, 1, 0, 0)
+    assert datasets.true_groups(config, 2) == (2, 2, 2, 1, 1)
+    assert datasets.true_groups(config, 3) == (2, 2, 2, 2, 2)
+    assert datasets.client_data(config, 4, 1).group == 0
+    assert set(datasets.client_data(config, 4, 1).x_train[:, 0]) == {0.0}
+
+
+def test_data_that_cannot_come_in_order(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="the data have 3 periods"):
+        datasets.true_groups(recorded(tmp_path, **{"in-order-lag": 3}))
+    with pytest.raises(UserError, match="digits has none: take npz-folder, with an array period"):
+        datasets.true_groups(RunConfig(drift="in-order"))
+    few = np.array([0, 0, 1, 2, 2])
+    np.savez(tmp_path / "client-2.npz", x=np.zeros((5, 2)), y=few % 2, period=few)
+    datasets.forget()
+    with pytest.raises(UserError, match=r"client 2 has 1 of period 1, from 0: take fewer"):
+        datasets.true_groups(recorded_as_is(tmp_path))
+
+
+def recorded_as_is(root: Path) -> RunConfig:
+    keys = {"dataset": "npz-folder", "data-root": str(root), "drift": "in-order"}
+    return datasets.with_clients(RunConfig.from_mapping(keys))
+
+
+@pytest.mark.parametrize("drift", ["label-shift", "tasks", "swap-part", "concepts"])
+def test_drifts_of_classes_need_classes(drift: str) -> None:
+    config = RunConfig.from_mapping({"clients": 2, "drift": drift})
+    y = np.linspace(0, 1, 20, dtype=np.float32)
+    whole = Dataset(np.zeros((20, 3), np.float32), y, num_classes=0, target=Target("K"))
+    dealt = Dealt(config, whole, Partition((np.arange(10), np.arange(10, 20)), (None, None)))
+    with pytest.raises(UserError, match=f"drift {drift} needs classes, and the labels of digits"):
+        drift_of(config, dealt).check()

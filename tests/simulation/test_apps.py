@@ -759,15 +759,6 @@ def test_a_limit_of_virtual_time_ends_the_app(tmp_path: Path, devices: str) -> N
     assert simulated.fleet.busy()["client-1"][-1] == (10.0, 12.0)
 
 
-def test_a_limit_of_real_time_ends_a_loop_that_asks_for_nothing(
-    tmp_path: Path, devices: str
-) -> None:
-    loops = "while True:\n    try:\n        np.zeros(3)\n    except Exception:\n        pass"
-    simulated = run_polls(tmp_path, devices, "calculates", loops, max_wall_time=0.3)
-    assert simulated.ending is AppEnding.HALTED
-    assert "--max-wall-time" in simulated.reason
-
-
 def test_a_grid_is_for_one_thread(tmp_path: Path, devices: str) -> None:
     threads = """
 from concurrent.futures import ThreadPoolExecutor

@@ -35,11 +35,10 @@ from raceme.records.folder import (
     NOTE,
     STORE,
     SUMMARY,
-    WALL_TIMES,
     has_writer,
     read_note,
 )
-from raceme.records.record import History, read_wall_times
+from raceme.records.record import History
 from raceme.records.store import StoreFollower, plain
 from raceme.records.summary import RunSummary, finite
 from raceme.reporting.streams import Epoch, Streams
@@ -417,7 +416,6 @@ class RunSource(FolderSource):
         self._is_stopped = False
         self._is_behind = True
         self._stamps: dict[str, Stamp] = {}
-        self._walls = 0
         self._positions = PositionsReader(self.folder)
         self._placed: dict[str, int] = {}
         self._flat: dict[str, Sequence[float]] = {}
@@ -479,12 +477,6 @@ class RunSource(FolderSource):
             stride = 1 + self._sent_positions // self._most_positions
             if (self._snapshots - 1) % stride == 0:
                 self._send_snapshot(snapshot)
-        if self._is_new(WALL_TIMES):
-            rows = read_wall_times(self.folder)[self._walls :]
-            if rows:
-                self._walls += len(rows)
-                times, walls = (list(column) for column in zip(*rows, strict=True))
-                self._send({"walls": {"time": times, "wall": walls}})
 
     def _send_snapshot(self, snapshot: Snapshot) -> None:
         """Send client positions from a time on."""
