@@ -137,6 +137,8 @@ class FeatureContext:
     has_one_model, has_sums, exchanges : bool
         Whether the method always has one model for all clients, whether updates enter it as sums
         only, and whether models travel.
+    has_weights : bool
+        Whether sums of updates with weights are enough for the method; see `weight`.
     is_simulated : bool
         Whether the run is on virtual time, and reproducible from its seed.
     trained_steps : Mapping[str, int]
@@ -166,6 +168,7 @@ class FeatureContext:
         self.weight = method.weight_of
         self.has_one_model, self.exchanges = method.needs.one_model, method.needs.exchange
         self.has_sums, self.is_simulated = method.needs.sums, is_simulated
+        self.has_weights = method.needs.sum_weight is not None
         self.drift, self.step_of = steps.schedule, steps.now_of
         self.trained_steps: Mapping[str, int] = method.progress.trained_steps
 

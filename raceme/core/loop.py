@@ -217,7 +217,7 @@ class Loop:
             if self._settle():
                 continue
             if waits := self._endless_wait():
-                self._ending = Ending.USELESS_REPLIES, waits
+                self._ending = waits
                 continue
             has_replies = self._receive()
             if self._fleet.by_node:
@@ -298,18 +298,24 @@ class Loop:
                 self._ending = Ending.LIMIT, spent
         return self._ending is not None
 
-    def _endless_wait(self) -> str:
-        """Return why the held updates of all clients wait for ever, or an empty text.
+    def _endless_wait(self) -> tuple[Ending, str] | None:
+        """Return why the held updates of all clients wait for ever, if they do.
 
         Only a grid that foresees arrivals can tell.
         """
-        progress, grid = self._progress, self._grid
-        works = progress.in_flight or progress.further or progress.evaluations or progress.idle
+        progress, grid, holds = self._progress, self._grid, self._idle.holds
+        works = progress.in_flight or progress.further or progress.evaluations
         if works or not progress.held or self._method.features.wake_at() < math.inf:
-            return ""
+            return None
         if not isinstance(grid, Foreseeing) or grid.arrivals_ahead():
-            return ""
-        return f"all clients wait for {progress.held_for}"
+            return None
+        if not progress.idle:
+            return Ending.USELESS_REPLIES, f"all clients wait for {progress.held_for}"
+        if holds is None or not all(map(holds, progress.idle)):
+            return None
+        others = plural(len(progress.idle), "client")
+        reason = f"{others} may contribute no more, and the others wait for {progress.held_for}"
+        return Ending.LIMIT, reason
 
     def _is_quiescent(self) -> bool:
         """Return whether no client will ever train again.
