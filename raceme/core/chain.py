@@ -73,10 +73,17 @@ class Chain:
     @property
     def holds(self) -> Callable[[str], bool] | None:
         """Whether an idle client gets no work yet; None if no feature ever holds any."""
-        holding = [one for one in self if type(one).holds is not Feature.holds]
-        if not holding:
+        return self._held_by([one for one in self if type(one).holds is not Feature.holds])
+
+    @property
+    def holds_for_good(self) -> Callable[[str], bool] | None:
+        """Whether a client gets no work even if no other has any; None if none ever is."""
+        return self._held_by([one for one in self if one.holds_for_good])
+
+    def _held_by(self, features: Sequence[Feature]) -> Callable[[str], bool] | None:
+        if not features:
             return None
-        return lambda client: any(one.holds(client, self._connected) for one in holding)
+        return lambda client: any(one.holds(client, self._connected) for one in features)
 
     def begin(self, context: FeatureContext) -> None:
         """Connect the features with a run."""

@@ -244,6 +244,8 @@ class Feature:
         Size of trained models on their way to the server, as a share; simulated networks use it.
     settings : frozenset[str]
         Settings that `on_request` adds to requests.
+    holds_for_good : bool
+        Whether clients that `holds` names get no work even if no other client has any.
     state : dataclass
         State of the run, an instance of `state_type`; part of checkpoints.
     """
@@ -255,6 +257,7 @@ class Feature:
     keeps_bases: ClassVar[bool] = False
     upload_size: ClassVar[float] = 1.0
     settings: ClassVar[frozenset[str]] = frozenset()
+    holds_for_good: ClassVar[bool] = False
 
     def __init__(self, options: Any = None, config: RunConfig | None = None) -> None:
         self.options = self.options_type() if options is None else options

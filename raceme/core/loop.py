@@ -303,7 +303,7 @@ class Loop:
 
         Only a grid that foresees arrivals can tell.
         """
-        progress, grid, holds = self._progress, self._grid, self._idle.holds
+        progress, grid = self._progress, self._grid
         works = progress.in_flight or progress.further or progress.evaluations
         if works or not progress.held or self._method.features.wake_at() < math.inf:
             return None
@@ -311,6 +311,7 @@ class Loop:
             return None
         if not progress.idle:
             return Ending.USELESS_REPLIES, f"all clients wait for {progress.held_for}"
+        holds = self._method.features.holds_for_good
         if holds is None or not all(map(holds, progress.idle)):
             return None
         others = plural(len(progress.idle), "client")
@@ -536,7 +537,7 @@ class Loop:
         is_alone = not progress.in_flight and not progress.further
         if not wanted and is_alone and self._idle.holds is not None:
             # Held clients wait for others that work: there are none.
-            holds, self._idle.holds = self._idle.holds, None
+            holds, self._idle.holds = self._idle.holds, self._method.features.holds_for_good
             wanted = list(self._method.requests(moment))
             self._idle.holds = holds
         if places is not None and len(wanted) > places:

@@ -295,6 +295,7 @@ def test_few_updates_wait_when_the_others_have_spent_their_budget() -> None:
     # The slow one takes part once or twice, and is then alone, with less than half a cohort.
     assert [taken.count(f"c{i}") for i in range(5)] == [5] * 5
     assert taken.count("c5") < 5
+    assert not of(events.UpdateRejected, seen)
     assert seen[-1].ending is events.Ending.LIMIT
     assert seen[-1].reason == (
         "5 clients may contribute no more, and the others wait for cohorts of 3 updates "

@@ -153,6 +153,7 @@ class CentralPrivacy(Feature):
     client = "raceme.features.central_privacy.client:work"
     keeps_bases = True
     settings = frozenset({CLIP})
+    holds_for_good = True
     options: Options
     state: CentralPrivacyState
     _most_spent: float | None = None
