@@ -15,6 +15,7 @@ import argparse
 import math
 from collections.abc import Mapping, Sequence
 from tempfile import TemporaryDirectory
+from typing import ClassVar
 
 import numpy as np
 
@@ -36,7 +37,7 @@ CASES: Mapping[str, Mapping[str, object]] = {
 class Versions(Feature):
     """Notes the version that each update becomes part of: a feature of one's own."""
 
-    leaves: dict[str, dict[int, float]] = {}
+    leaves: ClassVar[dict[str, dict[int, float]]] = {}
     count = 0
 
     def on_applied(

@@ -286,6 +286,16 @@ def test_the_noise_of_a_cohort_has_the_stated_variance() -> None:
     assert chi2.ppf(5e-5, steps.size) < total < chi2.ppf(1 - 5e-5, steps.size)
 
 
+def test_a_cluster_that_is_much_smaller_than_a_cohort_is_warned_of_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    method = Means()
+    private(method, 1.0, **{"privacy-cohort": 12})
+    ran(method, fleet(1.0, 1.0, 1.0), 9)
+    said = "Cluster 0 has 3 clients online: the noise in its model is 4.0 times that of a cohort of"
+    assert caplog.text.count(said) == 1
+
+
 def test_few_updates_wait_when_the_others_have_spent_their_budget() -> None:
     method = Means()
     private(method, 1.0, **{"privacy-updates": 5, "privacy-cohort": 3})

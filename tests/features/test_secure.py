@@ -550,8 +550,10 @@ def test_the_server_sees_no_single_update() -> None:
     assert run.vector[:8].tobytes() in kept
 
 
-@pytest.mark.parametrize("stage", [SHARES, MASKED, UNMASK])
-def test_a_resumed_run_is_the_one_that_was_never_interrupted(stage: str) -> None:
+@pytest.mark.parametrize(
+    ("stage", "noise"), [(SHARES, 0.0), (MASKED, 0.0), (UNMASK, 0.0), (MASKED, 1.0)]
+)
+def test_a_resumed_run_is_the_one_that_was_never_interrupted(stage: str, noise: float) -> None:
     states: list[dict[str, Any]] = []
 
     def keep(run: Run) -> str:
@@ -562,7 +564,7 @@ def test_a_resumed_run_is_the_one_that_was_never_interrupted(stage: str) -> None
             states.append(copy.deepcopy(state))
         return ""
 
-    keys = {"clients": 6, "max-updates": 30, "devices": "slow30x10"}
+    keys = {"clients": 6, "max-updates": 30, "devices": "slow30x10", "privacy-central": noise}
     whole = Run("fedbuff", stop=keep, secure=True, **keys)
     assert states[0]["method"]["progress"]["held"]
     resumed = Run("fedbuff", state=states[0], secure=True, **keys)
