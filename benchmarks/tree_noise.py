@@ -5,8 +5,8 @@
 Digits, 100 clients in four groups of labels, 30 % of the devices five times slower, logistic
 regression; each client contributes some updates. Who takes part in which version does not depend on
 the noise: a first run notes it, and the multipliers of both kinds of noise are those at which the
-client that spends most spends ε. `predicted` is the ratio of the variances of their noise in the
-last version, by popcount for the tree.
+client that spends most spends ε. `predicted` is the ratio of the variances that their noise has
+summed up to in the last version.
 """
 
 from __future__ import annotations
@@ -62,6 +62,42 @@ def accuracy(keys: Mapping[str, object], updates: int, seed: int) -> float:
         return float(outcome.summary["accuracy"])
 
 
+def compared(
+    keys: Mapping[str, object], updates: int, seed: int, mu: float
+) -> tuple[int, float, float, float]:
+    """Note who takes part in which version; return versions, multipliers, and the ratio.
+
+    Parameters
+    ----------
+    mu : float
+        What the client that spends most may spend.
+
+    Returns
+    -------
+    tuple
+        Number of versions, z of independent noise and of trees, and the variance of the noise of
+        trees in the last version by that of independent noise.
+    """
+    Versions.leaves, Versions.count = {}, 0
+    noted = {**keys, "features": f"{__name__}:Versions", "privacy-central": 1e-3}
+    accuracy(noted, updates, seed)
+    versions = Versions.count
+    height = max(1, math.ceil(math.log2(versions)))
+    # Independent noise follows the largest weight of each version.
+    by_leaf: dict[int, float] = {}
+    for own in Versions.leaves.values():
+        for leaf, weight in own.items():
+            by_leaf[leaf] = max(weight, by_leaf.get(leaf, 0.0))
+    largest = by_leaf[0]
+    parts = [
+        {leaf: weight / largest for leaf, weight in own.items() if leaf < versions}
+        for own in Versions.leaves.values()
+    ]
+    plain, tree = math.sqrt(updates) / mu, math.sqrt(max(cost(own, height) for own in parts)) / mu
+    independent = plain**2 * sum(by_leaf[leaf] ** 2 for leaf in range(versions))
+    return versions, plain, tree, versions.bit_count() * (tree * largest) ** 2 / independent
+
+
 def main() -> None:
     """Print the table, row by row."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -78,24 +114,13 @@ def main() -> None:
         for name, keys in CASES.items():
             found: dict[str, list[float]] = {"independent": [], "tree": []}
             for seed in range(options.seeds):
-                Versions.leaves, Versions.count = {}, 0
-                noted = {**keys, "features": f"{__name__}:Versions"}
-                accuracy({**noted, "privacy-central": 1e-3}, updates, seed)
-                versions = Versions.count
+                versions, plain, tree, predicted = compared(keys, updates, seed, mu)
                 height = max(1, math.ceil(math.log2(versions)))
-                largest = max(max(own.values()) for own in Versions.leaves.values())
-                parts = [
-                    {leaf: weight / largest for leaf, weight in own.items()}
-                    for own in Versions.leaves.values()
-                ]
-                most = max(cost(own, height) for own in parts)
-                plain, tree = math.sqrt(updates) / mu, math.sqrt(most) / mu
                 found["independent"].append(
                     accuracy({**keys, "privacy-central": plain}, updates, seed)
                 )
                 trees = {"privacy-central": tree, "privacy-tree": 2**height}
                 found["tree"].append(accuracy({**keys, **trees}, updates, seed))
-            predicted = versions.bit_count() * tree**2 / (versions * plain**2)
             shown = [f"{100 * np.mean(v):.1f} ± {100 * np.std(v):.1f}" for v in found.values()]
             row = [name, str(updates), str(versions), f"{plain:.2f}", f"{tree:.2f}"]
             print("| " + " | ".join([*row, f"{predicted:.2f}", *shown]) + " |", flush=True)
